@@ -1,0 +1,77 @@
+"""The inside of a layer slice: where each K and V element of a block lies ("paired-v1").
+
+Owns that order, in plain torch, for whoever needs elements rather than bytes: the reference ops
+and the tests. The native kernels walk the same order by address. Never allocates, never computes.
+
+A slice is K, then V. The unit is a 32-bit lane of `pack` neighbours (bfloat16: 2, float32: 1), as
+dot-product instructions take lanes: K pairs neighbours in head_dim, V neighbours in tokens.
+
+    K [kv_heads][head_dim / pack][block_tokens][pack]
+    V [kv_heads][block_tokens / pack][head_dim][pack]
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moonpool.engine.ops import KvCache
+from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
+
+INNER = "paired-v1"
+LANE_BYTES = 4
+
+
+def pack(layout: BlockLayout) -> int:
+    """Elements in one 32-bit lane."""
+    return LANE_BYTES // DTYPE_BYTES[layout.dtype]
+
+
+def check_layout(layout: BlockLayout) -> None:
+    """Refuses, with ValueError, a layout the engine's slices cannot have."""
+    if layout.inner != INNER:
+        raise ValueError(f"KVCache layout {layout.inner!r} is unknown here: use {INNER!r}")
+    if layout.block_tokens % 16:
+        raise ValueError(f"block_tokens is {layout.block_tokens}: make it a multiple of 16")
+    if layout.head_dim % 16:
+        raise ValueError(f"head_dim is {layout.head_dim}: only multiples of 16 are supported")
+
+
+def key_view(cache: KvCache, layer: int) -> Tensor:
+    """K of all blocks, shared: [num_blocks, kv_heads, head_dim / pack, block_tokens, pack]."""
+    own = cache.layout
+    lanes = pack(own)
+    keys = cache.blocks[:, layer, : own.slice_elements // 2]
+    shape = (own.num_kv_heads, own.head_dim // lanes, own.block_tokens, lanes)
+    return keys.unflatten(1, shape)
+
+
+def value_view(cache: KvCache, layer: int) -> Tensor:
+    """V of all blocks, shared: [num_blocks, kv_heads, block_tokens / pack, head_dim, pack]."""
+    own = cache.layout
+    lanes = pack(own)
+    values = cache.blocks[:, layer, own.slice_elements // 2 :]
+    shape = (own.num_kv_heads, own.block_tokens // lanes, own.head_dim, lanes)
+    return values.unflatten(1, shape)
+
+
+def write_rows(
+    cache: KvCache, layer: int, block_ids: Tensor, offsets: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Stores row t at token `offsets[t]` of block `block_ids[t]`. k, v: [T, kv_heads, head_dim]."""
+    lanes = pack(cache.layout)
+    block_ids, offsets = block_ids.long(), offsets.long()
+    # Index tensors apart from each other put the row dimension first: [T, kv_heads, ...].
+    key_view(cache, layer)[block_ids, :, :, offsets, :] = k.unflatten(2, (-1, lanes))
+    value_view(cache, layer)[block_ids, :, offsets // lanes, :, offsets % lanes] = v
+
+
+def read_rows(
+    cache: KvCache, layer: int, block_table: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of the first `num_tokens` tokens of a sequence: [num_tokens, kv_heads, head_dim]."""
+    own = cache.layout
+    table = block_table[: own.blocks_for(num_tokens)].long()
+    shape = (-1, own.num_kv_heads, own.head_dim)
+    keys = key_view(cache, layer)[table].permute(0, 3, 1, 2, 4).reshape(shape)
+    values = value_view(cache, layer)[table].permute(0, 2, 4, 1, 3).reshape(shape)
+    return keys[:num_tokens], values[:num_tokens]
