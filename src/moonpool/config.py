@@ -1,0 +1,189 @@
+"""One frozen table per part of the system, read from TOML; flags override single values.
+
+Nothing here touches a disk: the edges read the file and hand over its text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from moonpool.types import Struct
+
+Placement = Literal["kvcache-centric"]
+Admission = Literal["none", "early"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the text says what is wrong and what to do."""
+
+
+class ModelConfig(Struct, frozen=True):
+    name: str = "moonpool/induction"
+    dtype: Dtype = "auto"
+    served_name: str = ""  # "": the name itself
+    max_model_tokens: int = 0  # prompt and answer; 0: as far as model and pool reach
+
+
+class ClusterConfig(Struct, frozen=True):
+    """How many instances of each role to start on this machine."""
+
+    prefill: int = 1
+    decode: int = 1
+    mixed: int = 0
+
+
+class PoolConfig(Struct, frozen=True):
+    """The KVCache pool. `dram_tokens_per_instance == 0`: as much as a quarter of the machine's free
+    memory, divided among its instances, up to 262,144 tokens each."""
+
+    block_tokens: int = 64
+    dram_tokens_per_instance: int = 0
+    prefix_caching: bool = True
+
+
+class NetworkConfig(Struct, frozen=True):
+    """Where the head listens for workers, and where the workers listen for each other."""
+
+    head_host: str = "127.0.0.1"
+    head_port: int = 0  # 0: any free one
+    worker_host: str = "127.0.0.1"
+    use_shared_memory: bool = True
+
+
+class SloConfig(Struct, frozen=True):
+    ttft_s: float = 30.0
+    tbt_s: float = 0.5
+
+
+class ConductorConfig(Struct, frozen=True):
+    placement: Placement = "kvcache-centric"
+    admission: Admission = "early"
+    kvcache_balancing_threshold: float = 1.0
+    max_attempts: int = 3
+
+
+class InstanceConfig(Struct, frozen=True):
+    """What an instance's state machine needs to know."""
+
+    chunk_tokens: int = 512
+    max_sequences: int = 128
+    prefix_caching: bool = True
+
+
+class EngineConfig(Struct, frozen=True):
+    chunk_tokens: int = 512
+    max_sequences: int = 128
+    threads: int = 0  # per worker process; 0: cores / workers, at least 1
+
+
+class ApiConfig(Struct, frozen=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    request_timeout_s: float = 600.0
+
+
+class Config(Struct, frozen=True):
+    model: ModelConfig = ModelConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    pool: PoolConfig = PoolConfig()
+    network: NetworkConfig = NetworkConfig()
+    slo: SloConfig = SloConfig()
+    conductor: ConductorConfig = ConductorConfig()
+    engine: EngineConfig = EngineConfig()
+    api: ApiConfig = ApiConfig()
+
+
+def parse_config(text: str, overrides: dict[str, dict[str, Any]] | None = None) -> Config:
+    """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
+
+    Raises ConfigError: bad TOML, unknown table or key (naming the nearest known one), wrong type,
+    value out of range.
+    """
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the config is not valid TOML: {error}") from None
+    for table, values in (overrides or {}).items():
+        tables.setdefault(table, {}).update(values)
+    _check_names(tables)
+    try:
+        config = msgspec.convert(tables, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the config has a bad value: {error}") from None
+    _check_ranges(config)
+    return config
+
+
+def _check_names(tables: dict[str, Any]) -> None:
+    hints = get_type_hints(Config)
+    for table, values in tables.items():
+        if table not in hints:
+            raise ConfigError(f"unknown table [{table}]{_nearest(table, hints)}")
+        if not isinstance(values, dict):
+            raise ConfigError(f"[{table}] must be a table, not {type(values).__name__}")
+        known = hints[table].__struct_fields__
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown key {table}.{key}{_nearest(key, known)}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(known)}"
+
+
+def _check_ranges(config: Config) -> None:
+    cluster = config.cluster
+    _require(min(cluster.prefill, cluster.decode, cluster.mixed) >= 0, "cluster", ">= 0")
+    _require(
+        bool(cluster.mixed or (cluster.prefill and cluster.decode)),
+        "cluster",
+        "at least one prefill and one decode instance, or one mixed one",
+    )
+    _require(
+        bool(cluster.prefill) == bool(cluster.decode) or bool(cluster.mixed),
+        "cluster",
+        "both prefill and decode instances",
+    )
+    _require(cluster.prefill + cluster.decode + cluster.mixed <= 64, "cluster", "at most 64")
+    tokens = config.pool.block_tokens
+    _require(
+        tokens > 0 and tokens % 16 == 0 and tokens <= 1024,
+        "pool.block_tokens",
+        "a multiple of 16, at most 1024",
+    )
+    _require(config.pool.dram_tokens_per_instance >= 0, "pool.dram_tokens_per_instance", ">= 0")
+    _require(config.model.max_model_tokens >= 0, "model.max_model_tokens", ">= 0")
+    _require(config.slo.ttft_s > 0 and config.slo.tbt_s > 0, "slo", "> 0 seconds")
+    _require(config.engine.chunk_tokens >= 1, "engine.chunk_tokens", ">= 1")
+    _require(config.engine.max_sequences >= 1, "engine.max_sequences", ">= 1")
+    _require(0 <= config.engine.threads <= 1024, "engine.threads", "0 to 1024")
+    _require(0 <= config.api.port <= 65535, "api.port", "0 to 65535")
+    _require(0 <= config.network.head_port <= 65535, "network.head_port", "0 to 65535")
+    _require(config.api.max_body_bytes > 0, "api.max_body_bytes", "> 0")
+    _require(config.api.request_timeout_s > 0, "api.request_timeout_s", "> 0")
+    _require(
+        config.conductor.kvcache_balancing_threshold >= 1,
+        "conductor.kvcache_balancing_threshold",
+        ">= 1",
+    )
+    _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
+
+
+def _require(holds: bool, name: str, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} must be {wanted}")
+
+
+def choices(alias: Any) -> tuple[str, ...]:
+    """The allowed values of one of the Literal types above, for the command line's help."""
+    return get_args(alias)

@@ -1,0 +1,65 @@
+"""The shape of one KVCache block: the page of the engine, the unit of the pool and of transfer.
+
+A block holds `block_tokens` tokens for all layers of one shard, layer-major, so that one layer is
+one contiguous slice of `slice_bytes` bytes at offset `layer * slice_bytes` of the block. What
+lies inside a slice is the engine's business; `inner` names it, and is part of the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from moonpool.types import Struct
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class BlockLayout(Struct, frozen=True):
+    """Dimensions of a block. `model_fingerprint` ties it to the weights it was computed with."""
+
+    model_fingerprint: str
+    dtype: str
+    block_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    inner: str = "paired-v1"
+
+    @property
+    def slice_elements(self) -> int:
+        """Elements of K and V of one layer of one block."""
+        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+
+    @property
+    def slice_bytes(self) -> int:
+        return self.slice_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.slice_bytes * self.num_layers
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes that differ whenever a block of one layout would be garbage under the other."""
+        fields = "\0".join(
+            str(x)
+            for x in (
+                "moonpool-block-1",
+                self.model_fingerprint,
+                self.dtype,
+                self.block_tokens,
+                self.num_layers,
+                self.num_kv_heads,
+                self.head_dim,
+                self.inner,
+            )
+        )
+        return hashlib.sha256(fields.encode()).digest()

@@ -1,0 +1,68 @@
+"""What the messenger tells its worker. Posted from messenger threads, each exactly once.
+
+Every operation the worker starts ends with exactly one terminal event, marked (terminal). Until then the
+messenger may read or write the operation's blocks, so they must stay held; afterwards it never will.
+"""
+
+from __future__ import annotations
+
+from moonpool.types import BlockKey, InstanceId, Struct
+
+
+class PeerAddress(Struct, frozen=True):
+    """Where an instance's messenger listens. `host_id` tells whether shared memory can be used."""
+
+    instance_id: InstanceId
+    host_id: str
+    unix_name: str  # abstract unix socket (no file to leave behind), "" if none
+    tcp_host: str
+    tcp_port: int
+
+
+class FetchEnded(Struct, frozen=True, tag=True):
+    """(terminal) A fetch of cached blocks: the first `num_blocks` arrived and their checksums hold."""
+
+    fetch_id: str
+    num_blocks: int
+    corrupt_slices: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class ReadRequested(Struct, frozen=True, tag=True):
+    """A peer asks for blocks by key; answer with `Messenger.grant(read_id, block_ids)`."""
+
+    read_id: str
+    keys: tuple[BlockKey, ...]
+
+
+class ReadEnded(Struct, frozen=True, tag=True):
+    """(terminal) The peer is done with the granted blocks, or died, or let its lease run out."""
+
+    read_id: str
+    error: str = ""
+
+
+class SendEnded(Struct, frozen=True, tag=True):
+    """(terminal) An outgoing layer stream: everything was received, or `error` says why not."""
+
+    stream_id: str
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class ReceiveEnded(Struct, frozen=True, tag=True):
+    """(terminal) An incoming layer stream. `corrupt` are the indices (into the request's block table) of
+    blocks of which a slice was wrong or is missing; without `error` all others are complete and verified.
+    """
+
+    stream_id: str
+    corrupt: tuple[int, ...] = ()
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+MessengerEvent = FetchEnded | ReadRequested | ReadEnded | SendEnded | ReceiveEnded

@@ -1,0 +1,97 @@
+"""The life of one request as timestamps, from which every figure about it is derived.
+
+    arrived -> placed -> prefill_started -> prefill_done -> transfer_done -> decode_started
+            -> first_token -> finished                    (or refused, failed, aborted)
+
+The same record in simulation and in life; TTFT, TBT, the metrics, `/explain` and reports read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moonpool.types import InstanceId, RequestId, Slo
+
+STAGES = (
+    ("queue", "placed", "prefill_started"),
+    ("prefill", "prefill_started", "prefill_done"),
+    ("transfer_tail", "prefill_done", "transfer_done"),
+    ("decode", "first_token", "finished"),
+)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Instants are seconds on the driver's clock; None: that step has not happened."""
+
+    request_id: RequestId
+    num_prompt_tokens: int
+    slo: Slo
+    arrived_s: float
+    placed_s: float | None = None
+    fetch_done_s: float | None = None
+    prefill_started_s: float | None = None
+    prefill_done_s: float | None = None
+    transfer_done_s: float | None = None
+    decode_started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    outcome: str = ""  # "stop", "length", "abort", or the reason of a refusal
+    attempts: int = 0
+    prefill_instance: InstanceId | None = None
+    decode_instance: InstanceId | None = None
+    predicted_ttft_s: float | None = None
+    predicted_tbt_s: float | None = None
+    cached_tokens: int = 0
+    fetched_tokens: int = 0
+    corrupt_blocks: int = 0
+    num_generated_tokens: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    explanation: tuple[str, ...] = ()
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_generated_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_generated_tokens - 1)
+
+    @property
+    def tbt_top10_mean_s(self) -> float | None:
+        """Mean of the longest tenth of the gaps between tokens: the paper's TBT of a request."""
+        if not self.gaps_s:
+            return None
+        count = max(1, len(self.gaps_s) // 10)
+        return sum(sorted(self.gaps_s)[-count:]) / count
+
+    @property
+    def effective(self) -> bool:
+        """Completed within both SLOs (FAST'25 section 5)."""
+        if self.outcome not in ("stop", "length") or self.ttft_s is None:
+            return False
+        return self.ttft_s <= self.slo.ttft_s and (self.tbt_top10_mean_s or 0.0) <= self.slo.tbt_s
+
+    def note_tokens(self, count: int, now: float) -> None:
+        """`count` tokens became visible at `now` (mutates)."""
+        if self.first_token_s is None:
+            self.first_token_s = now
+        elif self.last_token_s is not None:
+            self.gaps_s.append(now - self.last_token_s)
+            # Several tokens at once: the later ones came without a gap.
+            self.gaps_s.extend([0.0] * (count - 1))
+        self.last_token_s = now
+        self.num_generated_tokens += count
+
+    def stages_s(self) -> dict[str, float]:
+        """Seconds spent in each stage that has both ends."""
+        stages: dict[str, float] = {}
+        for name, begin, end in STAGES:
+            begin_s, end_s = getattr(self, begin + "_s"), getattr(self, end + "_s")
+            if begin_s is not None and end_s is not None:
+                stages[name] = max(end_s - begin_s, 0.0)
+        return stages

@@ -1,0 +1,111 @@
+"""The nouns every room shares: identifiers, roles, service levels and the request itself.
+
+All of them are immutable values. They are `msgspec` structs, so the value a state machine handles
+is the very value that travels between processes: there is no second, "wire" version of anything.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+InstanceId = NewType("InstanceId", str)
+BlockKey = NewType("BlockKey", bytes)
+"""Content name of one full block: 16 bytes, chained to its parent (see `kvcache.hashing`)."""
+BlockId = NewType("BlockId", int)
+"""Index of a physical block inside one instance's arena."""
+
+
+class Role(StrEnum):
+    """What an instance is for. A mixed instance does both halves of a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class FinishReason(StrEnum):
+    """Why a request's answer ended, in OpenAI's words where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all shared values: immutable, keyword-only, strict when decoded."""
+
+
+class Slo(Struct, frozen=True):
+    """Service levels of one request: time to first token, and time between tokens, in seconds."""
+
+    ttft_s: float
+    tbt_s: float
+
+
+class SamplingParams(Struct, frozen=True):
+    """How the next token is drawn. `temperature == 0` is greedy; the other limits then have no say.
+
+    `seed` is always a number by the time a request exists (the API draws one when the client names
+    none), because each draw is keyed by (seed, position): the same request gives the same answer in
+    any batch, on any instance, before and after a fault.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probability of the chosen token, and of the most likely ones as (token id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Token(Struct, frozen=True, array_like=True):
+    """One generated token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Request(Struct, frozen=True):
+    """A prompt with everything needed to answer it. `arrived_s` and `deadline_s` are on one clock.
+
+    `tenant` salts the block keys: requests of different tenants never share a block.
+    `use_cache` False neither reads nor feeds the KVCache pool.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    slo: Slo
+    arrived_s: float
+    deadline_s: float
+    tenant: str = ""
+    use_cache: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)

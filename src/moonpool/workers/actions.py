@@ -1,0 +1,128 @@
+"""What an instance's state machine asks its driver to do, and what the driver tells it.
+
+Commands and messenger events go in as they are; only the engine's word is added here. The same
+vocabulary is performed by the live worker process and by the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.messenger.events import MessengerEvent, PeerAddress
+from moonpool.types import BlockId, BlockKey, SamplingParams, Token
+from moonpool.workers.messages import Command, Report, WorkId
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One work's share of a step, ready for the engine.
+
+    `sends` are the blocks, as (index in the work's block table, block), whose slices of a layer
+    are complete once this step has passed that layer: the driver streams them layer by layer
+    while later layers run.
+    """
+
+    work_id: WorkId
+    new_token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[BlockId]
+    draw: SamplingParams | None
+    generated: Sequence[int]
+    sends: tuple[tuple[int, BlockId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run the engine once; answer with `StepEnded` or `StepFailed`. Never two at a time."""
+
+    entries: tuple[StepEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """`tokens[i]` belongs to `entries[i]` of the step."""
+
+    tokens: Sequence[Token | None]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlocks:
+    fetch_id: str
+    source: PeerAddress
+    keys: Sequence[BlockKey]
+    block_ids: Sequence[BlockId]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRead:
+    read_id: str
+    block_ids: Sequence[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    stream_id: str
+    target: PeerAddress
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """All layers of blocks that were complete before the prefill began (a cached prefix)."""
+
+    stream_id: str
+    blocks: tuple[tuple[int, BlockId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStream:
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortStream:
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectStream:
+    stream_id: str
+    block_ids: Sequence[BlockId]
+    first_index: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CancelStream:
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a report to the head."""
+
+    report: Report
+
+
+WorkerEvent = Command | MessengerEvent | StepEnded | StepFailed
+
+WorkerAction = (
+    RunStep
+    | FetchBlocks
+    | GrantRead
+    | OpenStream
+    | SendBlocks
+    | FinishStream
+    | AbortStream
+    | ExpectStream
+    | CancelStream
+    | Tell
+)

@@ -1,0 +1,95 @@
+"""One work inside an instance: its tokens, its blocks and what it waits for.
+
+    prefill   WAITING --admitted--> RUNNING --last chunk--> HANDING_OVER --stream received--> gone
+    decode    RECEIVING --KVCache and first token here--> RUNNING --finish--> gone
+    mixed     WAITING --admitted--> RUNNING (chunks, then decodes) --finish--> gone
+
+A decode that runs out of blocks goes back to WAITING and is computed again from its tokens.
+Whatever happens, a work's blocks are released only when nothing in `pending` can touch them any
+more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moonpool.messenger.events import PeerAddress
+from moonpool.types import BlockId, BlockKey
+from moonpool.workers.messages import Work, WorkId
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    RECEIVING = "receiving"
+    HANDING_OVER = "handing over"
+
+
+class Pending(Enum):
+    """Operations that may still read or write the work's blocks."""
+
+    STEP = "step"
+    FETCH = "fetch"
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+@dataclass(slots=True, eq=False)
+class ActiveWork:
+    """Mutable state of one work. `tokens` are prompt and generated; the KVCache of the first
+    `num_computed` of them is in `block_ids`, of whose full blocks the first `num_sealed` have
+    names."""
+
+    work: Work
+    phase: Phase
+    root: BlockKey
+    tokens: list[int]
+    target: PeerAddress | None = None
+    num_computed: int = 0
+    num_fetched_tokens: int = 0
+    corrupt_slices: int = 0
+    num_sealed: int = 0
+    num_streamed_blocks: int = 0
+    block_ids: list[BlockId] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    pending: set[Pending] = field(default_factory=set)
+    fetched_blocks: list[BlockId] = field(default_factory=list)
+    fetch_first_index: int = 0
+    closing: bool = False
+    has_first_token: bool = False
+    kv_arrived: bool = False
+
+    @property
+    def work_id(self) -> WorkId:
+        return self.work.work_id
+
+    @property
+    def owner(self) -> str:
+        """Name under which the block pool knows this work's holds."""
+        return f"work:{self.work.work_id}"
+
+    @property
+    def fetch_owner(self) -> str:
+        return f"fetch:{self.work.work_id}"
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.work.num_prompt_tokens :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.work.num_prompt_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Only its newest, generated token is left to compute."""
+        return self.num_uncomputed == 1 and self.num_generated > 0
+
+    @property
+    def streaming(self) -> bool:
+        return Pending.SEND in self.pending and not self.closing

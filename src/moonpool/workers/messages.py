@@ -1,0 +1,192 @@
+"""What head and worker say to each other. Commands go down to an instance, reports come up from it.
+
+A *work* is one attempt at a request on an instance; a request that is tried again becomes a new
+work, so that the remains of the first attempt can never be taken for the second.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+from moonpool.cost.fitted import FittedCost
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.events import PeerAddress
+from moonpool.types import (
+    BlockKey,
+    FinishReason,
+    InstanceId,
+    Role,
+    SamplingParams,
+    Slo,
+    Struct,
+    Token,
+)
+
+WorkId = NewType("WorkId", str)
+
+
+class Work(Struct, frozen=True):
+    """The tokens to compute and how to go on. The first `num_prompt_tokens` of `token_ids` are the
+    prompt; any after it were generated before a fault, and are not generated again."""
+
+    work_id: WorkId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    slo: Slo
+    tenant: str
+    use_cache: bool
+    timeout_s: float
+
+
+class Fetch(Struct, frozen=True):
+    """Where a longer prefix lies than the instance itself holds."""
+
+    source: PeerAddress
+    num_blocks: int  # the prefix the source is believed to hold
+
+
+# Commands
+
+
+class StartPrefill(Struct, frozen=True, tag=True):
+    """Prefill, then stream the KVCache to `target` as layers get ready; without a target, decode
+    here."""
+
+    work: Work
+    fetch: Fetch | None = None
+    target: PeerAddress | None = None
+
+
+class ReserveDecode(Struct, frozen=True, tag=True):
+    """Hold blocks for the work's prompt and receive its KVCache."""
+
+    work: Work
+
+
+class StartDecode(Struct, frozen=True, tag=True):
+    """The prefill is done and has drawn this token: decode on as soon as the KVCache is here."""
+
+    work_id: WorkId
+    token: Token
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """Give up a work, whatever its state, and free what it holds. Unknown works are ignored."""
+
+    work_id: WorkId
+
+
+class Resync(Struct, frozen=True, tag=True):
+    """The Conductor missed events: announce all blocks."""
+
+
+Command = StartPrefill | ReserveDecode | StartDecode | Abort | Resync
+
+# Reports
+
+
+class InstanceInfo(Struct, frozen=True):
+    """What an instance says of itself when it joins."""
+
+    instance_id: InstanceId
+    role: Role
+    incarnation: int
+    address: PeerAddress
+    layout: BlockLayout
+    num_blocks: int
+    cost: FittedCost
+    pid: int
+    host: str
+
+
+class PrefillStarted(Struct, frozen=True, tag=True):
+    """The first chunk is being computed; `cached_tokens` are not, `fetched_tokens` of them by
+    fetch."""
+
+    work_id: WorkId
+    cached_tokens: int
+    fetched_tokens: int
+    corrupt_slices: int = 0
+
+
+class PrefillDone(Struct, frozen=True, tag=True):
+    """The prompt is computed and its first token drawn; `finish` is set if that token ends it."""
+
+    work_id: WorkId
+    token: Token
+    finish: FinishReason | None = None
+
+
+class DecodeAccepted(Struct, frozen=True, tag=True):
+    """The local check of the SLO passed: the work will decode here (Mooncake step 4)."""
+
+    work_id: WorkId
+
+
+class TransferDone(Struct, frozen=True, tag=True):
+    """The KVCache is here; `corrupt_blocks` of it have to be computed again."""
+
+    work_id: WorkId
+    num_bytes: int
+    seconds: float
+    corrupt_blocks: int
+    error: str = ""
+
+
+class WorkFailed(Struct, frozen=True, tag=True):
+    """This instance gives the work up and has freed, or is freeing, what it held."""
+
+    work_id: WorkId
+    reason: str  # no_blocks | tbt_slo | engine_error
+    message: str
+
+
+class WorkTokens(Struct, frozen=True, array_like=True):
+    work_id: WorkId
+    tokens: tuple[Token, ...]
+    finish: FinishReason | None = None
+
+
+class StepTokens(Struct, frozen=True, tag=True):
+    """All tokens of one step."""
+
+    works: tuple[WorkTokens, ...]
+
+
+class BlocksChanged(Struct, frozen=True, tag=True):
+    sequence: int
+    stored: tuple[BlockKey, ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+
+
+class BlocksSnapshot(Struct, frozen=True, tag=True):
+    """All blocks held now; `next_sequence` numbers the next `BlocksChanged`."""
+
+    next_sequence: int
+    keys: tuple[BlockKey, ...]
+
+
+class InstanceLoad(Struct, frozen=True, tag=True):
+    """Heartbeat and gauges of an instance; `owners` are the holds behind `held_blocks`."""
+
+    num_running: int
+    num_waiting: int
+    held_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    owners: dict[str, int]
+    counters: dict[str, float]
+
+
+Report = (
+    PrefillStarted
+    | PrefillDone
+    | DecodeAccepted
+    | TransferDone
+    | WorkFailed
+    | StepTokens
+    | BlocksChanged
+    | BlocksSnapshot
+    | InstanceLoad
+)
