@@ -1,7 +1,8 @@
 """What the messenger tells its worker. Posted from messenger threads, each exactly once.
 
-Every operation the worker starts ends with exactly one terminal event, marked (terminal). Until then the
-messenger may read or write the operation's blocks, so they must stay held; afterwards it never will.
+Every operation the worker starts ends with exactly one terminal event, marked (terminal). Until
+then the messenger may read or write the operation's blocks, so they must stay held; afterwards it
+never will.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class PeerAddress(Struct, frozen=True):
 
 
 class FetchEnded(Struct, frozen=True, tag=True):
-    """(terminal) A fetch of cached blocks: the first `num_blocks` arrived and their checksums hold."""
+    """(terminal) A fetch of cached blocks: the first `num_blocks` arrived, their checksums hold."""
 
     fetch_id: str
     num_blocks: int
@@ -54,8 +55,9 @@ class SendEnded(Struct, frozen=True, tag=True):
 
 
 class ReceiveEnded(Struct, frozen=True, tag=True):
-    """(terminal) An incoming layer stream. `corrupt` are the indices (into the request's block table) of
-    blocks of which a slice was wrong or is missing; without `error` all others are complete and verified.
+    """(terminal) An incoming layer stream. `corrupt` are the indices (into the request's block
+    table) of blocks of which a slice was wrong or is missing; all others are complete and verified,
+    also where there is an `error`.
     """
 
     stream_id: str

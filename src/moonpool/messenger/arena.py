@@ -1,0 +1,171 @@
+"""The bytes of one instance's KVCache: `num_blocks` blocks in one anonymous, sealed memfd.
+
+A memfd has no name, so nothing is left behind when the process is killed. It is mapped and
+prefaulted once, then sealed: its size is fixed, and nobody who is handed the descriptor can write
+through it.
+Who owns which block is not decided here (`kvcache`), nor what lies in a slice (`engine`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+from pathlib import Path
+
+from moonpool.kvcache.layout import BlockLayout
+
+_MADV_POPULATE_WRITE = 23
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_PREFAULT_STEP_BYTES = 64 << 20  # a step holds the GIL, so it must stay short
+_GIB = float(1 << 30)
+
+
+class ArenaError(Exception):
+    """The arena cannot be had; the text says why in one line."""
+
+
+class Arena:
+    """Writable blocks of this process. Slice (block, layer) starts at
+    `block * layout.block_bytes + layer * layout.slice_bytes`."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.num_bytes = num_blocks * layout.block_bytes
+        self._slice_bytes = layout.slice_bytes
+        self._block_bytes = layout.block_bytes
+        _check_memory(self.num_bytes)
+        self.fd = os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.num_bytes)
+            self._map = mmap.mmap(self.fd, self.num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            _prefault(self._map, self.num_bytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise ArenaError(
+                f"cannot set up an arena of {self.num_bytes / _GIB:.2f} GiB: {error}"
+            ) from error
+        self.buffer = memoryview(self._map)
+
+    def slice(self, block_id: int, layer: int) -> memoryview:
+        """The slice's bytes, writable. The caller has checked that both numbers are in range."""
+        start = block_id * self._block_bytes + layer * self._slice_bytes
+        return self.buffer[start : start + self._slice_bytes]
+
+    def holds(self, block_id: int) -> bool:
+        return 0 <= block_id < self.num_blocks
+
+    def close(self) -> None:
+        """Gives the memory back, at once or when the last tensor or view over it is gone."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            return  # a tensor still looks at it; the mapping ends with that tensor
+
+
+class PeerArena:
+    """A peer's arena, read-only, by the descriptor it handed over (which this now owns).
+
+    It is read with `preadv`, not mapped: the copy runs without the GIL, costs no page tables
+    (mapping anew per transfer was slower), and a lying peer yields a short read, not SIGBUS.
+    """
+
+    def __init__(self, fd: int, layout: BlockLayout) -> None:
+        self._fd = fd
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            self._num_bytes = os.fstat(fd).st_size
+        except OSError as error:
+            self.close()
+            raise ArenaError(f"the peer's arena is not a memory file: {error}") from error
+        if not seals & fcntl.F_SEAL_SHRINK or self._num_bytes % layout.block_bytes:
+            self.close()
+            raise ArenaError("the peer's arena is not sealed or not a whole number of blocks")
+        self._layout = layout
+
+    def offset(self, block_id: int, layer: int) -> int:
+        """Where the slice starts in the peer's arena. ArenaError if there is no such slice."""
+        layout = self._layout
+        start = block_id * layout.block_bytes + layer * layout.slice_bytes
+        inside = block_id >= 0 and 0 <= layer < layout.num_layers
+        if not inside or start + layout.slice_bytes > self._num_bytes:
+            raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
+        return start
+
+    def read(self, offset: int, targets: list[memoryview]) -> None:
+        """Fills `targets`, one after the other, from the bytes at `offset`."""
+        wanted = sum(len(target) for target in targets)
+        got = os.preadv(self._fd, targets, offset)
+        if got != wanted:
+            raise ArenaError(f"the peer's arena gave {got} of {wanted} bytes")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def available_memory_bytes(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """What this process can still take: of the machine, and of its cgroup (v2) and those above."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.M)
+    available = int(match.group(1)) * 1024 if match else 0
+    try:
+        own = re.search(r"^0::/(.*)$", (proc / "self/cgroup").read_text(), re.M)
+    except OSError:
+        own = None
+    group = cgroup / own.group(1) if own else cgroup
+    for folder in (group, *group.parents):
+        left = _cgroup_left_bytes(folder)
+        if left is not None:
+            available = min(available, left)
+        if folder == cgroup:
+            break
+    return available
+
+
+def _cgroup_left_bytes(folder: Path) -> int | None:
+    """None where the folder sets no limit. Cached file pages count as free: they can be dropped."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stat = (folder / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    cached = re.search(r"^inactive_file (\d+)$", stat, re.M)
+    return max(0, int(limit) - used + (int(cached.group(1)) if cached else 0))
+
+
+def _check_memory(needed_bytes: int) -> None:
+    available = available_memory_bytes()
+    if needed_bytes > available:
+        raise ArenaError(
+            f"the KVCache arena needs {needed_bytes / _GIB:.2f} GiB but only"
+            f" {available / _GIB:.2f} GiB of memory are available;"
+            " lower pool.dram_tokens_per_instance or start fewer instances"
+        )
+
+
+def _prefault(mapping: mmap.mmap, num_bytes: int) -> None:
+    """Touches all pages now: a first touch during a transfer is ten times slower than the copy."""
+    for start in range(0, num_bytes, _PREFAULT_STEP_BYTES):
+        length = min(_PREFAULT_STEP_BYTES, num_bytes - start)
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
+        except OSError:  # kernels before 5.14
+            for page in range(start, start + length, mmap.PAGESIZE):
+                mapping[page] = 0

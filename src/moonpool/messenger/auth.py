@@ -1,0 +1,263 @@
+"""Mutual proof that both ends of a connection know the cluster's secret, before all else.
+
+Challenge and response with HMAC-SHA256; the secret itself never travels. Every connection between
+parts of a cluster starts with it:
+
+    client Hello -> server Greeting (its Hello and proof) -> client Proof -> server Welcome
+
+Both proofs cover both hellos (with fresh nonces), so none can be replayed or reflected. The hellos
+carry protocol version, service and block layout; what does not fit is refused with the reason.
+The core is free of I/O: `start` and `feed` give the bodies to send, as frames of 4 bytes of length
+and the body; `authenticate` carries them over a socket, `authenticate_streams` over asyncio ones.
+It does not encrypt: whoever can alter packets between the machines must be kept off that network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+from typing import Annotated, Protocol
+
+import msgspec
+
+from moonpool.messenger.transport import (
+    FRAME_HEADER,
+    FrameSocket,
+    TransportError,
+)
+from moonpool.types import InstanceId, Struct
+
+PROTOCOL_VERSION = 1
+MAX_HANDSHAKE_FRAME_BYTES = 2048
+_NONCE_BYTES = 32
+_Short = Annotated[str, msgspec.Meta(max_length=200)]
+
+
+class AuthError(Exception):
+    """The peer is refused, or refuses us, and why. `reply` is the body that tells the peer."""
+
+    def __init__(self, reason: str, reply: bytes = b"") -> None:
+        super().__init__(reason)
+        self.reply = reply
+
+
+class Identity(Struct, frozen=True):
+    """Who speaks, for which `service` ("blocks", "control"), and with which block layout."""
+
+    instance_id: Annotated[InstanceId, msgspec.Meta(max_length=200)]
+    service: _Short
+    fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
+    version: int = PROTOCOL_VERSION
+
+
+class Hello(Struct, frozen=True, tag=True):
+    identity: Identity
+    nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+
+
+class Greeting(Struct, frozen=True, tag=True):
+    hello: Hello
+    proof: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class Proof(Struct, frozen=True, tag=True):
+    proof: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    pass
+
+
+class Denied(Struct, frozen=True, tag=True):
+    reason: Annotated[str, msgspec.Meta(max_length=500)]
+
+
+_Step = Hello | Greeting | Proof | Welcome | Denied
+_DECODER: msgspec.msgpack.Decoder[_Step] = msgspec.msgpack.Decoder(_Step)
+_WRONG_SECRET = "the cluster secret differs; start all parts with the same one"  # noqa: S105
+
+
+class Handshake(Protocol):
+    """Either side. When `peer` is set the peer has proven itself; when `done`, so have we."""
+
+    peer: Identity | None
+    done: bool
+
+    def start(self) -> bytes:
+        """The first body to send; empty on the server."""
+        ...
+
+    def feed(self, body: bytes) -> bytes:
+        """Takes the peer's next body and gives our answer, maybe empty. Raises AuthError."""
+        ...
+
+
+class ClientHandshake:
+    """The side that connected."""
+
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        self._secret = _checked(secret)
+        self._hello = Hello(identity=me, nonce=secrets.token_bytes(_NONCE_BYTES))
+        self.peer: Identity | None = None
+        self.done = False
+
+    def start(self) -> bytes:
+        return _encode(self._hello)
+
+    def feed(self, body: bytes) -> bytes:
+        step = _decode(body)
+        if isinstance(step, Denied):
+            raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
+        if self.peer is None and isinstance(step, Greeting):
+            expected = _mac(self._secret, b"server", self._hello, step.hello)
+            if not hmac.compare_digest(expected, step.proof):
+                raise _refusal(_WRONG_SECRET)
+            _check_fits(self._hello.identity, step.hello.identity)
+            self.peer = step.hello.identity
+            return _encode(Proof(proof=_mac(self._secret, b"client", self._hello, step.hello)))
+        if self.peer is not None and isinstance(step, Welcome) and not self.done:
+            self.done = True
+            return b""
+        raise _refusal(f"unexpected {type(step).__name__} during the handshake")
+
+
+class ServerHandshake:
+    """The side that accepted."""
+
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        self._secret = _checked(secret)
+        self._hello = Hello(identity=me, nonce=secrets.token_bytes(_NONCE_BYTES))
+        self._client: Hello | None = None
+        self.peer: Identity | None = None
+        self.done = False
+
+    def start(self) -> bytes:
+        return b""
+
+    def feed(self, body: bytes) -> bytes:
+        step = _decode(body)
+        if isinstance(step, Denied):
+            raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
+        if self._client is None and isinstance(step, Hello):
+            if step.identity.version != PROTOCOL_VERSION:  # before what may have changed with it
+                raise _refusal(_version_text(step.identity.version))
+            self._client = step
+            proof = _mac(self._secret, b"server", step, self._hello)
+            return _encode(Greeting(hello=self._hello, proof=proof))
+        if self._client is not None and isinstance(step, Proof) and not self.done:
+            expected = _mac(self._secret, b"client", self._client, self._hello)
+            if not hmac.compare_digest(expected, step.proof):
+                raise _refusal(_WRONG_SECRET)
+            _check_fits(self._hello.identity, self._client.identity)
+            self.peer = self._client.identity
+            self.done = True
+            return _encode(Welcome())
+        raise _refusal(f"unexpected {type(step).__name__} during the handshake")
+
+
+def authenticate(sock: socket.socket, handshake: Handshake, timeout_s: float) -> Identity:
+    """Over a blocking socket. Raises AuthError or TransportError; closes nothing."""
+    return authenticate_frames(FrameSocket(sock), handshake, time.monotonic() + timeout_s)
+
+
+def authenticate_frames(frames: FrameSocket, handshake: Handshake, deadline_s: float) -> Identity:
+    answer = handshake.start()
+    while True:
+        if answer:
+            frames.send_frame(answer, deadline_s)
+        if handshake.done and handshake.peer is not None:
+            return handshake.peer
+        try:
+            answer = handshake.feed(frames.receive_frame(MAX_HANDSHAKE_FRAME_BYTES, deadline_s))
+        except AuthError as error:
+            if error.reply:
+                _tell(frames, error.reply, deadline_s)
+            raise
+
+
+async def authenticate_streams(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    handshake: Handshake,
+    timeout_s: float,
+) -> Identity:
+    """The same over asyncio streams. Raises AuthError, TimeoutError or OSError; closes nothing."""
+    async with asyncio.timeout(timeout_s):
+        answer = handshake.start()
+        while True:
+            if answer:
+                writer.write(FRAME_HEADER.pack(len(answer)) + answer)
+                await writer.drain()
+            if handshake.done and handshake.peer is not None:
+                return handshake.peer
+            try:
+                answer = handshake.feed(await _read_frame(reader))
+            except AuthError as error:
+                if error.reply:
+                    writer.write(FRAME_HEADER.pack(len(error.reply)) + error.reply)
+                    await writer.drain()
+                raise
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    try:
+        (num_bytes,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
+        if num_bytes > MAX_HANDSHAKE_FRAME_BYTES:
+            raise _refusal(f"a handshake frame of {num_bytes} bytes is too large")
+        return await reader.readexactly(num_bytes)
+    except asyncio.IncompleteReadError as error:
+        raise AuthError("the peer closed the connection during the handshake") from error
+
+
+def _tell(frames: FrameSocket, reply: bytes, deadline_s: float) -> None:
+    try:
+        frames.send_frame(reply, deadline_s)
+    except TransportError:
+        return  # it is refused either way
+
+
+def _checked(secret: bytes) -> bytes:
+    if not secret:
+        raise AuthError("the cluster secret is empty; every part of a cluster needs the same one")
+    return secret
+
+
+def _check_fits(ours: Identity, theirs: Identity) -> None:
+    if theirs.version != PROTOCOL_VERSION:
+        raise _refusal(_version_text(theirs.version))
+    if theirs.service != ours.service:
+        raise _refusal(f"service {theirs.service!r} was sought, but this is {ours.service!r}")
+    if not hmac.compare_digest(theirs.fingerprint, ours.fingerprint):
+        raise _refusal(
+            f"block layouts differ ({ours.fingerprint.hex()[:12]} here,"
+            f" {theirs.fingerprint.hex()[:12]} at {theirs.instance_id!r});"
+            " all instances must serve the same model, dtype and block size"
+        )
+
+
+def _version_text(theirs: int) -> str:
+    return f"protocol version {theirs} there, {PROTOCOL_VERSION} here; install the same release"
+
+
+def _mac(secret: bytes, side: bytes, client: Hello, server: Hello) -> bytes:
+    hellos = hashlib.sha256(_encode(client)).digest() + hashlib.sha256(_encode(server)).digest()
+    return hmac.new(secret, b"moonpool " + side + hellos, hashlib.sha256).digest()
+
+
+def _refusal(reason: str) -> AuthError:
+    return AuthError(reason, _encode(Denied(reason=reason[:500])))
+
+
+def _encode(step: _Step) -> bytes:
+    return msgspec.msgpack.encode(step)
+
+
+def _decode(body: bytes) -> _Step:
+    try:
+        return _DECODER.decode(body)
+    except msgspec.DecodeError as error:
+        raise _refusal(f"malformed handshake: {error}") from error

@@ -1,0 +1,194 @@
+"""One outgoing layer stream: sends slices as the engine completes them. Runs in its own thread.
+
+    connecting -> sending -> (finished and all sent) awaiting the receiver's word -> ended
+    any of them -> ended with an error, by abort, deadline or failure
+
+`send` is called by the engine between two layers: it only appends to a list and wakes the thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from moonpool.messenger.auth import AuthError
+from moonpool.messenger.events import SendEnded
+from moonpool.messenger.fetch import Dial
+from moonpool.messenger.line import Line
+from moonpool.messenger.station import Station
+from moonpool.messenger.transport import (
+    Connection,
+    DeadlineError,
+    ProtocolError,
+    TransportError,
+)
+from moonpool.messenger.wire import (
+    OpenStream,
+    Refused,
+    SlicesEnd,
+    StreamExpected,
+    StreamReceived,
+)
+from moonpool.types import BlockId, InstanceId
+
+_T = TypeVar("_T")
+SliceRef = tuple[int, BlockId, int]  # index, block id, layer
+
+
+class SendStream:
+    """`on_end` is called once, when no thread touches the stream's blocks any more."""
+
+    def __init__(
+        self,
+        station: Station,
+        stream_id: str,
+        target: InstanceId,
+        deadline_s: float,
+        on_end: Callable[[SendEnded], None],
+    ) -> None:
+        self._station = station
+        self._stream_id = stream_id
+        self._target = target
+        self._deadline_s = deadline_s
+        self._on_end = on_end
+        self._started_s = time.monotonic()
+        self._line = Line()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        arena = station.arena
+        self._max_queued = arena.num_blocks * arena.layout.num_layers
+        self._lock = threading.Lock()  # guards what follows
+        self._queue: list[SliceRef] = []
+        self._finished = False
+        self._overrun = False
+        self._touching = False
+        self._ended = False
+        self._num_bytes = 0
+
+    def send(self, slices: Sequence[SliceRef]) -> None:
+        """Ignored once the stream has ended: its failure and the engine's next layer may cross."""
+        with self._lock:
+            if self._ended or self._finished:
+                return
+            self._overrun |= len(self._queue) + len(slices) > self._max_queued
+            if not self._overrun:
+                self._queue.extend(slices)
+            os.eventfd_write(self._wake_fd, 1)
+
+    def finish(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._finished = True
+                os.eventfd_write(self._wake_fd, 1)
+
+    def abort(self, reason: str) -> None:
+        """Ends at once if no block is in use yet; else as soon as the thread has let go."""
+        self._line.break_off(reason)
+        with self._lock:
+            untouched = not self._touching
+        if untouched:
+            self._end(reason)
+
+    def run(self, dial: Dial) -> None:
+        error = "failed unexpectedly; see the log"
+        connection: Connection | None = None
+        try:
+            connection = dial(self._deadline_s)
+            self._line.hold(connection)
+            self._stream(connection)
+            error = ""
+        except (TransportError, AuthError) as failure:
+            error = f"stream to {self._target}: {self._line.explain(failure)}"
+        finally:
+            if connection is not None:
+                connection.close()
+            with self._lock:
+                self._touching = False
+            self._end(error)
+            os.close(self._wake_fd)
+
+    def _end(self, error: str) -> None:
+        with self._lock:
+            if self._ended or self._touching:
+                return
+            self._ended = True
+            self._queue = []
+        if error:
+            self._station.counters.failed()
+        seconds = time.monotonic() - self._started_s
+        self._on_end(
+            SendEnded(
+                stream_id=self._stream_id,
+                num_bytes=self._num_bytes,
+                seconds=seconds,
+                error=error,
+            )
+        )
+
+    def _stream(self, connection: Connection) -> None:
+        deadline_s = self._deadline_s
+        timeout_s = max(0.001, deadline_s - time.monotonic())
+        connection.send(OpenStream(stream_id=self._stream_id, timeout_s=timeout_s), deadline_s)
+        expected = _expect(connection, StreamExpected, deadline_s)
+        with self._lock:
+            if self._ended:
+                return
+            self._touching = True
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        finished = False
+        while not finished:
+            batch, finished = self._next_batch(connection, poll)
+            wanted = self._wanted(batch, expected)
+            self._num_bytes += self._station.offer(connection, wanted, deadline_s)
+        connection.send(SlicesEnd(), deadline_s)
+        received = _expect(connection, StreamReceived, deadline_s)
+        if received.corrupt:
+            raise TransportError(f"{len(received.corrupt)} blocks arrived corrupt or incomplete")
+
+    def _next_batch(self, connection: Connection, poll: select.poll) -> tuple[list[SliceRef], bool]:
+        """Waits for slices or the finish; fails when the peer hangs up meanwhile."""
+        while True:
+            with self._lock:
+                batch, self._queue = self._queue, []
+                finished, overrun = self._finished, self._overrun
+            if overrun:
+                raise TransportError(f"more than {self._max_queued} slices were waiting")
+            if batch or finished:
+                return batch, finished
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError("the stream was not finished by its deadline")
+            for fd, _ in poll.poll(left_s * 1000):
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                else:
+                    _expect(connection, StreamReceived, self._deadline_s)
+                    raise ProtocolError("the receiver ended a stream that was not finished")
+
+    def _wanted(self, batch: list[SliceRef], expected: StreamExpected) -> list[SliceRef]:
+        """Drops what the receiver has cached already; TransportError on what cannot be meant."""
+        arena = self._station.arena
+        end = expected.first_index + expected.num_indices
+        for index, block_id, layer in batch:
+            if not (
+                0 <= index < end and 0 <= layer < arena.layout.num_layers and arena.holds(block_id)
+            ):
+                raise TransportError(
+                    f"slice (index {index}, block {block_id}, layer {layer}) is outside the"
+                    f" {end} blocks the receiver has room for, or outside the arena"
+                )
+        return [item for item in batch if item[0] >= expected.first_index]
+
+
+def _expect(connection: Connection, kind: type[_T], deadline_s: float) -> _T:
+    message = connection.receive(deadline_s)
+    if isinstance(message, Refused):
+        raise TransportError(f"refused: {message.reason}")
+    if not isinstance(message, kind):
+        raise ProtocolError(f"unexpected {type(message).__name__}")
+    return message

@@ -1,0 +1,130 @@
+"""Slices within a host: only place and checksum travel; the reader copies from the sender's arena.
+
+After the handshake both sides hand over their arena's memfd (read-only by its seals) over the unix
+socket. The sender keeps a slice unchanged until the reader has said that it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from moonpool.messenger.arena import Arena, ArenaError, PeerArena
+from moonpool.messenger.transport import (
+    DeadlineError,
+    FrameSocket,
+    PeerGoneError,
+    ProtocolError,
+)
+from moonpool.messenger.wire import SliceOffer, Slices
+from moonpool.types import InstanceId
+
+
+class ShmConnection:
+    """See `transport.Connection`. Owns the peer's arena descriptor."""
+
+    transport = "shm"
+
+    def __init__(self, frames: FrameSocket, peer: InstanceId, peer_arena: PeerArena) -> None:
+        self.peer = peer
+        self._frames = frames
+        self._peer_arena = peer_arena
+        self.receive = frames.receive
+        self.send = frames.send
+        self.fileno = frames.fileno
+        self.interrupt = frames.interrupt
+
+    def offer(
+        self, offers: list[SliceOffer], slices: Sequence[memoryview], deadline_s: float
+    ) -> None:
+        self._frames.send(Slices(offers=offers), deadline_s)
+
+    def take(
+        self, offers: Sequence[SliceOffer], targets: list[memoryview], deadline_s: float
+    ) -> None:
+        arena = self._peer_arena
+        try:
+            run: list[memoryview] = []
+            start = end = -1
+            for offer, target in zip(offers, targets, strict=True):
+                offset = arena.offset(offer.block_id, offer.layer)
+                if offset != end:  # neighbours in the peer's arena are read with one call
+                    if run:
+                        arena.read(start, run)
+                    run, start, end = [], offset, offset
+                run.append(target)
+                end += len(target)
+            if run:
+                arena.read(start, run)
+        except (ArenaError, OSError) as error:
+            raise ProtocolError(f"cannot read the peer's arena: {error}") from error
+
+    def close(self) -> None:
+        self._frames.close()
+        self._peer_arena.close()
+
+
+def swap_arenas(
+    frames: FrameSocket, peer: InstanceId, arena: Arena, deadline_s: float
+) -> ShmConnection:
+    """Hands our arena's descriptor to the peer and takes its own."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineError("the deadline passed")
+    sock = frames.socket
+    try:
+        sock.settimeout(left_s)
+        socket.send_fds(sock, [b"a"], [arena.fd])
+        data, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except TimeoutError as error:
+        raise DeadlineError("the peer handed over no arena until the deadline") from error
+    except OSError as error:
+        raise PeerGoneError(f"the connection broke: {error}") from error
+    if data != b"a" or len(fds) != 1 or flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        if not data:
+            raise PeerGoneError("the peer closed the connection")
+        raise ProtocolError("the peer handed over no arena")
+    try:
+        return ShmConnection(frames, peer, PeerArena(fds[0], arena.layout))
+    except ArenaError as error:
+        raise ProtocolError(str(error)) from error
+
+
+def host_id() -> str:
+    """Equal for processes that share abstract unix sockets: boot and network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"unknown-{secrets.token_hex(8)}"  # equal to nobody's: shared memory is not used
+
+
+def listen(name: str) -> socket.socket:
+    """`name` is abstract: it ends with the socket, there is no file. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind("\0" + name)
+        sock.listen(128)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def connect(name: str, deadline_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        sock.connect("\0" + name)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sock.close()
+        raise PeerGoneError(f"cannot connect to the unix socket @{name}: {error}") from error
+    return sock

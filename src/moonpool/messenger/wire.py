@@ -1,0 +1,110 @@
+"""What messengers say to each other: msgpack structs, one per frame, bounded in size.
+
+A connection serves one operation and is then closed. After the handshake (`auth`):
+
+    fetch:   client ReadBlocks -> server ReadGranted, Slices ..., SlicesEnd -> client ReadReleased
+    stream:  client OpenStream -> server StreamExpected -> client Slices ..., SlicesEnd
+             -> server StreamReceived
+
+Either side may answer Refused instead, and closes. On tcp the bytes of the slices follow their
+Slices frame; in shared memory the reader copies them from the arena of the other side.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from moonpool.types import BlockKey, Struct
+
+MAX_FRAME_BYTES = 1 << 20
+MAX_SLICES_PER_FRAME = 256
+
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class SliceOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One slice: its place in the receiver's table, where the sender keeps it, and its xxh3_64."""
+
+    index: int
+    layer: int
+    block_id: int
+    checksum: int
+
+
+class Slices(Struct, frozen=True, tag=True):
+    offers: Annotated[list[SliceOffer], msgspec.Meta(max_length=MAX_SLICES_PER_FRAME)]
+
+
+class SlicesEnd(Struct, frozen=True, tag=True):
+    """No more slices follow."""
+
+
+class ReadBlocks(Struct, frozen=True, tag=True):
+    keys: tuple[BlockKey, ...]
+    timeout_s: _Seconds
+
+
+class ReadGranted(Struct, frozen=True, tag=True):
+    """The first `num_blocks` of the keys follow."""
+
+    num_blocks: _Count
+
+
+class ReadReleased(Struct, frozen=True, tag=True):
+    """The reader needs the blocks no longer."""
+
+    corrupt_slices: _Count
+
+
+class OpenStream(Struct, frozen=True, tag=True):
+    stream_id: _Id
+    timeout_s: _Seconds
+
+
+class StreamExpected(Struct, frozen=True, tag=True):
+    """Slices of the indices first_index ... first_index + num_indices - 1 are wanted."""
+
+    first_index: _Count
+    num_indices: _Count
+
+
+class StreamReceived(Struct, frozen=True, tag=True):
+    """`corrupt` are the indices of which a slice was wrong or is missing."""
+
+    corrupt: tuple[_Count, ...]
+
+
+class Refused(Struct, frozen=True, tag=True):
+    reason: Annotated[str, msgspec.Meta(max_length=500)]
+
+
+Message = (
+    Slices
+    | SlicesEnd
+    | ReadBlocks
+    | ReadGranted
+    | ReadReleased
+    | OpenStream
+    | StreamExpected
+    | StreamReceived
+    | Refused
+)
+
+
+class Codec:
+    """Encodes and decodes messages. One per connection: encoders are not shared between threads."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+    def encode(self, message: Message) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode(self, body: bytes) -> Message:
+        """Raises msgspec.DecodeError if the body is not one well-formed message."""
+        return self._decoder.decode(body)
