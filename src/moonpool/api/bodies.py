@@ -1,0 +1,217 @@
+"""The JSON bodies clients send: their fields and types, decoded strictly in one pass.
+
+Owns which fields exist. Ranges and meanings are checked where a body becomes a request. A field
+that is listed here but served by nobody is refused by `check_unsupported`, unless its value asks
+for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from moonpool.api.errors import ApiError
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat completions and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    # Documented by OpenAI, without effect on what a self-hosted model answers.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    # Accepted only where they ask for nothing (see `_NEUTRAL`).
+    response_format: Any = None
+    logit_bias: Any = None
+    best_of: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    return_tokens_as_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
+    structured_outputs: Any = None
+    kv_transfer_params: Any = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: Any = None
+    prediction: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    echo: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True, False),
+    "structured_outputs": (),
+    "kv_transfer_params": ({},),
+}
+_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+}
+_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*?)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(?P<wanted>.+)`, got `(?P<got>.+)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.+)`")
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
+    """Raises `ApiError` that names the field at fault."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except UnicodeDecodeError:
+        raise ApiError("The request body is not UTF-8.", code="invalid_utf8") from None
+    except RecursionError:
+        raise ApiError("The request body is nested too deeply.", code="invalid_json") from None
+    except msgspec.DecodeError as error:
+        text = str(error).removeprefix("JSON is malformed: ")
+        if "truncated" in text:
+            text = "it ends too early, or a \\u escape is half of a pair"
+        raise ApiError(f"The request body is not JSON: {text}.", code="invalid_json") from None
+
+
+def check_unsupported(body: ChatBody | CompletionBody) -> None:
+    """Refuses fields that would change the answer and that nobody here serves."""
+    table = _CHAT_NEUTRAL if isinstance(body, ChatBody) else _COMPLETION_NEUTRAL
+    for name, neutral in table.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise ApiError(
+                f"This server does not support '{name}' with this value; leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _explain(text: str) -> ApiError:
+    """Turns msgspec's words into OpenAI's."""
+    match = _AT.match(text)
+    assert match is not None
+    what, path = match["what"], match["path"] or None
+    unknown = _UNKNOWN.match(what)
+    if unknown:
+        name = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return ApiError(
+            f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
+        )
+    missing = _MISSING.match(what)
+    if missing:
+        return missing_parameter(missing["name"])
+    where = f"'{path}'" if path else "the request body"
+    expected = _EXPECTED.match(what)
+    if expected:
+        what = f"expected {expected['wanted']}, but got {expected['got']} instead"
+    return ApiError(f"Invalid type for {where}: {what}.", param=path, code="invalid_type")
+
+
+def missing_parameter(name: str) -> ApiError:
+    return ApiError(
+        f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+    )

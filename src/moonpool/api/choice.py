@@ -1,0 +1,142 @@
+"""One answer to one prompt, as it grows.
+
+Owns what is between the head's tokens and the client's text: unfinished characters, stop strings,
+counts, and why the answer ended. Never formats anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from moonpool.api.frontend import Frontend, Output, Refused
+from moonpool.api.prompts import Prompt
+from moonpool.api.sampling import Ending
+from moonpool.api.stop_strings import StopMatcher
+from moonpool.engine.tokenizer import Tokenizer
+from moonpool.types import FinishReason, Request, Token
+
+
+class Delta(NamedTuple):
+    """What one increment added to a choice's text, possibly nothing, and the tokens behind it."""
+
+    choice: Choice
+    text: str
+    tokens: Sequence[Token]
+    finish_reason: FinishReason | None  # as of this increment; the choice itself may be further
+
+
+class Choice:
+    """`deltas()` runs the request; the other attributes say how far it has come."""
+
+    def __init__(
+        self, index: int, prompt: Prompt, request: Request, ending: Ending, tokenizer: Tokenizer
+    ):
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.timings_s: dict[str, float] | None = None
+        self._ending = ending
+        self._text_stream = tokenizer.stream(ending.skip_special_tokens)
+        self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
+
+    async def deltas(self, frontend: Frontend) -> AsyncGenerator[Delta, None]:
+        """Ends when the answer does. Leaving it early aborts the request. Raises `Refused`."""
+        outputs = frontend.submit(self.request)
+        try:
+            async for output in outputs:
+                yield self._take(output)
+                if self.finish_reason is not None:
+                    return
+        finally:
+            close = getattr(outputs, "aclose", None)
+            if close is None:
+                frontend.abort(self.request.request_id)
+            else:
+                await close()
+        raise RuntimeError(f"request {self.request.request_id} ended without a finish reason")
+
+    def _take(self, output: Output) -> Delta:
+        if output.finish_reason is FinishReason.ABORT:
+            raise Refused(503, "aborted", "The server ended this request before it was answered.")
+        self.cached_tokens = output.cached_tokens or self.cached_tokens
+        self.timings_s = output.timings_s or self.timings_s
+        tokens = output.tokens
+        stopped_at = len(tokens) - 1 if output.finish_reason is FinishReason.STOP else -1
+        text = ""
+        for position, token in enumerate(tokens):
+            self.num_tokens += 1
+            token_id = token.token_id
+            if position == stopped_at:
+                if token_id in self._ending.stop_token_ids:
+                    self.stop_reason = token_id
+                if token_id in self._ending.silent_token_ids:
+                    break
+            text += self._pass(self._text_stream.push(token_id))
+            if self.finish_reason is not None:  # a stop string: later tokens are not the answer's
+                return Delta(self, text, tokens[: position + 1], self.finish_reason)
+        if output.finish_reason is not None:
+            text += self._finish(output.finish_reason)
+        return Delta(self, text, tokens, self.finish_reason)
+
+    def _pass(self, text: str) -> str:
+        """Text through the stop strings, which may end the answer here."""
+        stops = self._stops
+        if stops is None or self.num_tokens <= self._ending.min_tokens:
+            return text
+        certain = stops.push(text)
+        if stops.found is not None:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = stops.found
+        return certain
+
+    def _finish(self, reason: FinishReason) -> str:
+        text = self._pass(self._text_stream.flush())
+        if self.finish_reason is not None:
+            return text
+        self.finish_reason = reason
+        return text + (self._stops.flush() if self._stops else "")
+
+
+async def run_choices(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
+    """All answers of one call side by side. When one fails, all end and its error is raised."""
+    if len(choices) == 1:
+        async with aclosing(choices[0].deltas(frontend)) as deltas:
+            async for delta in deltas:
+                yield delta
+        return
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(choice, frontend, queue)) for choice in choices]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    choice: Choice, frontend: Frontend, queue: asyncio.Queue[Delta | Exception | None]
+) -> None:
+    try:
+        async with aclosing(choice.deltas(frontend)) as deltas:
+            async for delta in deltas:
+                queue.put_nowait(delta)
+    except Exception as error:
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)

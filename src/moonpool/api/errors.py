@@ -1,0 +1,70 @@
+"""What goes wrong on the way, and its one shape on the wire: OpenAI's error object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from moonpool.api.frontend import Refused
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the field at fault, `code` the reason."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = "invalid_value",
+        headers: Headers = (),
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def payload(self) -> bytes:
+        error = {
+            "message": self.message,
+            "type": _type_of(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection: there is nobody left to answer."""
+
+
+def from_refused(refused: Refused) -> ApiError:
+    headers: list[tuple[bytes, bytes]] = []
+    if refused.retry_after_s is not None or refused.status in (429, 503):
+        retry_after_s = refused.retry_after_s or 1.0
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(min(retry_after_s, 86_400.0)))))
+    return ApiError(refused.message, status=refused.status, code=refused.reason, headers=headers)
+
+
+def internal_error(request_id: str) -> ApiError:
+    message = f"The server failed to answer this request; its log names request {request_id}."
+    return ApiError(message, status=500, code="internal_error")
+
+
+def _type_of(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    if status == 503:
+        return "service_unavailable_error"
+    if status == 504:
+        return "timeout_error"
+    return "server_error" if status >= 500 else "invalid_request_error"

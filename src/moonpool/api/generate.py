@@ -1,0 +1,308 @@
+"""The two endpoints that answer prompts: `/v1/chat/completions` and `/v1/completions`.
+
+A call's life: the body is read and checked, becomes one `Request` per prompt and `n`, these run
+side by side, and their increments become one JSON answer or a stream of chunks. The first increment
+is awaited before the status line is sent, so that a refusal still has its own status.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moonpool.api.bodies import ChatBody, CompletionBody, check_unsupported, decode_body
+from moonpool.api.choice import Choice, Delta, run_choices
+from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
+from moonpool.api.exchange import Exchange
+from moonpool.api.frontend import Frontend, Refused
+from moonpool.api.options import ApiOptions
+from moonpool.api.prompts import Prompt, PromptReader
+from moonpool.api.sampling import (
+    check_logprobs,
+    check_ranges,
+    ending_of,
+    max_tokens_of,
+    num_logprobs,
+    sampling_of,
+)
+from moonpool.api.shapes import (
+    DONE,
+    AnswerHead,
+    ChatShape,
+    ChunkWriter,
+    CompletionShape,
+    Shape,
+    usage_of,
+    whole_answer,
+)
+from moonpool.types import Request, RequestId, Slo, Token
+
+logger = logging.getLogger(__name__)
+_CHAT = msgspec.json.Decoder(ChatBody)
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One checked call, ready to run."""
+
+    head: AnswerHead
+    shape: Shape
+    choices: Sequence[Choice]
+    num_per_prompt: int
+    stream: bool
+    with_usage: bool
+    with_logprobs: bool
+    with_token_ids: bool
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.choices, self.num_per_prompt)
+
+
+class Generator:
+    """Answers prompts through one frontend."""
+
+    def __init__(self, frontend: Frontend, options: ApiOptions):
+        self._frontend = frontend
+        self._options = options
+        self._names = options.served_names or (frontend.card.model_id,)
+        self._prompts = PromptReader(frontend.tokenizer, frontend.card, options.thread_above_chars)
+        self._chat_shape = ChatShape(frontend.tokenizer)
+        self._active: set[str] = set()
+
+    async def chat(self, exchange: Exchange) -> None:
+        arrived_s = self._frontend.now()
+        body = decode_body(_CHAT, await self._read(exchange))
+        self._check(body)
+        prompts = await self._prompts.read_chat(body)
+        await self._answer(exchange, "chatcmpl-", body, prompts, self._chat_shape, arrived_s)
+
+    async def complete(self, exchange: Exchange) -> None:
+        arrived_s = self._frontend.now()
+        body = decode_body(_COMPLETION, await self._read(exchange))
+        self._check(body)
+        most_prompts = max(1, self._options.max_choices // (body.n or 1))
+        prompts = await self._prompts.read_completion(body, most_prompts)
+        shape = CompletionShape(self._frontend.tokenizer, bool(body.echo))
+        await self._answer(exchange, "cmpl-", body, prompts, shape, arrived_s)
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        options = self._options
+        return await exchange.read_body(options.max_body_bytes, options.body_timeout_s)
+
+    def _check(self, body: ChatBody | CompletionBody) -> None:
+        check_model(body.model, self._names)
+        check_unsupported(body)
+        check_ranges(body)
+        check_logprobs(body, self._options.max_logprobs)
+        if body.stream_options is not None and not body.stream:
+            text = "'stream_options' is only allowed when 'stream' is true."
+            raise ApiError(text, param="stream_options")
+        if (body.n or 1) > self._options.max_choices:
+            text = f"'n' must not be above {self._options.max_choices} on this server."
+            raise ApiError(text, param="n")
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        prefix: str,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Prompt],
+        shape: Shape,
+        arrived_s: float,
+    ) -> None:
+        request_id = exchange.request_id
+        if request_id in self._active:  # two calls may bear one X-Request-Id; requests may not
+            request_id = f"{request_id}-{secrets.token_hex(4)}"
+        choices = self._choices(exchange, request_id, body, prompts, arrived_s)
+        call = _Call(
+            head=AnswerHead(prefix + request_id, int(time.time()), body.model or self._names[0]),
+            shape=shape,
+            choices=choices,
+            num_per_prompt=body.n or 1,
+            stream=bool(body.stream),
+            with_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+            with_logprobs=num_logprobs(body) is not None,
+            with_token_ids=bool(body.return_token_ids),
+        )
+        self._active.add(request_id)
+        try:
+            if call.stream:
+                await self._answer_in_events(exchange, call)
+            else:
+                await self._answer_at_once(exchange, call)
+        finally:
+            self._active.discard(request_id)
+
+    def _choices(
+        self,
+        exchange: Exchange,
+        request_id: str,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Prompt],
+        arrived_s: float,
+    ) -> list[Choice]:
+        frontend = self._frontend
+        card = frontend.card
+        ending = ending_of(body, card)
+        slo, timeout_s = limits_of(exchange, frontend)
+        tenant = tenant_of(exchange.tenant, body.cache_salt)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        choices: list[Choice] = []
+        for prompt in prompts:
+            max_tokens = max_tokens_of(body, len(prompt.token_ids), card.max_model_tokens)
+            for offset in range(body.n or 1):
+                index = len(choices)
+                sampling = sampling_of(body, ending, max_tokens, seed + offset, card.vocab_size)
+                request = Request(
+                    request_id=RequestId(f"{request_id}-{index}" if index else request_id),
+                    token_ids=prompt.token_ids,
+                    sampling=sampling,
+                    slo=slo,
+                    arrived_s=arrived_s,
+                    deadline_s=arrived_s + timeout_s,
+                    tenant=tenant,
+                )
+                choices.append(Choice(index, prompt, request, ending, frontend.tokenizer))
+        return choices
+
+    async def _answer_at_once(self, exchange: Exchange, call: _Call) -> None:
+        texts: list[list[str]] = [[] for _ in call.choices]
+        tokens: list[list[Token]] = [[] for _ in call.choices]
+        keep_tokens = call.with_logprobs or call.with_token_ids
+        async with (
+            exchange.watch(),
+            aclosing(run_choices(call.choices, self._frontend)) as deltas,
+        ):
+            async for delta in deltas:
+                index = delta.choice.index
+                texts[index].append(delta.text)
+                if keep_tokens:
+                    tokens[index].extend(delta.tokens)
+        results = [(c, "".join(texts[c.index]), tokens[c.index]) for c in call.choices]
+        payload = whole_answer(
+            call.head,
+            call.shape,
+            results,
+            with_logprobs=call.with_logprobs,
+            with_token_ids=call.with_token_ids,
+            usage=call.usage(),
+        )
+        await exchange.respond(200, payload, headers=_timing_headers(call.choices[0]))
+
+    async def _answer_in_events(self, exchange: Exchange, call: _Call) -> None:
+        writer = ChunkWriter(
+            call.head,
+            call.shape,
+            call.choices,
+            with_logprobs=call.with_logprobs,
+            with_token_ids=call.with_token_ids,
+            with_usage=call.with_usage,
+        )
+        try:
+            async with (
+                exchange.watch(),
+                aclosing(run_choices(call.choices, self._frontend)) as deltas,
+            ):
+                await _send_deltas(exchange, writer, deltas)
+        except Refused as refused:
+            await _end_with_error(exchange, from_refused(refused))
+        except (ApiError, ClientGoneError):
+            raise
+        except Exception:
+            logger.exception("request %s failed", exchange.request_id)
+            await _end_with_error(exchange, internal_error(exchange.request_id))
+        else:
+            await exchange.end_events(_last_events(writer, call))
+
+
+async def _send_deltas(
+    exchange: Exchange, writer: ChunkWriter, deltas: AsyncGenerator[Delta, None]
+) -> None:
+    async for delta in deltas:
+        events = writer.events(delta)
+        if not exchange.started:
+            await exchange.start_events()
+        if events:
+            await exchange.send_events(events)
+
+
+def _last_events(writer: ChunkWriter, call: _Call) -> bytes:
+    if not call.with_usage:
+        return DONE
+    extra = {
+        "request_id": call.choices[0].request.request_id,
+        "timings_s": call.choices[0].timings_s or {},
+    }
+    return writer.usage_event(call.usage(), extra) + DONE
+
+
+async def _end_with_error(exchange: Exchange, error: ApiError) -> None:
+    """Before the first byte an error has its own status; later it can only be an event."""
+    if not exchange.started:
+        raise error
+    await exchange.end_events(b"data: " + error.payload() + b"\n\n")
+
+
+def check_model(name: str | None, served_names: Sequence[str]) -> None:
+    if name is not None and name not in served_names:
+        raise ApiError(
+            f"The model '{name[:200]}' does not exist; this server has {', '.join(served_names)}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
+    """A tenant's name holds no '/', so no salt can make one tenant look like another."""
+    if cache_salt is None:
+        return key_tenant
+    if not 0 < len(cache_salt) <= 256:
+        raise ApiError("'cache_salt' must have 1 to 256 characters.", param="cache_salt")
+    return f"{key_tenant}/{cache_salt}"
+
+
+def limits_of(exchange: Exchange, frontend: Frontend) -> tuple[Slo, float]:
+    """The service levels and the time limit that hold for this call."""
+    slo = frontend.default_slo
+    ttft_ms = _milliseconds(exchange, b"x-slo-ttft-ms")
+    tbt_ms = _milliseconds(exchange, b"x-slo-tpot-ms")
+    if ttft_ms is not None or tbt_ms is not None:
+        slo = Slo(
+            ttft_s=slo.ttft_s if ttft_ms is None else ttft_ms / 1e3,
+            tbt_s=slo.tbt_s if tbt_ms is None else tbt_ms / 1e3,
+        )
+    timeout_ms = _milliseconds(exchange, b"x-request-timeout-ms")
+    timeout_s = frontend.request_timeout_s
+    return slo, timeout_s if timeout_ms is None else min(timeout_s, timeout_ms / 1e3)
+
+
+def _milliseconds(exchange: Exchange, name: bytes) -> float | None:
+    raw = exchange.headers.get(name)
+    if raw is None:
+        return None
+    try:
+        value = float(raw)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < 1e12:
+        header = name.decode()
+        text = f"The header {header} must be a number of milliseconds above 0."
+        raise ApiError(text, param=header, code="invalid_header")
+    return value
+
+
+def _timing_headers(choice: Choice) -> Headers:
+    if not choice.timings_s:
+        return ()
+    text = ", ".join(f"{stage}={seconds:.6f}" for stage, seconds in choice.timings_s.items())
+    return ((b"x-moonpool-timing", text.encode("ascii", "replace")),)

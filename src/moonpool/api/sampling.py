@@ -1,0 +1,174 @@
+"""From the sampling fields of a body to `SamplingParams` and the rules for ending an answer.
+
+Owns the ranges. They are OpenAI's where OpenAI has the field, else vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.api.bodies import ChatBody, CompletionBody, GenerationBody
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import ModelCard
+from moonpool.types import SamplingParams
+
+_SEED_MODULUS = 1 << 63
+_MOST_STOPS = 16
+_LONGEST_STOP_CHARS = 4096
+_DEFAULT_COMPLETION_TOKENS = 16
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("top_k", -1, 2**31 - 1),
+    ("n", 1, 128),
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("seed", -(2**63), 2**63 - 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What ends an answer besides its length, and how the end shows in the text."""
+
+    stops: tuple[str, ...]
+    include_stop: bool
+    stop_token_ids: frozenset[int]
+    silent_token_ids: frozenset[int]  # a last token among these has no text
+    min_tokens: int
+    skip_special_tokens: bool
+
+
+def check_range(body: object, name: str, least: float, most: float) -> None:
+    value = getattr(body, name)
+    if value is not None and not least <= value <= most:
+        raise ApiError(
+            f"Invalid value for '{name}': {_short(value)}. "
+            f"It must be between {least:g} and {most:g}.",
+            param=name,
+        )
+
+
+def _short(value: float) -> str:
+    text = format(value, "g") if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def check_ranges(body: GenerationBody) -> None:
+    for name, least, most in _RANGES:
+        value = getattr(body, name)
+        if value is not None and not least <= value <= most:
+            check_range(body, name, least, most)
+
+
+def ending_of(body: GenerationBody, card: ModelCard) -> Ending:
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stops) > _MOST_STOPS:
+        raise ApiError(f"'stop' may hold at most {_MOST_STOPS} strings.", param="stop")
+    for stop in stops:
+        if not 0 < len(stop) <= _LONGEST_STOP_CHARS:
+            text = f"A stop string must have 1 to {_LONGEST_STOP_CHARS} characters."
+            raise ApiError(text, param="stop")
+    stop_ids = frozenset(body.stop_token_ids or ())
+    check_token_ids(list(stop_ids), card.vocab_size, "stop_token_ids")
+    include_stop = bool(body.include_stop_str_in_output)
+    silent = set() if include_stop else set(stop_ids)
+    if not body.ignore_eos:
+        silent.update(card.eos_token_ids)
+    return Ending(
+        stops=stops,
+        include_stop=include_stop,
+        stop_token_ids=stop_ids,
+        silent_token_ids=frozenset(silent),
+        min_tokens=body.min_tokens or 0,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def sampling_of(
+    body: ChatBody | CompletionBody, ending: Ending, max_tokens: int, seed: int, vocab_size: int
+) -> SamplingParams:
+    top_p = 1.0 if body.top_p is None else body.top_p
+    top_k = max(body.top_k or 0, 0)
+    if top_p == 0.0:  # OpenAI allows it: only the most likely token is left
+        top_p, top_k = 1.0, 1
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=top_p,
+        top_k=top_k if top_k < vocab_size else 0,
+        min_p=body.min_p or 0.0,
+        seed=seed % _SEED_MODULUS,
+        max_tokens=max_tokens,
+        min_tokens=ending.min_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        stop_token_ids=tuple(sorted(ending.stop_token_ids)),
+        logprobs=num_logprobs(body),
+    )
+
+
+def num_logprobs(body: ChatBody | CompletionBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
+    if isinstance(body, CompletionBody):
+        check_range(body, "logprobs", 0, most)
+        if body.echo and body.logprobs is not None:
+            text = "'echo' together with 'logprobs' is not supported."
+            raise ApiError(text, param="echo", code="unsupported_parameter")
+        return
+    check_range(body, "top_logprobs", 0, most)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+
+
+def max_tokens_of(body: ChatBody | CompletionBody, num_prompt_tokens: int, most: int) -> int:
+    """How long the answer may be. Raises `ApiError` when the context cannot hold it."""
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
+    left = most - num_prompt_tokens
+    if left < 1:
+        raise context_exceeded(num_prompt_tokens, most, param)
+    asked = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        check_range(body, "max_completion_tokens", 1, 2**31 - 1)
+        asked = body.max_completion_tokens
+    if asked is None:
+        asked = left if isinstance(body, ChatBody) else min(left, _DEFAULT_COMPLETION_TOKENS)
+    elif asked > left:
+        raise ApiError(
+            f"This model's maximum context length is {most} tokens. However, you requested "
+            f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the {param}, {asked} in "
+            f"the completion). Please reduce the length of the {param} or completion.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if (body.min_tokens or 0) > asked:
+        text = f"'min_tokens' must not be above 'max_tokens' ({asked})."
+        raise ApiError(text, param="min_tokens")
+    return asked
+
+
+def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> ApiError:
+    had = "far more" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
+    return ApiError(
+        f"This model's maximum context length is {most} tokens, prompt and answer together. "
+        f"However, your prompt has {had}. Please reduce the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+        text = f"Token id {_short(bad)} is out of vocabulary (0 to {vocab_size - 1})."
+        raise ApiError(text, param=param)

@@ -1,0 +1,62 @@
+"""The tokenizer of the built-in models: one token is one byte of UTF-8.
+
+Owns the ids 0..255 (bytes) and three specials. A model with a larger vocabulary (random weights of
+any asked size) uses it too: each further id stands for its own number in angle brackets, so that
+every id a model can draw has a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moonpool.engine.tokenizers.chat_template import CONTINUATION_TEMPLATE, ChatTemplate
+from moonpool.engine.tokenizers.text_stream import ByteTextStream
+
+BOS_ID = 256
+EOS_ID = 257
+PAD_ID = 258
+_SPECIALS = {BOS_ID: b"<bos>", EOS_ID: b"<eos>", PAD_ID: b"<pad>"}
+_BYTES = tuple(bytes((value,)) for value in range(256))
+
+
+class ByteTokenizer:
+    """Bytes as tokens. `encode` adds no special token: the built-in model wants none."""
+
+    def __init__(self, vocab_size: int = 259):
+        if vocab_size < 259:
+            raise ValueError(
+                f"a byte tokenizer needs a vocabulary of 259 or more, not {vocab_size}"
+            )
+        self.vocab_size = vocab_size
+        self.eos_token_ids: tuple[int, ...] = (EOS_ID,)
+        self._chat = ChatTemplate(CONTINUATION_TEMPLATE)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        parts = (
+            self.token_bytes(token_id)
+            for token_id in token_ids
+            if not (skip_special_tokens and token_id in _SPECIALS)
+        )
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if 0 <= token_id < 256:
+            return _BYTES[token_id]
+        return _SPECIALS.get(token_id) or b"<%d>" % token_id
+
+    def stream(self, skip_special_tokens: bool = True) -> ByteTextStream:
+        skipped = frozenset(_SPECIALS) if skip_special_tokens else frozenset()
+        return ByteTextStream(self.token_bytes, skipped)
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> str:
+        return self._chat.render(messages, add_generation_prompt, tools, template_arguments)
