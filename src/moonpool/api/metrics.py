@@ -1,0 +1,262 @@
+"""What the server counts, under the names operators' dashboards already know.
+
+Owns the numbers the head observes; reads nothing by itself. vLLM's name where vLLM has the
+quantity, `moonpool:` for what only moonpool has. A sample costs one bisection and no lock:
+everything happens on the head's event loop, and the text is made when it is scraped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+# vLLM's bounds, so that its dashboards' quantiles keep their meaning.
+# fmt: off
+_TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0,
+)
+_GAP_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)
+_REQUEST_S = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+)
+# fmt: on
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+
+
+class Histogram:
+    """Counts of samples at or below each bound, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]):
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        bounds, counts = self._bounds, self._counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        total = 0
+        buckets = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
+        return buckets
+
+
+class ServerMetrics(Collector):
+    """Filled by the head, rendered by `text()`."""
+
+    def __init__(self, model_name: str):
+        self._model_name = model_name
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._ttft = Histogram(_TTFT_S)
+        self._gaps = Histogram(_GAP_S)
+        self._tpot = Histogram(_GAP_S)
+        self._e2e = Histogram(_REQUEST_S)
+        self._prompt_sizes = Histogram(_TOKENS)
+        self._generation_sizes = Histogram(_TOKENS)
+        self._stages: dict[str, Histogram] = {}
+        self._finished: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._transfer_bytes: Counter[str] = Counter()
+        self._transfers: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._running = 0
+        self._waiting = 0
+        self._cache_use = 0.0
+        self._instances: dict[str, int] = {}
+        self._registry.register(self)
+
+    # The head tells.
+
+    def observe_tokens(self, num_tokens: int, gaps_s: Sequence[float] = ()) -> None:
+        """`num_tokens` more were generated; `gaps_s` between them. For one or many requests."""
+        self._totals["generation_tokens"] += num_tokens
+        self._gaps.observe_all(gaps_s)
+
+    def observe_first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+
+    def observe_prompt(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt was prefilled, of which `cached_tokens` were not computed anew."""
+        self._totals["prompt_tokens"] += prompt_tokens
+        self._totals["cached_tokens"] += cached_tokens
+        self._prompt_sizes.observe(prompt_tokens)
+
+    def observe_finished(
+        self,
+        finish_reason: str,
+        *,
+        e2e_s: float,
+        generation_tokens: int,
+        tpot_s: float | None = None,
+        stages_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """A request was answered. `tpot_s` where it had more than one token."""
+        self._finished[finish_reason] += 1
+        self._e2e.observe(e2e_s)
+        self._generation_sizes.observe(generation_tokens)
+        if tpot_s is not None:
+            self._tpot.observe(tpot_s)
+        for stage, seconds in (stages_s or {}).items():
+            self._stage(stage).observe(seconds)
+
+    def observe_rejected(self, reason: str) -> None:
+        """Refused before it cost anything."""
+        self._rejected[reason] += 1
+
+    def observe_failed(self, reason: str) -> None:
+        """Accepted, and not answered: deadline, lost instance, client gone."""
+        self._failed[reason] += 1
+
+    def add_transfer(self, transport: str, num_bytes: int, num_transfers: int = 1) -> None:
+        self._transfer_bytes[transport] += num_bytes
+        self._transfers[transport] += num_transfers
+
+    def add_corrupt_slices(self, count: int = 1) -> None:
+        """Layer slices whose checksum did not match; each was recomputed."""
+        self._totals["corrupt_slices"] += count
+
+    def add_recomputed_tokens(self, count: int) -> None:
+        self._totals["recomputed_tokens"] += count
+
+    def set_load(self, running: int, waiting: int, cache_use: float) -> None:
+        """`cache_use`: blocks in use over all blocks, 0 to 1."""
+        self._running, self._waiting, self._cache_use = running, waiting, cache_use
+
+    def set_instances(self, alive_by_role: Mapping[str, int]) -> None:
+        self._instances = dict(alive_by_role)
+
+    # Prometheus asks.
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _stage(self, stage: str) -> Histogram:
+        found = self._stages.get(stage)
+        if found is None:
+            found = self._stages[stage] = Histogram(_REQUEST_S)
+        return found
+
+    def _gauges(self) -> Iterator[Metric]:
+        plain = (
+            ("vllm:num_requests_running", "Requests being prefilled or decoded.", self._running),
+            ("vllm:num_requests_waiting", "Requests placed but not yet started.", self._waiting),
+            ("vllm:kv_cache_usage_perc", "KVCache blocks in use, 1 is all.", self._cache_use),
+        )
+        for name, text, value in plain:
+            yield self._gauge(name, text, None, {"": value})
+        yield self._gauge("moonpool:instances", "Live instances by role.", "role", self._instances)
+
+    def _counters(self) -> Iterator[Metric]:
+        totals = self._totals
+        plain = (
+            ("vllm:prompt_tokens", "Prompt tokens of answered requests.", totals["prompt_tokens"]),
+            ("vllm:generation_tokens", "Tokens generated.", totals["generation_tokens"]),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", totals["prompt_tokens"]),
+            ("vllm:prefix_cache_hits", "Prompt tokens not recomputed.", totals["cached_tokens"]),
+            (
+                "moonpool:corrupt_slices",
+                "Layer slices whose checksum did not match.",
+                totals["corrupt_slices"],
+            ),
+            (
+                "moonpool:recomputed_tokens",
+                "Tokens computed again because a block was lost or corrupt.",
+                totals["recomputed_tokens"],
+            ),
+        )
+        for name, text, value in plain:
+            yield self._counter(name, text, None, {"": value})
+        by_label = (
+            ("vllm:request_success", "Answered.", "finished_reason", self._finished),
+            ("moonpool:requests_rejected", "Refused early.", "reason", self._rejected),
+            ("moonpool:requests_failed", "Accepted, not answered.", "reason", self._failed),
+            ("moonpool:transfer_bytes", "KVCache moved.", "transport", self._transfer_bytes),
+            ("moonpool:transfers", "Transfers done.", "transport", self._transfers),
+        )
+        for name, text, label, counts in by_label:
+            yield self._counter(name, text, label, counts)
+
+    def _histograms(self) -> Iterator[Metric]:
+        plain = (
+            ("vllm:time_to_first_token_seconds", "Arrival to first token.", self._ttft),
+            ("vllm:inter_token_latency_seconds", "Each gap between two tokens.", self._gaps),
+            ("vllm:request_time_per_output_token_seconds", "Mean gap of a request.", self._tpot),
+            ("vllm:e2e_request_latency_seconds", "Arrival to last token.", self._e2e),
+            ("vllm:request_prompt_tokens", "Prompt tokens per request.", self._prompt_sizes),
+            (
+                "vllm:request_generation_tokens",
+                "Generated tokens per request.",
+                self._generation_sizes,
+            ),
+        )
+        for name, text, histogram in plain:
+            yield self._histogram(name, text, None, {"": histogram})
+        yield self._histogram(
+            "moonpool:stage_seconds", "Where a request's time went.", "stage", self._stages
+        )
+
+    def _gauge(
+        self, name: str, text: str, label: str | None, values: Mapping[str, float]
+    ) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_label_names(label))
+        for key, value in values.items():
+            family.add_metric(self._label_values(label, key), value)
+        return family
+
+    def _counter(
+        self, name: str, text: str, label: str | None, values: Mapping[str, float]
+    ) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_label_names(label))
+        for key, value in values.items():
+            family.add_metric(self._label_values(label, key), value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, label: str | None, values: Mapping[str, Histogram]
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=_label_names(label))
+        for key, histogram in values.items():
+            labels = self._label_values(label, key)
+            family.add_metric(labels, histogram.buckets(), histogram.sum)
+        return family
+
+    def _label_values(self, label: str | None, key: str) -> tuple[str, ...]:
+        return (self._model_name,) if label is None else (self._model_name, key)
+
+
+def _label_names(label: str | None) -> tuple[str, ...]:
+    return ("model_name",) if label is None else ("model_name", label)
