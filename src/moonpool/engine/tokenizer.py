@@ -18,6 +18,10 @@ class TextStream(Protocol):
         ...
 
 
+class TokenizerError(ValueError):
+    """A model's tokenizer cannot be loaded; the text says what is missing and what to do."""
+
+
 class ChatTemplateError(ValueError):
     """The messages do not fit the model's chat template; the text says why."""
 

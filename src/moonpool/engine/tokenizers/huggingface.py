@@ -1,0 +1,171 @@
+"""The tokenizer of a checkpoint in a Hugging Face folder.
+
+Owns `tokenizer.json` and what belongs to it: `tokenizer_config.json`, `generation_config.json` and
+the chat template. Agrees with `transformers` without importing it, which would take seconds: so
+`tokenizer.json` alone says which special tokens `encode` adds, whatever `add_bos_token` says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from moonpool.engine.tokenizer import TextStream, TokenizerError
+from moonpool.engine.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate
+from moonpool.engine.tokenizers.text_stream import ByteTextStream, DiffTextStream
+from moonpool.engine.tokenizers.token_bytes import bytes_function
+
+_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_RELEASE_GIL_ABOVE_CHARS = 4096
+
+
+class HfTokenizer:
+    """`tokenizers`' tokenizer with the checkpoint's special tokens and chat template."""
+
+    def __init__(self, folder: Path):
+        """Raises `TokenizerError` and `ChatTemplateError`."""
+        path = folder / "tokenizer.json"
+        source = _read_source(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(folder, config)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:
+            raise TokenizerError(f"{path} cannot be read: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(True).values(), default=-1)
+        self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, special_tokens)
+        self._bytes_of = bytes_function(json.loads(source).get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        default, for_tools = _chat_templates(folder, config)
+        self._chat = ChatTemplate(default or ROLES_TEMPLATE, for_tools, special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > _RELEASE_GIL_ABOVE_CHARS:
+            # The batched call lets other threads run meanwhile; the single one does not.
+            batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            long_ids: list[int] = batch[0].ids
+            return long_ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None:  # a model's vocabulary is often padded beyond its tokenizer's
+                found = b""
+            elif self._bytes_of is not None:
+                found = self._bytes_of(token)
+            else:
+                found = self.decode([token_id], skip_special_tokens=False).encode()
+            self._bytes[token_id] = found
+        return found
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        if self._bytes_of is None:
+            return DiffTextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        return ByteTextStream(self.token_bytes, skipped)
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> str:
+        return self._chat.render(messages, add_generation_prompt, tools, template_arguments)
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        hint = "a model folder needs one"
+        if (path.parent / "tokenizer.model").exists():
+            hint = "convert tokenizer.model by saving it with transformers' AutoTokenizer"
+        raise TokenizerError(f"{path.parent} has no tokenizer.json; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty where the file is missing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like, as templates name them."""
+    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    found = {}
+    for name in (f"{short}_token" for short in _SPECIAL_NAMES):
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _eos_token_ids(
+    folder: Path, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, str]
+) -> tuple[int, ...]:
+    """All of them: chat models often end a turn and a text with different tokens."""
+    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if listed is None:
+        listed = _read_json(folder / "config.json").get("eos_token_id")
+    ids = list(listed) if isinstance(listed, list) else [] if listed is None else [listed]
+    token = special_tokens.get("eos_token")
+    named = tokenizer.token_to_id(token) if token else None
+    if named is not None:
+        ids.append(named)
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise TokenizerError(f"eos_token_id in {folder} must be a token id or a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The default template, and the one for requests with tools where there is another."""
+    alone = folder / "chat_template.jinja"
+    if alone.exists():
+        for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+        return _read_template(alone), _read_template(for_tools) if for_tools.exists() else None
+    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if value is None or isinstance(value, str):
+        return value, None
+    try:
+        named = {entry["name"]: entry["template"] for entry in value}
+        return named.get("default"), named.get("tool_use")
+    except (TypeError, KeyError):
+        pass
+    raise TokenizerError(f"the chat_template in {folder} must be text or a list of named texts")
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
