@@ -1,0 +1,48 @@
+"""The `moonpool` command. Each sub-command is imported only when it runs, so that `--help` is
+quick."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from moonpool import __version__
+
+COMMANDS = {
+    "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
+    "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
+    "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
+    "demo": ("moonpool.cli.demo", "demo", "Run the main job end to end, and end."),
+    "profile": ("moonpool.cli.profile", "profile", "Measure this machine; fit the cost model."),
+    "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
+}
+
+
+class LazyGroup(click.Group):
+    """Names and one-line helps come from the table above."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="moonpool")
+def cli() -> None:
+    """KVCache-centric, disaggregated LLM serving."""
+
+
+def main(**arguments: Any) -> None:
+    cli(**arguments)

@@ -1,0 +1,175 @@
+"""`moonpool serve` and `moonpool head`: flags to a config, then a running cluster until it is
+told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from moonpool.cli.output import fail, set_up_logging
+from moonpool.config import Admission, Config, ConfigError, Dtype, Placement, choices, parse_config
+
+log = logging.getLogger("moonpool")
+
+# flag -> (table, key)
+FLAG_KEYS = {
+    "model": ("model", "name"),
+    "dtype": ("model", "dtype"),
+    "served_model_name": ("model", "served_name"),
+    "max_model_len": ("model", "max_model_tokens"),
+    "prefill": ("cluster", "prefill"),
+    "decode": ("cluster", "decode"),
+    "mixed": ("cluster", "mixed"),
+    "block_size": ("pool", "block_tokens"),
+    "kv_tokens": ("pool", "dram_tokens_per_instance"),
+    "enable_prefix_caching": ("pool", "prefix_caching"),
+    "head_host": ("network", "head_host"),
+    "head_port": ("network", "head_port"),
+    "worker_host": ("network", "worker_host"),
+    "slo_ttft": ("slo", "ttft_s"),
+    "slo_tbt": ("slo", "tbt_s"),
+    "placement": ("conductor", "placement"),
+    "admission": ("conductor", "admission"),
+    "kvcache_balancing_threshold": ("conductor", "kvcache_balancing_threshold"),
+    "max_num_batched_tokens": ("engine", "chunk_tokens"),
+    "max_num_seqs": ("engine", "max_sequences"),
+    "threads": ("engine", "threads"),
+    "host": ("api", "host"),
+    "port": ("api", "port"),
+    "api_key": ("api", "api_keys"),
+    "request_timeout": ("api", "request_timeout_s"),
+    "max_body_bytes": ("api", "max_body_bytes"),
+}
+
+
+def config_options(command: Any) -> Any:
+    """The flags that `serve` and `head` share; vLLM's names where vLLM has them."""
+    options = [
+        click.argument("model", required=False),
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(dir_okay=False),
+            help="TOML file; flags override it.",
+        ),
+        click.option("--dtype", type=click.Choice(choices(Dtype))),
+        click.option("--served-model-name", help="Name that clients use."),
+        click.option("--max-model-len", type=int, help="Tokens of prompt and answer together."),
+        click.option("--block-size", type=int, help="Tokens of one KVCache block."),
+        click.option("--kv-tokens", type=int, help="Tokens of KVCache per instance."),
+        click.option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            default=None,
+            help="Reuse the KVCache of equal prefixes.",
+        ),
+        click.option("--slo-ttft", type=float, help="Seconds to the first token."),
+        click.option("--slo-tbt", type=float, help="Seconds between tokens."),
+        click.option("--placement", type=click.Choice(choices(Placement))),
+        click.option("--admission", type=click.Choice(choices(Admission))),
+        click.option(
+            "--kvcache-balancing-threshold",
+            type=float,
+            help="How much longer a remote prefix must be to be fetched.",
+        ),
+        click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
+        click.option("--max-num-seqs", type=int, help="Requests of one step."),
+        click.option("--threads", type=int, help="CPU threads per worker."),
+        click.option("--host", help="Address of the HTTP API."),
+        click.option("--port", type=int, help="Port of the HTTP API."),
+        click.option("--api-key", multiple=True, help="Accepted bearer key; one tenant each."),
+        click.option("--request-timeout", type=float, help="Seconds any request may take."),
+        click.option("--max-body-bytes", type=int, help="Largest request body."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def read_config(config_file: str | None, flags: dict[str, Any]) -> Config:
+    """File, then flags. Ends the command on a mistake."""
+    text = ""
+    if config_file is not None:
+        try:
+            text = Path(config_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"cannot read the config {config_file}: {error}")
+    overrides: dict[str, dict[str, Any]] = {}
+    for flag, value in flags.items():
+        if value is None or value == ():
+            continue
+        table, key = FLAG_KEYS[flag]
+        overrides.setdefault(table, {})[key] = value
+    try:
+        return parse_config(text, overrides)
+    except ConfigError as error:
+        fail(str(error))
+
+
+@click.command()
+@config_options
+@click.option("--prefill", type=int, help="Prefill instances.")
+@click.option("--decode", type=int, help="Decode instances.")
+@click.option("--mixed", type=int, help="Instances that do both.")
+@click.option("--head-port", type=int, hidden=True)
+def serve(config_file: str | None, **flags: Any) -> None:
+    """Start head and workers on this machine and serve MODEL until Ctrl-C.
+
+    MODEL is a Hugging Face folder or id, or a built-in: moonpool/induction (the default, needs no
+    download) or random:m150.
+    """
+    if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
+        flags["prefill"] = flags["decode"] = 0
+    config = read_config(config_file, flags)
+    _run(config, launch=True, secret=secrets.token_bytes(32))
+
+
+@click.command()
+@config_options
+@click.option("--head-host", help="Address for workers to join at (default 127.0.0.1).")
+@click.option("--head-port", type=int, help="Port for workers to join at.")
+@click.option("--worker-host", help="Address the workers listen at for each other.")
+def head(config_file: str | None, **flags: Any) -> None:
+    """Start the head alone. Workers join with `moonpool worker`.
+
+    All parts share a secret: set MOONPOOL_CLUSTER_SECRET to 64 hexadecimal digits.
+    """
+    from moonpool.cli.worker import cluster_secret
+
+    flags["head_port"] = flags["head_port"] or 8001
+    config = read_config(config_file, flags)
+    _run(config, launch=False, secret=cluster_secret())
+
+
+def _run(config: Config, launch: bool, secret: bytes) -> None:
+    set_up_logging("head")
+    from moonpool.runtime.cluster import ClusterError, run_cluster
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run_cluster(config, secret, launch, _signals))
+    except ClusterError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _signals(stop: asyncio.Event) -> None:
+    """SIGINT and SIGTERM end the cluster in order; a second one ends it at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)  # workers end with us: the kernel sees to it
+        stop.set()
+
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(sign, on_signal)

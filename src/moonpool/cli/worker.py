@@ -1,0 +1,78 @@
+"""`moonpool worker`: one instance in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import secrets
+import signal
+import socket
+
+import click
+import uvloop
+
+from moonpool.cli.output import fail, set_up_logging
+from moonpool.types import InstanceId, Role
+
+SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+PR_SET_PDEATHSIG = 1
+
+
+def cluster_secret() -> bytes:
+    """From the environment: a command line is visible to every user of the machine."""
+    text = os.environ.get(SECRET_VARIABLE, "")
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        fail(f"{SECRET_VARIABLE} must be hexadecimal digits")
+    if len(secret) < 16:
+        fail(
+            f"set {SECRET_VARIABLE} to at least 32 hexadecimal digits, the same for head and"
+            " workers (for example: openssl rand -hex 32)"
+        )
+    return secret
+
+
+@click.command()
+@click.option("--role", type=click.Choice([r.value for r in Role]), required=True)
+@click.option("--head", "head_address", required=True, metavar="HOST:PORT")
+@click.option("--name", help="Name of the instance (default: role and a random suffix).")
+@click.option("--exit-with-head", is_flag=True, help="End when the head does.")
+def worker(role: str, head_address: str, name: str | None, exit_with_head: bool) -> None:
+    """Start one instance of ROLE; it takes model and settings from the head it joins."""
+    host, _, port = head_address.rpartition(":")
+    if not host or not port.isdigit():
+        fail(f"--head must be HOST:PORT, not {head_address!r}")
+    name = name or f"{role}-{secrets.token_hex(3)}"
+    set_up_logging(name)
+    secret = cluster_secret()
+    if exit_with_head:
+        _die_with_parent()
+    from moonpool.runtime.worker import Worker, WorkerError
+
+    async def run() -> None:
+        this = Worker(Role(role), InstanceId(name), socket.gethostname(), os.getpid(), secret)
+        task = asyncio.current_task()
+        assert task is not None
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(sign, task.cancel)
+        await this.run(host.strip("[]"), int(port), reconnect=not exit_with_head)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+    except WorkerError as error:
+        fail(str(error))
+    except asyncio.CancelledError:
+        raise SystemExit(0) from None
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this process when the one that started it ends, however that happens."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        return  # not Linux: the lost control connection ends us a moment later
+    if os.getppid() != parent:
+        raise SystemExit(1)

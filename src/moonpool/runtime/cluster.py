@@ -1,0 +1,152 @@
+"""One cluster from start to end: head, HTTP server and, if asked, local workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from moonpool.api.app import make_app
+from moonpool.api.frontend import ModelCard
+from moonpool.api.options import ApiOptions
+from moonpool.api.server import PortError, http_server, listen
+from moonpool.config import Config
+from moonpool.engine.builtin import open_model
+from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.spec import ModelError
+from moonpool.engine.tokenizer import TokenizerError
+from moonpool.engine.tokenizers.registry import open_tokenizer
+from moonpool.runtime.head import Head
+from moonpool.runtime.launcher import LocalLauncher
+
+log = logging.getLogger("moonpool")
+
+START_S = 300.0
+
+
+class ClusterError(Exception):
+    """The cluster cannot start or go on; one line says why and what to do."""
+
+
+async def run_cluster(
+    config: Config,
+    secret: bytes,
+    launch: bool,
+    install_signals: Callable[[asyncio.Event], None],
+) -> None:
+    """Serves until a signal sets the stop event. Raises ClusterError."""
+    stop = asyncio.Event()
+    install_signals(stop)
+    async with running_cluster(config, secret, launch, stop) as url:
+        if not stop.is_set():
+            log.info("serving %s at %s (Ctrl-C ends it)", config.model.name, url)
+            await stop.wait()
+        log.info("ending")
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: Config, secret: bytes, launch: bool, stop: asyncio.Event
+) -> AsyncIterator[str]:
+    """Yields the API's URL once all instances are up (or `stop` was set before)."""
+    config = _resolved(config)
+    try:
+        sock = listen(config.api.host, config.api.port)
+    except PortError as error:
+        raise ClusterError(str(error)) from None
+    head = _make_head(config, secret)
+    try:
+        head_port = await head.start()
+    except OSError as error:
+        sock.close()
+        network = config.network
+        text = f"cannot listen for workers at {network.head_host}:{network.head_port}: {error}"
+        raise ClusterError(text) from None
+    server = http_server(make_app(head, _api_options(config)))
+    serving: asyncio.Task[None] | None = None
+    launcher: LocalLauncher | None = None
+    try:
+        if launch:
+            launcher = LocalLauncher(config.cluster, head_port, secret, _threads(config))
+            launcher.start()
+            await _wait_for_workers(head, launcher, stop)
+        else:
+            log.info("workers join at %s:%d", config.network.head_host, head_port)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        yield f"http://{config.api.host}:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        if serving is not None:
+            await serving
+        await head.stop()
+        if launcher is not None:
+            await launcher.stop()
+        sock.close()
+
+
+async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.Event) -> None:
+    """Until all joined, one failed, or the person lost patience."""
+    joined = asyncio.create_task(head.wait_for_instances(launcher.num_workers))
+    failed = asyncio.create_task(head.start_failures.get())
+    stopped = asyncio.create_task(stop.wait())
+    tasks = {joined, failed, stopped}
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    if failed in done:
+        raise ClusterError(failed.result())
+    if not done:
+        raise ClusterError(f"the workers did not come up within {START_S:.0f} s; see the log above")
+
+
+def _resolved(config: Config) -> Config:
+    """The dtype is settled here, so that all instances agree on it."""
+    dtype = resolve_dtype(config.model.dtype)
+    model = msgspec.structs.replace(config.model, dtype=dtype)
+    return msgspec.structs.replace(config, model=model)
+
+
+def _make_head(config: Config, secret: bytes) -> Head:
+    try:
+        model = open_model(config.model.name, config.model.dtype)
+        tokenizer = open_tokenizer(model.tokenizer, model.spec.vocab_size)
+    except (ModelError, TokenizerError) as error:
+        raise ClusterError(str(error)) from None
+    for note in model.spec.notes:
+        log.info("%s", note)
+    longest = model.spec.max_positions
+    wanted = config.model.max_model_tokens
+    if wanted > longest:
+        raise ClusterError(
+            f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name} supports"
+        )
+    card = ModelCard(
+        model_id=config.model.served_name or config.model.name,
+        created_s=int(time.time()),
+        max_model_tokens=wanted or longest,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=model.spec.eos_token_ids,
+    )
+    return Head(config, card, tokenizer, secret)
+
+
+def _api_options(config: Config) -> ApiOptions:
+    keys = config.api.api_keys
+    return ApiOptions(
+        api_keys={key: f"key{i}" for i, key in enumerate(keys)},
+        served_names=(config.model.served_name,) if config.model.served_name else (),
+        max_body_bytes=config.api.max_body_bytes,
+    )
+
+
+def _threads(config: Config) -> int:
+    cluster = config.cluster
+    workers = cluster.prefill + cluster.decode + cluster.mixed
+    return config.engine.threads or max(1, (os.cpu_count() or 1) // max(workers, 1))

@@ -1,0 +1,81 @@
+"""The thread that computes: one step at a time, handed over and answered through the event loop."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from moonpool.engine.runner import Engine
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.messenger.messenger import Messenger
+from moonpool.types import RequestId
+from moonpool.workers.actions import RunStep, StepEnded, StepEntry, StepFailed
+
+log = logging.getLogger("moonpool.engine")
+
+
+class EngineThread:
+    """Runs `RunStep` actions and posts their outcome. While a step runs, each layer's finished
+    blocks are handed to the messenger as soon as the layer is done (Mooncake 5.2)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        messenger: Messenger,
+        eos_token_ids: tuple[int, ...],
+        num_threads: int,
+        post: Callable[[StepEnded | StepFailed], None],
+    ) -> None:
+        self._engine = engine
+        self._messenger = messenger
+        self._eos = eos_token_ids
+        self._num_threads = num_threads
+        self._post = post
+        self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, step: RunStep) -> None:
+        """At most one step is outstanding: the instance's state machine sees to it."""
+        self._steps.put(step)
+
+    def stop(self, timeout_s: float) -> None:
+        self._steps.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # holds for the calling thread only
+        while (step := self._steps.get()) is not None:
+            try:
+                outcome: StepEnded | StepFailed = self._compute(step)
+            except Exception as error:
+                log.exception("a step of %d works failed", len(step.entries))
+                outcome = StepFailed(f"the engine failed: {type(error).__name__}: {error}")
+            self._post(outcome)
+
+    def _compute(self, step: RunStep) -> StepEnded:
+        sends = [entry for entry in step.entries if entry.sends]
+        result = self._engine.step(
+            [self._sequence(entry) for entry in step.entries],
+            (lambda layer: self._send_layer(sends, layer)) if sends else None,
+        )
+        return StepEnded(result.tokens, result.seconds)
+
+    def _sequence(self, entry: StepEntry) -> SequenceStep:
+        draw = None
+        if entry.draw is not None:
+            draw = Draw(entry.draw, entry.generated, self._eos)
+        return SequenceStep(
+            RequestId(entry.work_id), entry.new_token_ids, entry.start, entry.block_ids, draw
+        )
+
+    def _send_layer(self, sends: list[StepEntry], layer: int) -> None:
+        for entry in sends:
+            slices = [(index, block_id, layer) for index, block_id in entry.sends]
+            self._messenger.send(entry.work_id, slices)

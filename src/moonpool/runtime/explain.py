@@ -1,0 +1,90 @@
+"""What the head tells people about requests and instances, as plain JSON values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.state import InstanceState
+from moonpool.metrics import RequestRecord
+
+
+def describe_record(
+    record: RequestRecord, explanation: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """Why a request went where it went, and where its time went."""
+    since_arrival_s = {
+        name.removesuffix("_s"): round(value - record.arrived_s, 6)
+        for name in record.__slots__
+        if name.endswith("_s")
+        and name not in ("predicted_ttft_s", "predicted_tbt_s", "gaps_s", "arrived_s")
+        and (value := getattr(record, name)) is not None
+    }
+    return {
+        "request_id": record.request_id,
+        "outcome": record.outcome or "running",
+        "attempts": record.attempts,
+        "prefill_instance": record.prefill_instance,
+        "decode_instance": record.decode_instance,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "fetched_tokens": record.fetched_tokens,
+        "recomputed_corrupt_blocks": record.corrupt_blocks,
+        "generated_tokens": record.num_generated_tokens,
+        "slo": {"ttft_s": record.slo.ttft_s, "tbt_s": record.slo.tbt_s},
+        "predicted": {"ttft_s": record.predicted_ttft_s, "tbt_s": record.predicted_tbt_s},
+        "observed": {
+            "ttft_s": record.ttft_s,
+            "tpot_s": record.tpot_s,
+            "tbt_top10_mean_s": record.tbt_top10_mean_s,
+        },
+        "since_arrival_s": since_arrival_s,
+        "stages_s": record.stages_s(),
+        "why": list(explanation if explanation is not None else record.explanation),
+    }
+
+
+def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
+    """Instances with their pools and bookings, and the sums over all."""
+    instances = [
+        _describe_instance(conductor, state, now) for state in conductor.instances.values()
+    ]
+    return {
+        "instances": instances,
+        "requests_under_way": len(conductor.requests),
+        "indexed_blocks": len(conductor.index),
+    }
+
+
+def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -> dict[str, Any]:
+    info, load = state.info, state.load
+    described: dict[str, Any] = {
+        "instance_id": info.instance_id,
+        "role": info.role.value,
+        "host": info.host,
+        "pid": info.pid,
+        "incarnation": str(info.incarnation),
+        "address": f"{info.address.tcp_host}:{info.address.tcp_port}",
+        "queued_prefills": len(state.prefills),
+        "queue_s": round(state.queue_s(now), 4),
+        "booked_decodes": len(state.decodes),
+        "serving_fetches": state.num_fetches_served,
+        "indexed_blocks": conductor.index.num_blocks(info.instance_id),
+        "pool": {
+            "block_tokens": info.layout.block_tokens,
+            "block_bytes": info.layout.block_bytes,
+            "blocks": info.num_blocks,
+        },
+        "cost": {"prefill": list(info.cost.prefill), "decode": list(info.cost.decode)},
+    }
+    if load is not None:
+        described["pool"] |= {
+            "held": load.held_blocks,
+            "available": load.free_blocks,
+            "cached": load.cached_blocks,
+            "owners": load.owners,
+        }
+        described["running"] = load.num_running
+        described["waiting"] = load.num_waiting
+        described["counters"] = load.counters
+    return described

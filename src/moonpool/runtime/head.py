@@ -1,0 +1,292 @@
+"""The head's driver: performs what the Conductor decides, over control connections to the workers.
+
+It owns the sockets, the clock and the answers under way; it decides nothing. It is also the
+`Frontend` that the HTTP layer talks to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.metrics import ServerMetrics
+from moonpool.conductor.actions import (
+    ConductorEvent,
+    Deliver,
+    InstanceJoined,
+    InstanceLost,
+    Refuse,
+    Reported,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    Send,
+    Tick,
+)
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import Config
+from moonpool.engine.tokenizer import Tokenizer
+from moonpool.messenger.auth import AuthError, Identity, ServerHandshake, authenticate_streams
+from moonpool.metrics import RequestRecord
+from moonpool.runtime.answers import Answer
+from moonpool.runtime.channel import Channel, ChannelError
+from moonpool.runtime.explain import describe_cluster, describe_record
+from moonpool.runtime.observer import Observer
+from moonpool.runtime.protocol import (
+    CONTROL_SERVICE,
+    SILENCE_S,
+    Apply,
+    DownFrame,
+    Failed,
+    Joined,
+    Setup,
+    Stop,
+    UpFrame,
+)
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo
+from moonpool.workers.messages import InstanceLoad, Report
+
+log = logging.getLogger("moonpool.head")
+
+TICK_S = 0.1
+HANDSHAKE_S = 10.0
+KEPT_RECORDS = 4096
+WorkerChannel = Channel[UpFrame, DownFrame]
+
+
+class Head:
+    """One cluster's head. Use `start`, then serve; `stop` ends the workers."""
+
+    def __init__(
+        self,
+        config: Config,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        secret: bytes,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.card = card
+        self.tokenizer = tokenizer
+        self.now = now
+        self.default_slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self.request_timeout_s = config.api.request_timeout_s
+        self._metrics = ServerMetrics(card.model_id)
+        self._observer = Observer(self._metrics)
+        self.conductor = Conductor(config.conductor)
+        self.start_failures: asyncio.Queue[str] = asyncio.Queue()
+        self.joined = asyncio.Condition()
+        self._secret = secret
+        self._answers: dict[RequestId, Answer] = {}
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._channels: dict[InstanceId, WorkerChannel] = {}
+        self._heard_s: dict[InstanceId, float] = {}
+        self._server: asyncio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    async def start(self) -> int:
+        """Listens for workers; returns the port. Raises OSError if it is in use."""
+        network = self.config.network
+        self._server = await asyncio.start_server(
+            self._accept, network.head_host, network.head_port
+        )
+        self._ticker = asyncio.create_task(self._tick_forever())
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def stop(self) -> None:
+        """Tells every worker to end, and closes."""
+        self._stopping = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._server is not None:
+            self._server.close()
+        for channel in list(self._channels.values()):
+            channel.send(Stop())
+            channel.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def wait_for_instances(self, count: int) -> None:
+        """Returns when `count` instances have joined."""
+        async with self.joined:
+            await self.joined.wait_for(lambda: len(self.conductor.instances) >= count)
+
+    # Frontend
+
+    async def submit(self, request: Request) -> AsyncIterator[Output]:
+        answer = Answer()
+        assert request.request_id not in self._answers
+        self._answers[request.request_id] = answer
+        try:
+            self._post(RequestArrived(request))
+            while True:
+                output = await answer.next_output()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._answers.pop(request.request_id, None)
+            if not answer.ended:
+                self._post(RequestCancelled(request.request_id))
+
+    def abort(self, request_id: RequestId) -> None:
+        self._post(RequestCancelled(request_id))
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        record = self._records.get(request_id)
+        if record is not None:
+            return describe_record(record)
+        tracked = self.conductor.requests.get(RequestId(request_id))
+        if tracked is None:
+            return None
+        return describe_record(tracked.record, tuple(tracked.explanation))
+
+    def cluster(self) -> dict[str, Any]:
+        return describe_cluster(self.conductor, self.now())
+
+    def server_info(self) -> dict[str, Any]:
+        config = msgspec.to_builtins(self.config)
+        config["api"]["api_keys"] = len(self.config.api.api_keys)
+        return {"config": config, "model": msgspec.to_builtins(self.card)}
+
+    def healthy(self) -> bool:
+        roles = [state.info.role for state in self.conductor.instances.values()]
+        return any(r.prefills for r in roles) and any(r.decodes for r in roles)
+
+    def metrics_text(self) -> bytes:
+        self._observer.gauges(self.conductor)
+        return self._metrics.text()
+
+    # The Conductor's actions
+
+    def _post(self, event: ConductorEvent) -> None:
+        for action in self.conductor.handle(event, self.now()):
+            match action:
+                case Send():
+                    channel = self._channels.get(action.instance_id)
+                    if channel is not None:
+                        channel.send(action.command)
+                case Deliver():
+                    answer = self._answers.get(action.request_id)
+                    if answer is not None:
+                        answer.deliver(action)
+                case Refuse():
+                    answer = self._answers.get(action.request_id)
+                    if answer is not None:
+                        answer.refuse(action)
+                case RequestEnded():
+                    self._on_ended(action.record)
+
+    def _on_ended(self, record: RequestRecord) -> None:
+        answer = self._answers.get(record.request_id)
+        if answer is not None:
+            answer.ended = True
+            answer.timings_s = record.stages_s()  # read only after this turn of the loop
+            if record.outcome == FinishReason.ABORT:
+                answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
+        self._records[record.request_id] = record
+        if len(self._records) > KEPT_RECORDS:
+            self._records.popitem(last=False)
+        self._observer.request_ended(record)
+
+    # Workers
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        peer = writer.get_extra_info("peername")
+        try:
+            me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
+            handshake = ServerHandshake(self._secret, me)
+            identity = await authenticate_streams(reader, writer, handshake, HANDSHAKE_S)
+            channel: WorkerChannel = Channel(reader, writer, msgspec.msgpack.Decoder(UpFrame))
+            await self._serve_worker(identity.instance_id, channel)
+        except (AuthError, ChannelError, OSError, TimeoutError) as error:
+            if not self._stopping:
+                log.warning("control connection from %s: %s", peer, error or type(error).__name__)
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _serve_worker(self, instance_id: InstanceId, channel: WorkerChannel) -> None:
+        reason = "it closed the connection"
+        try:
+            async for frame in channel.frames():
+                self._heard_s[instance_id] = self.now()
+                match frame:
+                    case Apply():
+                        channel.send(self._setup())
+                    case Joined():
+                        await self._on_joined(frame, instance_id, channel)
+                    case Failed():
+                        reason = frame.message
+                        self.start_failures.put_nowait(f"{instance_id}: {frame.message}")
+                    case _:
+                        self._on_report(instance_id, frame)
+        except (ChannelError, OSError) as error:
+            reason = str(error)
+        finally:
+            if self._channels.get(instance_id) is channel:
+                del self._channels[instance_id]
+                if not self._stopping:
+                    log.warning("instance %s is gone: %s", instance_id, reason)
+                self._post(InstanceLost(instance_id, reason))
+
+    def _on_report(self, instance_id: InstanceId, report: Report) -> None:
+        if isinstance(report, InstanceLoad):
+            state = self.conductor.instances.get(instance_id)
+            if state is not None:
+                self._observer.instance_load(instance_id, state.info.incarnation, report)
+        self._post(Reported(instance_id, report))
+
+    async def _on_joined(
+        self, frame: Joined, instance_id: InstanceId, channel: WorkerChannel
+    ) -> None:
+        others = [s.info for s in self.conductor.instances.values()]
+        if others and others[0].layout.fingerprint != frame.info.layout.fingerprint:
+            raise ChannelError("it serves another model, dtype or block size than the cluster")
+        if frame.info.instance_id != instance_id:
+            raise ChannelError("it joined under another name than it proved")
+        known = self._channels.get(instance_id)
+        if known is not None and known is not channel:
+            raise ChannelError(f"an instance named {instance_id} is there already")
+        self._channels[instance_id] = channel
+        room_tokens = frame.info.num_blocks * frame.info.layout.block_tokens
+        if room_tokens < self.card.max_model_tokens:  # prompt and answer must fit every instance
+            log.warning("the context is limited to the %d tokens that fit a pool", room_tokens)
+            self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
+        self._post(InstanceJoined(frame.info))
+        async with self.joined:
+            self.joined.notify_all()
+
+    def _setup(self) -> Setup:
+        cluster = self.config.cluster
+        return Setup(
+            model=self.config.model,
+            pool=self.config.pool,
+            network=self.config.network,
+            engine=self.config.engine,
+            num_instances=max(cluster.prefill + cluster.decode + cluster.mixed, 1),
+        )
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._post(Tick())
+            for instance_id, channel in list(self._channels.items()):
+                silent_s = self.now() - self._heard_s.get(instance_id, self.now())
+                if silent_s > SILENCE_S:
+                    log.warning("instance %s said nothing for %.0f s", instance_id, silent_s)
+                    channel.close()

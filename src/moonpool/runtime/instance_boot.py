@@ -1,0 +1,154 @@
+"""Brings an instance up: model, arena, engine, messenger, cost estimates and state machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from moonpool.config import InstanceConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import KvCache
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
+from moonpool.messenger.events import MessengerEvent, PeerAddress
+from moonpool.messenger.messenger import Messenger
+from moonpool.runtime.profile_store import load_or_measure
+from moonpool.runtime.protocol import Setup
+from moonpool.types import InstanceId, Role
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import InstanceInfo, InstanceLoad
+
+DEFAULT_POOL_TOKENS = 65_536
+MEMORY_SHARE = 0.25
+
+
+class BootError(Exception):
+    """The instance cannot be brought up; one line says why and what to do."""
+
+
+@dataclass(slots=True)
+class BootedInstance:
+    """Everything one instance consists of, but for the threads that drive it."""
+
+    role: Role
+    instance_id: InstanceId
+    incarnation: int
+    layout: BlockLayout
+    arena: Arena
+    engine: Engine
+    messenger: Messenger
+    address: PeerAddress
+    cost: FittedCost
+    instance: Instance
+    eos_token_ids: tuple[int, ...]
+    threads: int
+
+    def info(self, host: str, pid: int) -> InstanceInfo:
+        return InstanceInfo(
+            instance_id=self.instance_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            address=self.address,
+            layout=self.layout,
+            num_blocks=self.arena.num_blocks,
+            cost=self.cost,
+            pid=pid,
+            host=host,
+        )
+
+    def load(self) -> InstanceLoad:
+        """The instance's gauges and counters, with the messenger's counters added."""
+        load = self.instance.load()
+        moved = self.messenger.counts()
+        counters = load.counters | {
+            f"{transport}_received_bytes": float(count)
+            for transport, count in moved.received_bytes.items()
+        }
+        return msgspec.structs.replace(load, counters=counters)
+
+    def close(self) -> None:
+        self.messenger.close()
+        self.arena.close()
+
+
+def boot_instance(
+    setup: Setup,
+    role: Role,
+    instance_id: InstanceId,
+    secret: bytes,
+    post: Callable[[MessengerEvent], None],
+) -> BootedInstance:
+    """Takes seconds: loads weights, allocates, measures. Raises BootError."""
+    threads = setup.engine.threads or max(1, (os.cpu_count() or 1) // setup.num_instances)
+    torch.set_num_threads(threads)
+    try:
+        model = open_model(setup.model.name, setup.model.dtype)
+        layout = make_layout(model, setup.pool.block_tokens)
+        arena = Arena(layout, _num_blocks(setup, layout))
+        engine = Engine(model, choose_ops(model.dtype), _cache_over(arena, layout))
+    except (ArenaError, ValueError) as error:  # a model's errors are ValueErrors
+        raise BootError(str(error)) from None
+    cost = load_or_measure(engine, threads)
+    messenger = Messenger(
+        arena,
+        layout,
+        instance_id,
+        secret,
+        post,
+        tcp_host=setup.network.worker_host,
+        use_shared_memory=setup.network.use_shared_memory,
+    )
+    eos = model.spec.eos_token_ids
+    return BootedInstance(
+        role=role,
+        instance_id=instance_id,
+        incarnation=secrets.randbits(62),
+        layout=layout,
+        arena=arena,
+        engine=engine,
+        messenger=messenger,
+        address=messenger.start(),
+        cost=cost,
+        instance=_state_machine(setup, layout, arena.num_blocks, role, cost, eos),
+        eos_token_ids=eos,
+        threads=threads,
+    )
+
+
+def _state_machine(
+    setup: Setup,
+    layout: BlockLayout,
+    num_blocks: int,
+    role: Role,
+    cost: FittedCost,
+    eos_token_ids: tuple[int, ...],
+) -> Instance:
+    config = InstanceConfig(
+        chunk_tokens=setup.engine.chunk_tokens,
+        max_sequences=setup.engine.max_sequences,
+        prefix_caching=setup.pool.prefix_caching,
+    )
+    return Instance(config, layout, num_blocks, role, cost, eos_token_ids)
+
+
+def _num_blocks(setup: Setup, layout: BlockLayout) -> int:
+    tokens = setup.pool.dram_tokens_per_instance
+    if not tokens:
+        share_bytes = MEMORY_SHARE * available_memory_bytes() / setup.num_instances
+        tokens = min(DEFAULT_POOL_TOKENS, int(share_bytes / layout.token_bytes))
+    return max(layout.blocks_for(tokens), 1)
+
+
+def _cache_over(arena: Arena, layout: BlockLayout) -> KvCache:
+    """The arena's bytes as the engine's tensor: the same memory, no copy."""
+    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
+    flat = torch.frombuffer(arena.buffer, dtype=dtype)
+    shape = (arena.num_blocks, layout.num_layers, layout.slice_elements)
+    return KvCache(flat.view(shape), layout)

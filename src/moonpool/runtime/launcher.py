@@ -1,0 +1,110 @@
+"""Starts a cluster's workers as processes of this machine, and sees that none outlives the head.
+
+A worker gets the cluster's secret by its environment, never on its command line. It runs in a
+session of its own, so that Ctrl-C reaches only the head, which then ends the workers in order; if
+the head dies without a word, the kernel ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous
+memory: nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+from moonpool.config import ClusterConfig
+from moonpool.types import Role
+
+log = logging.getLogger("moonpool.launcher")
+
+SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+MAX_RESTARTS = 5
+STOP_S = 5.0
+
+
+class LocalLauncher:
+    """The worker processes of one local cluster. A worker that dies is started anew, a few
+    times."""
+
+    def __init__(self, cluster: ClusterConfig, head_port: int, secret: bytes, threads: int) -> None:
+        self._head = f"127.0.0.1:{head_port}"
+        self._environment = os.environ | {
+            SECRET_VARIABLE: secret.hex(),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+        }
+        counts = (
+            (Role.PREFILL, cluster.prefill),
+            (Role.DECODE, cluster.decode),
+            (Role.MIXED, cluster.mixed),
+        )
+        self._wanted = [(role, f"{role.value}-{i}") for role, n in counts for i in range(n)]
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._wanted)
+
+    def start(self) -> None:
+        """Begins to start all workers; a keeper task looks after each."""
+        for role, instance_id in self._wanted:
+            self._keepers.append(asyncio.create_task(self._keep(role, instance_id)))
+
+    def pids(self) -> list[int]:
+        return [p.pid for p in self._processes.values() if p.returncode is None]
+
+    async def stop(self) -> None:
+        """Ends every worker: asked by the head already, then by SIGTERM, then by SIGKILL."""
+        self._stopping = True
+        processes = list(self._processes.values())
+        for sign, wait_s in ((None, STOP_S), (signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
+            for process in processes:
+                if sign is not None and process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(sign)
+            waits = [asyncio.ensure_future(p.wait()) for p in processes]
+            if waits:
+                await asyncio.wait(waits, timeout=wait_s)
+            if all(p.returncode is not None for p in processes):
+                break
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    async def _keep(self, role: Role, instance_id: str) -> None:
+        restarts = 0
+        while not self._stopping:
+            process = await self._spawn(role, instance_id)
+            self._processes[instance_id] = process
+            code = await process.wait()
+            if self._stopping:
+                return
+            if restarts == MAX_RESTARTS:
+                log.error("%s ended with code %d too often; it stays down", instance_id, code)
+                return
+            restarts += 1
+            log.warning("%s ended with code %d; starting it anew", instance_id, code)
+            await asyncio.sleep(min(0.5 * 2**restarts, 10.0))
+
+    async def _spawn(self, role: Role, instance_id: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "moonpool",
+            "worker",
+            "--role",
+            role.value,
+            "--name",
+            instance_id,
+            "--head",
+            self._head,
+            "--exit-with-head",
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )

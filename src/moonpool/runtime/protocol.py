@@ -1,0 +1,58 @@
+"""The control connection between head and worker: what frames it carries, beyond commands and
+reports.
+
+worker                                   head
+  | -- handshake (messenger.auth, service "control") --> |
+  | -- Apply (role, host) -----------------------------> |
+  | <-- Setup (model, pool, engine tables) ------------- |
+  |   loads, allocates, calibrates                       |
+  | -- Joined (InstanceInfo)  or  Failed (why) --------> |
+  | <-- commands            reports, heartbeats ------->  |
+  | <-- Stop                                             |
+"""
+
+from __future__ import annotations
+
+from moonpool.config import EngineConfig, ModelConfig, NetworkConfig, PoolConfig
+from moonpool.types import Role, Struct
+from moonpool.workers.messages import Command, InstanceInfo, Report
+
+CONTROL_SERVICE = "control"
+HEARTBEAT_S = 1.0
+SILENCE_S = 15.0
+"""A worker that said nothing for this long is taken for dead: its heartbeat thread shares the
+process with the engine, so this must outlast a machine that is briefly starved of CPU."""
+
+
+class Apply(Struct, frozen=True, tag=True):
+    role: Role
+    host: str
+    pid: int
+
+
+class Setup(Struct, frozen=True, tag=True):
+    """Everything an instance must agree on with the others."""
+
+    model: ModelConfig
+    pool: PoolConfig
+    network: NetworkConfig
+    engine: EngineConfig
+    num_instances: int  # expected on one machine, to divide its memory and cores among
+
+
+class Joined(Struct, frozen=True, tag=True):
+    info: InstanceInfo
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The worker cannot start; one line for the person who started it."""
+
+    message: str
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """End the process in good order."""
+
+
+DownFrame = Setup | Stop | Command
+UpFrame = Apply | Joined | Failed | Report
