@@ -1,0 +1,228 @@
+"""`moonpool demo`: the whole path, in front of the person's eyes, and ended again.
+
+Two clusters of real processes, one after the other, answer the same conversations over HTTP: with
+the KVCache reused, and without. Every answer is checked; a wrong one fails the demo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from moonpool.bench.client import Answer, CompletionClient
+from moonpool.bench.harbour import Conversation, Turn, make_conversations
+from moonpool.bench.local_server import LocalServer, ServerError, is_alive
+from moonpool.cli.output import fail, write_json
+
+MIN_COLUMNS = 110  # of the tables; what is piped into a file has no width of its own
+STAGES = ("queue_and_fetch", "prefill", "handover", "decode")
+
+
+@dataclass(slots=True)
+class Row:
+    """One turn of one user, answered."""
+
+    turn: int
+    user: str
+    what: str
+    answer: Answer
+    right: bool
+    explained: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Run:
+    """All turns of one cluster."""
+
+    cached: bool
+    start_s: float = 0.0
+    wall_s: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(row.answer.prompt_tokens for row in self.rows)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(row.answer.cached_tokens for row in self.rows)
+
+    @property
+    def fetched_tokens(self) -> int:
+        return sum(row.explained["fetched_tokens"] for row in self.rows)
+
+    @property
+    def mean_ttft_s(self) -> float:
+        return statistics.fmean(row.answer.ttft_s for row in self.rows)
+
+    @property
+    def mean_tbt_s(self) -> float:
+        return statistics.fmean(gap for row in self.rows for gap in row.answer.gaps_s)
+
+    def mean_stage_s(self, stage: str) -> float:
+        return statistics.fmean(row.explained["stages_s"].get(stage, 0.0) for row in self.rows)
+
+
+@click.command()
+@click.option("--users", default=3, show_default=True, help="Conversations at the same time.")
+@click.option("--turns", default=4, show_default=True, help="Turns of each conversation.")
+@click.option("--prefill", default=2, show_default=True, help="Prefill instances.")
+@click.option("--decode", default=2, show_default=True, help="Decode instances.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the figures here."
+)
+def demo(users: int, turns: int, prefill: int, decode: int, json_file: str | None) -> None:
+    """A local prefill/decode cluster answers a multi-turn, shared-prefix workload over HTTP."""
+    if min(users, turns, prefill, decode) < 1:
+        fail("--users, --turns, --prefill and --decode must be at least 1")
+    console = Console(highlight=False, width=max(Console().width, MIN_COLUMNS))
+    instances = ["--prefill", str(prefill), "--decode", str(decode), "--kv-tokens", "32768"]
+    runs = []
+    for cached in (True, False):
+        cache_flag = "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"
+        try:
+            run = _run(console, [*instances, cache_flag], cached, users, turns)
+        except ServerError as error:
+            fail(str(error))
+        runs.append(run)
+    _print_totals(console, *runs)
+    write_json(json_file, _figures(*runs))
+    wrong = [row for run in runs for row in run.rows if not row.right]
+    if wrong:
+        fail(f"{len(wrong)} answers were wrong; the first: {wrong[0].what}")
+
+
+def _run(console: Console, arguments: list[str], cached: bool, users: int, turns: int) -> Run:
+    state = "on" if cached else "off"
+    console.rule(f"cache {state}: 1 head and its workers, as processes of their own")
+    run = Run(cached)
+    began_s = time.perf_counter()
+    with LocalServer(arguments) as server:
+        run.start_s = time.perf_counter() - began_s
+        pids = server.worker_pids()
+        console.print(
+            f"up after {run.start_s:.1f} s at {server.url}: head {server.pid}, workers {pids}"
+        )
+        talks = make_conversations(users, turns, num_berths=150, seed=7)
+        began_s = time.perf_counter()
+        asyncio.run(_talk(console, server.url, talks, run))
+        run.wall_s = time.perf_counter() - began_s
+    left = [pid for pid in pids if is_alive(pid)]
+    if left:
+        raise ServerError(f"processes {left} were left behind")
+    _print_turns(console, run)
+    return run
+
+
+async def _talk(console: Console, url: str, talks: list[Conversation], run: Run) -> None:
+    """All users at once, turn by turn; the first user's answer is shown as it streams in."""
+    client = CompletionClient(url)
+    for turn in range(len(talks[0].turns)):
+        shown = talks[0]
+        if run.cached:
+            console.print(f"[dim]turn {turn + 1}, {shown.user}:[/] ", end="")
+            console.print(shown.turns[turn].question, end="", markup=False)
+        answers = await asyncio.gather(
+            *(_ask(client, t, t.turns[turn], show=run.cached and t is shown) for t in talks)
+        )
+        if run.cached:
+            console.print()
+        for talk, answer in zip(talks, answers, strict=True):
+            said = talk.turns[turn]
+            right = not answer.error and answer.text == said.expected[: len(answer.text)]
+            right = right and answer.text != ""
+            explained = await client.explain(answer.request_id)
+            run.rows.append(Row(turn + 1, talk.user, said.what, answer, right, explained))
+            talk.text += said.question + answer.text + (said.stop or "") + "\n"
+    await client.close()
+
+
+async def _ask(client: CompletionClient, talk: Conversation, turn: Turn, show: bool) -> Answer:
+    def on_text(text: str) -> None:
+        if show:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    tokens = 160 if turn.stop is None else 48
+    stop = {} if turn.stop is None else {"stop": turn.stop}
+    return await client.complete(
+        talk.text + turn.question, on_text, temperature=0, max_tokens=tokens, **stop
+    )
+
+
+def _print_turns(console: Console, run: Run) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("turn", "user", "asked", "right", "TTFT ms", "TBT ms", "prompt", "cached"):
+        justify = "left" if name in ("user", "asked") else "right"
+        table.add_column(name, justify=justify)
+    for name in ("fetched", "prefill on", "decode on"):
+        table.add_column(name, justify="right" if name == "fetched" else "left", no_wrap=True)
+    for row in run.rows:
+        answer = row.answer
+        table.add_row(
+            str(row.turn),
+            row.user,
+            row.what,
+            "yes" if row.right else "[red]NO[/]",
+            f"{1e3 * answer.ttft_s:.1f}",
+            f"{1e3 * answer.tbt_s:.2f}",
+            str(answer.prompt_tokens),
+            str(answer.cached_tokens),
+            str(row.explained["fetched_tokens"]),
+            str(row.explained["prefill_instance"]),
+            str(row.explained["decode_instance"]),
+        )
+    console.print(table)
+
+
+def _print_totals(console: Console, on: Run, off: Run) -> None:
+    console.rule("the same work, cache on and off")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "cache on", "cache off", "off / on"):
+        table.add_column(name, justify="left" if not name else "right")
+
+    def line(name: str, a: float, b: float, form: str) -> None:
+        table.add_row(name, format(a, form), format(b, form), f"{b / a:.1f}x" if a else "")
+
+    line("prompt tokens", on.prompt_tokens, off.prompt_tokens, ",.0f")
+    computed = (on.prompt_tokens - on.cached_tokens, off.prompt_tokens - off.cached_tokens)
+    line("  of them computed", *computed, ",.0f")
+    line("  of them fetched from another instance", on.fetched_tokens, off.fetched_tokens, ",.0f")
+    line("mean TTFT, ms", 1e3 * on.mean_ttft_s, 1e3 * off.mean_ttft_s, ".1f")
+    line("mean TBT, ms", 1e3 * on.mean_tbt_s, 1e3 * off.mean_tbt_s, ".2f")
+    for stage in STAGES:
+        name = f"  mean {stage.replace('_', ' ')}, ms"
+        line(name, 1e3 * on.mean_stage_s(stage), 1e3 * off.mean_stage_s(stage), ".1f")
+    line("all answers, s", on.wall_s, off.wall_s, ".2f")
+    console.print(table)
+    rows = on.rows + off.rows
+    same = all(a.answer.text == b.answer.text for a, b in zip(on.rows, off.rows, strict=True))
+    console.print(
+        f"{sum(row.right for row in rows)} of {len(rows)} answers right;"
+        f" cache on and off gave {'the same' if same else '[red]DIFFERENT[/]'} text;"
+        " every process has ended"
+    )
+
+
+def _figures(on: Run, off: Run) -> dict[str, Any]:
+    def figures(run: Run) -> dict[str, Any]:
+        return {
+            "requests": len(run.rows),
+            "right": sum(row.right for row in run.rows),
+            "cache": {"input_tokens": run.prompt_tokens, "hit_tokens": run.cached_tokens},
+            "fetched_tokens": run.fetched_tokens,
+            "ttft_s": {"mean": run.mean_ttft_s},
+            "tbt_s": {"mean": run.mean_tbt_s},
+            "stages_s": {stage: run.mean_stage_s(stage) for stage in STAGES},
+            "wall_s": run.wall_s,
+        }
+
+    return {"cache_on": figures(on), "cache_off": figures(off)}
