@@ -34,7 +34,7 @@ from moonpool.config import ConductorConfig
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.metrics import RequestRecord
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo, Token
 from moonpool.workers.messages import (
     Abort,
     BlocksChanged,
@@ -52,6 +52,8 @@ from moonpool.workers.messages import (
     StartDecode,
     StartPrefill,
     StepTokens,
+    StopReceiving,
+    StreamBroken,
     TransferDone,
     Work,
     WorkFailed,
@@ -60,6 +62,7 @@ from moonpool.workers.messages import (
 )
 
 MAX_RETRY_AFTER_S = 120.0
+UNLIMITED = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
 FIRST_EXPECTED_OUTPUT_TOKENS = 256.0
 OUTPUT_MEMORY = 0.02
 """Weight of the newest answer in the running mean of answer lengths (`max_tokens` says little)."""
@@ -133,7 +136,9 @@ class Conductor:
             if instance_id not in attempt.instances:
                 continue
             if instance_id != attempt.decoder and attempt.stage is Stage.DECODE:
-                continue  # the prefill half was done
+                # The prefill is done, but its stream may never have reached the decode instance.
+                self._send(attempt.decoder, StopReceiving(work_id=attempt.work_id))
+                continue
             text = f"instance {instance_id} was lost: {reason}"
             self._retry(tracked, 503, "instance_lost", text, now)
 
@@ -175,7 +180,8 @@ class Conductor:
             expected_tokens=len(tokens) + min(left, int(self._expected_output_tokens)),
             decodes=left > 1,
             token_bytes=layout.token_bytes,
-            slo=request.slo,
+            # An answer that has begun is not taken back for being slow.
+            slo=UNLIMITED if tracked.generated else request.slo,
         )
         decision = place(demand, views, self.config)
         if isinstance(decision, Rejection):
@@ -291,7 +297,12 @@ class Conductor:
         self,
         tracked: Tracked,
         attempt: Attempt,
-        report: PrefillStarted | PrefillDone | DecodeAccepted | TransferDone | WorkFailed,
+        report: PrefillStarted
+        | PrefillDone
+        | DecodeAccepted
+        | TransferDone
+        | StreamBroken
+        | WorkFailed,
         instance_id: InstanceId,
         now: float,
     ) -> None:
@@ -314,6 +325,10 @@ class Conductor:
             case TransferDone():
                 record.transfer_done_s = now
                 record.corrupt_blocks += report.corrupt_blocks
+            case StreamBroken():
+                if attempt.decode is not None:
+                    tracked.explanation.append(f"{instance_id}: {report.error}")
+                    self._send(attempt.decode, StopReceiving(work_id=attempt.work_id))
             case WorkFailed():
                 text = f"{instance_id}: {report.message}"
                 status = 429 if report.reason == "tbt_slo" else 503

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from moonpool.messenger.events import PeerAddress
-from moonpool.types import BlockId, BlockKey
+from moonpool.types import BlockId, BlockKey, FinishReason
 from moonpool.workers.messages import Work, WorkId
 
 
@@ -93,3 +93,15 @@ class ActiveWork:
     @property
     def streaming(self) -> bool:
         return Pending.SEND in self.pending and not self.closing
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the newest token is the last one; None if it is not."""
+        sampling, newest = self.work.sampling, self.tokens[-1]
+        if self.num_generated >= sampling.min_tokens:
+            if newest in eos_token_ids and not sampling.ignore_eos:
+                return FinishReason.STOP
+            if newest in sampling.stop_token_ids:
+                return FinishReason.STOP
+        if self.num_generated >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None

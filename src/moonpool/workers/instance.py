@@ -28,7 +28,7 @@ from moonpool.messenger.events import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.types import BlockId, FinishReason, RequestId, Role, Token
+from moonpool.types import BlockId, RequestId, Role, Token
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
@@ -61,6 +61,8 @@ from moonpool.workers.messages import (
     StartDecode,
     StartPrefill,
     StepTokens,
+    StopReceiving,
+    StreamBroken,
     TransferDone,
     Work,
     WorkFailed,
@@ -105,6 +107,8 @@ class Instance:
                 self._on_reserve_decode(event.work)
             case StartDecode():
                 self._on_start_decode(event)
+            case StopReceiving():
+                self._on_stop_receiving(event.work_id)
             case Abort():
                 self._on_abort(event.work_id)
             case Resync():
@@ -221,6 +225,11 @@ class Instance:
         self._tell(DecodeAccepted(work_id=active.work_id))
         self._join_if_ready(active)
 
+    def _on_stop_receiving(self, work_id: WorkId) -> None:
+        active = self.works.get(work_id)
+        if active is not None and not active.closing and Pending.RECEIVE in active.pending:
+            self._do(CancelStream(work_id))
+
     def _on_abort(self, work_id: WorkId) -> None:
         active = self.works.get(work_id)
         if active is not None and not active.closing:
@@ -252,7 +261,7 @@ class Instance:
     def _take_token(self, active: ActiveWork, token: Token, told: list[WorkTokens]) -> None:
         first = active.target is not None
         active.tokens.append(token.token_id)
-        finish = self._finish_reason(active, token.token_id)
+        finish = active.finish_reason(self._eos)
         if first:
             self._tell(PrefillDone(work_id=active.work_id, token=token, finish=finish))
             active.tokens.pop()
@@ -290,6 +299,10 @@ class Instance:
         for offset in range(event.num_blocks):
             index = active.fetch_first_index + offset
             self.pool.seal(active.fetched_blocks[offset], active.keys[index])
+        # Only what has a name is worth holding while the work waits.
+        self.pool.release(active.fetch_owner)
+        usable = active.keys[: self._max_cached_blocks(active)]
+        self.pool.acquire(active.fetch_owner, self.pool.match(usable))
         active.num_fetched_tokens = event.num_blocks * self.layout.block_tokens
         active.corrupt_slices = event.corrupt_slices
         if active.closing:
@@ -299,10 +312,13 @@ class Instance:
         active = self.works[WorkId(event.stream_id)]
         active.pending.discard(Pending.SEND)
         self._count("sent_bytes", event.num_bytes)
-        self._count("failed_streams", 1 if event.error and not active.closing else 0)
         if active.closing:
             self._finalise_if_idle(active)
-        elif active.phase is Phase.HANDING_OVER:
+            return
+        if event.error:
+            self._count("failed_streams")
+            self._tell(StreamBroken(work_id=active.work_id, error=event.error))
+        if active.phase is Phase.HANDING_OVER:
             self._close(active)
         # A stream that breaks during the prefill only ends itself: the receiver computes what it
         # lacks.
@@ -390,16 +406,18 @@ class Instance:
         for active in list(self._running):
             if active.phase is not Phase.RUNNING:
                 continue  # made way for an older one
-            lacking = self.layout.blocks_for(len(active.tokens)) - len(active.block_ids)
+            num_blocks = self.layout.blocks_for(len(active.tokens))
+            if num_blocks > self.pool.num_blocks:
+                self._fail(active, "no_blocks", "the answer needs more blocks than the instance has")
+                continue
+            lacking = num_blocks - len(active.block_ids)
             while lacking > 0:
                 blocks = self.pool.allocate(active.owner, lacking)
                 if blocks is not None:
                     active.block_ids.extend(blocks)
                     break
-                youngest = next((w for w in reversed(self._running) if w.target is None), None)
-                if youngest is None or (youngest is active and len(self._running) == 1):
-                    self._fail(active, "no_blocks", "the instance has no blocks left to decode on")
-                    break
+                # It is `active` itself in the end: a prefill that hands over never lacks blocks.
+                youngest = next(w for w in reversed(self._running) if w.target is None)
                 self._preempt(youngest)
                 if youngest is active:
                     break
@@ -424,11 +442,23 @@ class Instance:
                 continue
             num_blocks = self.layout.blocks_for(len(active.tokens))
             if self._hold_prefix(active, num_blocks) is None:
-                return
+                if self._running or not self._give_up_fetched():
+                    return
+                if self._hold_prefix(active, num_blocks) is None:
+                    return
             self.pool.release(active.fetch_owner)
             self._waiting.remove(active)
             self._enter_batch(active)
             spare -= active.num_uncomputed
+
+    def _give_up_fetched(self) -> bool:
+        """Lets go of what was fetched for works that wait: the first of them may need the room, and
+        the others cannot run before it. True if there was any."""
+        owners = [w.fetch_owner for w in self._waiting if Pending.FETCH not in w.pending]
+        held = self.pool.owners()
+        for owner in reversed(owners):
+            self.pool.release(owner)
+        return any(held.get(owner) for owner in owners)
 
     def _enter_batch(self, active: ActiveWork) -> None:
         active.phase = Phase.RUNNING
@@ -518,17 +548,6 @@ class Instance:
         if active.kv_arrived and active.has_first_token and active.phase is Phase.RECEIVING:
             active.phase = Phase.RUNNING
             self._running.append(active)
-
-    def _finish_reason(self, active: ActiveWork, token_id: int) -> FinishReason | None:
-        sampling = active.work.sampling
-        if active.num_generated >= sampling.min_tokens:
-            if token_id in self._eos and not sampling.ignore_eos:
-                return FinishReason.STOP
-            if token_id in sampling.stop_token_ids:
-                return FinishReason.STOP
-        if active.num_generated >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
 
     def _fail(self, active: ActiveWork, reason: str, message: str) -> None:
         self._tell(WorkFailed(work_id=active.work_id, reason=reason, message=message))

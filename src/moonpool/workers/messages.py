@@ -77,11 +77,19 @@ class Abort(Struct, frozen=True, tag=True):
     work_id: WorkId
 
 
+class StopReceiving(Struct, frozen=True, tag=True):
+    """The sender of the work's KVCache is gone or cannot reach this instance: what has not arrived
+    never will. Without this word, a stream that never began would be waited for until the deadline.
+    """
+
+    work_id: WorkId
+
+
 class Resync(Struct, frozen=True, tag=True):
     """The Conductor missed events: announce all blocks."""
 
 
-Command = StartPrefill | ReserveDecode | StartDecode | Abort | Resync
+Command = StartPrefill | ReserveDecode | StartDecode | StopReceiving | Abort | Resync
 
 # Reports
 
@@ -134,6 +142,13 @@ class TransferDone(Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class StreamBroken(Struct, frozen=True, tag=True):
+    """The sender's word that its layer stream failed; the receiver may never have heard of it."""
+
+    work_id: WorkId
+    error: str
+
+
 class WorkFailed(Struct, frozen=True, tag=True):
     """This instance gives the work up and has freed, or is freeing, what it held."""
 
@@ -184,6 +199,7 @@ Report = (
     | PrefillDone
     | DecodeAccepted
     | TransferDone
+    | StreamBroken
     | WorkFailed
     | StepTokens
     | BlocksChanged

@@ -1,0 +1,98 @@
+"""What kind of run a seed stands for. Drawn from the seed, printed when it fails."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """Rates are probabilities per occasion, while faults last."""
+
+    num_prefill: int
+    num_decode: int
+    num_mixed: int
+    block_tokens: int
+    num_layers: int
+    num_blocks: int  # per instance
+    chunk_tokens: int
+    max_sequences: int
+    prefix_caching: bool
+    admission: str
+    threshold: float
+    books_little: bool  # expects answers of a token, so that decodes run out of blocks
+    num_requests: int
+    arrivals_s: float
+    max_prompt_tokens: int
+    max_answer_tokens: int
+    slow_delay_s: float
+    transfer_is_cheap: bool
+    tight_slo_rate: float
+    short_deadline_rate: float
+    cancel_rate: float
+    num_deaths: int
+    num_unlinks: int
+    corrupt_rate: float
+    missing_rate: float
+    break_rate: float
+    refuse_connection_rate: float
+    step_failure_rate: float
+    lost_event_rate: float
+
+    @property
+    def faultless(self) -> bool:
+        rates = (
+            self.corrupt_rate,
+            self.missing_rate,
+            self.break_rate,
+            self.refuse_connection_rate,
+            self.step_failure_rate,
+        )
+        return not (self.num_deaths or self.num_unlinks or any(rates))
+
+
+def draw_options(rng: random.Random) -> Options:
+    """Swarm testing: each kind of fault is switched on in some runs only, so that no fault always
+    hides another."""
+
+    def maybe(value: float, chance: float = 0.4) -> float:
+        return value * rng.random() if rng.random() < chance else 0.0
+
+    disaggregated = rng.random() < 0.8
+    num_mixed = rng.choice((0, 0, 0, 1, 2)) if disaggregated else rng.randint(1, 3)
+    block_tokens = rng.choice((1, 2, 4, 4, 8))
+    max_prompt_tokens = rng.choice((12, 30, 60))
+    max_answer_tokens = rng.choice((1, 4, 12, 30, 60))
+    longest_blocks = -(-(max_prompt_tokens + max_answer_tokens) // block_tokens)
+    return Options(
+        num_prefill=rng.choice((1, 1, 2, 3)) if disaggregated else 0,
+        num_decode=rng.choice((1, 1, 2, 3)) if disaggregated else 0,
+        num_mixed=num_mixed,
+        block_tokens=block_tokens,
+        num_layers=rng.randint(1, 3),
+        num_blocks=max(1, int(longest_blocks * rng.choice((0.7, 1.0, 1.3, 2.0, 3.0, 6.0)))) + 1,
+        chunk_tokens=rng.choice((1, 3, 8, 16, 64)),
+        max_sequences=rng.choice((1, 2, 4, 16)),
+        prefix_caching=rng.random() < 0.9,
+        admission=rng.choice(("none", "early")),
+        threshold=rng.choice((1.0, 1.0, 2.0)),
+        books_little=rng.random() < 0.4,
+        num_requests=rng.randint(3, 14),
+        arrivals_s=rng.choice((0.0, 0.2, 1.0, 2.0)),
+        max_prompt_tokens=max_prompt_tokens,
+        max_answer_tokens=max_answer_tokens,
+        slow_delay_s=rng.choice((0.0, 0.01, 0.2)),
+        transfer_is_cheap=rng.random() < 0.7,
+        tight_slo_rate=maybe(0.5, 0.3),
+        short_deadline_rate=maybe(0.5, 0.3),
+        cancel_rate=maybe(0.6),
+        num_deaths=rng.choice((0, 0, 1, 3)),
+        num_unlinks=rng.choice((0, 0, 0, 1)),
+        corrupt_rate=maybe(0.1),
+        missing_rate=maybe(0.05, 0.2),
+        break_rate=maybe(0.1),
+        refuse_connection_rate=maybe(0.3, 0.25),
+        step_failure_rate=maybe(0.1, 0.25),
+        lost_event_rate=maybe(0.2, 0.2),
+    )

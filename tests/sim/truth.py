@@ -1,0 +1,80 @@
+"""What every request of a run must answer, known before it is asked.
+
+A token is a pure function of all tokens before it and of (seed, position); "KVCache content" is a
+number that stands for the whole prefix and for who may share it. Nothing here serves anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.types import BlockKey, FinishReason, Request
+
+VOCABULARY = 97
+EOS = 0
+
+Content = tuple[int, int]
+"""(layer, number of the prefix that one layer slice of a block stands for)."""
+
+
+def draw(prefix: int, seed: int, position: int) -> int:
+    return hash((prefix, seed, position)) % VOCABULARY
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One request, its right answer, and the right content of each of its prefixes."""
+
+    request: Request
+    tokens: tuple[int, ...]  # prompt and answer
+    finish: FinishReason
+    contents: tuple[int, ...]  # [n]: content after n tokens
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return self.tokens[self.request.num_prompt_tokens :]
+
+    def slice_content(self, layer: int, index: int, num_tokens: int, block_tokens: int) -> Content:
+        """Layer slice of block `index` once the first `num_tokens` tokens are computed."""
+        return layer, self.contents[min(num_tokens, (index + 1) * block_tokens)]
+
+    def named_contents(self, layout: BlockLayout) -> dict[BlockKey, int]:
+        root = root_key(layout.fingerprint, self.request.tenant)
+        keys = block_keys(self.tokens, layout.block_tokens, root)
+        return {
+            key: self.contents[(index + 1) * layout.block_tokens] for index, key in enumerate(keys)
+        }
+
+
+def find_truth(request: Request) -> Truth:
+    """Answers the request by the definition, one token at a time."""
+    sampling = request.sampling
+    tokens = list(request.token_ids)
+    prefix = 0
+    for token in tokens:
+        prefix = hash((prefix, token))
+    finish: FinishReason | None = None
+    while finish is None:
+        token = draw(prefix, sampling.seed, len(tokens))
+        tokens.append(token)
+        prefix = hash((prefix, token))
+        num_generated = len(tokens) - request.num_prompt_tokens
+        if num_generated >= sampling.min_tokens and (
+            (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        ):
+            finish = FinishReason.STOP
+        elif num_generated == sampling.max_tokens:
+            finish = FinishReason.LENGTH
+    return Truth(request, tuple(tokens), finish, _contents(request, tokens))
+
+
+def _contents(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:
+    # Who may share a block is part of its content, so that a leak between tenants is noticed.
+    owner = request.tenant if request.use_cache else f"private {request.request_id}"
+    contents = [int.from_bytes(owner.encode(), "little") % (1 << 61)]
+    for token in tokens:
+        contents.append(hash((contents[-1], token, 1)))
+    return tuple(contents)

@@ -1,0 +1,289 @@
+"""One run: a Conductor, instances, clients and faults, all from one seed; checked at every event
+and at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+from moonpool.conductor.actions import (
+    ConductorEvent,
+    Deliver,
+    InstanceJoined,
+    InstanceLost,
+    Refuse,
+    Reported,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    Send,
+    Tick,
+)
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import ConductorConfig, InstanceConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.events import PeerAddress
+from moonpool.types import BlockKey, InstanceId, RequestId, Role
+from moonpool.workers.messages import InstanceInfo, Report, Resync, WorkId
+from tests.sim.clock import Clock, Link
+from tests.sim.messenger import FetchOperation, StreamOperation
+from tests.sim.node import Life
+from tests.sim.options import Options, draw_options
+from tests.sim.truth import EOS, Truth
+from tests.sim.workload import SHORT_DEADLINE_S, make_workload
+
+MAX_EVENTS = 200_000
+FAULTS_END_S = 4.0
+TICK_S = 0.25
+
+
+class World:
+    def __init__(self, seed: int, options: Options | None = None) -> None:
+        self.clock = Clock(seed)
+        self.options = options or draw_options(self.clock.rng)
+        self.eos = EOS
+        opts = self.options
+        self.layout = BlockLayout(
+            model_fingerprint="fake",
+            dtype="float32",
+            block_tokens=opts.block_tokens,
+            num_layers=opts.num_layers,
+            num_kv_heads=1,
+            head_dim=4,
+        )
+        self.cost = FittedCost(
+            prefill=(0.001, 0.002, 0.0, 0.0001),
+            decode=(0.005, 0.002, 0.0001),
+            transfer_latency_s=0.0001 if opts.transfer_is_cheap else 10.0,
+        )
+        self.instance_config = InstanceConfig(
+            chunk_tokens=opts.chunk_tokens,
+            max_sequences=opts.max_sequences,
+            prefix_caching=opts.prefix_caching,
+        )
+        self.conductor = Conductor(
+            ConductorConfig(
+                admission=opts.admission,  # type: ignore[arg-type]
+                kvcache_balancing_threshold=opts.threshold,
+            )
+        )
+        if opts.books_little:
+            self.conductor._expected_output_tokens = 1.0
+        self.truths: dict[RequestId, Truth] = {}
+        self.lives: dict[InstanceId, Life] = {}
+        self.operations: list[FetchOperation | StreamOperation] = []
+        self.answers: dict[RequestId, list[Deliver]] = {}
+        self.refusals: dict[RequestId, Refuse] = {}
+        self.ended: dict[RequestId, RequestEnded] = {}
+        self.cancelled: set[RequestId] = set()
+        self.seen: Counter[str] = Counter()
+        self._num_lives = 0
+        self._digest = hashlib.sha256()
+        self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # as the head knows them
+        self._start()
+
+    # What the nodes ask
+
+    def chance(self, rate: str, factor: float = 1.0) -> bool:
+        if self.clock.now > FAULTS_END_S:
+            return False
+        happens = self.clock.rng.random() < getattr(self.options, rate) * factor
+        self.seen[rate] += happens
+        return happens
+
+    def truth_of(self, work_id: WorkId) -> Truth:
+        return self.truths[RequestId(work_id.rpartition("/")[0])]
+
+    def find_life(self, address: PeerAddress) -> Life | None:
+        life = self.lives[address.instance_id]
+        return life if life.alive and life.number == address.tcp_port else None
+
+    def note(self, who: str, what: object) -> None:
+        """Part of the run's fingerprint: equal seeds must give equal runs."""
+        self.seen[type(what).__name__] += 1
+        self._digest.update(f"{self.clock.now:.9f} {who} {type(what).__name__};".encode())
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()
+
+    # What happens to the head
+
+    def on_joined(self, life: Life, info: InstanceInfo, down: Link) -> None:
+        life.joined = True
+        self._channels[life.instance_id] = (life, down)
+        self.post(InstanceJoined(info))
+
+    def on_report(self, life: Life, report: Report) -> None:
+        self.post(Reported(life.instance_id, report))
+
+    def on_link_cut(self, life: Life, down: Link) -> None:
+        """The head notices some time later, unless the instance has joined anew by then."""
+
+        def notice() -> None:
+            if self._channels.get(life.instance_id) == (life, down):
+                del self._channels[life.instance_id]
+                self.post(InstanceLost(life.instance_id, "the connection broke"))
+
+        self.clock.after(self.clock.rng.random() * 0.5, notice)
+
+    def on_died(self, life: Life) -> None:
+        for operation in self.operations:
+            ends = (operation.life, getattr(operation, "source", None))
+            if life in ends or getattr(operation, "receiver", None) is life:
+                operation.on_died(life)
+        self.clock.after(self.clock.rng.random() * 2, lambda: self._begin_life(life))
+
+    def post(self, event: ConductorEvent) -> None:
+        self.note("head", event)
+        actions = self.conductor.handle(event, self.clock.now)
+        self.conductor.validate()
+        for action in actions:
+            self.note("head", action)
+            match action:
+                case Send():
+                    self._send(action)
+                case Deliver():
+                    self._on_deliver(action)
+                case Refuse():
+                    assert action.request_id not in self.refusals
+                    assert action.request_id not in self.ended
+                    self.refusals[action.request_id] = action
+                case RequestEnded():
+                    assert action.record.request_id not in self.ended, "ended twice"
+                    self.ended[action.record.request_id] = action
+
+    def _send(self, send: Send) -> None:
+        life, down = self._channels[send.instance_id]
+        down.carry(lambda: life.post(send.command))
+
+    def _on_deliver(self, deliver: Deliver) -> None:
+        assert deliver.request_id not in self.ended, "an answer goes on after its end"
+        so_far = self.answers.setdefault(deliver.request_id, [])
+        assert not any(d.finish for d in so_far)
+        so_far.append(deliver)
+        truth = self.truths[deliver.request_id]
+        tokens = tuple(t.token_id for d in so_far for t in d.tokens)
+        assert tokens == truth.answer[: len(tokens)], f"{deliver.request_id}: wrong tokens"
+        if deliver.finish is not None:
+            assert tokens == truth.answer and deliver.finish is truth.finish
+
+    # Beginning and end of a run
+
+    def _start(self) -> None:
+        opts, rng = self.options, self.clock.rng
+        roles = (
+            (Role.PREFILL, opts.num_prefill),
+            (Role.DECODE, opts.num_decode),
+            (Role.MIXED, opts.num_mixed),
+        )
+        for role, count in roles:
+            for number in range(count):
+                self._begin_life(None, InstanceId(f"{role.value}{number}"), role)
+        for truth, at_s in make_workload(opts, rng):
+            request_id = truth.request.request_id
+            self.truths[request_id] = truth
+            self.clock.after(at_s, lambda r=truth.request: self.post(RequestArrived(r)))
+            if rng.random() < opts.cancel_rate:
+                cancel_s = at_s + rng.random() * rng.choice((0.02, 0.5))
+                self.clock.after(cancel_s, lambda r=request_id: self._cancel(r))
+        for _ in range(opts.num_deaths):
+            self.clock.after(rng.random() * 1.5, self._kill_one)
+        for _ in range(opts.num_unlinks):
+            self.clock.after(rng.random() * 1.5, self._unlink_one)
+        self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
+        self.clock.after(TICK_S, self._tick)
+
+    def _begin_life(
+        self, previous: Life | None, instance_id: InstanceId | None = None, role: Role | None = None
+    ) -> None:
+        if previous is not None:
+            instance_id, role = previous.instance_id, previous.role
+        assert instance_id is not None and role is not None
+        self._num_lives += 1
+        life = Life(self, instance_id, role, self._num_lives)
+        self.lives[instance_id] = life
+        if previous is None:
+            life.join_at_once()
+        else:
+            life.join()
+
+    def _cancel(self, request_id: RequestId) -> None:
+        self.cancelled.add(request_id)
+        self.post(RequestCancelled(request_id))
+
+    def _kill_one(self) -> None:
+        life = self.clock.rng.choice(list(self.lives.values()))
+        if life.alive:
+            life.die()
+
+    def _unlink_one(self) -> None:
+        self.clock.rng.choice(list(self.lives.values())).lose_head()
+
+    def _tick(self) -> None:
+        self.post(Tick())
+        if self.conductor.requests or self.clock.now < self._last_arrival_s:
+            self.clock.after(TICK_S, self._tick)
+
+    def run(self) -> None:
+        self.clock.run(MAX_EVENTS)
+        for life in self.lives.values():
+            assert life.alive and life.joined
+            self._send(Send(life.instance_id, Resync()))
+        self.clock.run(MAX_EVENTS)
+        self._check_end()
+
+    def _check_end(self) -> None:
+        assert set(self.ended) == set(self.truths), "every request ends exactly once"
+        for request_id, truth in self.truths.items():
+            self._check_ending(request_id, truth)
+        for life in self.lives.values():
+            instance = life.instance
+            self.seen.update({f"counter {k}": int(v) for k, v in instance.counters.items()})
+            leaked = (list(instance.works), instance.pool.owners())
+            assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
+            assert instance.pool.num_held == 0
+            self._check_cache(life)
+        conductor = self.conductor
+        assert not conductor.requests and not conductor._works
+        for state in conductor.instances.values():
+            assert not (state.prefills or state.decodes or state.expected)
+            assert state.num_fetches_served == 0
+
+    def _check_ending(self, request_id: RequestId, truth: Truth) -> None:
+        record = self.ended[request_id].record
+        delivers = self.answers.get(request_id, [])
+        finished = bool(delivers) and delivers[-1].finish is not None
+        assert (record.outcome == truth.finish.value) == finished
+        assert record.finished_s is not None
+        assert record.num_generated_tokens == sum(len(d.tokens) for d in delivers)
+        self.seen[f"outcome {record.outcome}"] += 1
+        if finished:
+            assert record.ttft_s is not None and record.ttft_s >= 0
+            assert request_id not in self.refusals
+            return
+        if record.outcome == "abort":
+            assert request_id in self.cancelled and request_id not in self.refusals
+            return
+        refusal = self.refusals[request_id]
+        assert refusal.reason == record.outcome
+        if refusal.status in (429, 503):
+            assert refusal.retry_after_s is not None and 1 <= refusal.retry_after_s <= 120
+        short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
+        assert refusal.status != 504 or short, "hung until its deadline"
+
+    def _check_cache(self, life: Life) -> None:
+        """What an instance has cached is what its keys say, and what the Conductor believes."""
+        pool, index = life.instance.pool, self.conductor.index
+        named: dict[BlockKey, int] = {}
+        for truth in self.truths.values():
+            if truth.request.use_cache:
+                named.update(truth.named_contents(self.layout))
+        for key in sorted(pool.keys()):
+            (block_id,) = pool.match([key])
+            for layer in range(self.options.num_layers):
+                assert life.arena[(block_id, layer)] == (layer, named[key])
+            assert index.match([key])[life.instance_id] == 1
+        assert index.num_blocks(life.instance_id) == len(pool.keys())
+        assert self.options.prefix_caching or not pool.keys()
