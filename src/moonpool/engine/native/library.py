@@ -1,0 +1,96 @@
+"""Opens the built library and binds its functions for one instruction set.
+
+Owns the C signatures. Never compiles anything: `native.build` does, on request or at installation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moonpool.engine.native.sources import ISA_FLAGS, find_library
+
+ISAS = tuple(ISA_FLAGS)
+"""From the plainest to the richest: a CPU that has one has those before it."""
+
+Call = Callable[..., int]
+
+_POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "linear": (*[_POINTER] * 4, *[_INT64] * 3, _INT),
+    "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
+    "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
+    "silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT),
+    "rope_store": (ctypes.c_char_p, _INT),
+    "attend": (ctypes.c_char_p, _INT),
+}
+# The structs RopeCall and AttendCall of rowwise.cpp and attention.cpp: pointers, numbers, a float.
+ROPE_CALL = struct.Struct("@10P10qf")
+ATTEND_CALL = struct.Struct("@6P8qf")
+_TYPES = {torch.float32: "f32", torch.bfloat16: "b16"}
+
+
+class NativeUnavailableError(RuntimeError):
+    """The kernels cannot be used here; the message is one line that says why."""
+
+
+class Kernels:
+    """The functions of one element type, bound for one instruction set."""
+
+    __slots__ = ("add_rms_norm", "attend", "linear", "rms_norm", "rope_store", "silu_mul")
+
+    def __init__(self, library: ctypes.CDLL, kind: str, isa: str) -> None:
+        self.linear = _bind(library, "linear", kind, isa)
+        self.rms_norm = _bind(library, "rms_norm", kind, isa)
+        self.add_rms_norm = _bind(library, "add_rms_norm", kind, isa)
+        self.silu_mul = _bind(library, "silu_mul", kind, isa)
+        self.rope_store = _bind(library, "rope_store", kind, isa)
+        self.attend = _bind(library, "attend", kind, isa)
+
+
+def _bind(library: ctypes.CDLL, name: str, kind: str, isa: str) -> Call:
+    function = library[f"moonpool_{name}_{kind}_{isa}"]
+    function.argtypes = _SIGNATURES[name]
+    function.restype = _INT
+    return function
+
+
+def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels]]:
+    """`isa`, or the best this CPU has, and its functions; NativeUnavailableError if there are none."""
+    path = find_library()
+    if path is None:
+        raise NativeUnavailableError(
+            "the kernels are not built: run `python -m moonpool.engine.native.build`"
+        )
+    library, best = _open(path)
+    chosen = isa or best
+    if chosen not in ISAS:
+        raise NativeUnavailableError(f"no kernels for {chosen!r}: use one of {', '.join(ISAS)}")
+    if ISAS.index(chosen) > ISAS.index(best):
+        raise NativeUnavailableError(f"this CPU has no {chosen}: its best is {best}")
+    return chosen, {dtype: Kernels(library, kind, chosen) for dtype, kind in _TYPES.items()}
+
+
+def _open(path: Path) -> tuple[ctypes.CDLL, str]:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailableError(f"the built kernels do not load: {error}") from error
+    library.moonpool_isa.restype = ctypes.c_char_p
+    best = library.moonpool_isa().decode()
+    if not best:
+        raise NativeUnavailableError("this CPU has no AVX2 and FMA, which the kernels need")
+    return library, best
+
+
+def why_unavailable() -> str | None:
+    """None if the kernels can be used here, else one line that says why not."""
+    try:
+        open_kernels()
+    except NativeUnavailableError as error:
+        return str(error)
+    return None

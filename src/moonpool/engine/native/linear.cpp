@@ -1,0 +1,155 @@
+// y = x @ weight.T + bias, for any number of rows, each row's bits the same in all of them.
+//
+// The weight is packed once into panels of 32 outputs: [out / 32][lanes of in][32], so a single row
+// reads it as one stream. Rows of x are packed here into register tiles [lanes][rows of the tile].
+// The whole of `in` is one chain of sums per output: nothing is split over it, at any size.
+#include "simd.h"
+
+namespace moonpool {
+namespace {
+
+constexpr int PANEL = 32;
+constexpr int HALVES = PANEL / (2 * W);
+constexpr int64_t CHUNK_ROWS = 32 * MAX_ROWS;  // rows packed at a time
+constexpr int64_t AHEAD_BYTES = 2048;
+
+template <class L>
+struct LinearCall {
+    typedef typename L::T T;
+    const T* x;
+    const int32_t* weight;
+    const float* bias;  // padded to whole panels, or null
+    T* y;
+    int64_t rows, in, out, lanes;
+};
+
+// Rows [first, first + n) of x as [lanes][n] lanes, 16 lanes of a row at a time (one cache line).
+template <class L>
+void pack_rows(const LinearCall<L>& c, int64_t first, int n, int32_t* packed) {
+    const int64_t whole = c.in / L::PACK;
+    for (int64_t k0 = 0; k0 < whole; k0 += 16) {
+        const int64_t k1 = least(k0 + 16, whole);
+        for (int r = 0; r < n; ++r) {
+            const char* row = (const char*)(c.x + (first + r) * c.in);
+            for (int64_t k = k0; k < k1; ++k) memcpy(&packed[k * n + r], row + 4 * k, 4);
+        }
+    }
+    if (whole < c.lanes) {  // an odd `in`: the last lane is half empty
+        for (int r = 0; r < n; ++r) {
+            int32_t lane = 0;
+            memcpy(&lane, c.x + (first + r) * c.in + c.in - 1, sizeof(typename L::T));
+            packed[whole * n + r] = lane;
+        }
+    }
+}
+
+template <class L, int ROWS, int AHEAD>
+void tile(const LinearCall<L>& c, const int32_t* a, int64_t row, int64_t panel, const char* ahead) {
+    const int32_t* b = c.weight + panel * PANEL * c.lanes;
+    for (int h = 0; h < HALVES; ++h) {
+        const int64_t column = panel * PANEL + h * 2 * W;
+        vf sums[ROWS][2];
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
+        accumulate<L, ROWS, 2, 1, ROWS, AHEAD>(sums, a, b + h * 2 * W, PANEL, c.lanes, ahead,
+                                              64 * AHEAD);
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v) {
+                const int64_t at = column + v * W;
+                vf s = sums[r][v];
+                if (c.bias) s = add(s, load(c.bias + at));
+                const int64_t left = c.out - at;
+                if (left > 0) store_first<L>(c.y + (row + r) * c.out + at, s, (int)least(left, W));
+            }
+        }
+    }
+}
+
+template <class L>
+using TileFn = void (*)(const LinearCall<L>&, const int32_t*, int64_t, int64_t, const char*);
+
+template <class L, int AHEAD>
+TileFn<L> tile_for(int rows) {
+    switch (rows) {
+        case 1: return tile<L, 1, AHEAD>;
+        case 2: return tile<L, 2, AHEAD>;
+        case 3: return tile<L, 3, AHEAD>;
+        case 4: return tile<L, 4, AHEAD>;
+#if !defined(MP_ISA_avx2)
+        case 5: return tile<L, 5, AHEAD>;
+        case 6: return tile<L, 6, AHEAD>;
+        case 7: return tile<L, 7, AHEAD>;
+        case 8: return tile<L, 8, AHEAD>;
+        case 9: return tile<L, 9, AHEAD>;
+        case 10: return tile<L, 10, AHEAD>;
+        case 11: return tile<L, 11, AHEAD>;
+        case 12: return tile<L, 12, AHEAD>;
+        case 13: return tile<L, 13, AHEAD>;
+        case 14: return tile<L, 14, AHEAD>;
+#endif
+        default: __builtin_trap();
+    }
+}
+
+// One chunk of rows against all panels. A panel stays in the cache while the tiles pass over it; the
+// next one is fetched meanwhile: by the same tile, if there is only one, else by the first two.
+template <class L>
+void chunk(const LinearCall<L>& c, int64_t first, int64_t rows, int32_t* packed, int threads) {
+    const int64_t tiles = ceil_div(rows, MAX_ROWS), panels = ceil_div(c.out, PANEL);
+    const int64_t size = rows / tiles, larger = rows % tiles;
+    const int64_t panel_bytes = c.lanes * PANEL * 4;
+    auto start = [&](int64_t i) { return i * size + least(i, larger); };
+    auto length = [&](int64_t i) { return (int)(size + (i < larger)); };
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tiles; ++i)
+            pack_rows(c, first + start(i), length(i), packed + start(i) * c.lanes);
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < panels; ++p) {
+            const char* here = (const char*)c.weight + p * panel_bytes;
+            for (int64_t i = 0; i < tiles; ++i) {
+                const int32_t* a = packed + start(i) * c.lanes;
+                const char* ahead = tiles == 1 ? here + AHEAD_BYTES
+                                               : here + panel_bytes + i * (panel_bytes / 2);
+                const TileFn<L> run = tiles == 1 ? tile_for<L, 2>(length(i))
+                                      : i < 2    ? tile_for<L, 1>(length(i))
+                                                 : tile_for<L, 0>(length(i));
+                run(c, a, first + start(i), p, ahead);
+            }
+        }
+    }
+}
+
+template <class L>
+void linear(const void* x, const void* weight, const float* bias, void* y, int64_t rows,
+            int64_t in, int64_t out, int threads) {
+    static thread_local Scratch scratch;
+    typedef typename L::T T;
+    const int64_t lanes = ceil_div(in, L::PACK);
+    const LinearCall<L> c{(const T*)x, (const int32_t*)weight, bias, (T*)y, rows, in, out, lanes};
+    const int64_t most = least(rows, CHUNK_ROWS);
+    int32_t* packed = (int32_t*)scratch.take(most * lanes * 4 + 64);
+    const int64_t chunks = ceil_div(rows, CHUNK_ROWS);
+    for (int64_t i = 0; i < chunks; ++i) {
+        const int64_t first = rows * i / chunks;
+        chunk(c, first, rows * (i + 1) / chunks - first, packed, threads);
+    }
+}
+
+}  // namespace
+}  // namespace moonpool
+
+MP_EXPORT(moonpool_linear_f32)(const void* x, const void* weight, const float* bias, void* y,
+                               int64_t rows, int64_t in, int64_t out, int threads) {
+    moonpool::linear<moonpool::F32>(x, weight, bias, y, rows, in, out, threads);
+    return 0;
+}
+
+MP_EXPORT(moonpool_linear_b16)(const void* x, const void* weight, const float* bias, void* y,
+                               int64_t rows, int64_t in, int64_t out, int threads) {
+    moonpool::linear<moonpool::B16>(x, weight, bias, y, rows, in, out, threads);
+    return 0;
+}

@@ -1,0 +1,256 @@
+"""NativeOps: the `Ops` protocol on our C++ kernels.
+
+Owns packing of weights and the checks that keep a wrong tensor from becoming a wrong address.
+The arithmetic, and why a row's bits do not depend on its neighbours, is in the .cpp files.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Call, Kernels, open_kernels
+from moonpool.engine.native.memory import PackedMemory
+from moonpool.engine.ops import HeadShape, KvCache, QkNorm, RopeTable, StepMeta
+from moonpool.engine.slices import LANE_BYTES, check_layout
+
+PANEL = 32
+"""Outputs side by side in a packed weight; linear.cpp has the same number."""
+
+
+class NativeLinear:
+    """A weight packed as [out / 32][lanes of in][32], and its bias in float32, padded likewise."""
+
+    __slots__ = (
+        "_bias",
+        "_bias_address",
+        "_call",
+        "_weight",
+        "_weight_address",
+        "dtype",
+        "in_features",
+        "out_features",
+    )
+
+    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, memory: PackedMemory):
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._call = call
+        self._weight = _pack_weight(weight, memory)
+        self._weight_address = self._weight.data_ptr()
+        self._bias: Tensor | None = None
+        self._bias_address = 0
+        if bias is not None:
+            self._bias = torch.zeros(self._weight.shape[0] * PANEL, dtype=torch.float32)
+            self._bias[: self.out_features] = bias
+            self._bias_address = self._bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        if width != self.in_features or x.dtype is not self.dtype:
+            raise ValueError(
+                f"linear takes [T, {self.in_features}] {self.dtype}, got {list(x.shape)} {x.dtype}"
+            )
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = torch.empty((rows, self.out_features), dtype=self.dtype)
+        self._call(
+            x.data_ptr(),
+            self._weight_address,
+            self._bias_address,
+            y.data_ptr(),
+            rows,
+            width,
+            self.out_features,
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def _pack_weight(weight: Tensor, memory: PackedMemory) -> Tensor:
+    out, width = weight.shape
+    pack = LANE_BYTES // weight.element_size()
+    panels, lanes = -(-out // PANEL), -(-width // pack)
+    if out != panels * PANEL or width != lanes * pack:
+        padded = weight.new_zeros(panels * PANEL, lanes * pack)
+        padded[:out, :width] = weight
+        weight = padded
+    flat = weight.contiguous().view(torch.int32).view(panels, PANEL, lanes)
+    packed = memory.take(flat.numel() * LANE_BYTES).view(torch.int32).view(panels, lanes, PANEL)
+    return packed.copy_(flat.transpose(1, 2))
+
+
+class NativeOps:
+    """Linears, attention and row-wise operations in C++, float32 and bfloat16.
+
+    `isa` forces a plainer instruction set than the CPU's best ("avx2", "avx512", "avx512bf16").
+    Uses `torch.get_num_threads()` threads. Raises NativeUnavailableError where it cannot run.
+    """
+
+    name = "native"
+
+    def __init__(self, isa: str | None = None) -> None:
+        self.isa, self._kernels = open_kernels(isa)
+        self._memory = PackedMemory()
+
+    def _of(self, x: Tensor) -> Kernels:
+        try:
+            return self._kernels[x.dtype]
+        except KeyError:
+            raise ValueError(f"native ops take float32 or bfloat16, not {x.dtype}") from None
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, width = x.shape
+        x = x.contiguous()
+        _same(x, weight, width)
+        y = torch.empty_like(x)
+        self._of(x).rms_norm(
+            x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, width, eps, torch.get_num_threads()
+        )
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, width = x.shape
+        x = x.contiguous()
+        _same(x, weight, width)
+        if residual.shape != x.shape or residual.dtype is not x.dtype:
+            raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
+        if not residual.is_contiguous():
+            raise ValueError("residual is updated in place: it must be contiguous")
+        y = torch.empty_like(x)
+        self._of(x).add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            rows,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        rows, both = gate_up.shape
+        gate_up = gate_up.contiguous()
+        y = torch.empty((rows, both // 2), dtype=gate_up.dtype)
+        self._of(gate_up).silu_mul(
+            gate_up.data_ptr(), y.data_ptr(), rows, both // 2, torch.get_num_threads()
+        )
+        return y
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+    ) -> Tensor:
+        d = heads.head_dim
+        qkv = qkv.contiguous()
+        _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
+        slices, block_bytes, block_tokens = _layer(cache, layer, qkv, heads)
+        q = torch.empty((meta.num_rows, heads.num_heads, d), dtype=qkv.dtype)
+        max_positions, half = rope.cos.shape
+        if qk_norm is not None:
+            _same(qkv, qk_norm.q_weight, d)
+            _same(qkv, qk_norm.k_weight, d)
+        call = ROPE_CALL.pack(
+            qkv.data_ptr(),
+            q.data_ptr(),
+            slices,
+            rope.cos.data_ptr(),
+            rope.sin.data_ptr(),
+            0 if qk_norm is None else qk_norm.q_weight.data_ptr(),
+            0 if qk_norm is None else qk_norm.k_weight.data_ptr(),
+            *_meta_addresses(meta),
+            block_bytes,
+            cache.blocks.shape[0],
+            meta.block_tables.shape[1],
+            meta.num_sequences,
+            heads.num_heads,
+            heads.num_kv_heads,
+            d,
+            half,
+            max_positions,
+            block_tokens,
+            0.0 if qk_norm is None else qk_norm.eps,
+        )
+        if self._of(qkv).rope_store(call, torch.get_num_threads()):
+            raise IndexError("rope_store: a row's position lies outside its block table or rope")
+        return q
+
+    def attend(
+        self,
+        q: Tensor,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+    ) -> Tensor:
+        d = heads.head_dim
+        width = heads.num_heads * d
+        q = q.reshape(-1, width)
+        _same_rows(q, width, meta)
+        slices, block_bytes, block_tokens = _layer(cache, layer, q, heads)
+        out = torch.empty((meta.num_rows, width), dtype=q.dtype)
+        call = ATTEND_CALL.pack(
+            q.data_ptr(),
+            out.data_ptr(),
+            slices,
+            *_meta_addresses(meta),
+            block_bytes,
+            cache.blocks.shape[0],
+            meta.block_tables.shape[1],
+            meta.num_sequences,
+            heads.num_heads,
+            heads.num_kv_heads,
+            d,
+            block_tokens,
+            scale,
+        )
+        if self._of(q).attend(call, torch.get_num_threads()):
+            raise IndexError("attend: a row's context lies outside its block table")
+        return out
+
+
+def _same(x: Tensor, weight: Tensor, width: int) -> None:
+    if weight.dtype is not x.dtype or weight.shape[0] != width or not weight.is_contiguous():
+        raise ValueError(
+            f"norm weight must be contiguous [{width}] {x.dtype}, "
+            f"got {list(weight.shape)} {weight.dtype}"
+        )
+
+
+def _same_rows(x: Tensor, width: int, meta: StepMeta) -> None:
+    if x.shape[0] != meta.num_rows or x.shape[1] != width:
+        raise ValueError(f"expected [{meta.num_rows}, {width}], got {list(x.shape)}")
+
+
+def _layer(cache: KvCache, layer: int, x: Tensor, heads: HeadShape) -> tuple[int, int, int]:
+    """Address of the layer's slice in block 0, bytes from block to block, block_tokens."""
+    layout, blocks = cache.layout, cache.blocks
+    check_layout(layout)
+    block_stride, slice_stride, element_stride = blocks.stride()
+    same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
+    if not same or blocks.dtype is not x.dtype or element_stride != 1:
+        raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {x.dtype}")
+    if not 0 <= layer < layout.num_layers:
+        raise IndexError(f"layer {layer} of {layout.num_layers}")
+    size = blocks.element_size()
+    return blocks.data_ptr() + layer * slice_stride * size, block_stride * size, layout.block_tokens
+
+
+def _meta_addresses(meta: StepMeta) -> tuple[int, int, int]:
+    positions, row_starts, tables = meta.positions, meta.row_starts, meta.block_tables
+    for tensor in (positions, row_starts, tables):
+        if tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+            raise ValueError("StepMeta tensors must be contiguous int32")
+    return positions.data_ptr(), row_starts.data_ptr(), tables.data_ptr()

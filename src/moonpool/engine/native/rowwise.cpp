@@ -1,0 +1,218 @@
+// What a decoder layer does to one row at a time: norms, the gate, rope and the store into blocks.
+//
+// A row's arithmetic depends on the row's width only. Inputs are widened to float, and rounded once,
+// when the result is stored.
+#include "simd.h"
+
+namespace moonpool {
+namespace {
+
+// Rows worth a second thread: below this many elements a parallel region costs more than it saves.
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
+
+MP_INLINE bool worth_threads(int threads, int64_t elements) {
+    return threads > 1 && elements >= PARALLEL_ELEMENTS;
+}
+
+// 1 / sqrt(mean(x^2) + eps) of `width` values, in float, four chains of sums.
+template <class L>
+MP_INLINE float inverse_rms(const typename L::T* x, int64_t width, float eps) {
+    vf sums[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * W <= width; i += 4 * W) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const vf v = L::load(x + i + j * W);
+            sums[j] = fma(v, v, sums[j]);
+        }
+    }
+    for (; i < width; i += W) {
+        const vf v = load_first<L>(x + i, (int)least(width - i, W));
+        sums[0] = fma(v, v, sums[0]);
+    }
+    const float total = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    return 1.f / sqrtf(total / (float)width + eps);
+}
+
+template <class L>
+MP_INLINE void scale_row(const typename L::T* x, const typename L::T* weight, typename L::T* y,
+                         int64_t width, float eps) {
+    const vf scale = set1(inverse_rms<L>(x, width, eps));
+    for (int64_t i = 0; i < width; i += W) {
+        const int n = (int)least(width - i, W);
+        const vf normed = mul(load_first<L>(x + i, n), scale);
+        store_first<L>(y + i, mul(normed, load_first<L>(weight + i, n)), n);
+    }
+}
+
+template <class L>
+void rms_norm(const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps,
+              int threads) {
+    typedef typename L::T T;
+#pragma omp parallel for schedule(static) num_threads(threads) if (worth_threads(threads, rows * width))
+    for (int64_t r = 0; r < rows; ++r)
+        scale_row<L>((const T*)x + r * width, (const T*)weight, (T*)y + r * width, width, eps);
+}
+
+template <class L>
+void add_rms_norm(const void* x, void* residual, const void* weight, void* y, int64_t rows,
+                  int64_t width, float eps, int threads) {
+    typedef typename L::T T;
+#pragma omp parallel for schedule(static) num_threads(threads) if (worth_threads(threads, rows * width))
+    for (int64_t r = 0; r < rows; ++r) {
+        const T* from = (const T*)x + r * width;
+        T* to = (T*)residual + r * width;
+        for (int64_t i = 0; i < width; i += W) {
+            const int n = (int)least(width - i, W);
+            store_first<L>(to + i, add(load_first<L>(to + i, n), load_first<L>(from + i, n)), n);
+        }
+        scale_row<L>(to, (const T*)weight, (T*)y + r * width, width, eps);
+    }
+}
+
+template <class L>
+void silu_mul(const void* gate_up, void* y, int64_t rows, int64_t width, int threads) {
+    typedef typename L::T T;
+#pragma omp parallel for schedule(static) num_threads(threads) if (worth_threads(threads, rows * width))
+    for (int64_t r = 0; r < rows; ++r) {
+        const T* gate = (const T*)gate_up + r * 2 * width;
+        const T* up = gate + width;
+        T* to = (T*)y + r * width;
+        for (int64_t i = 0; i < width; i += W) {
+            const int n = (int)least(width - i, W);
+            const vf g = load_first<L>(gate + i, n);
+            const vf silu = div(g, add(set1(1.f), expv(sub(zero(), g))));
+            store_first<L>(to + i, mul(silu, load_first<L>(up + i, n)), n);
+        }
+    }
+}
+
+constexpr int MAX_HEAD_DIM = 1024;
+
+struct RopeCall {
+    const char* qkv;
+    char* q;
+    char* blocks;  // of this layer: slice of block b at b * block_bytes
+    const float* cos;
+    const float* sin;
+    const void* q_weight;  // null: no norm of q and k
+    const void* k_weight;
+    const int32_t* positions;
+    const int32_t* row_starts;
+    const int32_t* block_tables;
+    int64_t block_bytes, num_blocks, table_width, sequences;
+    int64_t heads, kv_heads, head_dim, rotary_half, max_positions, block_tokens;
+    float eps;
+};
+
+// One head, widened, normed (if asked) and rotated: the result in out[head_dim].
+template <class L>
+MP_INLINE void turn_head(const RopeCall& c, const typename L::T* x, const typename L::T* weight,
+                         int64_t position, float* out) {
+    const int64_t d = c.head_dim, half = c.rotary_half;
+    for (int64_t i = 0; i < d; i += W) store(out + i, L::load(x + i));
+    if (weight) {
+        const vf scale = set1(inverse_rms<L>(x, d, c.eps));
+        for (int64_t i = 0; i < d; i += W)
+            store(out + i, mul(mul(load(out + i), scale), L::load(weight + i)));
+    }
+    const float* cos = c.cos + position * half;
+    const float* sin = c.sin + position * half;
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+        const vf a = load(out + i), b = load(out + half + i);
+        const vf co = load(cos + i), si = load(sin + i);
+        store(out + i, sub(mul(a, co), mul(b, si)));
+        store(out + half + i, add(mul(b, co), mul(a, si)));
+    }
+    for (; i < half; ++i) {
+        const float a = out[i], b = out[half + i];
+        out[i] = a * cos[i] - b * sin[i];
+        out[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+template <class L>
+void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
+    typedef typename L::T T;
+    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
+    const T* x = (const T*)c.qkv + row * (c.heads + 2 * c.kv_heads) * d;
+    float turned[MAX_HEAD_DIM];
+    T* q = (T*)c.q + row * c.heads * d;
+    for (int64_t h = 0; h < c.heads; ++h, x += d, q += d) {
+        turn_head<L>(c, x, (const T*)c.q_weight, position, turned);
+        for (int64_t i = 0; i < d; i += W) L::store(q + i, load(turned + i));
+    }
+    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
+    const int64_t offset = position % bt;
+    T* keys = (T*)(c.blocks + block * c.block_bytes);
+    T* values = keys + c.kv_heads * d * bt;
+    T narrow[MAX_HEAD_DIM];
+    for (int64_t h = 0; h < c.kv_heads; ++h, x += d) {  // K [head_dim / PACK][block_tokens][PACK]
+        turn_head<L>(c, x, (const T*)c.k_weight, position, turned);
+        for (int64_t i = 0; i < d; i += W) L::store(narrow + i, load(turned + i));
+        char* to = (char*)(keys + h * d * bt + offset * L::PACK);
+        for (int64_t i = 0; i < d / L::PACK; ++i) memcpy(to + i * bt * 4, narrow + i * L::PACK, 4);
+    }
+    for (int64_t h = 0; h < c.kv_heads; ++h, x += d) {  // V [block_tokens / PACK][head_dim][PACK]
+        T* to = values + h * d * bt + (offset / L::PACK) * d * L::PACK + offset % L::PACK;
+        for (int64_t i = 0; i < d; ++i) to[i * L::PACK] = x[i];
+    }
+}
+
+// Whether every row has a rotary angle and a block to be written to.
+bool sound(const RopeCall& c) {
+    if (c.head_dim > MAX_HEAD_DIM) return false;
+    for (int64_t s = 0; s < c.sequences; ++s) {
+        for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row) {
+            const int64_t position = c.positions[row], index = position / c.block_tokens;
+            if (position < 0 || position >= c.max_positions || index >= c.table_width) return false;
+            const int64_t block = c.block_tables[s * c.table_width + index];
+            if (block < 0 || block >= c.num_blocks) return false;
+        }
+    }
+    return true;
+}
+
+// Writes nothing and returns 1 if a row stands outside the tables.
+template <class L>
+int rope_store(const RopeCall& c, int threads) {
+    if (!sound(c)) return 1;
+    const int64_t rows = c.row_starts[c.sequences];
+    const bool many = worth_threads(threads, rows * c.heads * c.head_dim);
+#pragma omp parallel num_threads(threads) if (many)
+    for (int64_t s = 0; s < c.sequences; ++s) {
+#pragma omp for schedule(static) nowait
+        for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row) rope_row<L>(c, row, s);
+    }
+    return 0;
+}
+
+}  // namespace
+}  // namespace moonpool
+
+using namespace moonpool;
+
+#define MP_ROWWISE(L, type)                                                                        \
+    MP_EXPORT(moonpool_rms_norm_##type)(const void* x, const void* weight, void* y, int64_t rows,  \
+                                        int64_t width, float eps, int threads) {                   \
+        rms_norm<L>(x, weight, y, rows, width, eps, threads);                                      \
+        return 0;                                                                                  \
+    }                                                                                              \
+    MP_EXPORT(moonpool_add_rms_norm_##type)(const void* x, void* residual, const void* weight,     \
+                                            void* y, int64_t rows, int64_t width, float eps,       \
+                                            int threads) {                                         \
+        add_rms_norm<L>(x, residual, weight, y, rows, width, eps, threads);                        \
+        return 0;                                                                                  \
+    }                                                                                              \
+    MP_EXPORT(moonpool_silu_mul_##type)(const void* gate_up, void* y, int64_t rows, int64_t width, \
+                                        int threads) {                                             \
+        silu_mul<L>(gate_up, y, rows, width, threads);                                             \
+        return 0;                                                                                  \
+    }                                                                                              \
+    MP_EXPORT(moonpool_rope_store_##type)(const RopeCall* call, int threads) {                     \
+        return rope_store<L>(*call, threads);                                                             \
+    }
+
+MP_ROWWISE(F32, f32)
+MP_ROWWISE(B16, b16)
