@@ -1,0 +1,46 @@
+# Every target sets up what it needs first. `make demo` on a fresh clone is the place to begin.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
+
+.PHONY: setup setup-dev demo test lint types check swarm bench clean
+
+setup: $(VENV)/.installed
+
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: requirements.lock pyproject.toml setup.py $(SOURCES)
+	@test -n "$(PYTHON)" || { echo "moonpool needs Python 3.11 or newer on the PATH"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -r requirements.lock
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
+	$(PIP) install -q -r requirements-dev.lock
+	@touch $@
+
+demo: setup
+	$(BIN)/moonpool demo
+
+test: setup-dev
+	$(BIN)/python -m pytest
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup-dev
+	$(BIN)/mypy
+
+check: lint types test
+
+swarm: setup-dev
+	$(BIN)/python -m tests.sim.swarm --seeds 5000
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info src/moonpool/engine/native/*.so

@@ -1,0 +1,26 @@
+"""Clusters of real processes, shared by the tests of a module where they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+
+MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=128,vocab=300"
+SMALL = ["--kv-tokens", "8192", "--block-size", "16", "--max-num-batched-tokens", "128"]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalServer]:
+    """2 prefill and 2 decode instances of a small random model."""
+    with LocalServer([MODEL, "--prefill", "2", "--decode", "2", *SMALL]) as server:
+        yield server
+
+
+@pytest.fixture
+def http(cluster: LocalServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        yield client

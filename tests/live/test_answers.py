@@ -1,0 +1,161 @@
+"""A 200 is right: the same tokens whatever way a request takes through a cluster of real processes."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11, "max_tokens": 24, "ignore_eos": True}
+PENALISED = SAMPLED | {"presence_penalty": 0.7, "frequency_penalty": 0.3, "min_p": 0.001}
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Random prompts; every second one begins with the prompt before it."""
+    rng = random.Random(seed)
+    made: list[list[int]] = []
+    for i in range(count):
+        prefix = made[-1] if i % 2 else []
+        made.append(prefix + [rng.randrange(256) for _ in range(rng.randrange(1, 400))])
+    return made
+
+
+def complete(client: httpx.Client, prompt: list[int], parameters: dict[str, Any]) -> Any:
+    body = {"prompt": prompt, "logprobs": 1} | parameters
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Any]]:
+    """Answers of one mixed instance that caches nothing."""
+    arguments = [MODEL, "--mixed", "1", *SMALL, "--no-enable-prefix-caching"]
+    with (
+        LocalServer(arguments) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        return {
+            name: [complete(client, prompt, parameters) for prompt in prompts(12, seed=3)]
+            for name, parameters in WAYS.items()
+        }
+
+
+WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_disaggregated_and_cached_equals_one_instance_without_cache(
+    http: httpx.Client, expected: dict[str, list[Any]], way: str
+) -> None:
+    for _ in range(2):  # the second round hits the cache
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda p: complete(http, p, WAYS[way]), prompts(12, seed=3)))
+        assert got == expected[way]
+
+
+def test_the_second_round_was_cached(http: httpx.Client, expected: dict[str, list[Any]]) -> None:
+    body = {"prompt": prompts(12, seed=3)[-1], **GREEDY}
+    usage = [http.post("/v1/completions", json=body).json()["usage"] for _ in range(2)][1]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16 - 1
+    assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+def test_over_tcp_the_answers_are_the_same(tmp_path: Any, expected: dict[str, list[Any]]) -> None:
+    config = tmp_path / "tcp.toml"
+    config.write_text("[network]\nuse_shared_memory = false\n")
+    arguments = [MODEL, "--prefill", "2", "--decode", "1", *SMALL, "--config", str(config)]
+    with (
+        LocalServer(arguments) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        got = [complete(client, prompt, GREEDY) for prompt in prompts(12, seed=3)]
+        assert got == expected["greedy"]
+        time.sleep(1.5)  # a heartbeat
+        metrics = client.get("/metrics").text
+        assert 'transport="tcp"' in metrics
+        assert 'transport="shm"' not in metrics
+
+
+def test_openai_client_streams_and_counts(cluster: LocalServer) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": "abc" * 50}]
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=10,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 10
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    whole = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=10,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert whole.choices[0].message.content == text
+    assert whole.choices[0].finish_reason == "length"
+
+
+def test_tenants_do_not_share_blocks(http: httpx.Client) -> None:
+    body = {"prompt": [7] * 200, **GREEDY}
+    cached = [
+        http.post("/v1/completions", json=body | {"cache_salt": salt}).json()["usage"][
+            "prompt_tokens_details"
+        ]["cached_tokens"]
+        for salt in ("alice", "alice", "bob")
+    ]
+    assert cached[0] == 0
+    assert cached[1] > 150
+    assert cached[2] == 0
+
+
+def test_explain_says_where_and_why(http: httpx.Client) -> None:
+    body = {"prompt": list(range(100)), **GREEDY}
+    answered = http.post("/v1/completions", json=body, headers={"X-Request-Id": "explain-me"})
+    assert answered.headers["x-request-id"] == "explain-me"
+    explained = http.get("/explain/explain-me").json()
+    assert explained["outcome"] == "length"
+    assert explained["prefill_instance"].startswith("prefill-")
+    assert explained["decode_instance"].startswith("decode-")
+    assert explained["generated_tokens"] == 24
+    total_s = explained["since_arrival_s"]["finished"]
+    assert sum(explained["stages_s"].values()) == pytest.approx(total_s, rel=0.05)
+
+
+def test_a_client_that_goes_away_leaves_no_blocks_behind(http: httpx.Client) -> None:
+    body = {"prompt": [5] * 300, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    for _ in range(3):
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            next(response.iter_lines())
+    assert nothing_is_held(http)
+
+
+def nothing_is_held(client: httpx.Client, wait_s: float = 10.0) -> bool:
+    """True once no request is under way and no instance holds a block."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        state = client.get("/cluster").json()
+        held = [i["pool"].get("held", 1) for i in state["instances"]]
+        if state["requests_under_way"] == 0 and not any(held):
+            return True
+        time.sleep(0.2)
+    return False

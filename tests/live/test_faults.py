@@ -1,0 +1,146 @@
+"""Processes are killed: answers stay right, errors are clear, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer, free_port, is_alive
+from tests.live.conftest import MODEL, SMALL
+
+LONG = {"prompt": [9] * 600, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}
+
+
+def wait_until_gone(pids: list[int], wait_s: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def shared_memory_names() -> set[str]:
+    return {p.name for p in Path("/dev/shm").iterdir()}
+
+
+def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
+    before = shared_memory_names()
+    with LocalServer([MODEL, "--prefill", "2", "--decode", "2", *SMALL]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        for role in ("decode", "prefill"):
+            got = answer_while_killing(client, role)
+            assert got["choices"][0]["text"] == expected, role
+        assert wait_for_instances(client, 4)
+        pids = [server.pid, *server.worker_pids()]
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        status = server.stop(signal.SIGINT)
+        assert status == 0
+        assert wait_until_gone(pids) == []
+    assert shared_memory_names() == before
+
+
+def answer_while_killing(client: httpx.Client, role: str) -> Any:
+    """Sends the long request, and kills the instance of `role` that serves it on its way."""
+    got: dict[str, Any] = {}
+
+    def ask() -> None:
+        headers = {"X-Request-Id": f"killed-{role}"}
+        got.update(client.post("/v1/completions", json=LONG, headers=headers).json())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline = time.monotonic() + 10
+    killed = False
+    while time.monotonic() < deadline and not killed:
+        explained = client.get(f"/explain/killed-{role}").json()
+        if explained.get("generated_tokens", 0) > 20:
+            name = explained[f"{role}_instance"]
+            instances = client.get("/cluster").json()["instances"]
+            pid = next(i["pid"] for i in instances if i["instance_id"] == name)
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+        time.sleep(0.005)
+    thread.join(60)
+    assert killed, explained
+    return got
+
+
+def wait_for_instances(client: httpx.Client, count: int, wait_s: float = 40.0) -> bool:
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if len(client.get("/cluster").json()["instances"]) == count:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_a_killed_head_takes_its_workers_along() -> None:
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        pids = server.worker_pids()
+        os.kill(server.pid, signal.SIGKILL)
+        assert wait_until_gone(pids) == []
+
+
+def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moonpool", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "/nowhere/at/all"], ["/nowhere/at/all"]),
+        (["serve", "random:m7"], ["random:m7"]),
+        (["serve", "--prefill", "0"], ["prefill"]),
+        (["serve", "--block-size", "17"], ["block_tokens", "16"]),
+        (["serve", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
+        (["serve", "--max-model-len", "99999999"], ["99999999"]),
+        (["worker", "--role", "decode", "--head", "nonsense"], ["HOST:PORT"]),
+    ],
+)
+def test_mistakes_get_one_clear_line(arguments: list[str], words: list[str]) -> None:
+    done = run_command(*arguments)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), last
+
+
+def test_a_taken_port_is_named() -> None:
+    port = free_port()
+    with __import__("socket").create_server(("127.0.0.1", port)):
+        done = run_command("serve", MODEL, "--port", str(port))
+    assert done.returncode == 1
+    assert str(port) in done.stderr
+    assert "in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    done = run_command("serve", MODEL, "--kv-tokens", "10000000000", "--port", str(free_port()))
+    assert done.returncode == 1
+    assert "GiB" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("[pool]\nblok_tokens = 64\n")
+    done = run_command("serve", MODEL, "--config", str(config))
+    assert done.returncode == 1
+    assert "pool.blok_tokens" in done.stderr
+    assert "block_tokens" in done.stderr
