@@ -1,0 +1,111 @@
+"""Two messengers, and peers that misbehave on purpose, for the transport contract suite."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import time
+from typing import TypeVar
+
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger import shm, tcp
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
+from moonpool.messenger.events import MessengerEvent, PeerAddress
+from moonpool.messenger.landing import Checksum, checksum_slice
+from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.transport import Connection, FrameSocket
+from moonpool.types import BlockKey, InstanceId
+
+SECRET = b"a secret of the tests"
+NUM_BLOCKS = 32
+T = TypeVar("T")
+
+
+def make_layout(head_dim: int = 8, num_layers: int = 3, model: str = "tiny") -> BlockLayout:
+    """256-byte slices unless told otherwise."""
+    return BlockLayout(
+        model_fingerprint=model,
+        dtype="float32",
+        block_tokens=4,
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_dim=head_dim,
+    )
+
+
+class Node:
+    """One instance: arena, messenger and the events it got."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: str,
+        layout: BlockLayout | None = None,
+        *,
+        secret: bytes = SECRET,
+        lease_s: float = 5.0,
+        park_s: float = 2.0,
+        checksum: Checksum = checksum_slice,
+        num_blocks: int = NUM_BLOCKS,
+    ) -> None:
+        self.layout = layout or make_layout()
+        self.arena = Arena(self.layout, num_blocks)
+        self.events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
+        self.messenger = Messenger(
+            self.arena,
+            self.layout,
+            InstanceId(name),
+            secret,
+            self.events.put,
+            lease_s=lease_s,
+            park_s=park_s,
+            use_shared_memory=transport == "shm",
+            checksum=checksum,
+        )
+        self.address: PeerAddress = self.messenger.start()
+
+    def fill(self, seed: int) -> None:
+        self.arena.buffer[:] = random.Random(seed).randbytes(self.arena.num_bytes)
+
+    def block(self, block_id: int) -> bytes:
+        size = self.layout.block_bytes
+        return bytes(self.arena.buffer[block_id * size : (block_id + 1) * size])
+
+    def expect_event(self, kind: type[T], within_s: float = 3.0) -> T:
+        event = self.events.get(timeout=within_s)
+        assert isinstance(event, kind), event
+        return event
+
+    def expect_silence(self, for_s: float = 0.05) -> None:
+        time.sleep(for_s)
+        assert self.events.empty(), self.events.get()
+
+    def close(self) -> None:
+        self.messenger.close()
+        self.arena.close()
+
+
+def keys(count: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "big")) for number in range(count)]
+
+
+def bare_socket(address: PeerAddress, transport: str) -> socket.socket:
+    by_s = time.monotonic() + 2
+    if transport == "shm":
+        return shm.connect(address.unix_name, by_s)
+    return tcp.connect(address.tcp_host, address.tcp_port, by_s)
+
+
+def rogue_connection(
+    address: PeerAddress, transport: str, layout: BlockLayout, arena: Arena
+) -> Connection:
+    """An authenticated connection on which a test can say what no messenger of ours would."""
+    by_s = time.monotonic() + 2
+    frames = FrameSocket(bare_socket(address, transport))
+    me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
+    authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
+    if transport == "shm":
+        return shm.swap_arenas(frames, address.instance_id, arena, by_s)
+    return tcp.TcpConnection(frames, address.instance_id)

@@ -1,0 +1,400 @@
+"""Deadlines, cancels, liars and strangers: each operation ends once, nothing is overwritten."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from messenger_harness import Node, bare_socket, keys, make_layout, rogue_connection
+
+from moonpool.messenger import shm
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.events import (
+    FetchEnded,
+    PeerAddress,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
+from moonpool.messenger.transport import Connection, PeerGoneError
+from moonpool.messenger.wire import (
+    MAX_FRAME_BYTES,
+    OpenStream,
+    ReadBlocks,
+    ReadGranted,
+    SliceOffer,
+    SlicesEnd,
+    StreamExpected,
+)
+from moonpool.types import InstanceId
+
+MakeNode = Callable[..., Node]
+
+
+def soon(seconds: float = 2.0) -> float:
+    return time.monotonic() + seconds
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    by_s = soon()
+    while not condition():
+        assert time.monotonic() < by_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> Node:
+    made = make_node("node")
+    made.fill(5)
+    return made
+
+
+def rogue(node: Node, transport: str) -> Connection:
+    return rogue_connection(node.address, transport, node.layout, Arena(node.layout, 4))
+
+
+# Deadlines
+
+
+def test_an_unexpected_stream_is_refused_after_its_parking_time(make_node: MakeNode) -> None:
+    sender, receiver = make_node("sender"), make_node("receiver", park_s=0.1)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    assert "'s' is not expected here" in sender.expect_event(SendEnded, 1.0).error
+    receiver.expect_silence()
+
+
+def test_an_expected_stream_without_sender_ends_at_its_deadline(node: Node) -> None:
+    node.messenger.expect("late", [0], 0, 10.0)
+    node.messenger.expect("s", [0, 1], 2, 0.1)
+    ended = node.expect_event(ReceiveEnded, 1.0)
+    assert (ended.stream_id, ended.corrupt) == ("s", (2, 3))
+    assert "no sender came" in ended.error
+
+
+def test_a_stream_that_is_never_finished_ends_at_both_deadlines(make_node: MakeNode) -> None:
+    sender, receiver = make_node("sender"), make_node("receiver")
+    receiver.messenger.expect("s", [0], 0, 0.3)
+    sender.messenger.open_stream("s", receiver.address, 0.2)
+    assert "deadline" in sender.expect_event(SendEnded, 1.0).error
+    assert receiver.expect_event(ReceiveEnded, 1.0).error
+    sender.expect_silence()
+    receiver.expect_silence()
+
+
+def test_a_source_that_never_answers_ends_the_fetch(make_node: MakeNode) -> None:
+    source, reader = make_node("source", lease_s=5.0), make_node("reader")
+    reader.messenger.fetch("f", source.address, keys(1), [0], 0.2)
+    asked = source.expect_event(ReadRequested)
+    assert "deadline" in reader.expect_event(FetchEnded, 1.0).error
+    assert source.expect_event(ReadEnded, 1.0).read_id == asked.read_id
+    source.messenger.grant(asked.read_id, [1])  # too late: ignored
+    source.expect_silence()
+
+
+def test_a_listener_that_says_nothing_ends_the_fetch(node: Node, transport: str) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    unix = shm.listen("moonpool-test-silent")
+    silent = PeerAddress(
+        instance_id=InstanceId("silent"),
+        host_id=node.address.host_id,
+        unix_name="moonpool-test-silent" if transport == "shm" else "",
+        tcp_host="127.0.0.1",
+        tcp_port=server.getsockname()[1],
+    )
+    node.messenger.fetch("f", silent, keys(1), [0], 0.3)
+    assert "deadline" in node.expect_event(FetchEnded, 1.5).error
+    server.close()
+    unix.close()
+
+
+def test_a_reader_that_keeps_its_blocks_loses_its_lease(
+    make_node: MakeNode, transport: str
+) -> None:
+    source = make_node("source", lease_s=0.2)
+    reader = rogue(source, transport)
+    reader.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=60), soon())
+    asked = source.expect_event(ReadRequested)
+    source.messenger.grant(asked.read_id, [0, 1])
+    assert isinstance(reader.receive(soon()), ReadGranted)
+    ended = source.expect_event(ReadEnded, 1.0)
+    assert (ended.read_id, "lease" in ended.error) == (asked.read_id, True)
+    reader.close()
+
+
+def test_a_reader_that_leaves_ends_its_read_at_once(node: Node, transport: str) -> None:
+    reader = rogue(node, transport)
+    reader.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=60), soon())
+    node.messenger.grant(node.expect_event(ReadRequested).read_id, [0, 1])
+    reader.receive(soon())
+    reader.close()
+    assert node.expect_event(ReadEnded, 0.5).error
+
+
+# Cancels and aborts
+
+
+def test_cancel_before_and_during_a_stream(make_node: MakeNode) -> None:
+    sender, receiver = make_node("sender"), make_node("receiver")
+    receiver.messenger.expect("unmet", [0], 0, 3.0)
+    receiver.messenger.cancel("unmet")
+    assert "cancelled" in receiver.expect_event(ReceiveEnded).error
+    receiver.messenger.expect("s", [0], 0, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", [(0, 0, 0)])
+    wait_until(lambda: receiver.messenger.counts().received_slices == 1)
+    receiver.messenger.cancel("s")
+    ended = receiver.expect_event(ReceiveEnded, 0.5)
+    assert ("cancelled" in ended.error, ended.corrupt) == (True, (0,))
+    assert sender.expect_event(SendEnded, 0.5).error  # told by the end of the connection
+    receiver.messenger.cancel("s")
+    receiver.expect_silence()
+
+
+def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
+    sender, receiver = make_node("sender"), make_node("receiver")
+    receiver.messenger.expect("s", [0], 0, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", [(0, 0, 0)])
+    wait_until(lambda: receiver.messenger.counts().received_slices == 1)
+    sender.messenger.abort_stream("s")
+    assert "aborted" in sender.expect_event(SendEnded, 0.5).error
+    assert receiver.expect_event(ReceiveEnded, 0.5).corrupt == (0,)
+    sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer: ignored
+    sender.messenger.finish_stream("s")
+    sender.expect_silence()
+
+
+def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
+    make_node: MakeNode,
+) -> None:
+    sender, receiver = make_node("sender"), make_node("receiver", park_s=0.02)
+    sender.fill(1)
+    rng = random.Random(11)
+    slices = [(i, i, layer) for layer in range(3) for i in range(8)]
+    outcomes = set()
+    for number in range(120):
+        name = f"s{number}"
+        receiver.arena.buffer[:] = bytes(receiver.arena.num_bytes)
+        pauses = [rng.choice((0.0, 0.0, rng.uniform(0, 0.003))) for _ in range(4)]
+        victim = rng.choice((sender.messenger.abort_stream, receiver.messenger.cancel))
+        receiver.messenger.expect(name, list(range(8)), 0, 3.0)
+        sender.messenger.open_stream(name, receiver.address, 3.0)
+        strike = threading.Timer(pauses[0], victim, (name,))
+        strike.start()
+        for part, pause in enumerate(pauses[1:]):
+            sender.messenger.send(name, slices[part * 8 : part * 8 + 8])
+            time.sleep(pause / 4)
+        sender.messenger.finish_stream(name)
+        assert sender.expect_event(SendEnded).stream_id == name
+        strike.join()
+        receiver.messenger.cancel(name)  # the sender may have given up before it came
+        ended = receiver.expect_event(ReceiveEnded)
+        assert ended.stream_id == name
+        held = bytes(receiver.arena.buffer[: 8 * receiver.layout.block_bytes])
+        time.sleep(0.001)
+        assert receiver.arena.buffer[: len(held)] == held  # no late writer
+        for index in set(range(8)) - set(ended.corrupt):
+            assert receiver.block(index) == sender.block(index)
+        outcomes.add(bool(ended.error))
+    sender.expect_silence(0.2)
+    receiver.expect_silence(0.0)
+    assert outcomes == {True, False}  # the race was a race
+
+
+def test_close_ends_everything_once_and_leaves_no_thread(transport: str) -> None:
+    threads = set(threading.enumerate())
+    left, right = Node("left", transport), Node("right", transport)
+    right.messenger.expect("s", [0], 0, 30.0)
+    left.messenger.open_stream("s", right.address, 30.0)
+    left.messenger.send("s", [(0, 0, 0)])
+    left.messenger.open_stream("parked", right.address, 30.0)
+    left.messenger.expect("unmet", [1], 0, 30.0)
+    left.messenger.fetch("f", right.address, keys(1), [2], 30.0)
+    right.expect_event(ReadRequested)
+    wait_until(lambda: right.messenger.counts().received_slices == 1)
+    started_s = time.monotonic()
+    left.close()
+    right.close()
+    assert time.monotonic() - started_s < 1.0
+    ends = [left.events.get_nowait() for _ in range(4)]
+    assert sorted(type(e).__name__ for e in ends) == [
+        "FetchEnded",
+        "ReceiveEnded",
+        "SendEnded",
+        "SendEnded",
+    ]
+    assert all("closed" in getattr(e, "error", "") for e in ends)
+    assert {type(right.events.get_nowait()) for _ in range(2)} == {ReceiveEnded, ReadEnded}
+    assert left.events.empty()
+    assert right.events.empty()
+    assert set(threading.enumerate()) == threads
+
+
+# Strangers and liars
+
+
+@pytest.mark.parametrize("wrong", ["secret", "layout"])
+def test_strangers_are_refused_on_both_sides_with_the_reason(
+    make_node: MakeNode, wrong: str
+) -> None:
+    node = make_node("node")
+    options = {"secret": b"other"} if wrong == "secret" else {"layout": make_layout(model="other")}
+    stranger = make_node("stranger", **options)
+    reason = "cluster secret differs" if wrong == "secret" else "block layouts differ"
+    stranger.messenger.fetch("f", node.address, keys(1), [0], 3.0)
+    assert reason in stranger.expect_event(FetchEnded).error
+    node.messenger.expect("s", [0], 0, 3.0)
+    stranger.messenger.open_stream("s", node.address, 3.0)
+    assert reason in stranger.expect_event(SendEnded).error
+    node.expect_silence()
+    wait_until(lambda: node.messenger.counts().refused_connections >= 2)
+
+
+def test_another_instance_at_the_address_is_not_taken_for_the_peer(make_node: MakeNode) -> None:
+    node, other = make_node("node"), make_node("other")
+    stale = msgspec.structs.replace(other.address, instance_id=InstanceId("gone"))
+    node.messenger.fetch("f", stale, keys(1), [0], 3.0)
+    assert "'other' answers where 'gone' should be" in node.expect_event(FetchEnded).error
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack(">I", 0xFFFFFFFF),
+        struct.pack(">I", 4) + b"\xc1\xc1\xc1\xc1",
+        struct.pack(">I", 0),
+        b"\x80\x04\x95" + bytes(64),
+    ],
+)
+def test_noise_closes_the_connection_and_nothing_else(
+    node: Node, transport: str, noise: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bare_socket(node.address, transport) as sock:
+        sock.settimeout(2)
+        sock.sendall(noise)
+        while data := _read(sock):
+            assert len(data) < 1000
+    wait_until(lambda: node.messenger.counts().refused_connections == 1)
+    assert len([r for r in caplog.records if "closed a connection" in r.message]) == 1
+    node.messenger.fetch("f", node.address, keys(1), [0], 3.0)  # still in service, even to itself
+    node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
+    ends = [node.events.get(timeout=2) for _ in range(2)]
+    assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}
+
+
+def _read(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_oversized_and_malformed_frames_after_the_handshake_are_refused(
+    node: Node, transport: str
+) -> None:
+    for body in (struct.pack(">I", MAX_FRAME_BYTES + 1), struct.pack(">I", 3) + b"\x81\xa1a"):
+        connection = rogue(node, transport)
+        with socket.socket(fileno=_dup(connection)) as sock:
+            sock.sendall(body)
+        with pytest.raises(PeerGoneError):
+            connection.receive(soon())
+        connection.close()
+    wait_until(lambda: node.messenger.counts().refused_connections == 2)
+
+
+def _dup(connection: Connection) -> int:
+    return os.dup(connection.fileno())
+
+
+@pytest.mark.parametrize(
+    ("index", "layer"), [(1, 0), (4, 0), (-1, 0), (2, 3), (2, -1), (1 << 40, 0)]
+)
+def test_a_slice_outside_what_is_expected_breaks_the_stream(
+    node: Node, transport: str, index: int, layer: int
+) -> None:
+    before = bytes(node.arena.buffer)
+    node.messenger.expect("s", [10, 11], 2, 3.0)
+    liar = rogue(node, transport)
+    liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
+    assert liar.receive(soon()) == StreamExpected(first_index=2, num_indices=2)
+    liar.offer(
+        [SliceOffer(index, layer, 0, 0)], [memoryview(bytes(node.layout.slice_bytes))], soon()
+    )
+    ended = node.expect_event(ReceiveEnded)
+    assert "outside what is expected" in ended.error
+    assert ended.corrupt == (2, 3)
+    assert bytes(node.arena.buffer) == before
+    liar.close()
+
+
+@pytest.mark.parametrize("block_id", [4, -1, 1 << 50])
+def test_a_block_the_sender_does_not_have_breaks_the_stream(block_id: int) -> None:
+    node = Node("node", "shm")
+    node.messenger.expect("s", [10], 0, 3.0)
+    liar = rogue(node, "shm")
+    liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
+    liar.receive(soon())
+    liar.offer([SliceOffer(0, 0, block_id, 0)], [], soon())
+    assert "which it lacks" in node.expect_event(ReceiveEnded).error
+    liar.close()
+    node.close()
+
+
+def test_a_second_sender_of_a_stream_is_refused(make_node: MakeNode) -> None:
+    first, second, receiver = make_node("first"), make_node("second"), make_node("receiver")
+    receiver.messenger.expect("s", [0], 0, 3.0)
+    first.messenger.open_stream("s", receiver.address, 3.0)
+    first.messenger.send("s", [(0, 0, layer) for layer in range(3)])
+    wait_until(lambda: receiver.messenger.counts().received_slices == 3)
+    second.messenger.open_stream("s", receiver.address, 3.0)
+    assert "has a sender already" in second.expect_event(SendEnded).error
+    first.messenger.finish_stream("s")
+    assert receiver.expect_event(ReceiveEnded).corrupt == ()
+    assert first.expect_event(SendEnded).error == ""
+
+
+def test_a_sender_that_gave_up_while_parked_does_not_take_the_stream(make_node: MakeNode) -> None:
+    sender, receiver = make_node("sender"), make_node("receiver")
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    time.sleep(0.1)
+    sender.messenger.abort_stream("s")
+    assert sender.expect_event(SendEnded).error
+    receiver.messenger.expect("s", [0], 0, 3.0)
+    time.sleep(0.05)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", [(0, 0, layer) for layer in range(3)])
+    sender.messenger.finish_stream("s")
+    assert receiver.expect_event(ReceiveEnded).error == ""
+
+
+def test_messages_out_of_turn_close_the_connection(node: Node, transport: str) -> None:
+    connection = rogue(node, transport)
+    connection.send(SlicesEnd(), soon())
+    with pytest.raises(PeerGoneError):
+        connection.receive(soon())
+    connection.close()
+
+
+def test_mistakes_of_our_own_worker_are_named(node: Node) -> None:
+    with pytest.raises(ValueError, match="outside the arena"):
+        node.messenger.expect("s", [32], 0, 1.0)
+    with pytest.raises(ValueError, match="2 keys but 1 blocks"):
+        node.messenger.fetch("f", node.address, keys(2), [0], 1.0)
+    node.messenger.expect("s", [0], 0, 30.0)
+    with pytest.raises(ValueError, match="expected already"):
+        node.messenger.expect("s", [1], 0, 1.0)
+    node.messenger.open_stream("o", node.address, 3.0)
+    node.messenger.send("o", [(0, 99, 0)])
+    node.messenger.expect("o", [0], 0, 3.0)
+    ends = [node.events.get(timeout=2) for _ in range(2)]
+    [error] = [e.error for e in ends if isinstance(e, SendEnded)]
+    assert "outside" in error

@@ -1,0 +1,238 @@
+"""What every transport does when peers behave: the right bytes arrive, each end is told once."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from messenger_harness import NUM_BLOCKS, Node, keys, make_layout
+
+from moonpool.messenger.events import (
+    FetchEnded,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
+from moonpool.messenger.landing import checksum_slice
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def pair(make_node: MakeNode) -> tuple[Node, Node]:
+    sender, receiver = make_node("sender"), make_node("receiver")
+    sender.fill(1)
+    receiver.fill(2)
+    return sender, receiver
+
+
+def all_slices(node: Node, num_blocks: int) -> list[tuple[int, int, int]]:
+    return [(i, i, layer) for layer in range(node.layout.num_layers) for i in range(num_blocks)]
+
+
+def test_fetch_brings_the_blocks_of_the_keys_in_order(
+    pair: tuple[Node, Node], transport: str
+) -> None:
+    source, reader = pair
+    reader.messenger.fetch("f", source.address, keys(4), [10, 11, 12, 13], 3.0)
+    asked = source.expect_event(ReadRequested)
+    assert list(asked.keys) == keys(4)
+    source.messenger.grant(asked.read_id, [7, 3, 5, 0])
+    ended = reader.expect_event(FetchEnded)
+    assert (ended.num_blocks, ended.corrupt_slices, ended.error) == (4, 0, "")
+    assert ended.num_bytes == 4 * source.layout.block_bytes
+    for here, there in zip([10, 11, 12, 13], [7, 3, 5, 0], strict=True):
+        assert reader.block(here) == source.block(there)
+    assert source.expect_event(ReadEnded).error == ""
+    assert source.messenger.counts().sent_bytes == {transport: ended.num_bytes}
+    assert reader.messenger.counts().received_bytes == {transport: ended.num_bytes}
+
+
+def test_a_partial_grant_leaves_the_other_blocks_alone(pair: tuple[Node, Node]) -> None:
+    source, reader = pair
+    before = reader.block(2)
+    reader.messenger.fetch("f", source.address, keys(3), [0, 1, 2], 3.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [4, 5])
+    assert reader.expect_event(FetchEnded).num_blocks == 2
+    assert reader.block(2) == before
+    assert reader.block(1) == source.block(5)
+
+
+def test_unknown_keys_are_an_empty_fetch_not_an_error(pair: tuple[Node, Node]) -> None:
+    source, reader = pair
+    reader.messenger.fetch("f", source.address, keys(3), [0, 1, 2], 3.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [])
+    ended = reader.expect_event(FetchEnded)
+    assert (ended.num_blocks, ended.error) == (0, "")
+    assert source.expect_event(ReadEnded).error == ""
+
+
+def test_a_corrupt_slice_ends_the_fetched_prefix(make_node: MakeNode) -> None:
+    layout = make_layout()
+    hashed = iter(range(1000))
+    wrong = 2 * layout.num_layers + 1  # layer 1 of the third block
+
+    def lie_once(view: memoryview) -> int:
+        return checksum_slice(view) ^ (next(hashed) == wrong)
+
+    source, reader = make_node("source", checksum=lie_once), make_node("reader")
+    reader.messenger.fetch("f", source.address, keys(4), [0, 1, 2, 3], 3.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1, 2, 3])
+    ended = reader.expect_event(FetchEnded)
+    assert (ended.num_blocks, ended.corrupt_slices) == (2, 1)
+    assert "1 slices corrupt" in source.expect_event(ReadEnded).error
+    assert reader.messenger.counts().corrupt_slices == 1
+
+
+def test_stream_slices_may_come_in_any_order_and_twice(pair: tuple[Node, Node]) -> None:
+    sender, receiver = pair
+    rng = random.Random(7)
+    slices = all_slices(sender, 20)
+    slices += rng.sample(slices, 10)
+    rng.shuffle(slices)
+    receiver.messenger.expect("s", list(range(31, 11, -1)), 0, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    while slices:
+        sender.messenger.send("s", slices[:7])
+        del slices[:7]
+    sender.messenger.finish_stream("s")
+    ended = receiver.expect_event(ReceiveEnded)
+    assert (ended.corrupt, ended.error) == ((), "")
+    assert sender.expect_event(SendEnded).error == ""
+    assert all(receiver.block(31 - i) == sender.block(i) for i in range(20))
+
+
+def test_indices_the_receiver_has_are_not_sent(pair: tuple[Node, Node]) -> None:
+    sender, receiver = pair
+    before = receiver.block(0)
+    receiver.messenger.expect("s", [8, 9], 3, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", all_slices(sender, 5))
+    sender.messenger.finish_stream("s")
+    ended = receiver.expect_event(ReceiveEnded)
+    assert (ended.corrupt, ended.error) == ((), "")
+    assert ended.num_bytes == sender.expect_event(SendEnded).num_bytes
+    assert ended.num_bytes == 2 * sender.layout.block_bytes
+    assert [receiver.block(8), receiver.block(9)] == [sender.block(3), sender.block(4)]
+    assert receiver.block(0) == before
+
+
+def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> None:
+    sender = make_node("sender", checksum=lambda view: checksum_slice(view) ^ (view[0] == 99))
+    receiver = make_node("receiver")
+    sender.arena.slice(5, 2)[0] = 99
+    receiver.messenger.expect("s", list(range(4)), 4, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    lost = (6, 6, 0)
+    sender.messenger.send("s", [item for item in all_slices(sender, 8) if item != lost])
+    sender.messenger.finish_stream("s")
+    assert receiver.expect_event(ReceiveEnded).corrupt == (5, 6)
+    assert "2 blocks arrived corrupt" in sender.expect_event(SendEnded).error
+
+
+def test_a_stream_may_be_expected_after_its_sender_came(pair: tuple[Node, Node]) -> None:
+    sender, receiver = pair
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", all_slices(sender, 2))
+    sender.messenger.finish_stream("s")
+    time.sleep(0.1)
+    receiver.messenger.expect("s", [0, 1], 0, 3.0)
+    assert receiver.expect_event(ReceiveEnded).corrupt == ()
+    assert sender.expect_event(SendEnded).error == ""
+
+
+def test_nothing_to_send_is_a_complete_stream(pair: tuple[Node, Node]) -> None:
+    sender, receiver = pair
+    receiver.messenger.expect("s", [], 2, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", all_slices(sender, 2))
+    sender.messenger.finish_stream("s")
+    assert receiver.expect_event(ReceiveEnded).error == ""
+    assert sender.expect_event(SendEnded).num_bytes == 0
+
+
+def test_many_streams_and_fetches_at_once(make_node: MakeNode) -> None:
+    layout = make_layout(head_dim=1024)  # 32 KiB slices: sockets fill up, sends come back partial
+    left, right = make_node("left", layout=layout), make_node("right", layout=layout)
+    left.fill(3)
+    per_stream, streams = 2, NUM_BLOCKS // 4
+    for number in range(streams):
+        blocks = range(number * per_stream, (number + 1) * per_stream)
+        name = f"s{number}"
+        right.messenger.expect(name, list(blocks), 0, 10.0)
+        left.messenger.open_stream(name, right.address, 10.0)
+        mine = [(i, b, layer) for layer in range(3) for i, b in enumerate(blocks)]
+        left.messenger.send(name, mine)
+        left.messenger.finish_stream(name)
+        target = [b + NUM_BLOCKS // 2 for b in blocks]
+        right.messenger.fetch(f"f{number}", left.address, keys(per_stream), target, 10.0)
+    received, fetched, sent, read = [], [], [], []
+    while len(sent) + len(read) < 2 * streams:
+        event = left.events.get(timeout=10)
+        if isinstance(event, ReadRequested):
+            number = len(read) + len(sent)
+            left.messenger.grant(event.read_id, [0, 1])
+        else:
+            (sent if isinstance(event, SendEnded) else read).append(event)
+            assert not event.error, event
+    while len(received) + len(fetched) < 2 * streams:
+        event = right.events.get(timeout=10)
+        (received if isinstance(event, ReceiveEnded) else fetched).append(event)
+    assert {(e.corrupt, e.error) for e in received} == {((), "")}
+    assert {(e.num_blocks, e.error) for e in fetched} == {(per_stream, "")}
+    half = NUM_BLOCKS // 2
+    assert all(right.block(b) == left.block(b) for b in range(half))
+    assert all(right.block(half + b) == left.block(b % 2) for b in range(half))
+
+
+def test_shared_memory_that_fails_gives_way_to_tcp() -> None:
+    source, reader = Node("source", "shm"), Node("reader", "shm")
+    broken = msgspec.structs.replace(source.address, unix_name="moonpool-nobody-listens-here")
+    reader.messenger.fetch("f", broken, keys(1), [0], 3.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [3])
+    assert reader.expect_event(FetchEnded).num_blocks == 1
+    assert set(reader.messenger.counts().received_bytes) == {"tcp"}
+    source.close()
+    reader.close()
+
+
+def test_two_hundred_streams_leave_no_descriptor_and_no_thread(pair: tuple[Node, Node]) -> None:
+    sender, receiver = pair
+
+    def run(name: str) -> None:
+        receiver.messenger.expect(name, [0], 0, 3.0)
+        sender.messenger.open_stream(name, receiver.address, 3.0)
+        sender.messenger.send(name, all_slices(sender, 1))
+        sender.messenger.finish_stream(name)
+        assert sender.expect_event(SendEnded).error == ""
+        assert receiver.expect_event(ReceiveEnded).error == ""
+
+    def settled() -> tuple[int, int]:
+        time.sleep(0.2)
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    run("first")
+    before = settled()
+    for number in range(200):
+        run(f"s{number}")
+    assert settled() == before
+
+
+def test_send_takes_microseconds_even_when_nobody_listens(pair: tuple[Node, Node]) -> None:
+    sender, receiver = pair
+    sender.messenger.open_stream("s", receiver.address, 3.0)  # parked: nobody expects it
+    slices = all_slices(sender, 32)
+    best_s = 1.0
+    for _ in range(20):
+        start_s = time.perf_counter()
+        sender.messenger.send("s", slices[:1])
+        best_s = min(best_s, time.perf_counter() - start_s)
+    sender.messenger.abort_stream("s")
+    assert best_s < 1e-3
+    assert sender.expect_event(SendEnded).error
