@@ -111,6 +111,8 @@ class FetchOperation:
         if self.life.world.chance("break_rate", 0.3):
             self.on_died(None)
             return
+        if self.life.world.chance("stall_rate", 0.3):
+            return  # until the fetch times out
         if not slices:
             self._end_read("")
             self.life.later(lambda: self._end_fetch(""))

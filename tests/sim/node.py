@@ -87,6 +87,7 @@ class Life:
         """Connects to the head, and says who it is."""
         if not self.alive:
             return
+        self._to_head.cut = self._from_head.cut = True
         self._to_head = Link(self.clock, self.world.options.slow_delay_s)
         self._from_head = Link(self.clock, self.world.options.slow_delay_s)
         down, info = self._from_head, self.info()
@@ -110,7 +111,7 @@ class Life:
 
     def lose_head(self) -> None:
         """The connection to the head breaks; the process lives on, and connects again."""
-        if not self.alive or not self.joined:
+        if not self.alive:
             return
         self._cut()
         self._perform(self.instance.abort_all())

@@ -33,10 +33,12 @@ class Options:
     cancel_rate: float
     num_deaths: int
     num_unlinks: int
+    num_head_crashes: int
     corrupt_rate: float
     missing_rate: float
     break_rate: float
     refuse_connection_rate: float
+    stall_rate: float  # of fetches
     step_failure_rate: float
     lost_event_rate: float
 
@@ -47,9 +49,10 @@ class Options:
             self.missing_rate,
             self.break_rate,
             self.refuse_connection_rate,
+            self.stall_rate,
             self.step_failure_rate,
         )
-        return not (self.num_deaths or self.num_unlinks or any(rates))
+        return not (self.num_deaths or self.num_unlinks or self.num_head_crashes or any(rates))
 
 
 def draw_options(rng: random.Random) -> Options:
@@ -76,23 +79,25 @@ def draw_options(rng: random.Random) -> Options:
         max_sequences=rng.choice((1, 2, 4, 16)),
         prefix_caching=rng.random() < 0.9,
         admission=rng.choice(("none", "early")),
-        threshold=rng.choice((1.0, 1.0, 2.0)),
+        threshold=rng.choice((1.0, 1.0, 1.5)),
         books_little=rng.random() < 0.4,
         num_requests=rng.randint(3, 14),
-        arrivals_s=rng.choice((0.0, 0.2, 1.0, 2.0)),
+        arrivals_s=rng.choice((0.0, 0.3, 2.0, 5.0)),
         max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=max_answer_tokens,
         slow_delay_s=rng.choice((0.0, 0.01, 0.2)),
-        transfer_is_cheap=rng.random() < 0.7,
+        transfer_is_cheap=rng.random() < 0.85,
         tight_slo_rate=maybe(0.5, 0.3),
         short_deadline_rate=maybe(0.5, 0.3),
         cancel_rate=maybe(0.6),
         num_deaths=rng.choice((0, 0, 1, 3)),
         num_unlinks=rng.choice((0, 0, 0, 1)),
+        num_head_crashes=rng.choice((0, 0, 0, 0, 1)),
         corrupt_rate=maybe(0.1),
         missing_rate=maybe(0.05, 0.2),
         break_rate=maybe(0.1),
         refuse_connection_rate=maybe(0.3, 0.25),
+        stall_rate=maybe(0.3, 0.25),
         step_failure_rate=maybe(0.1, 0.25),
         lost_event_rate=maybe(0.2, 0.2),
     )

@@ -14,14 +14,14 @@ LONG_DEADLINE_S = 1000.0
 
 def make_workload(options: Options, rng: random.Random) -> list[tuple[Truth, float]]:
     """Each request's truth, with the time of its arrival."""
-    documents = [_tokens(rng, options.max_prompt_tokens) for _ in range(2)]
+    documents = [("", _tokens(rng, options.max_prompt_tokens // 2)) for _ in range(2)]
     work: list[tuple[Truth, float]] = []
     for number in range(options.num_requests):
         at_s = (number + rng.random()) / options.num_requests * options.arrivals_s
         truth = find_truth(_request(options, rng, number, documents, at_s))
         # The next turn of this conversation, or of another, begins with prompt and answer.
         if rng.random() < 0.5:
-            documents.append(truth.tokens)
+            documents.append((truth.request.tenant, truth.tokens))
         work.append((truth, at_s))
     return work
 
@@ -34,15 +34,17 @@ def _request(
     options: Options,
     rng: random.Random,
     number: int,
-    documents: list[tuple[int, ...]],
+    documents: list[tuple[str, tuple[int, ...]]],
     at_s: float,
 ) -> Request:
-    document = rng.choice(documents[-3:])
-    size = options.max_prompt_tokens
-    if rng.random() < 0.5:
-        size = rng.randint(1, size)
-    prompt = document[: rng.randint(0, size)] if rng.random() < 0.3 else document[:size]
-    prompt += _tokens(rng, size - len(prompt))
+    tenant, document = rng.choice(documents[-3:])
+    if rng.random() < 0.2:
+        tenant = rng.choice(("", "a", "b"))
+    prompt = document[: options.max_prompt_tokens]
+    if rng.random() < 0.3:
+        prompt = prompt[: rng.randint(0, len(prompt))]
+    num_new = rng.randint(1, 4) if prompt else rng.randint(1, options.max_prompt_tokens // 2)
+    prompt += _tokens(rng, min(num_new, options.max_prompt_tokens - len(prompt)))
     tight = rng.random() < options.tight_slo_rate
     short = rng.random() < options.short_deadline_rate
     return Request(
@@ -61,6 +63,6 @@ def _request(
         ),
         arrived_s=at_s,
         deadline_s=at_s + (rng.random() * SHORT_DEADLINE_S if short else LONG_DEADLINE_S),
-        tenant=rng.choice(("", "", "a", "b")),
+        tenant=tenant,
         use_cache=rng.random() < 0.9,
     )

@@ -24,8 +24,19 @@ from moonpool.config import ConductorConfig, InstanceConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.events import PeerAddress
+from moonpool.metrics import RequestRecord
 from moonpool.types import BlockKey, InstanceId, RequestId, Role
-from moonpool.workers.messages import InstanceInfo, Report, Resync, WorkId
+from moonpool.workers.messages import (
+    DecodeAccepted,
+    InstanceInfo,
+    PrefillDone,
+    PrefillStarted,
+    Report,
+    Resync,
+    TransferDone,
+    WorkFailed,
+    WorkId,
+)
 from tests.sim.clock import Clock, Link
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
@@ -34,8 +45,9 @@ from tests.sim.truth import EOS, Truth
 from tests.sim.workload import SHORT_DEADLINE_S, make_workload
 
 MAX_EVENTS = 200_000
-FAULTS_END_S = 4.0
+FAULTS_END_S = 5.0
 TICK_S = 0.25
+ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, WorkFailed)
 
 
 class World:
@@ -62,14 +74,7 @@ class World:
             max_sequences=opts.max_sequences,
             prefix_caching=opts.prefix_caching,
         )
-        self.conductor = Conductor(
-            ConductorConfig(
-                admission=opts.admission,  # type: ignore[arg-type]
-                kvcache_balancing_threshold=opts.threshold,
-            )
-        )
-        if opts.books_little:
-            self.conductor._expected_output_tokens = 1.0
+        self.conductor = self._new_conductor()
         self.truths: dict[RequestId, Truth] = {}
         self.lives: dict[InstanceId, Life] = {}
         self.operations: list[FetchOperation | StreamOperation] = []
@@ -77,11 +82,24 @@ class World:
         self.refusals: dict[RequestId, Refuse] = {}
         self.ended: dict[RequestId, RequestEnded] = {}
         self.cancelled: set[RequestId] = set()
+        self.lost_with_head: set[RequestId] = set()
         self.seen: Counter[str] = Counter()
+        self._told: set[tuple[Life, type, WorkId]] = set()
         self._num_lives = 0
         self._digest = hashlib.sha256()
         self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # as the head knows them
         self._start()
+
+    def _new_conductor(self) -> Conductor:
+        conductor = Conductor(
+            ConductorConfig(
+                admission=self.options.admission,  # type: ignore[arg-type]
+                kvcache_balancing_threshold=self.options.threshold,
+            )
+        )
+        if self.options.books_little:
+            conductor._expected_output_tokens = 1.0
+        return conductor
 
     # What the nodes ask
 
@@ -116,6 +134,10 @@ class World:
         self.post(InstanceJoined(info))
 
     def on_report(self, life: Life, report: Report) -> None:
+        if isinstance(report, ONCE_PER_WORK):
+            told = (life, type(report), report.work_id)
+            assert told not in self._told, f"told twice: {told}"
+            self._told.add(told)
         self.post(Reported(life.instance_id, report))
 
     def on_link_cut(self, life: Life, down: Link) -> None:
@@ -192,6 +214,8 @@ class World:
             self.clock.after(rng.random() * 1.5, self._kill_one)
         for _ in range(opts.num_unlinks):
             self.clock.after(rng.random() * 1.5, self._unlink_one)
+        for _ in range(opts.num_head_crashes):
+            self.clock.after(rng.random() * 3, self._crash_head)
         self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
         self.clock.after(TICK_S, self._tick)
 
@@ -221,6 +245,14 @@ class World:
     def _unlink_one(self) -> None:
         self.clock.rng.choice(list(self.lives.values())).lose_head()
 
+    def _crash_head(self) -> None:
+        """The head starts anew, knowing nothing; its clients have lost their connections."""
+        self.lost_with_head |= set(self.conductor.requests)
+        self.conductor = self._new_conductor()
+        self._channels.clear()
+        for life in self.lives.values():
+            life.lose_head()
+
     def _tick(self) -> None:
         self.post(Tick())
         if self.conductor.requests or self.clock.now < self._last_arrival_s:
@@ -228,15 +260,21 @@ class World:
 
     def run(self) -> None:
         self.clock.run(MAX_EVENTS)
+        assert all(life.alive and life.joined for life in self.lives.values())
+        if not self.options.lost_event_rate:
+            for life in self.lives.values():
+                self._check_index(life)
         for life in self.lives.values():
-            assert life.alive and life.joined
             self._send(Send(life.instance_id, Resync()))
         self.clock.run(MAX_EVENTS)
         self._check_end()
 
     def _check_end(self) -> None:
-        assert set(self.ended) == set(self.truths), "every request ends exactly once"
-        for request_id, truth in self.truths.items():
+        assert not self.lost_with_head & set(self.ended)
+        ended = self.lost_with_head | set(self.ended)
+        assert ended == set(self.truths), "every request ends exactly once"
+        for request_id in self.ended:
+            truth = self.truths[request_id]
             self._check_ending(request_id, truth)
         for life in self.lives.values():
             instance = life.instance
@@ -245,6 +283,7 @@ class World:
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0
             self._check_cache(life)
+            self._check_index(life)
         conductor = self.conductor
         assert not conductor.requests and not conductor._works
         for state in conductor.instances.values():
@@ -260,6 +299,7 @@ class World:
         assert record.num_generated_tokens == sum(len(d.tokens) for d in delivers)
         self.seen[f"outcome {record.outcome}"] += 1
         if finished:
+            _check_order(record)
             assert record.ttft_s is not None and record.ttft_s >= 0
             assert request_id not in self.refusals
             return
@@ -270,12 +310,25 @@ class World:
         assert refusal.reason == record.outcome
         if refusal.status in (429, 503):
             assert refusal.retry_after_s is not None and 1 <= refusal.retry_after_s <= 120
+        self._check_refusal_was_early(truth, refusal, record)
         short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
         assert refusal.status != 504 or short, "hung until its deadline"
 
+    def _check_refusal_was_early(
+        self, truth: Truth, refusal: Refuse, record: RequestRecord
+    ) -> None:
+        """Without faults, a request that fits is refused before it costs anything, or not at all
+        (but for the decode instance's own check of the SLO)."""
+        opts, request = self.options, truth.request
+        most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
+        fits = self.layout.blocks_for(most_tokens) <= opts.num_blocks
+        disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
+        if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo":
+            assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
+
     def _check_cache(self, life: Life) -> None:
-        """What an instance has cached is what its keys say, and what the Conductor believes."""
-        pool, index = life.instance.pool, self.conductor.index
+        """What an instance has cached is what its keys say."""
+        pool = life.instance.pool
         named: dict[BlockKey, int] = {}
         for truth in self.truths.values():
             if truth.request.use_cache:
@@ -284,6 +337,28 @@ class World:
             (block_id,) = pool.match([key])
             for layer in range(self.options.num_layers):
                 assert life.arena[(block_id, layer)] == (layer, named[key])
-            assert index.match([key])[life.instance_id] == 1
-        assert index.num_blocks(life.instance_id) == len(pool.keys())
         assert self.options.prefix_caching or not pool.keys()
+
+    def _check_index(self, life: Life) -> None:
+        """What an instance has cached is what the Conductor believes."""
+        keys, index = life.instance.pool.keys(), self.conductor.index
+        assert all(index.match([key]).get(life.instance_id) == 1 for key in keys)
+        assert index.num_blocks(life.instance_id) == len(keys)
+
+
+def _check_order(record: RequestRecord) -> None:
+    """The steps of a request that was never tried again happened in their order."""
+    if record.attempts > 1:
+        return
+    instants = (
+        record.arrived_s,
+        record.placed_s,
+        record.prefill_started_s,
+        record.prefill_done_s,
+        record.decode_started_s,
+        record.first_token_s,
+        record.last_token_s,
+        record.finished_s,
+    )
+    seen = [instant for instant in instants if instant is not None]
+    assert seen == sorted(seen) and len(seen) >= 6, record

@@ -183,7 +183,10 @@ class Conductor:
             # An answer that has begun is not taken back for being slow.
             slo=UNLIMITED if tracked.generated else request.slo,
         )
-        decision = place(demand, views, self.config)
+        fresh = [view for view in views if view.instance_id not in tracked.failed_on]
+        decision = place(demand, fresh, self.config)
+        if isinstance(decision, Rejection) and len(fresh) < len(views):
+            decision = place(demand, views, self.config)
         if isinstance(decision, Rejection):
             self._refuse(tracked, decision, now)
         else:
@@ -332,6 +335,7 @@ class Conductor:
             case WorkFailed():
                 text = f"{instance_id}: {report.message}"
                 status = 429 if report.reason == "tbt_slo" else 503
+                tracked.failed_on.add(instance_id)
                 self._retry(tracked, status, report.reason, text, now)
 
     def _on_prefill_done(

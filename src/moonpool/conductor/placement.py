@@ -94,10 +94,13 @@ def place(
     if not prefills:
         return Rejection(503, "no_prefill_instance", "no prefill instance is up", 5.0)
     scored = [_score(demand, view, views, config) for view in prefills]
-    best = min(scored, key=lambda s: (s.ttft_s, s.view.queue_s, s.view.last_placed_s))
-    decode: InstanceView | None = best.view
-    if demand.decodes:
-        decode = _select_decode(demand, best.view, views)
+    scored.sort(key=lambda s: (s.ttft_s, s.view.queue_s, s.view.last_placed_s))
+    best, decode = scored[0], _select_decode(demand, scored[0].view, views)
+    for score in scored[1:]:
+        if decode is not None:
+            break
+        # A mixed instance without room must not stand for all: the next best may have some.
+        best, decode = score, _select_decode(demand, score.view, views)
     if decode is None:
         return _no_decode(demand, views)
     tbt_s = _tbt_s(demand, decode) if demand.decodes else 0.0
@@ -174,6 +177,8 @@ def _tbt_s(demand: Demand, view: InstanceView) -> float:
 def _select_decode(
     demand: Demand, prefill: InstanceView, views: Sequence[InstanceView]
 ) -> InstanceView | None:
+    if not demand.decodes:
+        return prefill
     if prefill.role is Role.MIXED:
         return prefill if prefill.room_tokens >= demand.expected_tokens else None
     able = [v for v in views if v.role.decodes and v.room_tokens >= demand.expected_tokens]
@@ -188,11 +193,12 @@ def _no_decode(demand: Demand, views: Sequence[InstanceView]) -> Rejection:
     decodes = [v for v in views if v.role.decodes]
     if not decodes:
         return Rejection(503, "no_decode_instance", "no decode instance is up", 5.0)
-    wait_s = min(v.next_exit_s for v in decodes)
-    text = (
-        f"no decode instance has room for {demand.expected_tokens} more tokens of KVCache;"
-        f" the next one should be free in {wait_s:.0f} s"
-    )
+    text = f"no decode instance has room for {demand.expected_tokens} more tokens of KVCache"
+    busy = [v.next_exit_s for v in decodes if v.decode_batch]
+    if not busy:
+        return Rejection(503, "no_decode_capacity", f"{text}, not even an idle one", 5.0)
+    wait_s = min(busy)
+    text += f"; the next answer should end in {wait_s:.0f} s"
     return Rejection(503, "no_decode_capacity", text, wait_s)
 
 
@@ -211,5 +217,9 @@ def _late(demand: Demand, best: _Score, scored: Sequence[_Score]) -> Rejection:
 
 def _slow(demand: Demand, tbt_s: float, views: Sequence[InstanceView]) -> Rejection:
     text = f"predicted time between tokens {tbt_s:.3f} s exceeds the SLO of {demand.slo.tbt_s:g} s"
-    wait_s = min(v.next_exit_s for v in views if v.role.decodes)
+    decodes = [v for v in views if v.role.decodes]
+    idle_s = min(v.cost.decode_step_s(1, demand.expected_tokens) for v in decodes)
+    if idle_s > demand.slo.tbt_s:
+        text += " even on an idle instance: raise the SLO"
+    wait_s = min((v.next_exit_s for v in decodes if v.decode_batch), default=0.0)
     return Rejection(429, "tbt_slo", text, wait_s)

@@ -55,6 +55,7 @@ class Tracked:
     num_attempts: int = 0
     generated: list[int] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)
+    failed_on: set[InstanceId] = field(default_factory=set)  # other instances come first
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +128,10 @@ class InstanceState:
         )
 
     def _next_exit_s(self) -> float:
-        """Until the decode with the fewest tokens left ends, if it uses all it may."""
-        left = [t.request.sampling.max_tokens - len(t.generated) for t in self.decodes.values()]
-        return max(min(left, default=0), 0) * self.decode_step_s()
+        """Until the decode with the fewest tokens left ends, if its answer is as long as booked."""
+        left = [
+            max(t.attempt.booked_tokens - t.num_tokens, 1)
+            for t in self.decodes.values()
+            if t.attempt is not None
+        ]
+        return min(left, default=0) * self.decode_step_s()

@@ -57,6 +57,7 @@ class ActiveWork:
     fetched_blocks: list[BlockId] = field(default_factory=list)
     fetch_first_index: int = 0
     closing: bool = False
+    started: bool = False  # PrefillStarted was told
     has_first_token: bool = False
     kv_arrived: bool = False
 

@@ -71,6 +71,10 @@ from moonpool.workers.messages import (
 )
 
 
+FETCH_PATIENCE = 10.0
+"""A fetch that takes so many times what it should is given up."""
+
+
 class Instance:
     """State of one instance. Works are served first come, first served."""
 
@@ -189,10 +193,11 @@ class Instance:
             return
         active.fetched_blocks, active.fetch_first_index = missing, len(held)
         active.pending.add(Pending.FETCH)
+        # A source that hangs must not use up the time in which the gap could be computed.
+        usual_s = self.cost.transfer_s(len(missing) * self.layout.block_bytes, same_host=False)
+        timeout_s = min(work.timeout_s, FETCH_PATIENCE * usual_s + 1.0)
         self._do(
-            FetchBlocks(
-                work.work_id, command.fetch.source, keys[len(held) :], missing, work.timeout_s
-            )
+            FetchBlocks(work.work_id, command.fetch.source, keys[len(held) :], missing, timeout_s)
         )
 
     def _on_reserve_decode(self, work: Work) -> None:
@@ -408,7 +413,9 @@ class Instance:
                 continue  # made way for an older one
             num_blocks = self.layout.blocks_for(len(active.tokens))
             if num_blocks > self.pool.num_blocks:
-                self._fail(active, "no_blocks", "the answer needs more blocks than the instance has")
+                self._fail(
+                    active, "no_blocks", "the answer needs more blocks than the instance has"
+                )
                 continue
             lacking = num_blocks - len(active.block_ids)
             while lacking > 0:
@@ -463,11 +470,10 @@ class Instance:
     def _enter_batch(self, active: ActiveWork) -> None:
         active.phase = Phase.RUNNING
         self._running.append(active)
-        if active.has_first_token:
-            return  # a decode that was preempted
+        if active.started or active.has_first_token:
+            return  # it was preempted
+        active.started = True
         fetched = min(active.num_fetched_tokens, active.num_computed)
-        if active.target is None and active.num_generated:
-            fetched = 0
         self._tell(
             PrefillStarted(
                 work_id=active.work_id,

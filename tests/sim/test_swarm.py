@@ -1,0 +1,135 @@
+"""Hundreds of seeded runs of the whole pure core, and proof that they would notice a defect."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.state import Tracked
+from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.prefix_index import PrefixIndex
+from moonpool.workers import instance as instance_module
+from moonpool.workers.active import ActiveWork
+from moonpool.workers.instance import Instance
+from tests.sim.swarm import SeedFailed, run_seed
+
+SEEDS_PER_TEST = 50
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("first", range(0, 800, SEEDS_PER_TEST))
+def test_promises_hold(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        run_seed(seed)
+
+
+def test_runs_reach_every_corner() -> None:
+    """A swarm that never preempts, fetches or breaks a stream would prove nothing about them."""
+    seen: Counter[str] = Counter()
+    for seed in range(1000, 1080):
+        seen += run_seed(seed).seen
+    for name in (
+        "FetchBlocks",
+        "StopReceiving",
+        "CancelStream",
+        "AbortStream",
+        "StepFailed",
+        "InstanceLost",
+        "counter preemptions",
+        "counter corrupt_blocks",
+        "counter failed_streams",
+        "outcome stop",
+        "outcome length",
+        "outcome abort",
+        "outcome deadline",
+        "outcome tbt_slo",
+        "outcome ttft_slo",
+        "outcome no_decode_capacity",
+    ):
+        assert seen[name] > 0, f"no run had {name}"
+    assert seen["outcome length"] + seen["outcome stop"] > seen["RequestArrived"] / 2
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    """Nothing may hang on the order of a set, or a run could not be repeated."""
+    program = (
+        "from tests.sim.swarm import run_seed; print([run_seed(s).fingerprint for s in (3, 8)])"
+    )
+    prints = set()
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        prints.add(run.stdout)
+    assert len(prints) == 1
+
+
+def _free_at_once(self: Instance, active: ActiveWork) -> None:
+    self.pool.release(active.owner)
+    self.pool.release(active.fetch_owner)
+    del self.works[active.work_id]
+
+
+def _ignore_corruption(original: Callable[..., None]) -> Callable[..., None]:
+    def defective(self: Instance, event: object) -> None:
+        original(self, msgspec.structs.replace(event, corrupt=()))
+
+    return defective
+
+
+def _seal_too_much(original: Callable[..., bool]) -> Callable[..., bool]:
+    def defective(self: BlockPool, block_id: int, key: bytes) -> bool:
+        return original(self, block_id, key[:1] * 16)  # type: ignore[arg-type]
+
+    return defective
+
+
+def _forget_delivered(original: Callable[..., None]) -> Callable[..., None]:
+    def defective(self: Conductor, tracked: Tracked, *rest: object) -> None:
+        original(self, tracked, *rest)
+        tracked.generated.clear()
+
+    return defective
+
+
+DEFECTS: dict[str, tuple[object, str, object]] = {
+    "blocks freed under a transfer": (Instance, "_finalise_if_idle", _free_at_once),
+    "corrupt blocks used": (
+        Instance,
+        "_on_receive_ended",
+        _ignore_corruption(Instance._on_receive_ended),
+    ),
+    "keys that collide": (BlockPool, "seal", _seal_too_much(BlockPool.seal)),
+    "tenants share": (instance_module, "root_key", lambda fingerprint, tenant: b"r" * 16),
+    "broken streams untold": (Instance, "_on_stop_receiving", lambda self, work_id: None),
+    "aborts forgotten": (Instance, "_on_abort", lambda self, work_id: None),
+    "events unheard": (
+        PrefixIndex,
+        "apply",
+        lambda self, instance_id, incarnation, sequence, stored, removed: True,
+    ),
+    "preempted work resumes": (
+        Instance,
+        "_preempt",
+        lambda self, active: (self._running.remove(active), self._waiting.append(active)),
+    ),
+    "retries start over": (Conductor, "_deliver", _forget_delivered(Conductor._deliver)),
+    "bookings forgotten": (Conductor, "_unbook_prefill", lambda self, tracked, attempt: None),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, defect = DEFECTS[name]
+    monkeypatch.setattr(owner, attribute, defect)
+    with pytest.raises(SeedFailed):
+        for seed in range(1500):
+            run_seed(seed)
