@@ -47,11 +47,11 @@ class PoolConfig(Struct, frozen=True):
 
 
 class NetworkConfig(Struct, frozen=True):
-    """Where the head listens for workers, and where the workers listen for each other."""
+    """Where the head listens for workers, and how they exchange blocks. A worker listens for its
+    peers at the address by which it reaches the head, unless it is told another."""
 
     head_host: str = "127.0.0.1"
     head_port: int = 0  # 0: any free one
-    worker_host: str = "127.0.0.1"
     use_shared_memory: bool = True
 
 

@@ -160,11 +160,10 @@ async def _ask(client: CompletionClient, talk: Conversation, turn: Turn, show: b
 
 def _print_turns(console: Console, run: Run) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("turn", "user", "asked", "right", "TTFT ms", "TBT ms", "prompt", "cached"):
-        justify = "left" if name in ("user", "asked") else "right"
-        table.add_column(name, justify=justify)
-    for name in ("fetched", "prefill on", "decode on"):
-        table.add_column(name, justify="right" if name == "fetched" else "left", no_wrap=True)
+    for name in ("turn", "user", "asked", "right", "TTFT ms", "TBT ms", "prompt", "cached", "fetched"):
+        table.add_column(name, justify="left" if name in ("user", "asked") else "right")
+    table.add_column("prefill on", no_wrap=True)
+    table.add_column("decode on", no_wrap=True)
     for row in run.rows:
         answer = row.answer
         table.add_row(

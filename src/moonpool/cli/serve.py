@@ -34,7 +34,6 @@ FLAG_KEYS = {
     "enable_prefix_caching": ("pool", "prefix_caching"),
     "head_host": ("network", "head_host"),
     "head_port": ("network", "head_port"),
-    "worker_host": ("network", "worker_host"),
     "slo_ttft": ("slo", "ttft_s"),
     "slo_tbt": ("slo", "tbt_s"),
     "placement": ("conductor", "placement"),
@@ -136,7 +135,6 @@ def serve(config_file: str | None, **flags: Any) -> None:
 @config_options
 @click.option("--head-host", help="Address for workers to join at (default 127.0.0.1).")
 @click.option("--head-port", type=int, help="Port for workers to join at.")
-@click.option("--worker-host", help="Address the workers listen at for each other.")
 def head(config_file: str | None, **flags: Any) -> None:
     """Start the head alone. Workers join with `moonpool worker`.
 

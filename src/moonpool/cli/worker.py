@@ -38,11 +38,14 @@ def cluster_secret() -> bytes:
 @click.option("--role", type=click.Choice([r.value for r in Role]), required=True)
 @click.option("--head", "head_address", required=True, metavar="HOST:PORT")
 @click.option("--name", help="Name of the instance (default: role and a random suffix).")
+@click.option("--host", help="Address to listen at for peers (default: the one facing the head).")
 @click.option("--exit-with-head", is_flag=True, help="End when the head does.")
-def worker(role: str, head_address: str, name: str | None, exit_with_head: bool) -> None:
+def worker(
+    role: str, head_address: str, name: str | None, host: str | None, exit_with_head: bool
+) -> None:
     """Start one instance of ROLE; it takes model and settings from the head it joins."""
-    host, _, port = head_address.rpartition(":")
-    if not host or not port.isdigit():
+    head_host, _, port = head_address.rpartition(":")
+    if not head_host or not port.isdigit():
         fail(f"--head must be HOST:PORT, not {head_address!r}")
     name = name or f"{role}-{secrets.token_hex(3)}"
     set_up_logging(name)
@@ -52,12 +55,12 @@ def worker(role: str, head_address: str, name: str | None, exit_with_head: bool)
     from moonpool.runtime.worker import Worker, WorkerError
 
     async def run() -> None:
-        this = Worker(Role(role), InstanceId(name), socket.gethostname(), os.getpid(), secret)
+        this = Worker(Role(role), InstanceId(name), socket.gethostname(), host, secret)
         task = asyncio.current_task()
         assert task is not None
         for sign in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sign, task.cancel)
-        await this.run(host.strip("[]"), int(port), reconnect=not exit_with_head)
+        await this.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

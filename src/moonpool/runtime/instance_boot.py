@@ -82,6 +82,7 @@ def boot_instance(
     setup: Setup,
     role: Role,
     instance_id: InstanceId,
+    listen_host: str,
     secret: bytes,
     post: Callable[[MessengerEvent], None],
 ) -> BootedInstance:
@@ -102,7 +103,7 @@ def boot_instance(
         instance_id,
         secret,
         post,
-        tcp_host=setup.network.worker_host,
+        tcp_host=listen_host,
         use_shared_memory=setup.network.use_shared_memory,
     )
     eos = model.spec.eos_token_ids

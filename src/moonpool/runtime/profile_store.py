@@ -17,10 +17,16 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.cost.fitted import FittedCost
+
 try:
     from moonpool.engine.calibrate import measure_cost
 except ImportError:
-    def measure_cost(engine): return FittedCost(prefill=(0.005,2e-4,0,0),decode=(0.003,1e-4,1e-7))
+
+    def measure_cost(engine):
+        return FittedCost(prefill=(0.005, 2e-4, 0, 0), decode=(0.003, 1e-4, 1e-7))
+
+
+from moonpool.engine.machine import cpu_name
 from moonpool.engine.runner import Engine
 
 log = logging.getLogger("moonpool.profile")
@@ -56,7 +62,7 @@ def profile_path(engine: Engine, threads: int) -> Path:
         engine.ops_name,
         str(threads),
         platform.node(),
-        _cpu_name(),
+        cpu_name(),
     )
     name = hashlib.sha256("\0".join(what).encode()).hexdigest()[:24]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -72,13 +78,3 @@ def _read(path: Path) -> FittedCost | None:
     except msgspec.DecodeError as error:
         log.warning("ignoring the damaged profile %s: %s", path, error)
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 
 import msgspec
@@ -63,12 +64,17 @@ class Worker:
     """Connects to the head, boots the instance it is told to be, and serves until told to stop."""
 
     def __init__(
-        self, role: Role, instance_id: InstanceId, host: str, pid: int, secret: bytes
+        self,
+        role: Role,
+        instance_id: InstanceId,
+        machine: str,
+        listen_host: str | None,
+        secret: bytes,
     ) -> None:
         self.role = role
         self.instance_id = instance_id
-        self._host = host
-        self._pid = pid
+        self._machine = machine
+        self._listen_host = listen_host
         self._secret = secret
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
@@ -109,9 +115,11 @@ class Worker:
         except AuthError as error:
             writer.close()
             raise WorkerError(f"the head at {head_host}:{head_port}: {error}") from None
+        if self._listen_host is None:
+            self._listen_host = str(writer.get_extra_info("sockname")[0])
         channel: HeadChannel = Channel(reader, writer, msgspec.msgpack.Decoder(DownFrame))
         self._channel = channel
-        channel.send(Apply(role=self.role, host=self._host, pid=self._pid))
+        channel.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
         heartbeat = asyncio.create_task(self._beat())
         try:
             async for frame in channel.frames():
@@ -131,12 +139,14 @@ class Worker:
     async def _join(self, setup: Setup, channel: HeadChannel) -> None:
         """Boots on the first setup; a head that came back must want the same instance."""
         if self._booted is None:
+            assert self._listen_host is not None
             try:
                 self._booted = await asyncio.to_thread(
                     boot_instance,
                     setup,
                     self.role,
                     self.instance_id,
+                    self._listen_host,
                     self._secret,
                     self._from_thread,
                 )
@@ -156,7 +166,7 @@ class Worker:
             self._engine.start()
         elif setup != self._setup:
             raise WorkerError("the head came back with another configuration; start anew")
-        info = self._booted.info(self._host, self._pid)
+        info = self._booted.info(self._machine, os.getpid())
         channel.send(Joined(info=info))
 
     async def _beat(self) -> None:

@@ -1,0 +1,117 @@
+"""One mixed instance without processes or sockets: its state machine and its engine, in a plain
+loop.
+
+What a worker does per step, without the head: so the figures hold scheduler, engine and sampler,
+as a peer's offline mode does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+
+from moonpool.config import InstanceConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import empty_cache
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.types import RequestId, Role, SamplingParams, Slo, Token
+from moonpool.workers.actions import RunStep, StepEnded, Tell, WorkerAction
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import PrefillStarted, StartPrefill, StepTokens, Work, WorkId
+
+FREE = FittedCost(prefill=(0.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
+
+
+class SoloInstance:
+    """Answers batches of prompts, greedily."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        kv_tokens: int,
+        block_tokens: int = 64,
+        chunk_tokens: int = 512,
+        prefix_caching: bool = False,
+    ) -> None:
+        loaded = open_model(model, dtype)
+        layout = make_layout(loaded, block_tokens)
+        cache = empty_cache(layout, layout.blocks_for(kv_tokens))
+        self.spec = loaded.spec
+        self.layout = layout
+        self.engine = Engine(loaded, choose_ops(dtype), cache)
+        config = InstanceConfig(chunk_tokens=chunk_tokens, prefix_caching=prefix_caching)
+        self._instance = Instance(
+            config, layout, layout.blocks_for(kv_tokens), Role.MIXED, FREE, ()
+        )
+        self._ids = count()
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:
+        """Answers all prompts together, `num_tokens` each."""
+        generation = Generation()
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        began_s = time.perf_counter()
+        actions: list[WorkerAction] = []
+        for prompt in prompts:
+            work = Work(
+                work_id=WorkId(str(next(self._ids))),
+                token_ids=tuple(prompt),
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                slo=Slo(ttft_s=1e9, tbt_s=1e9),
+                tenant="",
+                use_cache=True,
+                timeout_s=1e9,
+            )
+            generation.tokens[work.work_id] = []
+            actions += self._instance.handle(StartPrefill(work=work), 0.0)
+        while True:
+            step = next((a for a in actions if isinstance(a, RunStep)), None)
+            self._note(actions, generation, time.perf_counter() - began_s)
+            if step is None:
+                break
+            actions = self._instance.handle(self._run(step), 0.0)
+        generation.seconds = time.perf_counter() - began_s
+        return generation
+
+    def _run(self, step: RunStep) -> StepEnded:
+        sequences = [
+            SequenceStep(
+                RequestId(entry.work_id),
+                entry.new_token_ids,
+                entry.start,
+                entry.block_ids,
+                Draw(entry.draw, entry.generated, ()) if entry.draw else None,
+            )
+            for entry in step.entries
+        ]
+        result = self.engine.step(sequences)
+        return StepEnded(result.tokens, result.seconds)
+
+    def _note(self, actions: Sequence[WorkerAction], generation: Generation, now_s: float) -> None:
+        for action in actions:
+            if not isinstance(action, Tell):
+                continue
+            if isinstance(action.report, StepTokens):
+                for item in action.report.works:
+                    generation.tokens[item.work_id].extend(item.tokens)
+                generation.step_instants_s.append(now_s)
+            elif isinstance(action.report, PrefillStarted):
+                generation.cached_tokens += action.report.cached_tokens
+
+
+class Generation:
+    """What `generate` made, and when."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[WorkId, list[Token]] = {}
+        self.step_instants_s: list[float] = []
+        self.cached_tokens = 0
+        self.seconds = 0.0
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [[token.token_id for token in tokens] for tokens in self.tokens.values()]

@@ -1,0 +1,97 @@
+"""`moonpool bench NAME`: benchmarks of the parts, each against a limit or a peer in the same
+run."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from moonpool import __version__
+from moonpool.cli.output import fail, write_json
+from moonpool.engine.machine import cpu_name
+
+JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
+
+
+@click.group()
+def bench() -> None:
+    """Benchmarks of the parts."""
+
+
+@bench.command()
+@click.option("--model", default="random:m150", show_default=True)
+@click.option(
+    "--peer-python", help="Python of an installation of vLLM's CPU build to compare with."
+)
+@click.option("--peer-eager", is_flag=True, help="Do not let vLLM compile (starts sooner, slower).")
+@click.option("--repeats", default=3, show_default=True, help="Runs of each; the best counts.")
+@JSON
+def engine(
+    model: str, peer_python: str | None, peer_eager: bool, repeats: int, json_file: str | None
+) -> None:
+    """Prefill and decode, against GEMM rate, memory bandwidth and vLLM. One thread."""
+    from moonpool.bench.engine import PeerError, bench_engine
+
+    try:
+        found = bench_engine(model, peer_python, peer_eager, repeats, click.echo)
+    except PeerError as error:
+        fail(str(error))
+    _finish(found, json_file)
+
+
+@bench.command()
+@click.option("--model", default="random:m150", show_default=True)
+@click.option("--prefix-tokens", default=4096, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@JSON
+def cached(model: str, prefix_tokens: int, repeats: int, json_file: str | None) -> None:
+    """Time to first token of a long prompt: computed, from cache, fetched from another process."""
+    from moonpool.bench.cached import CachedBenchError, bench_cached
+
+    try:
+        found = bench_cached(model, prefix_tokens, repeats)
+    except CachedBenchError as error:
+        fail(str(error))
+    _finish(found | {"model": model}, json_file)
+
+
+@bench.command()
+@click.option("--concurrency", default=8, show_default=True)
+@JSON
+def head(concurrency: int, json_file: str | None) -> None:
+    """CPU time of the head per request and per token, on a real cluster."""
+    from moonpool.bench.head import bench_head
+
+    _finish(bench_head(concurrency), json_file)
+
+
+def _finish(found: dict[str, Any], json_file: str | None) -> None:
+    """Figures without their origin are worth nothing: command, commit and machine go along."""
+    found["origin"] = {
+        "command": "moonpool " + " ".join(sys.argv[1:]),
+        "version": __version__,
+        "commit": _commit(),
+        "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}",
+    }
+    click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    write_json(json_file, found)
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    done = subprocess.run(  # noqa: S603 - fixed arguments
+        [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"
