@@ -1,0 +1,206 @@
+"""Checkpoints in the Hugging Face layout: `config.json` and safetensors, in one file or in shards.
+
+Owns finding them (a folder, or an id in the Hub and its local cache), checking every tensor's name
+and shape before anything is read, and the identity of the weights. Tensors are mapped, read when
+asked for and cast one by one, so loading never holds the model twice. Never reads other formats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moonpool.engine.spec import ModelError, ModelSpec, parse_config
+from moonpool.engine.tensors import tensor_shapes
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges*"]
+STORED_DTYPES = {"F32", "BF16", "F16"}
+SAMPLE_BYTES = 4096
+SAMPLES_PER_TENSOR = 8
+# Tensors some exporters add and no computation needs.
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+NAMED_AT_MOST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path
+    spec: ModelSpec
+    weights: CheckpointWeights
+    fingerprint: str
+
+
+def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
+    """Opens and checks the checkpoint in folder `name`, or of the Hub id `name`."""
+    folder = _folder(name)
+    spec = parse_config(_json(folder / "config.json"))
+    files = _tensor_files(folder)
+    headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
+    _check_tensors(spec, files, headers)
+    weights = CheckpointWeights(files, dtype)
+    return Checkpoint(folder, spec, weights, _fingerprint(spec, files, headers))
+
+
+class CheckpointWeights:
+    """Reads tensors out of mapped safetensors files and casts them to one dtype."""
+
+    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+        self._files = files
+        self._dtype = dtype
+
+    def load(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        # A copy even if the dtype fits: a mapped tensor would keep its pages and lie unaligned.
+        return tensor.to(self._dtype, copy=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The JSON header of one safetensors file, and where its data begins."""
+
+    path: Path
+    tensors: Mapping[str, Any]  # name -> {"dtype", "shape", "data_offsets"}
+    data_start: int
+
+    @classmethod
+    def read(cls, path: Path) -> _Header:
+        try:
+            with safe_open(path, framework="pt"):
+                pass  # checks the header against the file's size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                tensors = json.loads(file.read(length))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+        tensors.pop("__metadata__", None)
+        return cls(path, tensors, 8 + length)
+
+
+def _folder(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{name} is a file: give the folder that holds config.json")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        raise ModelError(f"model folder {name} does not exist")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelError(
+            f"model {name!r} is no folder here and could not be had from the Hugging Face Hub "
+            f"({reason}); give a folder, or download it first where there is a network"
+        ) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}: not a checkpoint folder") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """The file each tensor lies in."""
+    if (folder / INDEX_FILE).exists():
+        weight_map = _json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{folder / INDEX_FILE} has no weight_map")
+        absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
+        if absent:
+            raise ModelError(f"{folder} lacks {_listed(absent)}, named in {INDEX_FILE}")
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / SINGLE_FILE
+    if not single.exists():
+        raise ModelError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other weight formats are "
+            "not read (convert them with transformers' save_pretrained)"
+        )
+    return dict.fromkeys(_Header.read(single).tensors, single)
+
+
+def _check_tensors(
+    spec: ModelSpec, files: Mapping[str, Path], headers: Mapping[Path, _Header]
+) -> None:
+    shapes = tensor_shapes(spec)
+    missing = [name for name in shapes if name not in files]
+    if missing:
+        raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
+    tied = {"lm_head.weight"} if spec.tie_embeddings else set()
+    unexpected = [n for n in files if n not in shapes and n not in tied and not IGNORED.search(n)]
+    if unexpected:
+        raise ModelError(
+            f"the checkpoint has tensors its config.json gives no use for: {_listed(unexpected)}"
+        )
+    for name, shape in shapes.items():
+        entry = headers[files[name]].tensors.get(name)
+        if entry is None:
+            raise ModelError(f"{files[name]} lacks tensor {name}, which {INDEX_FILE} puts there")
+        if tuple(entry["shape"]) != shape:
+            raise ModelError(
+                f"tensor {name} has shape {entry['shape']}, by config.json it must be {list(shape)}"
+            )
+        if entry["dtype"] not in STORED_DTYPES:
+            raise ModelError(
+                f"tensor {name} is stored as {entry['dtype']}: quantised checkpoints are not "
+                f"supported, only {', '.join(sorted(STORED_DTYPES))}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return ", ".join(names[:NAMED_AT_MOST]) + more
+
+
+def _fingerprint(
+    spec: ModelSpec, files: Mapping[str, Path], headers: Mapping[Path, _Header]
+) -> str:
+    """Identity of config and weights: every tensor's name and shape, and bytes from all over it.
+
+    Eight windows of 4 KiB per tensor tell training runs, merges and fine-tunes apart (they move all
+    elements of the tensors they touch) and cost milliseconds, where hashing a model of 16 GB in
+    every worker costs ten seconds and a pass over the disk. Damaged files are not what it detects.
+    """
+    digest = hashlib.sha256(repr(sorted(spec.computed_fields().items())).encode())
+    opened = {path: path.open("rb") for path in headers}
+    try:
+        for name in tensor_shapes(spec):
+            header = headers[files[name]]
+            entry = header.tensors[name]
+            begin, end = entry["data_offsets"]
+            digest.update(repr((name, entry["dtype"], entry["shape"])).encode())
+            last = max(end - begin - SAMPLE_BYTES, 0)
+            for i in range(SAMPLES_PER_TENSOR):
+                offset = last * i // (SAMPLES_PER_TENSOR - 1)
+                file = opened[header.path]
+                file.seek(header.data_start + begin + offset)
+                digest.update(file.read(min(SAMPLE_BYTES, end - begin)))
+    finally:
+        for file in opened.values():
+            file.close()
+    return digest.hexdigest()

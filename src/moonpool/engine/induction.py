@@ -1,0 +1,180 @@
+"""The built-in default model: a Llama whose weights are written down, not learned.
+
+It continues a text as it went on the last time the same bytes occurred, so any wrong, stale or
+misplaced KVCache block shows in its answer, which a person can judge by eye.
+
+The residual stream (hidden 256) is sixteen slots of 16 numbers. Slot 0 holds the code of a row's
+own token, slot 15 the constant 1; the layers fill the rest, each by one attention head:
+
+* **Shift** layers copy, from exactly 1, then 2, then 4 tokens back, the slots filled so far: slots
+  1..7 come to hold the codes of the seven tokens before. The score is a sum of cosines in the fast
+  RoPE pairs, largest at that distance.
+* The **search** layer attends to the position whose *predecessors* equal the latest tokens (near
+  ones weigh more) and copies its token's code to slot 8: the guess. Content lies in the slow RoPE
+  pairs, which hardly turn over the whole context. Equal contexts tie: a slight preference for the
+  recent one falls with the logarithm of the distance (all middle pairs, in phase).
+* **Check** layers search again, for the guess and the tokens before it, and so find a place where
+  it really stood like that; each makes the choice between near ties harder, and rests on the last.
+
+Codes are the 256 words of the Nordstrom-Robinson code (any two overlap at most 1/4) and three more
+for the special tokens. Every RMSNorm sees a known number of unit slots; its weights divide it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.spec import ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
+
+NAME = "moonpool/induction"
+BOS, EOS, PAD = 256, 257, 258
+
+CODE = 16
+HEAD_DIM = HIDDEN = 256
+PAIRS = HEAD_DIM // 2
+THETA = 1e12
+FAST = range(22)  # pairs that turn by more than 0.01 per token
+MIDDLE = range(22, 64)
+SLOW = range(64, 128)  # pairs that turn by less than a millionth per token
+
+ONE = 15 * CODE  # where the constant 1 lies
+GUESS = 8  # slot of the search layer's guess; the check layers' follow
+SHIFTS = (1, 2, 4)
+NUM_CHECKS = 2
+NUM_LAYERS = len(SHIFTS) + 1 + NUM_CHECKS
+
+SHIFT_SHARPNESS = 60.0
+SEARCH_WEIGHTS = (256.0, 160.0, 100.0, 64.0, 40.0, 24.0, 16.0)
+CHECK_WEIGHTS = (400.0, 256.0, 160.0, 100.0, 64.0, 40.0, 24.0, 16.0)
+RECENCY = 0.3
+LOGIT_SCALE = 24.0
+
+# Quadratic forms over GF(2)^4 (bit e: the product of the e-th pair of variables) whose differences
+# all have full rank, a Kerdock set: the cosets of the Reed-Muller code RM(1, 4) that they name are
+# the Nordstrom-Robinson code.
+_KERDOCK = (0, 12, 22, 27, 39, 41, 53, 58)
+
+SPEC = ModelSpec(
+    family="llama",
+    vocab_size=259,
+    hidden_size=HIDDEN,
+    num_layers=NUM_LAYERS,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=HEAD_DIM,
+    intermediate_size=16,
+    max_positions=32768,
+    rms_eps=1e-6,
+    rope=RopeSpec(theta=THETA),
+    bos_token_id=BOS,
+    eos_token_ids=(EOS,),
+)
+
+
+class InductionWeights:
+    """The tensors of `SPEC`, made when asked for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._tensors = {
+            name: torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+            for name, shape in tensor_shapes(SPEC).items()
+        }
+        self._fill()
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(NAME.encode())
+        for tensor in self._tensors.values():
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._dtype, copy=True)
+
+    def _fill(self) -> None:
+        codes = token_codes()
+        self._tensors["model.embed_tokens.weight"][:, :CODE] = codes
+        self._tensors["model.embed_tokens.weight"][:, ONE] = 1
+        for layer, distance in enumerate(SHIFTS):
+            self._norm(f"model.layers.{layer}.input_layernorm.weight", unit_slots=1 + distance)
+            self._shift(layer, distance)
+        first = len(SHIFTS)
+        for layer in range(first, NUM_LAYERS):
+            slot = GUESS + layer - first
+            self._norm(f"model.layers.{layer}.input_layernorm.weight", unit_slots=1 + slot)
+            if layer == first:
+                self._search(layer, range(7), range(1, 8), SEARCH_WEIGHTS)
+            else:
+                self._search(layer, (slot - 1, *range(7)), range(8), CHECK_WEIGHTS)
+            self._attention(layer, "o")[slot * CODE :, :CODE].fill_diagonal_(1)
+        answer = GUESS + NUM_CHECKS
+        self._norm("model.norm.weight", unit_slots=2 + answer)
+        head = self._tensors["lm_head.weight"]
+        head[:, answer * CODE : (answer + 1) * CODE] = LOGIT_SCALE * codes
+
+    def _attention(self, layer: int, part: str) -> Tensor:
+        return self._tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"]
+
+    def _norm(self, name: str, unit_slots: int) -> None:
+        """Weights that leave unit slots of unit length after RMSNorm."""
+        self._tensors[name].fill_((unit_slots / HIDDEN) ** 0.5)
+
+    def _shift(self, layer: int, distance: int) -> None:
+        """Attends `distance` tokens back and copies slots 0 .. distance - 1 behind themselves."""
+        q, k = self._attention(layer, "q"), self._attention(layer, "k")
+        sharpness = SHIFT_SHARPNESS * HEAD_DIM**0.5
+        for pair in FAST:
+            angle = torch.tensor(THETA ** (-pair / PAIRS) * distance, dtype=torch.float64)
+            q[pair, ONE] = sharpness * angle.cos()
+            q[pair + PAIRS, ONE] = -sharpness * angle.sin()
+            k[pair, ONE] = 1
+        width = distance * CODE
+        self._attention(layer, "v")[:width, :width].fill_diagonal_(1)
+        self._attention(layer, "o")[width : 2 * width, :width].fill_diagonal_(1)
+
+    def _search(
+        self,
+        layer: int,
+        query_slots: range | tuple[int, ...],
+        key_slots: range,
+        weights: tuple[float, ...],
+    ) -> None:
+        """Attends where the key slots equal the query slots, and reads the token there."""
+        q, k = self._attention(layer, "q"), self._attention(layer, "k")
+        places = [*SLOW, *(pair + PAIRS for pair in SLOW)]
+        for i, (query, key, weight) in enumerate(zip(query_slots, key_slots, weights, strict=True)):
+            for j in range(CODE):
+                place = places[i * CODE + j]
+                q[place, query * CODE + j] = weight * HEAD_DIM**0.5
+                k[place, key * CODE + j] = 1
+        for pair in MIDDLE:
+            q[pair, ONE] = RECENCY * HEAD_DIM**0.5
+            k[pair, ONE] = 1
+        self._attention(layer, "v")[:CODE, :CODE].fill_diagonal_(1)
+
+
+def token_codes() -> Tensor:
+    """[259, 16] of +-1/4: one unit vector per token, any two bytes' overlapping at most 1/4."""
+    points = [[(x >> i) & 1 for i in range(4)] for x in range(16)]
+    pairs = list(itertools.combinations(range(4), 2))
+    words = []
+    for form in _KERDOCK:
+        quadratic = [
+            sum((form >> e) & p[a] & p[b] for e, (a, b) in enumerate(pairs)) for p in points
+        ]
+        for line in range(32):
+            linear = [(line >> 4) + sum((line >> i) & p[i] for i in range(4)) for p in points]
+            words.append([(s + t) & 1 for s, t in zip(quadratic, linear, strict=True)])
+    words += [[(word >> i) & 1 for i in range(16)] for word in _special_words()]
+    return (1 - 2 * torch.tensor(words, dtype=torch.float32)) / 4
+
+
+def _special_words() -> tuple[int, int, int]:
+    """Three words at most half overlapping any byte's and not overlapping each other."""
+    return 15, 51, 85

@@ -1,0 +1,149 @@
+"""One decoder model for all families: each layer is two dense halves around an attention call.
+
+Owns the packed weights and the order of operations. Chunked prefill, layer-wise streaming and
+attention offloading all cut a layer at the same place: `qkv`, attend, `output`.
+Knows only the `Ops` protocol; never allocates blocks, never samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moonpool.engine.ops import HeadShape, KvCache, Linear, Ops, QkNorm, StepMeta
+from moonpool.engine.rope import rope_table
+from moonpool.engine.spec import ModelSpec
+from moonpool.engine.step import LayerDone
+
+
+class Weights(Protocol):
+    """Gives tensors by their Hugging Face names, in the model's dtype.
+
+    Each call makes a fresh tensor, so that no second copy of the model stays in memory.
+    """
+
+    def load(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+    post_norm: Tensor
+    next_norm: Tensor  # the input norm of the layer after it, or the final norm
+    qk_norm: QkNorm | None
+
+
+class DecoderModel:
+    """Weights packed by `ops`, and the way of a step's rows through them.
+
+    Between layers a step carries two tensors [T, hidden]: the residual stream, updated in place,
+    and its normed copy, the input of the next `qkv`.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
+        self.spec = spec
+        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._ops = ops
+        self._scale = spec.head_dim**-0.5
+        self._rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
+        self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
+        self._layers = [_pack_layer(spec, weights, ops, i) for i in range(spec.num_layers)]
+        self._embedding = weights.load("model.embed_tokens.weight")
+        head = self._embedding
+        if not spec.tie_embeddings:
+            head = weights.load("lm_head.weight")
+        self._head = ops.linear(head, None)
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """token_ids [T] -> residual and normed [T, hidden]."""
+        residual = F.embedding(token_ids, self._embedding)
+        return residual, self._ops.rms_norm(residual, self._first_norm, self.spec.rms_eps)
+
+    def qkv(self, layer: int, normed: Tensor) -> Tensor:
+        """First dense half: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
+        return self._layers[layer].qkv(normed)
+
+    def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
+        """Rotates q and k, puts k and v into their blocks, returns q [T, heads, head_dim]."""
+        qk_norm = self._layers[layer].qk_norm
+        return self._ops.rope_store(qkv, self.heads, self._rope, qk_norm, cache, layer, meta)
+
+    def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
+        """q [T, heads, head_dim] -> [T, heads * head_dim]."""
+        return self._ops.attend(q, self.heads, cache, layer, meta, self._scale)
+
+    def output(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
+        """Second dense half: updates `residual` in place, returns the next normed input."""
+        own, ops, eps = self._layers[layer], self._ops, self.spec.rms_eps
+        normed = ops.add_rms_norm(own.output(attention), residual, own.post_norm, eps)
+        mlp = own.down(ops.silu_mul(own.gate_up(normed)))
+        return ops.add_rms_norm(mlp, residual, own.next_norm, eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Of the last layer's output: [rows, hidden] -> [rows, vocab] float32."""
+        return self._head(normed).float()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None = None,
+    ) -> Tensor | None:
+        """Fills the KVCache of the rows; logits [len(wanted), vocab] of the `wanted` rows, if any.
+
+        The last layer goes on after its KVCache only with the wanted rows: nobody reads the others.
+        """
+        residual, normed = self.embed(token_ids)
+        last = self.spec.num_layers - 1
+        for layer in range(last + 1):
+            q = self.store(layer, self.qkv(layer, normed), cache, meta)
+            if on_layer is not None:
+                on_layer(layer)
+            if layer == last and wanted is None:
+                return None
+            attention = self.attend(layer, q, cache, meta)
+            if layer == last and wanted is not None and len(wanted) < meta.num_rows:
+                attention, residual = attention[wanted], residual[wanted]
+            normed = self.output(layer, attention, residual)
+        return self.logits(normed)
+
+
+def _pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> _Layer:
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    next_norm = f"model.layers.{layer + 1}.input_layernorm.weight"
+    if layer == spec.num_layers - 1:
+        next_norm = "model.norm.weight"
+
+    def linear(names: list[str], has_bias: bool) -> Linear:
+        weight = _fused([weights.load(f"{name}.weight") for name in names])
+        bias = _fused([weights.load(f"{name}.bias") for name in names]) if has_bias else None
+        return ops.linear(weight, bias)
+
+    qk_norm = None
+    if spec.qk_norm:
+        q_weight = weights.load(f"{attention}.q_norm.weight")
+        k_weight = weights.load(f"{attention}.k_norm.weight")
+        qk_norm = QkNorm(q_weight, k_weight, spec.rms_eps)
+    return _Layer(
+        qkv=linear([f"{attention}.{part}_proj" for part in "qkv"], spec.qkv_bias),
+        output=linear([f"{attention}.o_proj"], spec.o_bias),
+        gate_up=linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], spec.mlp_bias),
+        down=linear([f"{mlp}.down_proj"], spec.mlp_bias),
+        post_norm=weights.load(f"{prefix}.post_attention_layernorm.weight"),
+        next_norm=weights.load(next_norm),
+        qk_norm=qk_norm,
+    )
+
+
+def _fused(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,81 @@
+"""Rotary tables: the angles of every position, with the scaling a checkpoint was trained with.
+
+Owns the frequency formulas, evaluated in float32 and in the order `transformers` has, because that
+arithmetic is what checkpoints were trained and are judged with. Never rotates anything.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.ops import RopeTable
+from moonpool.engine.spec import RopeSpec
+
+
+def rope_table(rope: RopeSpec, head_dim: int, max_positions: int) -> RopeTable:
+    """cos and sin [max_positions, head_dim / 2] float32, times the attention factor of YaRN."""
+    frequencies = _frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+    scale = _attention_factor(rope)
+    return RopeTable(angles.cos().mul_(scale), angles.sin().mul_(scale))
+
+
+def _frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    wavelengths = rope.theta**exponents
+    frequencies: Tensor = 1.0 / wavelengths
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _yarn(rope, wavelengths, head_dim)
+    return frequencies
+
+
+def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    original = rope.original_max_positions
+    longest = original / rope.low_freq_factor
+    shortest = original / rope.high_freq_factor
+    waves = 2 * math.pi / frequencies
+    scaled = torch.where(waves > longest, frequencies / rope.factor, frequencies)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (original / waves - rope.low_freq_factor) / span
+    between = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    return torch.where((waves >= shortest) & (waves <= longest), between, scaled)
+
+
+def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
+    """Pairs that turn less than `beta_slow` times over the original context are interpolated."""
+
+    def pair_turning(rotations: float) -> float:
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+
+
+def _attention_factor(rope: RopeSpec) -> float:
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

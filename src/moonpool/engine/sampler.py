@@ -1,0 +1,154 @@
+"""Draws the next token of each sequence from its logits.
+
+Each draw is keyed by (seed, position of the new token) through a counted hash, and each row is
+worked on by itself, so a request's tokens depend neither on its batch nor on its instance.
+Never keeps anything between steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moonpool.engine.step import Draw
+from moonpool.types import SamplingParams, Token, TokenLogprobs
+
+Row = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+FIRST_CANDIDATES = 256
+_MASK = (1 << 64) - 1
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """The model's output holds NaN or infinity where a token was to be drawn."""
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Token]:
+    """One token per row. logits [rows, vocab] float32; positions: where the new tokens will stand.
+
+    Raises `NonFiniteLogitsError`.
+    """
+    best_logits, best_ids = logits.max(dim=-1)
+    best, values = best_ids.tolist(), best_logits.tolist()
+    tokens = []
+    for i, draw in enumerate(draws):
+        # NaN wins the maximum, so the chosen logit shows it.
+        if not abs(values[i]) < np.inf:
+            raise NonFiniteLogitsError(
+                f"row {i} of the step has logit {values[i]}: weights or KVCache"
+            )
+        if _is_plainly_greedy(draw):
+            tokens.append(Token(best[i]))
+        else:
+            row = logits[i].numpy().astype(np.float64)
+            tokens.append(_draw(row, draw, positions[i]))
+    return tokens
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments (splitmix64, twice)."""
+    return (_mix(_mix(seed & _MASK) ^ (position & _MASK)) >> 11) / (1 << 53)
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _is_plainly_greedy(draw: Draw) -> bool:
+    params = draw.params
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and len(draw.generated) >= params.min_tokens
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
+    )
+
+
+def _draw(raw: Row, draw: Draw, position: int) -> Token:
+    params = draw.params
+    row = _penalised(raw, draw)
+    if params.temperature == 0:
+        token_id = int(row.argmax())
+    else:
+        candidates, weights = _candidates(row / params.temperature, params)
+        bounds = weights.cumsum()
+        place = np.searchsorted(bounds, uniform(params.seed, position) * bounds[-1], side="right")
+        token_id = int(candidates[min(int(place), len(candidates) - 1)])
+    if params.logprobs is None:
+        return Token(token_id)
+    return Token(token_id, _logprobs(raw, token_id, params.logprobs))
+
+
+def _penalised(raw: Row, draw: Draw) -> Row:
+    """Takes penalties off what was generated, and bans the ends before `min_tokens`."""
+    params = draw.params
+    row = raw.copy()
+    if params.presence_penalty or params.frequency_penalty:
+        for token_id, count in Counter(draw.generated).items():
+            row[token_id] -= params.presence_penalty + params.frequency_penalty * count
+    if len(draw.generated) < params.min_tokens:
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends.update(draw.eos_token_ids)
+        row[[token_id for token_id in ends if 0 <= token_id < len(row)]] = -np.inf
+    return row
+
+
+def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
+    """Token ids that top_k, top_p and min_p leave, and their weights (not normalised)."""
+    row = row - row.max()
+    if not params.top_k and params.top_p >= 1:
+        weights = np.exp(row)
+        if params.min_p > 0:
+            weights[weights < params.min_p] = 0
+        return np.arange(len(row)), weights
+    total = float(np.exp(row).sum())
+    count = min(params.top_k or FIRST_CANDIDATES, len(row))
+    while True:
+        ids = _largest(row, count)
+        weights = np.exp(row[ids])
+        if params.top_k:
+            total = float(weights.sum())  # top_p counts within what top_k leaves, as in vLLM
+        kept = _nucleus(weights / total, params.top_p)
+        if kept < count or params.top_k or count == len(row):
+            break
+        count = min(count * 8, len(row))
+    ids, weights = ids[:kept], weights[:kept]
+    strong = weights >= params.min_p  # the largest weight is 1
+    return ids[strong], weights[strong]
+
+
+def _largest(row: Row, count: int) -> Ids:
+    """Ids of the `count` largest, falling; equal ones by id."""
+    ids = np.arange(len(row))
+    if count < len(row):
+        ids = np.argpartition(-row, count - 1)[:count]
+    return ids[np.lexsort((ids, -row[ids]))]
+
+
+def _nucleus(probabilities: Row, top_p: float) -> int:
+    """How many of the falling probabilities it takes to reach top_p; at least one."""
+    if top_p >= 1:
+        return len(probabilities)
+    reached = int(np.searchsorted(probabilities.cumsum(), top_p, side="left"))
+    return min(reached + 1, len(probabilities))
+
+
+def _logprobs(raw: Row, token_id: int, count: int) -> TokenLogprobs:
+    """From the model's own distribution, before temperature and penalties, as OpenAI gives them."""
+    peak = raw.max()
+    normaliser = peak + np.log(np.exp(raw - peak).sum())
+    top = _largest(raw, min(count, len(raw))) if count else np.empty(0, dtype=np.int64)
+    return TokenLogprobs(
+        float(raw[token_id] - normaliser),
+        tuple((int(i), float(raw[i] - normaliser)) for i in top),
+    )
