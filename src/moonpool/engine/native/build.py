@@ -33,14 +33,16 @@ class BuildError(RuntimeError):
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compiles into `folder` (default: the package's, else the user's cache); returns the file."""
+    """Compiles into `folder` (default: the package's, else the user's cache), unless it is there."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise BuildError(f"the kernels need an x86-64 CPU, this is {platform.machine()}")
+    target = (folder or _writable_folder()) / library_name()
+    if target.is_file():
+        return target
     found = (shutil.which(name) for name in COMPILERS)
     compiler = next((path for path in found if path), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
-    target = (folder or _writable_folder()) / library_name()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
         built = _compile(compiler, Path(work))

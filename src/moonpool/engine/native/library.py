@@ -60,7 +60,7 @@ def _bind(library: ctypes.CDLL, name: str, kind: str, isa: str) -> Call:
 
 
 def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels]]:
-    """`isa`, or the best this CPU has, and its functions; NativeUnavailableError if there are none."""
+    """`isa` (or the best this CPU has) and its functions; else NativeUnavailableError."""
     path = find_library()
     if path is None:
         raise NativeUnavailableError(

@@ -11,7 +11,11 @@ namespace {
 constexpr int PANEL = 32;
 constexpr int HALVES = PANEL / (2 * W);
 constexpr int64_t CHUNK_ROWS = 32 * MAX_ROWS;  // rows packed at a time
-constexpr int64_t AHEAD_BYTES = 2048;
+
+// How far ahead of itself a lone tile fetches weights: measured on Zen 4, where a few rows stream best
+// close ahead, and tiles that compute for longer on each line want far more lines under way.
+constexpr int64_t NEAR_BYTES = 1024, FAR_BYTES = 12288;
+constexpr int NEAR_ROWS = 4;
 
 template <class L>
 struct LinearCall {
@@ -43,58 +47,78 @@ void pack_rows(const LinearCall<L>& c, int64_t first, int n, int32_t* packed) {
     }
 }
 
-template <class L, int ROWS, int AHEAD>
-void tile(const LinearCall<L>& c, const int32_t* a, int64_t row, int64_t panel, const char* ahead) {
+// The last panel may be wider than y.
+template <class L, int ROWS>
+__attribute__((noinline)) void store_edge(const LinearCall<L>& c, vf (&sums)[ROWS][2], int64_t row,
+                                          int64_t column) {
+    for (int r = 0; r < ROWS; ++r) {
+        for (int64_t v = 0; v < 2; ++v) {
+            const int64_t at = column + v * W, n = least(c.out - at, W);
+            if (n > 0) store_first<L>(c.y + (row + r) * c.out + at, sums[r][v], (int)n);
+        }
+    }
+}
+
+template <class L, int ROWS>
+void tile(const LinearCall<L>& c, const int32_t* a, int64_t row, int64_t panel, const char* ahead,
+          int64_t ahead_step) {
     const int32_t* b = c.weight + panel * PANEL * c.lanes;
     for (int h = 0; h < HALVES; ++h) {
         const int64_t column = panel * PANEL + h * 2 * W;
         vf sums[ROWS][2];
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
-        accumulate<L, ROWS, 2, 1, ROWS, AHEAD>(sums, a, b + h * 2 * W, PANEL, c.lanes, ahead,
-                                              64 * AHEAD);
+        accumulate<L, ROWS, 2, 1, ROWS, 2>(sums, a, b + h * 2 * W, PANEL, c.lanes, ahead, ahead_step);
+        if (c.bias) {
+            const vf first = load(c.bias + column), second = load(c.bias + column + W);
+#pragma GCC unroll 14
+            for (int r = 0; r < ROWS; ++r) {
+                sums[r][0] = add(sums[r][0], first);
+                sums[r][1] = add(sums[r][1], second);
+            }
+        }
+        if (column + 2 * W > c.out) {
+            store_edge<L, ROWS>(c, sums, row, column);
+            continue;
+        }
+        typename L::T* to = c.y + row * c.out + column;
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; ++v) {
-                const int64_t at = column + v * W;
-                vf s = sums[r][v];
-                if (c.bias) s = add(s, load(c.bias + at));
-                const int64_t left = c.out - at;
-                if (left > 0) store_first<L>(c.y + (row + r) * c.out + at, s, (int)least(left, W));
-            }
+            L::store(to + r * c.out, sums[r][0]);
+            L::store(to + r * c.out + W, sums[r][1]);
         }
     }
 }
 
 template <class L>
-using TileFn = void (*)(const LinearCall<L>&, const int32_t*, int64_t, int64_t, const char*);
+using TileFn = void (*)(const LinearCall<L>&, const int32_t*, int64_t, int64_t, const char*, int64_t);
 
-template <class L, int AHEAD>
+template <class L>
 TileFn<L> tile_for(int rows) {
     switch (rows) {
-        case 1: return tile<L, 1, AHEAD>;
-        case 2: return tile<L, 2, AHEAD>;
-        case 3: return tile<L, 3, AHEAD>;
-        case 4: return tile<L, 4, AHEAD>;
+        case 1: return tile<L, 1>;
+        case 2: return tile<L, 2>;
+        case 3: return tile<L, 3>;
+        case 4: return tile<L, 4>;
 #if !defined(MP_ISA_avx2)
-        case 5: return tile<L, 5, AHEAD>;
-        case 6: return tile<L, 6, AHEAD>;
-        case 7: return tile<L, 7, AHEAD>;
-        case 8: return tile<L, 8, AHEAD>;
-        case 9: return tile<L, 9, AHEAD>;
-        case 10: return tile<L, 10, AHEAD>;
-        case 11: return tile<L, 11, AHEAD>;
-        case 12: return tile<L, 12, AHEAD>;
-        case 13: return tile<L, 13, AHEAD>;
-        case 14: return tile<L, 14, AHEAD>;
+        case 5: return tile<L, 5>;
+        case 6: return tile<L, 6>;
+        case 7: return tile<L, 7>;
+        case 8: return tile<L, 8>;
+        case 9: return tile<L, 9>;
+        case 10: return tile<L, 10>;
+        case 11: return tile<L, 11>;
+        case 12: return tile<L, 12>;
+        case 13: return tile<L, 13>;
+        case 14: return tile<L, 14>;
 #endif
         default: __builtin_trap();
     }
 }
 
 // One chunk of rows against all panels. A panel stays in the cache while the tiles pass over it; the
-// next one is fetched meanwhile: by the same tile, if there is only one, else by the first two.
+// first tile fetches what comes next: a little ahead of itself if it is the only one, else the next
+// panel.
 template <class L>
 void chunk(const LinearCall<L>& c, int64_t first, int64_t rows, int32_t* packed, int threads) {
     const int64_t tiles = ceil_div(rows, MAX_ROWS), panels = ceil_div(c.out, PANEL);
@@ -112,12 +136,10 @@ void chunk(const LinearCall<L>& c, int64_t first, int64_t rows, int32_t* packed,
             const char* here = (const char*)c.weight + p * panel_bytes;
             for (int64_t i = 0; i < tiles; ++i) {
                 const int32_t* a = packed + start(i) * c.lanes;
-                const char* ahead = tiles == 1 ? here + AHEAD_BYTES
-                                               : here + panel_bytes + i * (panel_bytes / 2);
-                const TileFn<L> run = tiles == 1 ? tile_for<L, 2>(length(i))
-                                      : i < 2    ? tile_for<L, 1>(length(i))
-                                                 : tile_for<L, 0>(length(i));
-                run(c, a, first + start(i), p, ahead);
+                const int64_t alone = length(i) <= NEAR_ROWS ? NEAR_BYTES : FAR_BYTES;
+                const char* ahead = here + (tiles == 1 ? alone : panel_bytes);
+                const int64_t step = i == 0 ? PANEL * 4 / HALVES : 0;
+                tile_for<L>(length(i))(c, a, first + start(i), p, ahead, step);
             }
         }
     }

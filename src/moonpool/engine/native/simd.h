@@ -180,8 +180,6 @@ struct F32 {
     MP_INLINE vf dot(vf s, vi a, vi b) { return moonpool::fma(as_float(a), as_float(b), s); }
     MP_INLINE vf load(const T* p) { return moonpool::load(p); }
     MP_INLINE void store(T* p, vf x) { moonpool::store(p, x); }
-    MP_INLINE float widen(T x) { return x; }
-    MP_INLINE T narrow(float x) { return x; }
 };
 
 struct B16 {
@@ -197,17 +195,6 @@ struct B16 {
     }
     MP_INLINE vf load(const T* p) { return widen_bf16(p); }
     MP_INLINE void store(T* p, vf x) { narrow_bf16(p, x); }
-    MP_INLINE float widen(T x) {
-        const uint32_t bits = (uint32_t)x << 16;
-        float y;
-        memcpy(&y, &bits, 4);
-        return y;
-    }
-    MP_INLINE T narrow(float x) {
-        T lanes[W];
-        store(lanes, set1(x));
-        return lanes[0];
-    }
 };
 
 template <class L>
@@ -228,7 +215,8 @@ MP_INLINE void store_first(typename L::T* p, vf x, int n) {
 // sums[r][v] += sum over k of a[r][k] * b[k][v]: the one inner loop of linears and attention.
 // Element (r, k) of `a` is lane a[r * A_ROW + k * A_LANE]; b has b_stride lanes per k. A sum is one chain
 // of `dot`s in rising k whatever ROWS is: that, and nothing else, makes rows independent of each other.
-// On the way, AHEAD lines per k are fetched into the cache from `ahead` on, which moves by `ahead_step`.
+// On the way, AHEAD lines per k are fetched from `ahead` on, which moves by `ahead_step`: into the
+// second level, as the first has too few outstanding misses to keep memory busy.
 template <class L, int ROWS, int VECS, int A_ROW, int A_LANE, int AHEAD>
 MP_INLINE void accumulate(vf (&sums)[ROWS][VECS], const int32_t* a, const int32_t* b,
                           int64_t b_stride, int64_t lanes, const char* ahead, int64_t ahead_step) {
@@ -238,7 +226,7 @@ MP_INLINE void accumulate(vf (&sums)[ROWS][VECS], const int32_t* a, const int32_
         for (int v = 0; v < VECS; ++v) right[v] = loadi(b + v * W);
         if (AHEAD > 0) {
 #pragma GCC unroll 4
-            for (int v = 0; v < AHEAD; ++v) _mm_prefetch(ahead + 64 * v, _MM_HINT_T0);
+            for (int v = 0; v < AHEAD; ++v) _mm_prefetch(ahead + 64 * v, _MM_HINT_T1);
             ahead += ahead_step;
         }
 #pragma GCC unroll 14

@@ -1,0 +1,45 @@
+"""Builds the native kernels at installation, if this machine can; all else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from moonpool.engine.native.build import BuildError, build  # noqa: E402
+
+NATIVE = Path("moonpool") / "engine" / "native"
+
+
+class BuildWithKernels(build_py):
+    """The package, and its kernels where a compiler is found; without them it runs on torch."""
+
+    def run(self) -> None:
+        super().run()
+        top = ROOT / "src" if self.editable_mode else Path(self.build_lib)
+        try:
+            built = build(top / NATIVE)
+        except (BuildError, OSError) as error:
+            print(f"moonpool kernels not built, the engine will run on plain torch: {error}")
+        else:
+            print(f"moonpool kernels built: {built}")
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel that may hold a shared library: any Python 3, but one platform."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
