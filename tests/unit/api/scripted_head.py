@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
+import uvloop
+
+from moonpool.api.app import make_app
 from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.options import ApiOptions
+from moonpool.api.server import http_server, listen
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
@@ -42,7 +51,7 @@ def one_by_one(data: bytes, *, logprobs: bool = False) -> list[Step]:
     return steps
 
 
-class FakeHead:
+class ScriptedHead:
     """Implements `Frontend`. Records what it was asked and which requests were left early."""
 
     def __init__(self, script: Script | None = None, tokenizer: Tokenizer | None = None):
@@ -97,3 +106,73 @@ class FakeHead:
 
     def metrics_text(self) -> bytes:
         return b"# nothing\n"
+
+
+def call(
+    head: ScriptedHead,
+    path: str,
+    body: Any = None,
+    *,
+    method: str = "POST",
+    raw: bytes | None = None,
+    headers: dict[str, str] | None = None,
+    options: ApiOptions | None = None,
+) -> httpx.Response:
+    """One call to the application, without a socket."""
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(head, options))
+        async with httpx.AsyncClient(transport=transport, base_url="http://head") as client:
+            content = json.dumps(body).encode() if raw is None and body is not None else raw
+            all_headers = {"content-type": "application/json", **(headers or {})}
+            return await client.request(method, path, content=content, headers=all_headers)
+
+    return asyncio.run(ask())
+
+
+def chat(head: ScriptedHead, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    return call(head, "/v1/chat/completions", body)
+
+
+def complete(head: ScriptedHead, **fields: Any) -> httpx.Response:
+    return call(head, "/v1/completions", {"prompt": "Hi", **fields})
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended as it should."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+@contextmanager
+def served(head: ScriptedHead, options: ApiOptions | None = None) -> Iterator[str]:
+    """The application on a real socket; gives its URL."""
+    listener = listen("127.0.0.1", 0)
+    server = http_server(make_app(head, options), drain_s=1)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.005)
+    return True
