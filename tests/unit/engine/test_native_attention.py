@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -34,6 +35,14 @@ SHAPES = [  # heads, block_tokens
 ]
 # (tokens before, rows) of each sequence: first tokens, decodes, chunks; on and off block ends
 MIXED = [(0, 1), (700, 1), (0, 130), (255, 1), (255, 2), (256, 33), (300, 77), (63, 1), (511, 1)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ISAS, scope="module")
@@ -183,15 +192,9 @@ def test_attend_gives_a_row_the_same_bits_in_any_chunk(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attend_does_not_depend_on_threads(ops: NativeOps, dtype: torch.dtype) -> None:
     case = make_case(HeadShape(14, 2, 64), 64, dtype, MIXED)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = case.attend(ops)
-        torch.set_num_threads(3)
-        three = case.attend(ops)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(one, three)
+    one = case.attend(ops)
+    torch.set_num_threads(3)
+    assert torch.equal(case.attend(ops), one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import pytest
 import torch
 
@@ -14,6 +15,14 @@ pytestmark = pytest.mark.skipif(available() is not None, reason=str(available())
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(32, 48), (48, 32), (64, 192), (63, 33), (1, 1), (256, 259), (896, 1152), (4096, 40)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ISAS, scope="module")
@@ -70,15 +79,9 @@ def test_linear_gives_a_row_the_same_bits_among_any_number(
 def test_linear_does_not_depend_on_threads(ops: NativeOps, dtype: torch.dtype) -> None:
     linear = ops.linear(randn(259, 128, dtype=dtype, seed=1), None)
     x = randn(100, 128, dtype=dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = linear(x)
-        torch.set_num_threads(3)
-        three = linear(x)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(one, three)
+    one = linear(x)
+    torch.set_num_threads(3)
+    assert torch.equal(linear(x), one)
 
 
 def test_linear_takes_views_and_no_rows_and_refuses_the_wrong_width(ops: NativeOps) -> None:

@@ -33,7 +33,7 @@ class BuildError(RuntimeError):
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compiles into `folder` (default: the package's, else the user's cache), unless it is there."""
+    """Compiles, unless done before, into `folder`: by default the package's or the user's cache."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise BuildError(f"the kernels need an x86-64 CPU, this is {platform.machine()}")
     target = (folder or _writable_folder()) / library_name()
