@@ -44,7 +44,7 @@ class Checkpoint:
 def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     """Opens and checks the checkpoint in folder `name`, or of the Hub id `name`."""
     folder = _folder(name)
-    spec = parse_config(_json(folder / "config.json"))
+    spec = parse_config(_config(folder))
     files = _tensor_files(folder)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     _check_tensors(spec, files, headers)
@@ -123,6 +123,22 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
     return value
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json, with the ends of answers that generation_config.json adds (chat models do)."""
+    config = _json(folder / "config.json")
+    if (folder / "generation_config.json").exists():
+        eos = _json(folder / "generation_config.json").get("eos_token_id")
+        ends = [*_as_list(eos), *_as_list(config.get("eos_token_id"))]
+        config["eos_token_id"] = list(dict.fromkeys(ends))
+    return config
+
+
+def _as_list(ids: object) -> list[object]:
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

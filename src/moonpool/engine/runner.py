@@ -42,6 +42,7 @@ class Engine:
         self.spec: ModelSpec = model.spec
         self.layout: BlockLayout = cache.layout
         self.ops_name = ops.name
+        self.num_blocks = cache.blocks.shape[0]
         expected = make_layout(model, cache.layout.block_tokens)
         if cache.layout != expected:
             raise ValueError(
@@ -147,8 +148,8 @@ class Engine:
                     f"step needs {count}"
                 )
             tables[i, :count] = sequence.block_ids[:count]
-        if tables.min() < 0 or tables.max() >= self._cache.blocks.shape[0]:
-            raise StepError(f"a block id lies outside 0..{self._cache.blocks.shape[0] - 1}")
+        if tables.min() < 0 or tables.max() >= self.num_blocks:
+            raise StepError(f"a block id lies outside 0..{self.num_blocks - 1}")
         return tables
 
 
