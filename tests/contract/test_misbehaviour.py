@@ -24,6 +24,7 @@ from moonpool.messenger.events import (
     ReceiveEnded,
     SendEnded,
 )
+from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.transport import Connection, PeerGoneError
 from moonpool.messenger.wire import (
     MAX_FRAME_BYTES,
@@ -170,6 +171,36 @@ def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer: ignored
     sender.messenger.finish_stream("s")
     sender.expect_silence()
+
+
+def test_an_aborted_stream_ends_only_when_its_thread_has_let_go(make_node: MakeNode) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow_checksum(view: memoryview) -> int:
+        reading.set()
+        go_on.wait(3)
+        return checksum_slice(view)
+
+    sender, receiver = make_node("sender", checksum=slow_checksum), make_node("receiver")
+    receiver.messenger.expect("s", [0], 0, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.send("s", [(0, 0, 0)])
+    assert reading.wait(2)
+    sender.messenger.abort_stream("s")
+    sender.expect_silence(0.1)
+    go_on.set()
+    assert "aborted" in sender.expect_event(SendEnded).error
+
+
+def test_a_second_grant_changes_nothing(make_node: MakeNode) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    source.fill(1)
+    reader.messenger.fetch("f", source.address, keys(1), [0], 3.0)
+    read_id = source.expect_event(ReadRequested).read_id
+    source.messenger.grant(read_id, [5])
+    source.messenger.grant(read_id, [6])
+    assert reader.expect_event(FetchEnded).num_blocks == 1
+    assert reader.block(0) == source.block(5)
 
 
 def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
