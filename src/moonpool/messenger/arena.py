@@ -43,15 +43,15 @@ class Arena:
         self.fd = os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.num_bytes)
-            self._map = mmap.mmap(self.fd, self.num_bytes)
+            mapping = mmap.mmap(self.fd, self.num_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            _prefault(self._map, self.num_bytes)
+            _prefault(mapping, self.num_bytes)
         except OSError as error:
             os.close(self.fd)
             raise ArenaError(
                 f"cannot set up an arena of {self.num_bytes / _GIB:.2f} GiB: {error}"
             ) from error
-        self.buffer = memoryview(self._map)
+        self.buffer = memoryview(mapping)
 
     def slice(self, block_id: int, layer: int) -> memoryview:
         """The slice's bytes, writable. The caller has checked that both numbers are in range."""
@@ -67,11 +67,9 @@ class Arena:
             return
         os.close(self.fd)
         self.fd = -1
-        self.buffer.release()
-        try:
-            self._map.close()
-        except BufferError:
-            return  # a tensor still looks at it; the mapping ends with that tensor
+        # Not unmapped by force: torch.frombuffer keeps a reference but does not lock the buffer, so
+        # a tensor that outlives the arena would read unmapped memory.
+        self.buffer = memoryview(b"")
 
 
 class PeerArena:

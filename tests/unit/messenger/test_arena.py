@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.arena import Arena, ArenaError, PeerArena, available_memory_bytes
@@ -91,10 +93,21 @@ def test_what_is_not_a_sealed_memory_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_close_is_safe_while_a_tensor_still_looks(arena: Arena) -> None:
-    view = np.frombuffer(arena.buffer, np.uint8)
+    array = np.frombuffer(arena.buffer, np.uint8)
+    tensor = torch.frombuffer(arena.buffer, dtype=torch.uint8)
     arena.close()
     arena.close()
-    assert view[0] == 0
+    gc.collect()
+    tensor += 1
+    assert int(tensor.sum()) == tensor.numel() == int(array.sum())
+
+
+def test_close_gives_the_memory_and_every_descriptor_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    Arena(LAYOUT, 8).close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert "moonpool-arena" not in Path("/proc/self/maps").read_text()
 
 
 def test_the_cgroup_limit_counts(tmp_path: Path) -> None:
