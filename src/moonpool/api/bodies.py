@@ -117,8 +117,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    tokens: list[int]
     model: str | None = None
+    tokens: list[int] | None = None
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -155,7 +155,6 @@ _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _EXPECTED = re.compile(r"Expected `(?P<wanted>.+)`, got `(?P<got>.+)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<name>.+)`")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -201,9 +200,6 @@ def _explain(text: str) -> ApiError:
         return ApiError(
             f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
         )
-    missing = _MISSING.match(what)
-    if missing:
-        return missing_parameter(missing["name"])
     where = f"'{path}'" if path else "the request body"
     expected = _EXPECTED.match(what)
     if expected:

@@ -127,11 +127,14 @@ class DisconnectWatch:
     def __init__(self, receive: Receive):
         self._receive = receive
         self._gone = False
+        self._num_cancels_before = 0
         self._watched: asyncio.Task[object] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._watched = asyncio.current_task()
+        assert self._watched is not None
+        self._num_cancels_before = self._watched.cancelling()
         self._watcher = asyncio.create_task(self._wait())
         return self
 
@@ -145,8 +148,8 @@ class DisconnectWatch:
         assert self._watcher is not None
         self._watcher.cancel()
         if self._gone:
-            left = self._watched.uncancel()
-            if left == 0 and kind is asyncio.CancelledError:
+            num_cancels = self._watched.uncancel()
+            if num_cancels <= self._num_cancels_before and kind is asyncio.CancelledError:
                 raise ClientGoneError from None
 
     async def _wait(self) -> None:

@@ -110,6 +110,8 @@ class Inspector:
     async def detokenize(self, exchange: Exchange) -> None:
         body = decode_body(_DETOKENIZE, await self._read(exchange))
         check_model(body.model, self._names)
+        if body.tokens is None:
+            raise missing_parameter("tokens")
         check_token_ids(body.tokens, self._frontend.card.vocab_size, "tokens")
         text = self._frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
         await _respond(exchange, {"prompt": text})

@@ -61,13 +61,14 @@ class PromptReader:
         if not sources:
             raise ApiError("'prompt' must not be empty.", param="prompt")
         add_special_tokens = body.add_special_tokens is not False
-        return [await self._read_one(source, add_special_tokens) for source in sources]
+        num_chars = sum(len(source) for source in sources if isinstance(source, str))
+        return [await self._read_one(s, add_special_tokens, num_chars) for s in sources]
 
-    async def _read_one(self, source: Any, add_special_tokens: bool) -> Prompt:
+    async def _read_one(self, source: Any, add_special_tokens: bool, num_chars: int) -> Prompt:
         if not source:
             raise ApiError("'prompt' must not be empty.", param="prompt")
         if isinstance(source, str):
-            token_ids = await self.encode(source, add_special_tokens, "prompt")
+            token_ids = await self.encode(source, add_special_tokens, "prompt", num_chars)
             if not token_ids:
                 raise ApiError("'prompt' has no tokens.", param="prompt")
             return Prompt(token_ids, source)
@@ -99,12 +100,17 @@ class PromptReader:
         except ChatTemplateError as error:
             raise ApiError(str(error), param="messages", code="chat_template_error") from None
 
-    async def encode(self, text: str, add_special_tokens: bool, param: str) -> tuple[int, ...]:
-        """Long texts are tokenised in a thread: the event loop streams other answers meanwhile."""
+    async def encode(
+        self, text: str, add_special_tokens: bool, param: str, num_chars: int = 0
+    ) -> tuple[int, ...]:
+        """Long texts are tokenised in a thread: the event loop streams other answers meanwhile.
+
+        `num_chars`: of all the texts of the call, when there are several.
+        """
         if len(text) > self._card.max_model_tokens * _MOST_CHARS_PER_TOKEN:
             raise context_exceeded(None, self._card.max_model_tokens, param)
         encode = self._tokenizer.encode
-        if len(text) > self._thread_above_chars:
+        if max(len(text), num_chars) > self._thread_above_chars:
             return tuple(await asyncio.to_thread(encode, text, add_special_tokens))
         return tuple(encode(text, add_special_tokens))
 
