@@ -147,6 +147,34 @@ def test_a_stream_may_be_expected_after_its_sender_came(pair: tuple[Node, Node])
     assert sender.expect_event(SendEnded).error == ""
 
 
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_no_deadline_worth_the_name_is_no_failure(
+    pair: tuple[Node, Node], timeout_s: float
+) -> None:
+    sender, receiver = pair
+    receiver.messenger.expect("s", [0], 0, timeout_s)
+    sender.messenger.open_stream("s", receiver.address, timeout_s)
+    sender.messenger.send("s", all_slices(sender, 1))
+    sender.messenger.finish_stream("s")
+    assert receiver.expect_event(ReceiveEnded).corrupt == ()
+    assert sender.expect_event(SendEnded).error == ""
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
+def test_a_deadline_already_passed_still_ends_each_operation_once(
+    pair: tuple[Node, Node], timeout_s: float
+) -> None:
+    left, right = pair
+    left.messenger.fetch("f", right.address, keys(1), [0], timeout_s)
+    assert left.expect_event(FetchEnded).error
+    left.messenger.open_stream("s", right.address, timeout_s)
+    assert left.expect_event(SendEnded).error
+    left.messenger.expect("s", [0], 0, timeout_s)
+    assert left.expect_event(ReceiveEnded).error
+    left.expect_silence()
+    right.expect_silence()
+
+
 def test_nothing_to_send_is_a_complete_stream(pair: tuple[Node, Node]) -> None:
     sender, receiver = pair
     receiver.messenger.expect("s", [], 2, 3.0)

@@ -36,6 +36,7 @@ from moonpool.types import BlockId, BlockKey, InstanceId
 PARK_S = 5.0
 MAX_INBOUND_CONNECTIONS = 256
 _CLOSE_TIMEOUT_S = HANDSHAKE_TIMEOUT_S + 1.0
+_MAX_TIMEOUT_S = 86400.0  # sockets and polls overflow on what is near to infinity
 _log = logging.getLogger(__name__)
 
 
@@ -146,7 +147,7 @@ class Messenger:
         """Pulls `keys` into `block_ids`, one each. Ends with FetchEnded."""
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys but {len(block_ids)} blocks to fetch them into")
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = _deadline_s(timeout_s)
         landing = self._landing(block_ids, 0)
         fetch = Fetch(fetch_id, source.instance_id, tuple(keys), landing, deadline_s)
         with self._lock:
@@ -177,7 +178,7 @@ class Messenger:
                 del self._sends[stream_id]
             self._station.post(event)
 
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = _deadline_s(timeout_s)
         with self._lock:
             if stream_id in self._sends:
                 raise ValueError(f"stream {stream_id!r} is open already")
@@ -212,7 +213,7 @@ class Messenger:
         if first_index < 0:
             raise ValueError(f"first_index {first_index} is negative")
         landing = self._landing(block_ids, first_index)
-        self._receptions.expect(stream_id, landing, time.monotonic() + timeout_s)
+        self._receptions.expect(stream_id, landing, _deadline_s(timeout_s))
         with self._lock:
             closing = self._closing
             if not closing and self._wake_fd >= 0:
@@ -316,3 +317,7 @@ class Messenger:
             frames.close()
             with self._lock:
                 self._inbound.discard(frames)
+
+
+def _deadline_s(timeout_s: float) -> float:
+    return time.monotonic() + min(timeout_s, _MAX_TIMEOUT_S)

@@ -23,7 +23,7 @@ MAX_SLICES_PER_FRAME = 256
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=100_000)]
 
 
 class SliceOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
