@@ -69,10 +69,16 @@ class ScriptedHead:
         self.script: Script = script or (lambda request: spoken("Hello"))
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self._kept: list[AsyncIterator[Output]] = []
         self.is_healthy = True
         self.explanations: dict[str, dict[str, Any]] = {}
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(self, request: Request) -> AsyncIterator[Output]:
+        outputs = self._outputs(request)
+        self._kept.append(outputs)  # so that only an explicit close ends it, never the collector
+        return outputs
+
+    async def _outputs(self, request: Request) -> AsyncIterator[Output]:
         self.requests.append(request)
         ended = False
         try:

@@ -451,3 +451,21 @@ def test_an_answer_the_server_gave_up_is_no_answer() -> None:
     response = complete(head)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "aborted"
+
+
+class BareOutputs:
+    """An iterator that cannot be closed."""
+
+    def __aiter__(self) -> BareOutputs:
+        return self
+
+    async def __anext__(self) -> Output:
+        return Output(tokens=(Token(97),))
+
+
+def test_an_iterator_that_cannot_be_closed_is_aborted_by_name() -> None:
+    head = ScriptedHead()
+    head.submit = lambda _: BareOutputs()  # type: ignore[method-assign]
+    response = call(head, "/v1/completions", {"prompt": "x", "stop": "aaa"})
+    assert response.json()["choices"][0]["text"] == ""
+    assert head.aborted == [response.headers["x-request-id"]]
