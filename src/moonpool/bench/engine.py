@@ -19,7 +19,8 @@ import torch
 
 from moonpool.bench.limits import gemm_flops_per_s, read_bytes_per_s
 from moonpool.bench.solo import SoloInstance
-from moonpool.engine.export import export_model
+from moonpool.engine.builtin import open_model
+from moonpool.engine.export import export_checkpoint
 from moonpool.engine.spec import ModelSpec
 
 PREFILL_TOKENS = (512, 2048)
@@ -126,7 +127,7 @@ def _measure_peer(model: str, python: str, eager: bool, repeats: int) -> dict[st
     }
     script = Path(__file__).with_name("vllm_peer.py")
     with tempfile.TemporaryDirectory() as folder:
-        export_model(model, "bfloat16", Path(folder))
+        export_checkpoint(open_model(model, "bfloat16"), Path(folder))
         done = subprocess.run(  # noqa: S603 - the interpreter the person named
             [python, str(script), folder, json.dumps(plan)],
             capture_output=True,

@@ -89,15 +89,15 @@ def _make_turn(
 ) -> Turn:
     if turn == 0 and user == 0:
         begin, rest = TALE[:21], TALE[21:]
-        return Turn(f"Tell the tale: {begin}", rest, None, "the tale, continued")
+        return Turn(f"Tell the tale: {begin}", rest, None, "the tale, go on")
     crate, content = f"crate-{user}{turn:02d}", _name(rng)
     note = f"Note that [{crate}={content}]. "
     if turn % 2 and crates:
         key = rng.choice(sorted(crates))
-        expected, what = crates[key], f"{key}, noted in an earlier turn"
+        expected, what = crates[key], f"{key} (earlier turn)"
     else:
         key = rng.choice(sorted(berths))
-        expected, what = berths[key], f"{key}, from the shared book"
+        expected, what = berths[key], f"{key} (shared book)"
     crates[crate] = content
     return Turn(f"{note}Look up [{key}=", expected, "]", what)
 

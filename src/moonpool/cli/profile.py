@@ -10,6 +10,8 @@ import msgspec
 from moonpool.cli.output import fail, write_json
 from moonpool.config import Dtype, choices
 
+CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest step that is measured
+
 
 @click.command()
 @click.argument("model", default="moonpool/induction")
@@ -32,7 +34,7 @@ def profile(model: str, dtype: str, threads: int, block_size: int, json_file: st
     from moonpool.engine.dtype import resolve_dtype
     from moonpool.engine.ops import empty_cache
     from moonpool.engine.runner import Engine, choose_ops, make_layout
-    from moonpool.runtime.profile_store import CALIBRATION_TOKENS, load_or_measure, profile_path
+    from moonpool.runtime.profile_store import load_or_measure, profile_path
 
     torch.set_num_threads(threads)
     try:

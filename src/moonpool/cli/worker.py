@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 
 import click
 import uvloop
@@ -17,6 +18,8 @@ from moonpool.types import InstanceId, Role
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 PR_SET_PDEATHSIG = 1
+GIL_INTERVAL_S = 5e-4
+"""Engine, messenger and event loop share the interpreter: the default of 5 ms is a decode step."""
 
 
 def cluster_secret() -> bytes:
@@ -49,6 +52,7 @@ def worker(
         fail(f"--head must be HOST:PORT, not {head_address!r}")
     name = name or f"{role}-{secrets.token_hex(3)}"
     set_up_logging(name)
+    sys.setswitchinterval(GIL_INTERVAL_S)
     secret = cluster_secret()
     if exit_with_head:
         _die_with_parent()

@@ -17,15 +17,7 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.cost.fitted import FittedCost
-
-try:
-    from moonpool.engine.calibrate import measure_cost
-except ImportError:
-
-    def measure_cost(engine):
-        return FittedCost(prefill=(0.005, 2e-4, 0, 0), decode=(0.003, 1e-4, 1e-7))
-
-
+from moonpool.engine.calibrate import measure_cost
 from moonpool.engine.machine import cpu_name
 from moonpool.engine.runner import Engine
 

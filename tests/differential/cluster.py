@@ -1,0 +1,235 @@
+"""A cluster in one process, of all the real parts but sockets to a head: arenas, engines,
+messengers and state machines. It keeps the logits behind every drawn token, so that paths can be
+compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.bench.solo import FREE
+from moonpool.config import InstanceConfig
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import KvCache, Ops
+from moonpool.engine.runner import Engine, make_layout
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.messenger import Messenger
+from moonpool.types import InstanceId, RequestId, Role
+from moonpool.workers.actions import (
+    AbortStream,
+    CancelStream,
+    ExpectStream,
+    FetchBlocks,
+    FinishStream,
+    GrantRead,
+    OpenStream,
+    RunStep,
+    SendBlocks,
+    StepEnded,
+    Tell,
+)
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import (
+    Fetch,
+    PrefillDone,
+    PrefillStarted,
+    ReserveDecode,
+    StartDecode,
+    StartPrefill,
+    StepTokens,
+    TransferDone,
+    Work,
+    WorkFailed,
+)
+
+SECRET = b"differential tests"
+MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"
+
+
+@dataclass
+class Outcome:
+    """What is known of one work at its end. logits: position of the drawn token -> [vocab]."""
+
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    fetched_tokens: int = 0
+    transferred_bytes: int = 0
+    finished: bool = False
+
+
+class Node:
+    """One instance."""
+
+    def __init__(
+        self, name: str, role: Role, dtype: str, ops: Ops, options: dict[str, Any], inbox: Any
+    ) -> None:
+        model = open_model(MODEL, dtype)
+        self.layout = make_layout(model, options.get("block_tokens", 16))
+        self.arena = Arena(self.layout, 256)
+        flat = torch.frombuffer(
+            self.arena.buffer, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        )
+        # Blocks begin full of NaN: reading one byte too many shows.
+        flat.fill_(float("nan"))
+        shape = (256, self.layout.num_layers, self.layout.slice_elements)
+        self.engine = Engine(model, ops, KvCache(flat.view(shape), self.layout))
+        self.messenger = Messenger(
+            self.arena,
+            self.layout,
+            InstanceId(name),
+            SECRET,
+            lambda event: inbox.put((self, event)),
+            use_shared_memory=options.get("shared_memory", True),
+        )
+        self.address = self.messenger.start()
+        config = InstanceConfig(
+            chunk_tokens=options.get("chunk_tokens", 64),
+            max_sequences=16,
+            prefix_caching=options.get("prefix_caching", True),
+        )
+        self.instance = Instance(config, self.layout, 256, role, FREE, ())
+
+
+class MiniCluster:
+    """Nodes by name, and the loop that drives them. Plays the Conductor's part by hand."""
+
+    def __init__(self, roles: dict[str, Role], dtype: str, ops: Ops, **options: Any) -> None:
+        self.inbox: queue.Queue[tuple[Node, Any]] = queue.Queue()
+        self.nodes = {
+            name: Node(name, role, dtype, ops, options, self.inbox) for name, role in roles.items()
+        }
+        self.outcomes: dict[str, Outcome] = {}
+        self._decode_of: dict[str, Node] = {}
+
+    def submit(
+        self, work: Work, on: str, decode: str | None = None, fetch_from: str | None = None
+    ) -> None:
+        self.outcomes[work.work_id] = Outcome()
+        target = fetch = None
+        if decode is not None:
+            self._decode_of[work.work_id] = self.nodes[decode]
+            self.inbox.put((self.nodes[decode], ReserveDecode(work=work)))
+            target = self.nodes[decode].address
+        if fetch_from is not None:
+            fetch = Fetch(source=self.nodes[fetch_from].address, num_blocks=10_000)
+        self.inbox.put((self.nodes[on], StartPrefill(work=work, fetch=fetch, target=target)))
+
+    def run(self, timeout_s: float = 60.0) -> None:
+        """Until all submitted works have ended and nothing is held."""
+        deadline = time.monotonic() + timeout_s
+        while not all(o.finished for o in self.outcomes.values()) or self._busy():
+            assert time.monotonic() < deadline, self.outcomes
+            try:
+                node, event = self.inbox.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            for action in node.instance.handle(event, 0.0):
+                self._perform(node, action)
+            node.instance.validate()
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.messenger.close()
+        for node in self.nodes.values():
+            del node.engine
+            node.arena.close()
+
+    def _busy(self) -> bool:
+        return any(n.instance.works or n.instance.pool.num_held for n in self.nodes.values())
+
+    def _perform(self, node: Node, action: Any) -> None:
+        messenger = node.messenger
+        match action:
+            case RunStep():
+                self.inbox.put((node, self._step(node, action)))
+            case Tell():
+                self._hear(action.report)
+            case SendBlocks():
+                layers = range(node.layout.num_layers)
+                slices = [(i, b, layer) for layer in layers for i, b in action.blocks]
+                messenger.send(action.stream_id, slices)
+            case OpenStream():
+                messenger.open_stream(action.stream_id, action.target, action.timeout_s)
+            case FinishStream():
+                messenger.finish_stream(action.stream_id)
+            case AbortStream():
+                messenger.abort_stream(action.stream_id)
+            case ExpectStream():
+                messenger.expect(
+                    action.stream_id, action.block_ids, action.first_index, action.timeout_s
+                )
+            case CancelStream():
+                messenger.cancel(action.stream_id)
+            case FetchBlocks():
+                messenger.fetch(
+                    action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s
+                )
+            case GrantRead():
+                messenger.grant(action.read_id, action.block_ids)
+
+    def _step(self, node: Node, step: RunStep) -> StepEnded:
+        sequences = [
+            SequenceStep(
+                RequestId(e.work_id),
+                e.new_token_ids,
+                e.start,
+                e.block_ids,
+                Draw(e.draw, e.generated, ()) if e.draw else None,
+            )
+            for e in step.entries
+        ]
+
+        def on_layer(layer: int) -> None:
+            for entry in step.entries:
+                if entry.sends:
+                    slices = [(index, block, layer) for index, block in entry.sends]
+                    node.messenger.send(entry.work_id, slices)
+
+        seen: list[Tensor] = []
+        forward = node.engine._model.forward
+
+        def spy(*arguments: Any) -> Tensor | None:
+            logits = forward(*arguments)
+            if logits is not None:
+                seen.append(logits.clone())
+            return logits
+
+        node.engine._model.forward = spy  # type: ignore[method-assign]
+        result = node.engine.step(sequences, on_layer)
+        node.engine._model.forward = forward  # type: ignore[method-assign]
+        drawing = [e for e in step.entries if e.draw]
+        for row, entry in enumerate(drawing):
+            position = entry.start + len(entry.new_token_ids)
+            self.outcomes[entry.work_id].logits[position] = seen[0][row]
+        return StepEnded(result.tokens, result.seconds)
+
+    def _hear(self, report: Any) -> None:
+        match report:
+            case PrefillStarted():
+                outcome = self.outcomes[report.work_id]
+                outcome.cached_tokens = report.cached_tokens
+                outcome.fetched_tokens = report.fetched_tokens
+            case PrefillDone():
+                self.outcomes[report.work_id].tokens.append(report.token.token_id)
+                self.outcomes[report.work_id].finished = report.finish is not None
+                start = StartDecode(work_id=report.work_id, token=report.token)
+                self.inbox.put((self._decode_of[report.work_id], start))
+            case TransferDone():
+                assert not report.error, report
+                assert not report.corrupt_blocks
+                self.outcomes[report.work_id].transferred_bytes = report.num_bytes
+            case StepTokens():
+                for item in report.works:
+                    outcome = self.outcomes[item.work_id]
+                    outcome.tokens.extend(t.token_id for t in item.tokens)
+                    outcome.finished = item.finish is not None
+            case WorkFailed():
+                raise AssertionError(report)

@@ -1,0 +1,158 @@
+"""Logits are bitwise equal whatever way a request takes: one instance without cache, chunked at
+any size, in a crowd, split into prefill and decode over either transport, with a prefix from the
+own cache or from another instance's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from moonpool.engine import native
+from moonpool.engine.ops import Ops
+from moonpool.engine.reference import ReferenceOps
+from moonpool.types import Role, SamplingParams, Slo
+from moonpool.workers.messages import Work, WorkId
+from tests.differential.cluster import MiniCluster, Outcome
+
+NUM_PROMPTS = 30
+NUM_TOKENS = 6
+
+
+def make_ops(name: str) -> Ops:
+    if name == "reference":
+        return ReferenceOps()
+    missing = native.available()
+    if missing is not None:
+        pytest.skip(missing)
+    from moonpool.engine.native.ops import NativeOps
+
+    return NativeOps()
+
+
+def make_prompts() -> list[list[int]]:
+    """Lengths around block and chunk bounds and at random; every second shares a prefix."""
+    rng = random.Random(4)
+    lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
+    lengths += [rng.randrange(1, 250) for _ in range(NUM_PROMPTS - len(lengths))]
+    prompts: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        shared = prompts[-1][: rng.randrange(len(prompts[-1]) + 1)] if i % 2 else []
+        prompts.append(shared + [rng.randrange(300) for _ in range(length)])
+    return prompts
+
+
+def work(name: str, prompt: list[int]) -> Work:
+    sampling = SamplingParams(temperature=0.8, seed=len(prompt), max_tokens=NUM_TOKENS)
+    return Work(
+        work_id=WorkId(name),
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        sampling=sampling,
+        slo=Slo(ttft_s=1e9, tbt_s=1e9),
+        tenant="",
+        use_cache=True,
+        timeout_s=30.0,
+    )
+
+
+Build = Callable[..., MiniCluster]
+VARIANTS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: "-".join(v))
+def build(request: pytest.FixtureRequest) -> Iterator[Build]:
+    """Makes clusters of one kind of operations and dtype, and closes them."""
+    name, dtype = request.param
+    ops = make_ops(name)
+    made: list[MiniCluster] = []
+
+    def make(roles: dict[str, Role], **options: object) -> MiniCluster:
+        made.append(MiniCluster(roles, dtype, ops, **options))
+        return made[-1]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(threads)
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def alone(build: Build) -> list[Outcome]:
+    """The truth: each prompt alone, in one piece, on one instance, without cache."""
+    cluster = build({"one": Role.MIXED}, chunk_tokens=1024, prefix_caching=False)
+    for i, prompt in enumerate(make_prompts()):
+        cluster.submit(work(str(i), prompt), on="one")
+        cluster.run()
+    return [cluster.outcomes[str(i)] for i in range(NUM_PROMPTS)]
+
+
+def assert_same(got: list[Outcome], expected: list[Outcome]) -> None:
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.tokens == b.tokens, i
+        assert a.logits.keys() == b.logits.keys(), i
+        for position, logits in a.logits.items():
+            assert torch.isfinite(logits).all(), (i, position)
+            assert torch.equal(logits, b.logits[position]), (i, position)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 50])
+def test_chunked_and_in_a_crowd(build: Build, alone: list[Outcome], chunk_tokens: int) -> None:
+    cluster = build({"one": Role.MIXED}, chunk_tokens=chunk_tokens, prefix_caching=False)
+    for i, prompt in enumerate(make_prompts()):
+        cluster.submit(work(str(i), prompt), on="one")
+    cluster.run()
+    assert_same([cluster.outcomes[str(i)] for i in range(NUM_PROMPTS)], alone)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_split_into_prefill_and_decode(
+    build: Build, alone: list[Outcome], shared_memory: bool
+) -> None:
+    cluster = build({"p": Role.PREFILL, "d": Role.DECODE}, shared_memory=shared_memory)
+    for i, prompt in enumerate(make_prompts()):
+        cluster.submit(work(str(i), prompt), on="p", decode="d")
+        if i % 5 == 4:
+            cluster.run()
+    cluster.run()
+    outcomes = [cluster.outcomes[str(i)] for i in range(NUM_PROMPTS)]
+    assert_same(outcomes, alone)
+    assert sum(o.transferred_bytes for o in outcomes) > 0
+    assert any(o.cached_tokens for o in outcomes)
+
+
+def test_prefix_from_the_own_cache(build: Build, alone: list[Outcome]) -> None:
+    cluster = build({"one": Role.MIXED}, chunk_tokens=40)
+    for i, prompt in enumerate(make_prompts()):
+        for round_name in ("first", "again"):
+            cluster.submit(work(f"{i} {round_name}", prompt), on="one")
+            cluster.run()
+    again = [cluster.outcomes[f"{i} again"] for i in range(NUM_PROMPTS)]
+    assert_same(again, alone)
+    for outcome, prompt in zip(again, make_prompts(), strict=True):
+        assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("holder", ["p", "d"])
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_prefix_from_another_instance(
+    build: Build, alone: list[Outcome], holder: str, shared_memory: bool
+) -> None:
+    roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+    cluster = build(roles, shared_memory=shared_memory)
+    prompts = make_prompts()
+    for i, prompt in enumerate(prompts):
+        cluster.submit(work(f"{i} first", prompt), on="p", decode="d")
+        cluster.run()
+        cluster.submit(work(f"{i} again", prompt), on="q", decode="e", fetch_from=holder)
+        cluster.run()
+    again = [cluster.outcomes[f"{i} again"] for i in range(NUM_PROMPTS)]
+    assert_same(again, alone)
+    for outcome, prompt in zip(again, prompts, strict=True):
+        assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
+    assert sum(o.fetched_tokens for o in again) > 1000
