@@ -110,6 +110,7 @@ def parse_config(text: str, overrides: dict[str, dict[str, Any]] | None = None) 
         tables: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the config is not valid TOML: {error}") from None
+    _check_names(tables)
     for table, values in (overrides or {}).items():
         tables.setdefault(table, {}).update(values)
     _check_names(tables)
@@ -170,7 +171,8 @@ def _check_ranges(config: Config) -> None:
     _require(0 <= config.api.port <= 65535, "api.port", "0 to 65535")
     _require(0 <= config.network.head_port <= 65535, "network.head_port", "0 to 65535")
     _require(config.api.max_body_bytes > 0, "api.max_body_bytes", "> 0")
-    _require(config.api.request_timeout_s > 0, "api.request_timeout_s", "> 0")
+    timeout_s = config.api.request_timeout_s
+    _require(0 < timeout_s <= 86_400, "api.request_timeout_s", "> 0 and at most a day (86400)")
     _require(
         config.conductor.kvcache_balancing_threshold >= 1,
         "conductor.kvcache_balancing_threshold",

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from moonpool.types import InstanceId, RequestId, Slo
 
 STAGES = (
-    ("queue", "placed", "prefill_started"),
+    ("placement", "arrived", "placed"),
+    ("queue_and_fetch", "placed", "prefill_started"),
     ("prefill", "prefill_started", "prefill_done"),
-    ("transfer_tail", "prefill_done", "transfer_done"),
+    ("handover", "prefill_done", "first_token"),
     ("decode", "first_token", "finished"),
 )
+"""Where a request's time went: consecutive stages, so that they sum to its whole time. The
+transfer of the KVCache runs beside prefill and handover; its end is `transfer_done_s`."""
 
 
 @dataclass(slots=True)
@@ -78,12 +81,14 @@ class RequestRecord:
 
     def note_tokens(self, count: int, now: float) -> None:
         """`count` tokens became visible at `now` (mutates)."""
-        if self.first_token_s is None:
+        if count <= 0:
+            return
+        if self.last_token_s is None:
             self.first_token_s = now
-        elif self.last_token_s is not None:
+        else:
             self.gaps_s.append(now - self.last_token_s)
-            # Several tokens at once: the later ones came without a gap.
-            self.gaps_s.extend([0.0] * (count - 1))
+        # Several tokens at once: the later ones came without a gap.
+        self.gaps_s.extend([0.0] * (count - 1))
         self.last_token_s = now
         self.num_generated_tokens += count
 

@@ -78,13 +78,12 @@ class BlockPool:
 
     def acquire(self, owner: str, block_ids: Iterable[BlockId]) -> None:
         """Adds a hold on each block. Mutates."""
-        holds = self._held_by.setdefault(owner, [])
         for block_id in block_ids:
             if self._num_holds[block_id] == 0:
                 assert block_id in self._evictable, "only named blocks can be acquired"
                 self._evictable.remove(block_id)
             self._num_holds[block_id] += 1
-            holds.append(block_id)
+            self._held_by.setdefault(owner, []).append(block_id)
 
     def allocate(self, owner: str, num_blocks: int) -> list[BlockId] | None:
         """Holds `num_blocks` nameless blocks, evicting cached ones if need be; all or nothing."""
@@ -94,7 +93,8 @@ class BlockPool:
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block_id in blocks:
             self._num_holds[block_id] = 1
-        self._held_by.setdefault(owner, []).extend(blocks)
+        if blocks:
+            self._held_by.setdefault(owner, []).extend(blocks)
         return blocks
 
     def seal(self, block_id: BlockId, key: BlockKey) -> bool:

@@ -70,7 +70,6 @@ from moonpool.workers.messages import (
     WorkTokens,
 )
 
-
 FETCH_PATIENCE = 10.0
 """A fetch that takes so many times what it should is given up."""
 

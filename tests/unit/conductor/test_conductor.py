@@ -1,0 +1,406 @@
+"""The Conductor's books: each request is booked once, tried again after faults, and ended once."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from moonpool.conductor.actions import (
+    ConductorAction,
+    ConductorEvent,
+    Deliver,
+    InstanceJoined,
+    InstanceLost,
+    Refuse,
+    Reported,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    Send,
+    Tick,
+)
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import ConductorConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.events import PeerAddress
+from moonpool.types import (
+    FinishReason,
+    InstanceId,
+    Request,
+    RequestId,
+    Role,
+    SamplingParams,
+    Slo,
+    Token,
+)
+from moonpool.workers.messages import (
+    Abort,
+    BlocksChanged,
+    BlocksSnapshot,
+    DecodeAccepted,
+    InstanceInfo,
+    PrefillDone,
+    PrefillStarted,
+    Report,
+    ReserveDecode,
+    Resync,
+    StartDecode,
+    StartPrefill,
+    StepTokens,
+    StopReceiving,
+    StreamBroken,
+    WorkFailed,
+    WorkId,
+    WorkTokens,
+)
+
+T = TypeVar("T")
+COST = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0))
+LAYOUT = BlockLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=4,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=4,
+)
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+PROMPT = tuple(range(10))
+
+
+class Desk:
+    """A Conductor with its books checked after each event."""
+
+    def __init__(self, *names: str, num_blocks: int = 1000, **config: Any) -> None:
+        self.conductor = Conductor(ConductorConfig(**config))
+        self.now = 0.0
+        self.num_blocks = num_blocks
+        for name in names:
+            self.join(name)
+
+    def join(self, name: str, incarnation: int = 1) -> list[ConductorAction]:
+        address = PeerAddress(
+            instance_id=InstanceId(name), host_id="h", unix_name="", tcp_host="x", tcp_port=1
+        )
+        info = InstanceInfo(
+            instance_id=InstanceId(name),
+            role=ROLES[name[0]],
+            incarnation=incarnation,
+            address=address,
+            layout=LAYOUT,
+            num_blocks=self.num_blocks,
+            cost=COST,
+            pid=1,
+            host="x",
+        )
+        return self.handle(InstanceJoined(info))
+
+    def handle(self, event: ConductorEvent) -> list[ConductorAction]:
+        actions = self.conductor.handle(event, self.now)
+        self.conductor.validate()
+        return actions
+
+    def ask(self, name: str = "r", **known: Any) -> list[ConductorAction]:
+        sampling = {"max_tokens": known.pop("max_tokens", 8)}
+        slo = Slo(ttft_s=known.pop("ttft_s", 30.0), tbt_s=known.pop("tbt_s", 1.0))
+        values = {"token_ids": PROMPT, "deadline_s": self.now + 60.0, **known}
+        request = Request(
+            request_id=RequestId(name),
+            sampling=SamplingParams(**sampling),
+            slo=slo,
+            arrived_s=self.now,
+            **values,
+        )
+        return self.handle(RequestArrived(request))
+
+    def report(self, name: str, report: Report) -> list[ConductorAction]:
+        return self.handle(Reported(InstanceId(name), report))
+
+    def prefilled(self, work: str = "r/1", token: int = 50) -> list[ConductorAction]:
+        return self.report("p0", PrefillDone(work_id=WorkId(work), token=Token(token)))
+
+    def decoding(self, work: str = "r/1", token: int = 50) -> list[ConductorAction]:
+        self.prefilled(work, token)
+        return self.report("d0", DecodeAccepted(work_id=WorkId(work)))
+
+    def tokens(
+        self, name: str, *tokens: int, finish: FinishReason | None = None, work: str = "r/1"
+    ) -> list[ConductorAction]:
+        item = WorkTokens(
+            work_id=WorkId(work), tokens=tuple(Token(t) for t in tokens), finish=finish
+        )
+        return self.report(name, StepTokens(works=(item,)))
+
+    def assert_nothing_is_booked(self) -> None:
+        assert not self.conductor.requests
+        for state in self.conductor.instances.values():
+            assert not (state.prefills or state.decodes or state.expected)
+            assert state.num_fetches_served == 0
+
+
+def of(actions: list[ConductorAction], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def sent(actions: list[ConductorAction], kind: type[T]) -> list[tuple[str, T]]:
+    return [(s.instance_id, s.command) for s in of(actions, Send) if isinstance(s.command, kind)]
+
+
+def test_a_request_s_whole_way() -> None:
+    desk = Desk("p0", "d0")
+    first = desk.ask()
+    assert [type(s.command) for s in of(first, Send)] == [ReserveDecode, StartPrefill]
+    (_, start) = sent(first, StartPrefill)[0]
+    assert start.target is not None and start.target.instance_id == "d0" and start.fetch is None
+    desk.now = 1.0
+    desk.report("p0", PrefillStarted(work_id=WorkId("r/1"), cached_tokens=4, fetched_tokens=0))
+    desk.now = 2.0
+    assert sent(desk.prefilled(), StartDecode) == [
+        ("d0", StartDecode(work_id=WorkId("r/1"), token=Token(50)))
+    ]
+    desk.now = 3.0
+    (deliver,) = of(desk.report("d0", DecodeAccepted(work_id=WorkId("r/1"))), Deliver)
+    assert deliver.tokens == (Token(50),) and deliver.cached_tokens == 4
+    desk.tokens("d0", 51)
+    last = desk.tokens("d0", 52, finish=FinishReason.STOP)
+    (ended,) = of(last, RequestEnded)
+    assert of(last, Deliver)[0].finish is FinishReason.STOP and not of(last, Send)
+    record = ended.record
+    assert record.outcome == "stop" and record.num_generated_tokens == 3
+    assert (record.placed_s, record.prefill_started_s, record.prefill_done_s) == (0.0, 1.0, 2.0)
+    assert (record.decode_started_s, record.ttft_s) == (3.0, 3.0)
+    desk.assert_nothing_is_booked()
+
+
+def test_an_answer_of_one_token_frees_the_reservation() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    done = PrefillDone(work_id=WorkId("r/1"), token=Token(50), finish=FinishReason.STOP)
+    actions = desk.report("p0", done)
+    assert sent(actions, Abort) == [("d0", Abort(work_id=WorkId("r/1")))]
+    assert of(actions, RequestEnded)[0].record.outcome == "stop"
+    desk.assert_nothing_is_booked()
+
+
+def test_a_mixed_instance_serves_alone() -> None:
+    desk = Desk("m0")
+    (_, start) = sent(desk.ask(), StartPrefill)[0]
+    assert start.target is None
+    assert of(desk.tokens("m0", 50), Deliver)
+    assert not desk.conductor.instances[InstanceId("m0")].prefills
+    assert of(desk.tokens("m0", 51, finish=FinishReason.LENGTH), RequestEnded)
+    desk.assert_nothing_is_booked()
+
+
+def test_cancelling_aborts_both_halves() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    actions = desk.handle(RequestCancelled(RequestId("r")))
+    assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
+    assert of(actions, RequestEnded)[0].record.outcome == "abort" and not of(actions, Refuse)
+    desk.assert_nothing_is_booked()
+    assert desk.handle(RequestCancelled(RequestId("r"))) == []
+
+
+def test_the_deadline_ends_a_request_wherever_it_is() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask(deadline_s=5.0)
+    desk.now = 4.9
+    assert desk.handle(Tick()) == []
+    desk.now = 5.0
+    actions = desk.handle(Tick())
+    (refuse,) = of(actions, Refuse)
+    assert (refuse.status, refuse.reason, refuse.retry_after_s) == (504, "deadline", None)
+    assert "during prefill" in refuse.message
+    assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
+    desk.assert_nothing_is_booked()
+
+
+def test_a_lost_prefill_instance_ends_the_decode_half_at_once() -> None:
+    desk = Desk("p0", "p1", "d0")
+    first = sent(desk.ask(), StartPrefill)[0][0]
+    other = {"p0": "p1", "p1": "p0"}[first]
+    actions = desk.handle(InstanceLost(InstanceId(first), "it died"))
+    assert sent(actions, Abort) == [("d0", Abort(work_id=WorkId("r/1")))]
+    ((name, start),) = sent(actions, StartPrefill)
+    assert name == other and start.work.work_id == "r/2"
+
+
+def test_after_a_loss_an_answer_goes_on_where_it_was() -> None:
+    desk = Desk("p0", "d0", "d1")
+    (_, start) = sent(desk.ask(), StartPrefill)[0]
+    assert start.target is not None
+    first = start.target.instance_id
+    second = {"d0": "d1", "d1": "d0"}[first]
+    desk.prefilled()
+    desk.report(first, DecodeAccepted(work_id=WorkId("r/1")))
+    desk.tokens(first, 51)
+    (_, start) = sent(desk.handle(InstanceLost(first, "it died")), StartPrefill)[0]
+    assert start.work.token_ids == (*PROMPT, 50, 51)
+    assert start.work.num_prompt_tokens == len(PROMPT)
+    desk.prefilled("r/2", 52)
+    actions = desk.report(second, DecodeAccepted(work_id=WorkId("r/2")))
+    assert of(actions, Deliver)[0].tokens == (Token(52),)
+    actions = desk.tokens(second, 53, finish=FinishReason.STOP, work="r/2")
+    assert of(actions, RequestEnded)[0].record.num_generated_tokens == 4
+    desk.assert_nothing_is_booked()
+
+
+def test_a_prefill_instance_lost_later_may_leave_an_unbegun_stream() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    desk.decoding()
+    actions = desk.handle(InstanceLost(InstanceId("p0"), "it died"))
+    assert sent(actions, StopReceiving) == [("d0", StopReceiving(work_id=WorkId("r/1")))]
+    assert len(actions) == 1, "the answer goes on"
+    assert of(desk.tokens("d0", 51, finish=FinishReason.STOP), RequestEnded)
+    desk.assert_nothing_is_booked()
+
+
+def test_words_of_an_old_attempt_are_not_heard() -> None:
+    desk = Desk("p0", "d0", "d1")
+    desk.ask()
+    decode = desk.conductor.requests[RequestId("r")].attempt.decode  # type: ignore[union-attr]
+    assert decode is not None
+    desk.prefilled()
+    desk.handle(InstanceLost(decode, "it died"))
+    assert desk.tokens("d0", 99) == []
+    assert desk.report("d0", DecodeAccepted(work_id=WorkId("r/1"))) == []
+    assert desk.report("p0", WorkFailed(work_id=WorkId("r/1"), reason="x", message="")) == []
+
+
+def test_a_failed_instance_is_tried_last() -> None:
+    desk = Desk("p0", "p1", "d0")
+    first = sent(desk.ask(), StartPrefill)[0][0]
+    desk.ask("busy", token_ids=tuple(range(500, 900)))
+    failed = WorkFailed(work_id=WorkId("r/1"), reason="engine_error", message="broken")
+    second = sent(desk.report(first, failed), StartPrefill)[0][0]
+    assert second != first, "though it would be faster"
+
+
+def test_attempts_are_bounded() -> None:
+    desk = Desk("p0", "d0", max_attempts=2)
+    desk.ask()
+    first = WorkFailed(work_id=WorkId("r/1"), reason="engine_error", message="broken")
+    assert sent(desk.report("p0", first), StartPrefill)
+    second = WorkFailed(work_id=WorkId("r/2"), reason="engine_error", message="broken")
+    actions = desk.report("p0", second)
+    (refuse,) = of(actions, Refuse)
+    assert (refuse.status, refuse.reason) == (503, "engine_error") and "broken" in refuse.message
+    assert refuse.retry_after_s is not None and of(actions, RequestEnded)[0].record.attempts == 2
+    desk.assert_nothing_is_booked()
+
+
+def test_a_begun_answer_is_not_refused_for_its_slo() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask(ttft_s=0.05)
+    desk.decoding()
+    for number in range(40):  # the queue is now far longer than the SLO
+        desk.ask(f"other{number}", token_ids=tuple(range(100 * number, 100 * number + 50)))
+    failed = WorkFailed(work_id=WorkId("r/1"), reason="engine_error", message="broken")
+    actions = desk.report("d0", failed)
+    assert sent(actions, StartPrefill) and not of(actions, Refuse)
+
+
+def test_overload_is_refused_before_any_work() -> None:
+    desk = Desk("p0", "d0")
+    refused: list[Refuse] = []
+    for number in range(40):
+        prompt = tuple(range(100 * number, 100 * number + 50))
+        actions = desk.ask(f"r{number}", token_ids=prompt, ttft_s=0.5)
+        if of(actions, Refuse):
+            assert not of(actions, Send)
+            assert of(actions, RequestEnded)[0].record.attempts == 0
+            refused += of(actions, Refuse)
+    assert len(refused) == 30, "10 prompts of 50 ms fit into half a second"
+    assert all(r.status == 429 and r.reason == "ttft_slo" for r in refused)
+    assert all(r.retry_after_s is not None and 1 <= r.retry_after_s <= 120 for r in refused)
+
+
+def test_room_is_booked_for_the_answer_too() -> None:
+    desk = Desk("p0", "d0", num_blocks=10)  # 40 tokens
+    assert sent(desk.ask("a", max_tokens=15), StartPrefill)
+    (refuse,) = of(desk.ask("b", max_tokens=6), Refuse)
+    assert (refuse.status, refuse.reason) == (503, "no_decode_capacity")
+    assert sent(desk.ask("c", max_tokens=5), StartPrefill)
+    desk.handle(RequestCancelled(RequestId("a")))
+    assert sent(desk.ask("d", max_tokens=15), StartPrefill)
+
+
+def test_no_instance_is_refused() -> None:
+    (refuse,) = of(Desk().ask(), Refuse)
+    assert (refuse.status, refuse.reason, refuse.retry_after_s) == (503, "no_instance", 5.0)
+
+
+def test_requests_of_one_prefix_follow_it() -> None:
+    """The second comes while the first is still computed: what is expected counts as a hit."""
+    desk = Desk("p0", "p1", "d0")
+    prompt = tuple(range(400))
+    busy = sent(desk.ask("z", token_ids=tuple(range(500, 600))), StartPrefill)[0][0]
+    first = sent(desk.ask("a", token_ids=prompt), StartPrefill)[0][0]
+    second = sent(desk.ask("b", token_ids=(*prompt, 1)), StartPrefill)[0][0]
+    other = sent(desk.ask("c", token_ids=(*prompt, 1), tenant="x"), StartPrefill)[0][0]
+    assert second == first != busy
+    assert other == busy, "what another tenant computes is no hit"
+
+
+def test_what_lies_elsewhere_is_fetched() -> None:
+    desk = Desk("p0", "d0")
+    prompt = tuple(range(400))
+    keys = block_keys(prompt, LAYOUT.block_tokens, root_key(LAYOUT.fingerprint, ""))
+    desk.report("d0", BlocksSnapshot(next_sequence=0, keys=tuple(keys)))
+    (_, start) = sent(desk.ask("a", token_ids=prompt), StartPrefill)[0]
+    assert start.fetch is not None and start.fetch.source.instance_id == "d0"
+    assert start.fetch.num_blocks == 99, "one token must be computed"
+    assert desk.conductor.instances[InstanceId("d0")].num_fetches_served == 1
+    private = sent(desk.ask("b", token_ids=prompt, use_cache=False), StartPrefill)[0][1]
+    assert private.fetch is None
+    desk.handle(InstanceLost(InstanceId("d0"), "it died"))
+    assert not desk.conductor.requests, "nobody is left to decode"
+
+
+def test_a_gap_in_the_events_asks_for_all() -> None:
+    desk = Desk("p0", "d0")
+    assert desk.report("p0", BlocksSnapshot(next_sequence=3, keys=())) == []
+    assert desk.report("p0", BlocksChanged(sequence=3)) == []
+    assert sent(desk.report("p0", BlocksChanged(sequence=5)), Resync) == [("p0", Resync())]
+
+
+def test_joining_anew_ends_the_old_life() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    actions = desk.join("p0", incarnation=2)
+    assert sent(actions, Abort) == [("d0", Abort(work_id=WorkId("r/1")))]
+    assert sent(actions, Resync)
+    assert of(actions, Refuse)[0].reason == "no_prefill_instance"
+
+
+def test_a_broken_stream_is_not_waited_for() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    actions = desk.report("p0", StreamBroken(work_id=WorkId("r/1"), error="no route"))
+    assert sent(actions, StopReceiving) == [("d0", StopReceiving(work_id=WorkId("r/1")))]
+    assert len(actions) == 1
+
+
+def test_the_second_look_at_the_slo_may_refuse() -> None:
+    desk = Desk("p0", "d0", max_attempts=1)
+    desk.ask()
+    desk.prefilled()
+    failed = WorkFailed(work_id=WorkId("r/1"), reason="tbt_slo", message="too slow")
+    actions = desk.report("d0", failed)
+    assert (of(actions, Refuse)[0].status, of(actions, Refuse)[0].reason) == (429, "tbt_slo")
+    assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
+
+
+def test_reports_of_unknown_instances_are_ignored() -> None:
+    assert Desk("p0").report("p7", BlocksChanged(sequence=0)) == []
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
+    desk = Desk("m0")
+    for number in range(500):
+        desk.ask(f"r{number}", deadline_s=1e9)
+        desk.handle(RequestCancelled(RequestId(f"r{number}")))
+    assert len(desk.conductor._deadlines) < 100

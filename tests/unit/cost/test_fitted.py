@@ -1,0 +1,104 @@
+"""The fitted cost model: finds known coefficients, and never says that more work takes less."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
+
+TRUE = FittedCost(prefill=(0.004, 2e-4, 3e-9, 5e-9), decode=(0.006, 4e-4, 2e-8))
+PREFILLS = [
+    (n, p) for n in (16, 64, 256, 1024, 4096, 16384) for p in (0, n // 4, n // 2, n - 16) if p < n
+]
+DECODES = list(itertools.product((1, 2, 8, 32), (100, 1000, 10000, 100000)))
+
+
+def measure(cost: FittedCost, noise: float = 0.0, seed: int = 0) -> FittedCost:
+    rng = random.Random(seed)
+
+    def noisy(seconds: float) -> float:
+        return seconds * (1 + rng.uniform(-noise, noise))
+
+    return fit_cost(
+        [
+            PrefillSample(num_tokens=n, cached_tokens=p, seconds=noisy(cost.prefill_s(n, p)))
+            for n, p in PREFILLS
+        ],
+        [
+            DecodeSample(batch=b, context_tokens=c, seconds=noisy(cost.decode_step_s(b, c)))
+            for b, c in DECODES
+        ],
+    )
+
+
+def test_finds_known_coefficients() -> None:
+    fitted = measure(TRUE)
+    assert fitted.prefill == pytest.approx(TRUE.prefill, rel=1e-6)
+    assert fitted.decode == pytest.approx(TRUE.decode, rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_finds_that_a_term_is_missing(zero: int) -> None:
+    prefill = tuple(0.0 if i == zero else c for i, c in enumerate(TRUE.prefill))
+    fitted = measure(FittedCost(prefill=prefill, decode=TRUE.decode))
+    assert fitted.prefill == pytest.approx(prefill, rel=1e-5, abs=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_estimates_survive_noise(seed: int) -> None:
+    fitted = measure(TRUE, noise=0.1, seed=seed)
+    for n, p in PREFILLS:
+        assert fitted.prefill_s(n, p) == pytest.approx(TRUE.prefill_s(n, p), rel=0.15)
+    for b, c in DECODES:
+        assert fitted.decode_step_s(b, c) == pytest.approx(TRUE.decode_step_s(b, c), rel=0.15)
+    assert min(fitted.prefill + fitted.decode) >= 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9000), st.floats(0, 0.99), st.floats(1e-6, 100)), min_size=1),
+    st.lists(
+        st.tuples(st.integers(1, 64), st.integers(1, 10**6), st.floats(1e-6, 100)), min_size=1
+    ),
+)
+def test_never_negative_and_grows_with_the_work(
+    prefills: list[tuple[int, float, float]], decodes: list[tuple[int, int, float]]
+) -> None:
+    """Whatever was measured, even nonsense."""
+    cost = fit_cost(
+        [PrefillSample(num_tokens=n, cached_tokens=int(n * p), seconds=s) for n, p, s in prefills],
+        [DecodeSample(batch=b, context_tokens=c, seconds=s) for b, c, s in decodes],
+    )
+    assert min(cost.prefill + cost.decode) >= 0
+    assert cost.prefill_s(100, 0) <= cost.prefill_s(200, 0) <= cost.prefill_s(10**5, 0)
+    assert cost.decode_step_s(1, 100) <= cost.decode_step_s(2, 100) <= cost.decode_step_s(2, 900)
+    assert cost.prefill_s(100, 100) >= 0
+
+
+def test_cached_tokens_save_time() -> None:
+    times = [TRUE.prefill_s(4096, cached) for cached in range(0, 4097, 256)]
+    assert times == sorted(times, reverse=True)
+    assert TRUE.prefill_s(10, 20) == TRUE.prefill[0], "more cached than there is costs no less"
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        fit_cost([], [DecodeSample(batch=1, context_tokens=1, seconds=1.0)])
+
+
+def test_transfer_time() -> None:
+    cost = FittedCost(
+        prefill=TRUE.prefill,
+        decode=TRUE.decode,
+        transfer_latency_s=0.01,
+        shared_memory_bytes_per_s=4e9,
+        network_bytes_per_s=1e9,
+    )
+    assert cost.transfer_s(0, same_host=True) == 0.0
+    assert cost.transfer_s(10**9, same_host=False) == pytest.approx(1.01)
+    assert cost.transfer_s(10**9, same_host=True) == pytest.approx(0.26)
+    assert cost.transfer_s(10**9, same_host=False, num_sharing=3) == pytest.approx(3.01)

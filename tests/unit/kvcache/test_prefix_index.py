@@ -1,0 +1,134 @@
+"""The Conductor's index against a naive model: incarnations, gaps, snapshots, longest matches."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from moonpool.kvcache.prefix_index import PrefixIndex
+from moonpool.types import BlockKey, InstanceId
+
+NAMES = st.sampled_from(("p0", "p1", "d0"))
+LIVES = st.sampled_from((0, 0, 0, 1))
+KEYS = st.lists(st.integers(0, 7), max_size=5)
+
+
+def key(name: int) -> BlockKey:
+    return BlockKey(bytes([name]) * 16)
+
+
+def keys(names: list[int]) -> list[BlockKey]:
+    return [key(name) for name in names]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The model: per instance its life, the next number, and a set of keys or None (distrusted)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.lives: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
+        self.known: dict[str, set[BlockKey] | None] = {}
+
+    @rule(name=NAMES, life=LIVES)
+    def add(self, name: str, life: int) -> None:
+        self.index.add_instance(InstanceId(name), life)
+        self.lives[name], self.known[name] = life, None
+
+    @rule(name=NAMES)
+    def remove(self, name: str) -> None:
+        self.index.remove_instance(InstanceId(name))
+        self.lives.pop(name, None)
+        self.known.pop(name, None)
+
+    @rule(name=NAMES, life=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS)
+    def apply(self, name: str, life: int, skip: int, a: list[int], b: list[int]) -> None:
+        number = self.numbers.get(name, 0) + skip
+        stored, removed = keys(a), keys([n for n in b if n not in a])
+        taken = self.index.apply(InstanceId(name), life, number, stored, removed)
+        if self.lives.get(name) != life:
+            assert not taken
+            return
+        known = self.known[name]
+        if known is None or skip:
+            assert not taken
+            self.known[name] = None
+            return
+        assert taken
+        self.numbers[name] = number + 1
+        self.known[name] = (known - set(removed)) | set(stored)
+
+    @rule(name=NAMES, life=LIVES, number=st.integers(0, 9), a=KEYS)
+    def snapshot(self, name: str, life: int, number: int, a: list[int]) -> None:
+        taken = self.index.load_snapshot(InstanceId(name), life, number, keys(a))
+        assert taken == (self.lives.get(name) == life)
+        if taken:
+            self.known[name], self.numbers[name] = set(keys(a)), number
+
+    @rule(prompt=KEYS)
+    def match(self, prompt: list[int]) -> None:
+        expected = {}
+        for name, known in self.known.items():
+            depth = 0
+            while depth < len(prompt) and key(prompt[depth]) in (known or ()):
+                depth += 1
+            if depth:
+                expected[name] = depth
+        assert self.index.match(keys(prompt)) == expected
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.validate()
+        everything = [k for known in self.known.values() for k in known or ()]
+        assert len(self.index) == len(set(everything))
+        for name in range(8):
+            assert self.index.num_replicas(key(name)) == everything.count(key(name))
+        for name, known in self.known.items():
+            assert self.index.num_blocks(InstanceId(name)) == len(known or ())
+
+
+IndexMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestIndexMachine = IndexMachine.TestCase
+
+
+def test_events_before_the_first_snapshot_do_not_count() -> None:
+    index = PrefixIndex()
+    index.add_instance(InstanceId("a"), 1)
+    assert not index.apply(InstanceId("a"), 1, 0, [key(0)], [])
+    assert index.match([key(0)]) == {}
+    assert index.load_snapshot(InstanceId("a"), 1, 1, [key(0)])
+    assert index.match([key(0), key(1)]) == {"a": 1}
+    assert index.apply(InstanceId("a"), 1, 1, [key(1)], [])
+    assert index.match([key(0), key(1)]) == {"a": 2}
+
+
+def test_a_gap_makes_all_of_an_instance_distrusted() -> None:
+    index = PrefixIndex()
+    for name in ("a", "b"):
+        index.add_instance(InstanceId(name), 1)
+        index.load_snapshot(InstanceId(name), 1, 5, [key(0)])
+    assert not index.apply(InstanceId("a"), 1, 6, [key(1)], [])
+    assert index.match([key(0), key(1)]) == {"b": 1}
+    assert not index.apply(InstanceId("a"), 1, 5, [key(1)], []), "only a snapshot mends it"
+    assert index.load_snapshot(InstanceId("a"), 1, 9, [key(0), key(1)])
+    assert index.apply(InstanceId("a"), 1, 9, [], [key(0)])
+    assert index.match([key(0)]) == {"b": 1}
+
+
+def test_more_instances_than_a_machine_word_has_bits() -> None:
+    index = PrefixIndex()
+    for number in range(130):
+        instance_id = InstanceId(f"i{number}")
+        index.add_instance(instance_id, 0)
+        index.load_snapshot(instance_id, 0, 0, keys(list(range(number % 5))))
+    matched = index.match(keys([0, 1, 2, 3]))
+    assert matched == {f"i{n}": n % 5 for n in range(130) if n % 5}
+
+
+def test_nothing_matches_no_keys() -> None:
+    index = PrefixIndex()
+    index.add_instance(InstanceId("a"), 0)
+    index.load_snapshot(InstanceId("a"), 0, 0, [key(0)])
+    assert index.match([]) == {}

@@ -1,0 +1,69 @@
+"""The configuration: every mistake has a message that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.config import Admission, Config, ConfigError, choices, parse_config
+
+
+def test_nothing_is_the_default() -> None:
+    assert parse_config("") == Config()
+    assert parse_config("", {}) == Config()
+
+
+def test_tables_and_overrides() -> None:
+    text = "[cluster]\nprefill = 2\ndecode = 3\n[slo]\nttft_s = 5\n"
+    config = parse_config(text, {"cluster": {"decode": 1}, "api": {"port": 9000}})
+    assert (config.cluster.prefill, config.cluster.decode) == (2, 1)
+    assert config.slo.ttft_s == 5.0 and config.api.port == 9000
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[cluster]\nprefil = 2", "unknown key cluster.prefil; did you mean 'prefill'?"),
+        ("[clusters]\nprefill = 2", r"unknown table \[clusters\]; did you mean 'cluster'?"),
+        ("[zzzzzzz]", r"unknown table \[zzzzzzz\]; known are model, cluster"),
+        ("[api]\nqqqqqqqqq = 1", "unknown key api.qqqqqqqqq; known are host, port"),
+        ("cluster = 3", r"\[cluster\] must be a table, not int"),
+        ("[cluster]\nprefill = '2'", "bad value: Expected `int`, got `str`.*cluster.prefill"),
+        ("[cluster]\nprefill = true", "Expected `int`, got `bool`"),
+        ("[model]\ndtype = 'float16'", "Invalid enum value 'float16'"),
+        ("[conductor]\nadmission = 'never'", "Invalid enum value 'never'"),
+        ("[cluster\n", "not valid TOML"),
+        ("[cluster]\nprefill = -1", "cluster must be >= 0"),
+        ("[cluster]\nprefill = 0", "at least one prefill and one decode instance"),
+        ("[cluster]\nprefill = 60\ndecode = 60", "at most 64"),
+        ("[pool]\nblock_tokens = 24", "pool.block_tokens must be a multiple of 16"),
+        ("[pool]\nblock_tokens = 0", "pool.block_tokens"),
+        ("[slo]\nttft_s = 0", "slo must be > 0 seconds"),
+        ("[slo]\ntbt_s = nan", "slo must be > 0 seconds"),
+        ("[api]\nport = 70000", "api.port must be 0 to 65535"),
+        ("[api]\nrequest_timeout_s = inf", "api.request_timeout_s"),
+        ("[engine]\nchunk_tokens = 0", "engine.chunk_tokens must be >= 1"),
+        ("[conductor]\nmax_attempts = 0", "conductor.max_attempts must be 1 to 10"),
+        ("[conductor]\nkvcache_balancing_threshold = 0.5", "kvcache_balancing_threshold must be"),
+    ],
+)
+def test_mistakes(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(text)
+
+
+def test_mistakes_in_overrides() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'port'"):
+        parse_config("", {"api": {"ports": 1}})
+    with pytest.raises(ConfigError, match="unknown table"):
+        parse_config("", {"apy": {"port": 1}})
+    with pytest.raises(ConfigError, match="must be a table"):
+        parse_config("api = 3", {"api": {"port": 1}})
+
+
+def test_one_mixed_instance_is_a_cluster() -> None:
+    config = parse_config("[cluster]\nprefill = 0\ndecode = 0\nmixed = 1")
+    assert config.cluster.mixed == 1
+
+
+def test_choices_for_the_command_line() -> None:
+    assert choices(Admission) == ("none", "early")

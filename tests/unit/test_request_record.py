@@ -1,0 +1,105 @@
+"""Every figure about a request is derived from its record."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.metrics import STAGES, RequestRecord
+from moonpool.types import RequestId, Slo
+
+
+def record(ttft_s: float = 1.0, tbt_s: float = 0.1) -> RequestRecord:
+    slo = Slo(ttft_s=ttft_s, tbt_s=tbt_s)
+    return RequestRecord(RequestId("r"), num_prompt_tokens=8, slo=slo, arrived_s=10.0)
+
+
+def test_nothing_has_happened_yet() -> None:
+    fresh = record()
+    assert (fresh.ttft_s, fresh.tpot_s, fresh.tbt_top10_mean_s) == (None, None, None)
+    assert not fresh.effective and fresh.stages_s() == {}
+
+
+def test_one_token() -> None:
+    one = record()
+    one.note_tokens(1, 10.5)
+    assert one.ttft_s == 0.5 and one.num_generated_tokens == 1
+    assert one.tpot_s is None and one.gaps_s == []
+
+
+def test_gaps() -> None:
+    several = record()
+    for instant in (10.5, 10.6, 10.9):
+        several.note_tokens(1, instant)
+    assert several.gaps_s == pytest.approx([0.1, 0.3])
+    assert several.tpot_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("counts", [(3,), (3, 2), (1, 4), (2, 2, 1)])
+def test_several_tokens_at_once(counts: tuple[int, ...]) -> None:
+    """n tokens have n - 1 gaps, which sum to the time from first to last, however they came."""
+    burst = record()
+    for number, count in enumerate(counts):
+        burst.note_tokens(count, 10.5 + number)
+    assert burst.num_generated_tokens == sum(counts)
+    assert len(burst.gaps_s) == sum(counts) - 1
+    assert sum(burst.gaps_s) == pytest.approx(len(counts) - 1)
+    assert burst.tpot_s == pytest.approx((len(counts) - 1) / (sum(counts) - 1))
+
+
+def test_no_tokens_at_all_change_nothing() -> None:
+    empty = record()
+    empty.note_tokens(0, 10.5)
+    assert empty.ttft_s is None and empty.gaps_s == []
+
+
+def test_tbt_is_the_mean_of_the_longest_tenth() -> None:
+    long = record()
+    long.gaps_s = [float(n) for n in range(1, 31)]
+    assert long.tbt_top10_mean_s == pytest.approx((28 + 29 + 30) / 3)
+    long.gaps_s = [0.5, 2.0]
+    assert long.tbt_top10_mean_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ttft_s", "gap_s", "effective"),
+    [
+        ("stop", 0.9, 0.05, True),
+        ("length", 1.0, 0.1, True),
+        ("length", 1.1, 0.05, False),
+        ("stop", 0.5, 0.2, False),
+        ("abort", 0.5, 0.05, False),
+        ("deadline", 0.5, 0.05, False),
+        ("", 0.5, 0.05, False),
+    ],
+)
+def test_effective_means_both_slos(
+    outcome: str, ttft_s: float, gap_s: float, effective: bool
+) -> None:
+    done = record()
+    done.note_tokens(1, 10.0 + ttft_s)
+    done.gaps_s = [gap_s]
+    done.outcome = outcome
+    assert done.effective is effective
+
+
+def test_an_answer_of_one_token_can_be_effective() -> None:
+    done = record()
+    done.note_tokens(1, 10.5)
+    done.outcome = "length"
+    assert done.effective
+
+
+def test_stages_sum_to_the_whole_time() -> None:
+    done = record()
+    done.placed_s, done.prefill_started_s, done.prefill_done_s = 10.1, 10.3, 10.7
+    done.first_token_s, done.finished_s = 10.8, 12.0
+    stages = done.stages_s()
+    assert set(stages) == {name for name, _, _ in STAGES}
+    assert sum(stages.values()) == pytest.approx(2.0)
+    assert stages["prefill"] == pytest.approx(0.4)
+
+
+def test_clocks_that_disagree_give_no_negative_time() -> None:
+    odd = record()
+    odd.placed_s, odd.prefill_started_s = 10.2, 10.1
+    assert min(odd.stages_s().values()) >= 0.0
