@@ -43,13 +43,14 @@ struct Item {
     int64_t context;  // most tokens any row of the item sees
 };
 
-// State of the rows of one tile.
+// State of the rows of one tile. A vector holds one number of every row: MAX_ROWS < W.
 struct Rows {
     int32_t limit[MAX_ROWS];  // tokens of context, own token included
-    float highest[MAX_ROWS];
-    float rescale[MAX_ROWS];
+    float highest[W];         // score so far, times scale
+    float rescale[W];         // of what was summed before this span
     alignas(64) float sums[MAX_ROWS][W];
 };
+static_assert(MAX_ROWS <= W, "one lane per row");
 
 // scores = q k for the tokens [begin, end) of one span, `begin` being its start.
 // `ahead_step`: V of the same tokens is fetched meanwhile, so many bytes per lane of head_dim.
@@ -78,36 +79,39 @@ MP_INLINE void score(const Item<L>& it, const int32_t* q, int64_t begin, int64_t
     }
 }
 
-// scores -> weights (2^(s - highest), rounded to the type) of one row, `valid` of them not masked.
-template <class L>
-MP_INLINE void soften(const Item<L>& it, Rows& rows, int r, int valid, int width, float scale) {
-    float* scores = it.scores + r * SPAN;
-    typename L::T* weights = it.weights + r * SPAN;
-    const int whole = valid < 0 ? 0 : valid / W * W;
-    vf top = set1(-INFINITY);
-    int i = 0;
-    for (; i < whole; i += W) top = max(top, load(scores + i));
-    for (; i < width; i += W) {
-        const vf s = keep_first(load(scores + i), valid - i, -INFINITY);
-        store(scores + i, s);
-        top = max(top, s);
+// scores -> weights = 2^(scale * score - highest), rounded to the type; 0 beyond a row's context.
+template <class L, int ROWS>
+MP_INLINE void soften(const Item<L>& it, Rows& rows, int64_t begin, int width, float scale) {
+    float tops[W] = {};
+    for (int r = 0; r < ROWS; ++r) {
+        float* scores = it.scores + r * SPAN;
+        const int64_t valid = rows.limit[r] - begin, whole = valid < 0 ? 0 : valid / W * W;
+        vf top = set1(-INFINITY);
+        int64_t i = 0;
+        for (; i < least(whole, width); i += W) top = max(top, load(scores + i));
+        for (; i < width; i += W) {
+            const vf s = keep_first(load(scores + i), valid - i, -INFINITY);
+            store(scores + i, s);
+            top = max(top, s);
+        }
+        tops[r] = highest(top);
     }
-    const float before = rows.highest[r], here = highest(top) * scale;
-    const float now = here > before ? here : before;
-    const vf factor = set1(scale), offset = set1(-now);
-    rows.highest[r] = now;
-    const vf rescale = exp2v(set1(before - now));
-    store(rows.sums[r], mul(load(rows.sums[r]), rescale));
-    float lanes[W];
-    store(lanes, rescale);
-    rows.rescale[r] = lanes[0];
-    vf total = load(rows.sums[r]);
-    for (i = 0; i < width; i += W) {
-        const vf p = exp2v(fma(load(scores + i), factor, offset));
-        total = add(total, p);
-        L::store(weights + i, p);
+    const vf before = load(rows.highest), factor = set1(scale);
+    const vf now = max(mul(load(tops), factor), before);
+    store(rows.highest, now);
+    store(rows.rescale, exp2v(sub(before, now)));
+    for (int r = 0; r < ROWS; ++r) {
+        const float* scores = it.scores + r * SPAN;
+        typename L::T* weights = it.weights + r * SPAN;
+        const vf offset = set1(-rows.highest[r]);
+        vf total = mul(load(rows.sums[r]), set1(rows.rescale[r]));
+        for (int i = 0; i < width; i += W) {
+            const vf p = exp2v(fma(load(scores + i), factor, offset));
+            total = add(total, p);
+            L::store(weights + i, p);
+        }
+        store(rows.sums[r], total);
     }
-    store(rows.sums[r], total);
 }
 
 // out = out * rescale + weights v for VECS vectors of head_dim from `column` on.
@@ -168,9 +172,7 @@ void tile(const Item<L>& it, Rows& rows, const int32_t* q, float* out, int64_t b
         score<L, ROWS, 2>(it, q, begin, end, fetch_two);
     else
         score<L, ROWS, 1>(it, q, begin, end, fetch_one);
-    const float scale = c.scale * 1.44269504f;
-    for (int r = 0; r < ROWS; ++r)
-        soften<L>(it, rows, r, (int)least(rows.limit[r] - begin, SPAN), width, scale);
+    soften<L, ROWS>(it, rows, begin, width, c.scale * 1.44269504f);
     int64_t column = 0;
     if (2 * ROWS <= MAX_ROWS)
         for (; column + 4 * W <= c.head_dim; column += 4 * W)
@@ -236,10 +238,10 @@ void work(const AttendCall& c, int64_t sequence, int64_t kv_head, int64_t first,
     for (int64_t i = 0; i <= tiles; ++i) start[i] = i * size + least(i, larger);
     for (int64_t i = 0; i < tiles; ++i) {
         const int64_t n = start[i + 1] - start[i];
+        store(rows[i].highest, set1(-INFINITY));
         for (int64_t r = 0; r < n; ++r) {
             const int64_t row = first + start[i] + r;
             rows[i].limit[r] = c.positions[row0 + row / group] + 1;
-            rows[i].highest[r] = -INFINITY;
             store(rows[i].sums[r], zero());
             if (rows[i].limit[r] > it.context) it.context = rows[i].limit[r];
             const char* from = c.q + element(row) * sizeof(T);

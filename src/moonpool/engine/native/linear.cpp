@@ -10,6 +10,7 @@ namespace {
 
 constexpr int PANEL = 32;
 constexpr int HALVES = PANEL / (2 * W);
+constexpr int64_t PARALLEL_PRODUCTS = 1 << 18;  // fewer do not pay for a second thread
 constexpr int64_t CHUNK_ROWS = 32 * MAX_ROWS;  // rows packed at a time
 
 // How far ahead of itself a lone tile fetches weights: measured on Zen 4, where a few rows stream best
@@ -155,6 +156,7 @@ void linear(const void* x, const void* weight, const float* bias, void* y, int64
     const int64_t most = least(rows, CHUNK_ROWS);
     int32_t* packed = (int32_t*)scratch.take(most * lanes * 4 + 64);
     const int64_t chunks = ceil_div(rows, CHUNK_ROWS);
+    if (rows * in * out < PARALLEL_PRODUCTS) threads = 1;
     for (int64_t i = 0; i < chunks; ++i) {
         const int64_t first = rows * i / chunks;
         chunk(c, first, rows * (i + 1) / chunks - first, packed, threads);

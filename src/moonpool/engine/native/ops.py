@@ -53,7 +53,7 @@ class NativeLinear:
             )
         if not x.is_contiguous():
             x = x.contiguous()
-        y = torch.empty((rows, self.out_features), dtype=self.dtype)
+        y = torch.empty(rows, self.out_features, dtype=self.dtype)
         self._call(
             x.data_ptr(),
             self._weight_address,
@@ -92,12 +92,27 @@ class NativeOps:
     def __init__(self, isa: str | None = None) -> None:
         self.isa, self._kernels = open_kernels(isa)
         self._memory = PackedMemory()
+        self._step: tuple[StepMeta, tuple[int, ...]] | None = None
+        self._arena: tuple[KvCache, HeadShape, torch.dtype, _Arena] | None = None
 
     def _of(self, x: Tensor) -> Kernels:
         try:
             return self._kernels[x.dtype]
         except KeyError:
             raise ValueError(f"native ops take float32 or bfloat16, not {x.dtype}") from None
+
+    def _step_addresses(self, meta: StepMeta) -> tuple[int, ...]:
+        """Checked once per step, not once per layer. Holding `meta` keeps the addresses true."""
+        step = self._step
+        if step is None or step[0] is not meta:
+            step = self._step = (meta, _addresses(meta))
+        return step[1]
+
+    def _arena_of(self, cache: KvCache, heads: HeadShape, dtype: torch.dtype) -> _Arena:
+        seen = self._arena
+        if seen is None or seen[0] is not cache or seen[1] is not heads or seen[2] is not dtype:
+            seen = self._arena = (cache, heads, dtype, _Arena(cache, heads, dtype))
+        return seen[3]
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
@@ -136,7 +151,7 @@ class NativeOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, both = gate_up.shape
         gate_up = gate_up.contiguous()
-        y = torch.empty((rows, both // 2), dtype=gate_up.dtype)
+        y = torch.empty(rows, both // 2, dtype=gate_up.dtype)
         self._of(gate_up).silu_mul(
             gate_up.data_ptr(), y.data_ptr(), rows, both // 2, torch.get_num_threads()
         )
@@ -155,8 +170,8 @@ class NativeOps:
         d = heads.head_dim
         qkv = qkv.contiguous()
         _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
-        slices, block_bytes, block_tokens = _layer(cache, layer, qkv, heads)
-        q = torch.empty((meta.num_rows, heads.num_heads, d), dtype=qkv.dtype)
+        arena = self._arena_of(cache, heads, qkv.dtype)
+        q = torch.empty(meta.num_rows, heads.num_heads, d, dtype=qkv.dtype)
         max_positions, half = rope.cos.shape
         if qk_norm is not None:
             _same(qkv, qk_norm.q_weight, d)
@@ -164,14 +179,14 @@ class NativeOps:
         call = ROPE_CALL.pack(
             qkv.data_ptr(),
             q.data_ptr(),
-            slices,
+            arena.slice_address(layer),
             rope.cos.data_ptr(),
             rope.sin.data_ptr(),
             0 if qk_norm is None else qk_norm.q_weight.data_ptr(),
             0 if qk_norm is None else qk_norm.k_weight.data_ptr(),
-            *_meta_addresses(meta),
-            block_bytes,
-            cache.blocks.shape[0],
+            *self._step_addresses(meta),
+            arena.block_bytes,
+            arena.num_blocks,
             meta.block_tables.shape[1],
             meta.num_sequences,
             heads.num_heads,
@@ -179,7 +194,7 @@ class NativeOps:
             d,
             half,
             max_positions,
-            block_tokens,
+            arena.block_tokens,
             0.0 if qk_norm is None else qk_norm.eps,
         )
         if self._of(qkv).rope_store(call, torch.get_num_threads()):
@@ -199,21 +214,21 @@ class NativeOps:
         width = heads.num_heads * d
         q = q.reshape(-1, width)
         _same_rows(q, width, meta)
-        slices, block_bytes, block_tokens = _layer(cache, layer, q, heads)
-        out = torch.empty((meta.num_rows, width), dtype=q.dtype)
+        arena = self._arena_of(cache, heads, q.dtype)
+        out = torch.empty(meta.num_rows, width, dtype=q.dtype)
         call = ATTEND_CALL.pack(
             q.data_ptr(),
             out.data_ptr(),
-            slices,
-            *_meta_addresses(meta),
-            block_bytes,
-            cache.blocks.shape[0],
+            arena.slice_address(layer),
+            *self._step_addresses(meta),
+            arena.block_bytes,
+            arena.num_blocks,
             meta.block_tables.shape[1],
             meta.num_sequences,
             heads.num_heads,
             heads.num_kv_heads,
             d,
-            block_tokens,
+            arena.block_tokens,
             scale,
         )
         if self._of(q).attend(call, torch.get_num_threads()):
@@ -234,23 +249,49 @@ def _same_rows(x: Tensor, width: int, meta: StepMeta) -> None:
         raise ValueError(f"expected [{meta.num_rows}, {width}], got {list(x.shape)}")
 
 
-def _layer(cache: KvCache, layer: int, x: Tensor, heads: HeadShape) -> tuple[int, int, int]:
-    """Address of the layer's slice in block 0, bytes from block to block, block_tokens."""
-    layout, blocks = cache.layout, cache.blocks
-    check_layout(layout)
-    block_stride, slice_stride, element_stride = blocks.stride()
-    same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
-    if not same or blocks.dtype is not x.dtype or element_stride != 1:
-        raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {x.dtype}")
-    if not 0 <= layer < layout.num_layers:
-        raise IndexError(f"layer {layer} of {layout.num_layers}")
-    size = blocks.element_size()
-    return blocks.data_ptr() + layer * slice_stride * size, block_stride * size, layout.block_tokens
+class _Arena:
+    """Where the slices of a KVCache lie, found to fit the heads and the type of the rows."""
+
+    __slots__ = (
+        "_base",
+        "_num_layers",
+        "_slice_stride",
+        "block_bytes",
+        "block_tokens",
+        "num_blocks",
+    )
+
+    def __init__(self, cache: KvCache, heads: HeadShape, dtype: torch.dtype) -> None:
+        layout, blocks = cache.layout, cache.blocks
+        check_layout(layout)
+        shape = (blocks.shape[0], layout.num_layers, layout.slice_elements)
+        same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
+        if not same or blocks.dtype is not dtype or blocks.shape != shape or blocks.stride(2) != 1:
+            raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {dtype}")
+        if heads.num_heads % heads.num_kv_heads:
+            raise ValueError(f"{heads}: num_heads must be a multiple of num_kv_heads")
+        size = blocks.element_size()
+        self._base = blocks.data_ptr()
+        self._num_layers = layout.num_layers
+        self._slice_stride = blocks.stride(1) * size
+        self.block_bytes = blocks.stride(0) * size
+        self.num_blocks = blocks.shape[0]
+        self.block_tokens = layout.block_tokens
+
+    def slice_address(self, layer: int) -> int:
+        """Of the layer's slice in block 0."""
+        if not 0 <= layer < self._num_layers:
+            raise IndexError(f"layer {layer} of {self._num_layers}")
+        return self._base + layer * self._slice_stride
 
 
-def _meta_addresses(meta: StepMeta) -> tuple[int, int, int]:
-    positions, row_starts, tables = meta.positions, meta.row_starts, meta.block_tables
-    for tensor in (positions, row_starts, tables):
-        if tensor.dtype is not torch.int32 or not tensor.is_contiguous():
-            raise ValueError("StepMeta tensors must be contiguous int32")
-    return positions.data_ptr(), row_starts.data_ptr(), tables.data_ptr()
+def _addresses(meta: StepMeta) -> tuple[int, ...]:
+    tensors = (meta.positions, meta.row_starts, meta.block_tables)
+    if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in tensors):
+        raise ValueError("StepMeta tensors must be contiguous int32")
+    sizes = tuple(x.shape[0] for x in tensors)
+    if sizes != (meta.num_rows, meta.num_sequences + 1, meta.num_sequences):
+        raise ValueError(f"StepMeta sizes {sizes} do not match its counts")
+    if int(meta.row_starts[0]) != 0 or int(meta.row_starts[-1]) != meta.num_rows:
+        raise ValueError("StepMeta.row_starts must run from 0 to num_rows")
+    return tuple(x.data_ptr() for x in tensors)

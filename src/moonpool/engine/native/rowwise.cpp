@@ -81,7 +81,8 @@ void silu_mul(const void* gate_up, void* y, int64_t rows, int64_t width, int thr
         for (int64_t i = 0; i < width; i += W) {
             const int n = (int)least(width - i, W);
             const vf g = load_first<L>(gate + i, n);
-            const vf silu = div(g, add(set1(1.f), expv(sub(zero(), g))));
+            const vf e = expv(sub(zero(), max(g, set1(-88.f))));
+            const vf silu = div(g, add(set1(1.f), e));
             store_first<L>(to + i, mul(silu, load_first<L>(up + i, n)), n);
         }
     }
