@@ -126,6 +126,15 @@ def test_a_client_that_leaves_ends_its_requests(script: object, stream: bool, n:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_request_at_once(stream: bool) -> None:
+    head = ScriptedHead(endless)
+    body = {"prompt": "x", "stop": "aaa", "stream": stream}
+    with served(head) as url:
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        assert wait_until(lambda: len(head.aborted) == 1, timeout_s=1.0)
+
+
 def test_a_connection_is_used_again_after_every_kind_of_answer() -> None:
     head = ScriptedHead(lambda _: spoken("a", "b"))
     with served(head) as url, httpx.Client(base_url=url) as client:
