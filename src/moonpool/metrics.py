@@ -52,6 +52,7 @@ class RequestRecord:
     num_generated_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
     explanation: tuple[str, ...] = ()
+    tenant: str = ""
 
     @property
     def ttft_s(self) -> float | None:

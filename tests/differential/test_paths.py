@@ -6,7 +6,8 @@ own cache or from another instance's.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from moonpool.types import Role, SamplingParams, Slo
 from moonpool.workers.messages import Work, WorkId
 from tests.differential.cluster import MiniCluster, Outcome
 
-NUM_PROMPTS = 30
+NUM_PROMPTS = {
+    "native": 60,
+    "reference": 16,
+}  # the reference is slow, and small prompts tell as much
 NUM_TOKENS = 6
 
 
@@ -33,11 +37,11 @@ def make_ops(name: str) -> Ops:
     return NativeOps()
 
 
-def make_prompts() -> list[list[int]]:
+def make_prompts(count: int) -> list[list[int]]:
     """Lengths around block and chunk bounds and at random; every second shares a prefix."""
     rng = random.Random(4)
     lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
-    lengths += [rng.randrange(1, 250) for _ in range(NUM_PROMPTS - len(lengths))]
+    lengths += [rng.randrange(1, 250) for _ in range(count - len(lengths))]
     prompts: list[list[int]] = []
     for i, length in enumerate(lengths):
         shared = prompts[-1][: rng.randrange(len(prompts[-1]) + 1)] if i % 2 else []
@@ -59,37 +63,43 @@ def work(name: str, prompt: list[int]) -> Work:
     )
 
 
-Build = Callable[..., MiniCluster]
+@dataclass
+class Lab:
+    """Makes clusters of one kind of operations and dtype."""
+
+    ops: Ops
+    dtype: str
+    prompts: list[list[int]]
+    clusters: list[MiniCluster]
+
+    def __call__(self, roles: dict[str, Role], **options: object) -> MiniCluster:
+        self.clusters.append(MiniCluster(roles, self.dtype, self.ops, **options))
+        return self.clusters[-1]
+
+
 VARIANTS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: "-".join(v))
-def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Makes clusters of one kind of operations and dtype, and closes them."""
+def build(request: pytest.FixtureRequest) -> Iterator[Lab]:
     name, dtype = request.param
-    ops = make_ops(name)
-    made: list[MiniCluster] = []
-
-    def make(roles: dict[str, Role], **options: object) -> MiniCluster:
-        made.append(MiniCluster(roles, dtype, ops, **options))
-        return made[-1]
-
+    lab = Lab(make_ops(name), dtype, make_prompts(NUM_PROMPTS[name]), [])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield make
+    yield lab
     torch.set_num_threads(threads)
-    for cluster in made:
+    for cluster in lab.clusters:
         cluster.close()
 
 
 @pytest.fixture(scope="module")
-def alone(build: Build) -> list[Outcome]:
+def alone(build: Lab) -> list[Outcome]:
     """The truth: each prompt alone, in one piece, on one instance, without cache."""
     cluster = build({"one": Role.MIXED}, chunk_tokens=1024, prefix_caching=False)
-    for i, prompt in enumerate(make_prompts()):
+    for i, prompt in enumerate(build.prompts):
         cluster.submit(work(str(i), prompt), on="one")
         cluster.run()
-    return [cluster.outcomes[str(i)] for i in range(NUM_PROMPTS)]
+    return [cluster.outcomes[str(i)] for i in range(len(build.prompts))]
 
 
 def assert_same(got: list[Outcome], expected: list[Outcome]) -> None:
@@ -102,57 +112,57 @@ def assert_same(got: list[Outcome], expected: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 50])
-def test_chunked_and_in_a_crowd(build: Build, alone: list[Outcome], chunk_tokens: int) -> None:
+def test_chunked_and_in_a_crowd(build: Lab, alone: list[Outcome], chunk_tokens: int) -> None:
     cluster = build({"one": Role.MIXED}, chunk_tokens=chunk_tokens, prefix_caching=False)
-    for i, prompt in enumerate(make_prompts()):
+    for i, prompt in enumerate(build.prompts):
         cluster.submit(work(str(i), prompt), on="one")
     cluster.run()
-    assert_same([cluster.outcomes[str(i)] for i in range(NUM_PROMPTS)], alone)
+    assert_same([cluster.outcomes[str(i)] for i in range(len(build.prompts))], alone)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 def test_split_into_prefill_and_decode(
-    build: Build, alone: list[Outcome], shared_memory: bool
+    build: Lab, alone: list[Outcome], shared_memory: bool
 ) -> None:
     cluster = build({"p": Role.PREFILL, "d": Role.DECODE}, shared_memory=shared_memory)
-    for i, prompt in enumerate(make_prompts()):
+    for i, prompt in enumerate(build.prompts):
         cluster.submit(work(str(i), prompt), on="p", decode="d")
         if i % 5 == 4:
             cluster.run()
     cluster.run()
-    outcomes = [cluster.outcomes[str(i)] for i in range(NUM_PROMPTS)]
+    outcomes = [cluster.outcomes[str(i)] for i in range(len(build.prompts))]
     assert_same(outcomes, alone)
     assert sum(o.transferred_bytes for o in outcomes) > 0
     assert any(o.cached_tokens for o in outcomes)
 
 
-def test_prefix_from_the_own_cache(build: Build, alone: list[Outcome]) -> None:
+def test_prefix_from_the_own_cache(build: Lab, alone: list[Outcome]) -> None:
     cluster = build({"one": Role.MIXED}, chunk_tokens=40)
-    for i, prompt in enumerate(make_prompts()):
+    for i, prompt in enumerate(build.prompts):
         for round_name in ("first", "again"):
             cluster.submit(work(f"{i} {round_name}", prompt), on="one")
             cluster.run()
-    again = [cluster.outcomes[f"{i} again"] for i in range(NUM_PROMPTS)]
+    again = [cluster.outcomes[f"{i} again"] for i in range(len(build.prompts))]
     assert_same(again, alone)
-    for outcome, prompt in zip(again, make_prompts(), strict=True):
+    for outcome, prompt in zip(again, build.prompts, strict=True):
         assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
 @pytest.mark.parametrize("holder", ["p", "d"])
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 def test_prefix_from_another_instance(
-    build: Build, alone: list[Outcome], holder: str, shared_memory: bool
+    build: Lab, alone: list[Outcome], holder: str, shared_memory: bool
 ) -> None:
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory)
-    prompts = make_prompts()
+    prompts = build.prompts
     for i, prompt in enumerate(prompts):
         cluster.submit(work(f"{i} first", prompt), on="p", decode="d")
         cluster.run()
         cluster.submit(work(f"{i} again", prompt), on="q", decode="e", fetch_from=holder)
         cluster.run()
-    again = [cluster.outcomes[f"{i} again"] for i in range(NUM_PROMPTS)]
+    again = [cluster.outcomes[f"{i} again"] for i in range(len(build.prompts))]
     assert_same(again, alone)
     for outcome, prompt in zip(again, prompts, strict=True):
         assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
-    assert sum(o.fetched_tokens for o in again) > 1000
+    assert sum(o.fetched_tokens for o in again) > 300

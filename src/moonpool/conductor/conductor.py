@@ -150,7 +150,11 @@ class Conductor:
             request=request,
             keys=[],
             record=RequestRecord(
-                request.request_id, request.num_prompt_tokens, request.slo, request.arrived_s
+                request.request_id,
+                request.num_prompt_tokens,
+                request.slo,
+                request.arrived_s,
+                tenant=request.tenant,
             ),
         )
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))

@@ -22,6 +22,7 @@ def describe_record(
     }
     return {
         "request_id": record.request_id,
+        "tenant": record.tenant,
         "outcome": record.outcome or "running",
         "attempts": record.attempts,
         "prefill_instance": record.prefill_instance,
