@@ -278,6 +278,9 @@ def test_a_row_outside_the_tables_is_an_error_and_no_crash(ops: NativeOps) -> No
     astray = replace(case.meta, block_tables=torch.full((1, 3), 9999, dtype=torch.int32))
     with pytest.raises(IndexError):
         ops.attend(case.q, case.heads, case.cache, LAYER, astray, 1.0)
+    jumbled = replace(case.meta, row_starts=torch.tensor([2, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="row_starts"):
+        ops.attend(case.q, case.heads, case.cache, LAYER, jumbled, 1.0)
     with pytest.raises(ValueError, match="does not fit"):
         ops.attend(case.q.bfloat16(), case.heads, case.cache, LAYER, case.meta, 1.0)
 

@@ -292,6 +292,7 @@ def _addresses(meta: StepMeta) -> tuple[int, ...]:
     sizes = tuple(x.shape[0] for x in tensors)
     if sizes != (meta.num_rows, meta.num_sequences + 1, meta.num_sequences):
         raise ValueError(f"StepMeta sizes {sizes} do not match its counts")
-    if int(meta.row_starts[0]) != 0 or int(meta.row_starts[-1]) != meta.num_rows:
-        raise ValueError("StepMeta.row_starts must run from 0 to num_rows")
+    starts = meta.row_starts.tolist()
+    if starts[0] != 0 or starts[-1] != meta.num_rows or starts != sorted(starts):
+        raise ValueError("StepMeta.row_starts must rise from 0 to num_rows")
     return tuple(x.data_ptr() for x in tensors)

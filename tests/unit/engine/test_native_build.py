@@ -1,0 +1,83 @@
+"""Where the kernels are not built, or cannot run, everyone is told in one line and nothing breaks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moonpool.engine.native import available, build, sources
+from moonpool.engine.native import library as native_library
+from moonpool.engine.native.library import NativeUnavailableError, open_kernels
+
+
+@pytest.fixture
+def sources_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, nothing built, and a cache folder of its own."""
+    copy = tmp_path / "native"
+    shutil.copytree(sources.HERE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    monkeypatch.setattr(sources, "HERE", copy)
+    monkeypatch.setattr(build, "HERE", copy)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return copy
+
+
+def test_without_a_library_the_reason_says_how_to_build(sources_in: Path) -> None:
+    reason = available()
+    assert reason is not None
+    assert "python -m moonpool.engine.native.build" in reason
+    with pytest.raises(NativeUnavailableError, match="not built"):
+        open_kernels()
+
+
+def test_without_a_compiler_building_says_so_and_does_not_fail(
+    sources_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(sources_in))
+    assert build.main() == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "not built" in said
+    assert "no C++ compiler on PATH" in said or "x86-64" in said
+
+
+def test_a_failing_compiler_is_one_line_too(
+    sources_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = sources_in / "g++"
+    fake.write_text("#!/bin/sh\necho 'first line\nfatal error: broken' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sources_in))
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    assert build.main() == 0
+    assert "g++ failed: fatal error: broken" in capsys.readouterr().out
+
+
+def test_a_changed_source_is_another_library(sources_in: Path) -> None:
+    before = sources.library_name()
+    (sources_in / before).write_bytes(b"")
+    assert sources.find_library() == sources_in / before
+    with (sources_in / "simd.h").open("a") as source:
+        source.write("// changed\n")
+    assert sources.library_name() != before
+    assert sources.find_library() is None
+
+
+def test_a_file_that_is_no_library_is_a_reason_not_a_crash(sources_in: Path) -> None:
+    (sources_in / sources.library_name()).write_bytes(b"not a library")
+    reason = available()
+    assert reason is not None
+    assert "do not load" in reason
+
+
+def test_a_cpu_without_the_instructions_is_told_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    if available() is not None:
+        pytest.skip(str(available()))
+    real = native_library._open
+    monkeypatch.setattr(native_library, "_open", lambda path: (real(path)[0], "avx2"))
+    assert open_kernels()[0] == "avx2"
+    with pytest.raises(NativeUnavailableError, match="its best is avx2"):
+        open_kernels("avx512")
+    with pytest.raises(NativeUnavailableError, match="no kernels for 'neon'"):
+        open_kernels("neon")
