@@ -1,4 +1,4 @@
-"""Where the kernels are not built, or cannot run, everyone is told in one line and nothing breaks."""
+"""Where the kernels are not built, or cannot run, one line says so and nothing breaks."""
 
 from __future__ import annotations
 
