@@ -34,7 +34,7 @@ def profile(model: str, dtype: str, threads: int, block_size: int, json_file: st
     from moonpool.engine.dtype import resolve_dtype
     from moonpool.engine.ops import empty_cache
     from moonpool.engine.runner import Engine, choose_ops, make_layout
-    from moonpool.runtime.profile_store import load_or_measure, profile_path
+    from moonpool.runtime.profile_store import profile_path, refine_profile
 
     torch.set_num_threads(threads)
     try:
@@ -44,7 +44,7 @@ def profile(model: str, dtype: str, threads: int, block_size: int, json_file: st
         engine = Engine(loaded, choose_ops(loaded.dtype), cache)
     except ValueError as error:
         fail(str(error))
-    cost = load_or_measure(engine, threads, fresh=True)
+    cost = refine_profile(engine, threads, forget=True)
     click.echo(f"{'prompt':>8} {'cached':>8} {'prefill s':>10}")
     for tokens, cached in ((512, 0), (2048, 0), (2048, 1536), (8192, 0), (8192, 7680)):
         click.echo(f"{tokens:>8} {cached:>8} {cost.prefill_s(tokens, cached):>10.3f}")

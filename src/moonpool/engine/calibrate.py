@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
-from moonpool.types import RequestId, SamplingParams
+from moonpool.types import RequestId, SamplingParams, Struct
 
 # (new tokens, cached tokens) and (batch, context of each), cheap ones first: the time may run out.
 PREFILLS = (
@@ -36,8 +35,7 @@ Point = tuple[Literal["prefill", "decode"], int, int, int]  # kind, batch, new, 
 _GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One kind of step, timed. context_tokens: what was in the KVCache before, over the batch."""
 
     kind: Literal["prefill", "decode"]
@@ -47,9 +45,9 @@ class Sample:
     seconds: float
 
 
-def measure_cost(engine: Engine, budget_s: float = 1.5) -> FittedCost:
-    """The cost model of this engine on this machine as it is now."""
-    samples = measure_samples(engine, budget_s)
+def fit_samples(samples: Iterable[Sample]) -> FittedCost:
+    """The cost model that these measurements speak for."""
+    samples = list(samples)
     prefills = [
         PrefillSample(
             num_tokens=s.new_tokens + s.context_tokens,
@@ -90,7 +88,13 @@ def _within(engine: Engine, budget_s: float, points: Iterable[Point]) -> Iterato
             return
         seconds = _best_s(engine, _step(engine, batch, new, context), ends_s)
         per_token_s = seconds / (batch * new)
-        yield Sample(kind, batch * new, batch * context, batch, seconds)
+        yield Sample(
+            kind=kind,
+            new_tokens=batch * new,
+            context_tokens=batch * context,
+            batch=batch,
+            seconds=seconds,
+        )
 
 
 def _fits(engine: Engine, batch: int, new: int, context: int) -> bool:

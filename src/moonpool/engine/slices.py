@@ -42,7 +42,8 @@ def key_view(cache: KvCache, layer: int) -> Tensor:
     lanes = pack(own)
     keys = cache.blocks[:, layer, : own.slice_elements // 2]
     shape = (own.num_kv_heads, own.head_dim // lanes, own.block_tokens, lanes)
-    return keys.unflatten(1, shape)
+    view: Tensor = keys.unflatten(1, shape)
+    return view
 
 
 def value_view(cache: KvCache, layer: int) -> Tensor:
@@ -51,7 +52,8 @@ def value_view(cache: KvCache, layer: int) -> Tensor:
     lanes = pack(own)
     values = cache.blocks[:, layer, own.slice_elements // 2 :]
     shape = (own.num_kv_heads, own.block_tokens // lanes, own.head_dim, lanes)
-    return values.unflatten(1, shape)
+    view: Tensor = values.unflatten(1, shape)
+    return view
 
 
 def write_rows(

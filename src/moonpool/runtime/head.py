@@ -58,6 +58,7 @@ log = logging.getLogger("moonpool.head")
 TICK_S = 0.1
 HANDSHAKE_S = 10.0
 KEPT_RECORDS = 4096
+MAX_FAILURES = 64
 WorkerChannel = Channel[UpFrame, DownFrame]
 
 
@@ -81,7 +82,7 @@ class Head:
         self._metrics = ServerMetrics(card.model_id)
         self._observer = Observer(self._metrics)
         self.conductor = Conductor(config.conductor)
-        self.start_failures: asyncio.Queue[str] = asyncio.Queue()
+        self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self.joined = asyncio.Condition()
         self._secret = secret
         self._answers: dict[RequestId, Answer] = {}
@@ -232,7 +233,8 @@ class Head:
                         await self._on_joined(frame, instance_id, channel)
                     case Failed():
                         reason = frame.message
-                        self.start_failures.put_nowait(f"{instance_id}: {frame.message}")
+                        if not self.start_failures.full():
+                            self.start_failures.put_nowait(f"{instance_id}: {frame.message}")
                     case _:
                         self._on_report(instance_id, frame)
         except (ChannelError, OSError) as error:
@@ -240,6 +242,8 @@ class Head:
         finally:
             if self._channels.get(instance_id) is channel:
                 del self._channels[instance_id]
+                self._heard_s.pop(instance_id, None)
+                self._observer.instance_lost(instance_id)
                 if not self._stopping:
                     log.warning("instance %s is gone: %s", instance_id, reason)
                 self._post(InstanceLost(instance_id, reason))

@@ -19,7 +19,7 @@ from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.messenger.events import MessengerEvent, PeerAddress
 from moonpool.messenger.messenger import Messenger
-from moonpool.runtime.profile_store import load_or_measure
+from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
 from moonpool.workers.instance import Instance
@@ -96,7 +96,7 @@ def boot_instance(
         engine = Engine(model, choose_ops(model.dtype), _cache_over(arena, layout))
     except (ArenaError, ValueError) as error:  # a model's errors are ValueErrors
         raise BootError(str(error)) from None
-    cost = load_or_measure(engine, threads)
+    cost = refine_profile(engine, threads)
     messenger = Messenger(
         arena,
         layout,

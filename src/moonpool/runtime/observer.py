@@ -56,6 +56,10 @@ class Observer:
             if num_bytes:
                 self._metrics.add_transfer(transport, num_bytes)
 
+    def instance_lost(self, instance_id: InstanceId) -> None:
+        """Its next life counts from zero."""
+        self._last.pop(instance_id, None)
+
     def gauges(self, conductor: Conductor) -> None:
         attempts = [t.attempt for t in conductor.requests.values() if t.attempt is not None]
         waiting = sum(a.stage is Stage.PREFILL and a.started_s is None for a in attempts)

@@ -1,7 +1,9 @@
-"""Cost estimates of this machine and model: measured once, kept in the user's cache folder.
+"""Cost estimates of this machine and model, kept in the user's cache folder and refined at each
+start.
 
-The instances of a machine start at the same time; a lock makes one measure while the others wait
-for its result, so that they do not measure each other's noise.
+A measurement on a busy machine is too slow, never too fast; so of each kind of step the best time
+ever seen is kept, and the cost model fitted to those. The instances of a machine start at the
+same time; a lock makes the first one measure while the others wait for its result.
 """
 
 from __future__ import annotations
@@ -11,46 +13,48 @@ import hashlib
 import logging
 import os
 import platform
+import time
 from pathlib import Path
 
 import msgspec
 
 from moonpool import __version__
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.calibrate import measure_cost
+from moonpool.engine.calibrate import Sample, fit_samples, measure_samples
 from moonpool.engine.machine import cpu_name
 from moonpool.engine.runner import Engine
 
 log = logging.getLogger("moonpool.profile")
 
+FRESH_S = 60.0
+"""A profile this young was measured by an instance of the same start."""
 
-def load_or_measure(engine: Engine, threads: int, fresh: bool = False) -> FittedCost:
-    """The kept profile of this engine on this machine, or a new measurement (`fresh` forces
-    one)."""
+
+def refine_profile(engine: Engine, threads: int, forget: bool = False) -> FittedCost:
+    """Measures, unless another instance just has, and fits to the best of all measurements.
+
+    `forget` drops what was measured before.
+    """
     path = profile_path(engine, threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            cost = None if fresh else _read(path)
-            if cost is not None:
-                return cost
-            cost = measure_cost(engine)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(msgspec.json.encode(cost))
-            partial.replace(path)
-            return cost
+            samples = [] if forget else _read(path)
+            if not samples or time.time() - path.stat().st_mtime > FRESH_S:
+                samples = _best(samples, measure_samples(engine))
+                _write(path, samples)
     except OSError as error:
         log.info("the cost profile is not kept: %s", error)
-        return measure_cost(engine)
+        samples = measure_samples(engine)
+    return fit_samples(samples)
 
 
 def profile_path(engine: Engine, threads: int) -> Path:
     """Differs whenever the measurements would."""
-    layout = engine.layout
     what = (
         __version__,
-        layout.fingerprint.hex(),
+        engine.layout.fingerprint.hex(),
         engine.ops_name,
         str(threads),
         platform.node(),
@@ -61,12 +65,27 @@ def profile_path(engine: Engine, threads: int) -> Path:
     return Path(root) / "moonpool" / "profiles" / f"{name}.json"
 
 
-def _read(path: Path) -> FittedCost | None:
+def _best(kept: list[Sample], new: list[Sample]) -> list[Sample]:
+    best: dict[tuple[str, int, int, int], Sample] = {}
+    for sample in (*kept, *new):
+        point = (sample.kind, sample.new_tokens, sample.context_tokens, sample.batch)
+        if point not in best or sample.seconds < best[point].seconds:
+            best[point] = sample
+    return list(best.values())
+
+
+def _write(path: Path, samples: list[Sample]) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(samples))
+    partial.replace(path)
+
+
+def _read(path: Path) -> list[Sample]:
     try:
-        kept: FittedCost = msgspec.json.decode(path.read_bytes(), type=FittedCost)
-        return kept
+        kept: list[Sample] = msgspec.json.decode(path.read_bytes(), type=list[Sample])
     except FileNotFoundError:
-        return None
+        return []
     except msgspec.DecodeError as error:
         log.warning("ignoring the damaged profile %s: %s", path, error)
-        return None
+        return []
+    return kept
