@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder, so that other engines can serve the very same weights."""
+"""Writes a model as a Hugging Face folder: other engines can then serve the very same weights."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""Random ways to compute the same sequences: chunked, mixed with others, in any blocks.
+
+Baseline and plans return the logits that follow chosen positions, so that tests can ask for
+equality bit by bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.builtin import LoadedModel
+from moonpool.engine.native import available
+from moonpool.engine.ops import KvCache, Ops, empty_cache
+from moonpool.engine.reference import ReferenceOps
+from moonpool.engine.runner import Engine, make_layout
+from moonpool.engine.step import SequenceStep
+from moonpool.types import RequestId
+
+OPS_NAMES = ("reference", "native")
+Prompt = list[int]
+
+
+def missing(ops_name: str) -> str | None:
+    """Why these operations cannot be had here, None if they can."""
+    return available() if ops_name == "native" else None
+
+
+def make_ops(ops_name: str) -> Ops:
+    if ops_name == "reference":
+        return ReferenceOps()
+    from moonpool.engine.native.ops import NativeOps
+
+    return NativeOps()
+
+
+class Lab:
+    """An engine over blocks full of NaN, handed out in random order."""
+
+    def __init__(
+        self, model: LoadedModel, ops: Ops, block_tokens: int, num_tokens: int, seed: int = 0
+    ) -> None:
+        layout = make_layout(model, block_tokens)
+        num_blocks = layout.blocks_for(num_tokens) + 40
+        self.cache: KvCache = empty_cache(layout, num_blocks)
+        self.cache.blocks.fill_(torch.nan)
+        self.engine = Engine(model, ops, self.cache)
+        self.rng = random.Random(seed)
+        self._free = list(range(num_blocks))
+        self.rng.shuffle(self._free)
+
+    def take_blocks(self, num_tokens: int) -> list[int]:
+        return [self._free.pop() for _ in range(self.engine.layout.blocks_for(num_tokens))]
+
+    def whole(self, prompt: Prompt) -> Tensor:
+        """Logits after `prompt`, computed alone and in one step, in fresh blocks."""
+        blocks = self.take_blocks(len(prompt))
+        logits = self.engine.logits([SequenceStep(RequestId("alone"), prompt, 0, blocks, None)])
+        self.cache.blocks[blocks] = torch.nan
+        self._free += blocks
+        return logits[0]
+
+    def prefill(self, prompt: Prompt, blocks: list[int]) -> None:
+        self.engine.step([SequenceStep(RequestId("prefix"), prompt, 0, blocks, None)])
+
+    def rest(self, prompt: Prompt, cached: int, blocks: list[int]) -> Tensor:
+        """Logits after `prompt` whose first `cached` tokens are in their blocks already."""
+        step = SequenceStep(RequestId("rest"), prompt[cached:], cached, blocks, None)
+        return self.engine.logits([step])[0]
+
+    def planned(self, prompts: Sequence[Prompt], marks: Sequence[set[int]]) -> list[list[Tensor]]:
+        """Runs all prompts together, cut at random but at `marks` for sure: the logits there."""
+        blocks = [self.take_blocks(len(prompt)) for prompt in prompts]
+        done = [0] * len(prompts)
+        found: list[list[Tensor]] = [[] for _ in prompts]
+        while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
+            open_ = [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]
+            batch = self.rng.sample(open_, self.rng.randint(1, len(open_)))
+            ends = {i: self._cut(done[i], len(prompts[i]), marks[i]) for i in batch}
+            logits = self.engine.logits(
+                [
+                    SequenceStep(
+                        RequestId(str(i)), prompts[i][done[i] : ends[i]], done[i], blocks[i], None
+                    )
+                    for i in batch
+                ]
+            )
+            for row, i in enumerate(batch):
+                done[i] = ends[i]
+                if ends[i] in marks[i]:
+                    found[i].append(logits[row])
+        return found
+
+    def _cut(self, done: int, length: int, marks: set[int]) -> int:
+        size = self.rng.choice((1, 1, 2, 3, 7, 16, 31, 64, 100, 1000))
+        return min([done + size, length, *(mark for mark in marks if mark > done)])
+
+
+def random_prompts(rng: random.Random, count: int, vocab: int, longest: int) -> list[Prompt]:
+    return [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
