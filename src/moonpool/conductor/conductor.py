@@ -119,9 +119,16 @@ class Conductor:
     def _on_instance_joined(self, info: InstanceInfo, now: float) -> None:
         if info.instance_id in self.instances:
             self._on_instance_lost(info.instance_id, "it joined anew", now)
-        self.instances[info.instance_id] = InstanceState(info)
+        state = InstanceState(info)
+        self.instances[info.instance_id] = state
         self.index.add_instance(info.instance_id, info.incarnation)
-        self._send(info.instance_id, Resync())
+        self._ask_for_all_blocks(state)
+
+    def _ask_for_all_blocks(self, state: InstanceState) -> None:
+        """Once until the answer comes, however many events meanwhile cannot be used."""
+        if not state.resyncing:
+            state.resyncing = True
+            self._send(state.info.instance_id, Resync())
 
     def _on_instance_lost(self, instance_id: InstanceId, reason: str, now: float) -> None:
         if self.instances.pop(instance_id, None) is None:
@@ -288,8 +295,9 @@ class Conductor:
                     report.stored,
                     report.removed,
                 ):
-                    self._send(instance_id, Resync())
+                    self._ask_for_all_blocks(state)
             case BlocksSnapshot():
+                state.resyncing = False
                 self.index.load_snapshot(
                     instance_id, state.info.incarnation, report.next_sequence, report.keys
                 )

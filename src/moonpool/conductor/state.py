@@ -57,10 +57,6 @@ class Tracked:
     explanation: list[str] = field(default_factory=list)
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances come first
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.token_ids) + len(self.generated)
-
 
 @dataclass(slots=True, eq=False)
 class InstanceState:
@@ -73,6 +69,7 @@ class InstanceState:
     expected: dict[BlockKey, int] = field(default_factory=dict)
     last_placed_s: float = float("-inf")
     load: InstanceLoad | None = None
+    resyncing: bool = False  # all its blocks were asked for
 
     def queue_s(self, now: float) -> float:
         """Estimated time until a new prefill starts: what is booked, less what has run already."""
@@ -99,10 +96,6 @@ class InstanceState:
             depth += 1
         return depth
 
-    def decode_step_s(self) -> float:
-        contexts = sum(t.num_tokens for t in self.decodes.values())
-        return self.info.cost.decode_step_s(max(len(self.decodes), 1), contexts)
-
     def view(
         self, keys: list[BlockKey], num_held: int, num_tokens: int, now: float
     ) -> InstanceView:
@@ -110,7 +103,7 @@ class InstanceState:
         layout = self.info.layout
         usable = (num_tokens - 1) // layout.block_tokens
         hit = min(self.num_expected(keys, num_held), usable)
-        booked = sum(t.attempt.booked_tokens for t in self.decodes.values() if t.attempt)
+        context_tokens, booked_tokens, next_exit_s = self._decode_load()
         return InstanceView(
             instance_id=self.info.instance_id,
             role=self.info.role,
@@ -121,17 +114,28 @@ class InstanceState:
             queue_s=self.queue_s(now),
             num_fetches_served=self.num_fetches_served,
             decode_batch=len(self.decodes),
-            decode_context_tokens=sum(t.num_tokens for t in self.decodes.values()),
-            room_tokens=self.info.num_blocks * layout.block_tokens - booked,
-            next_exit_s=self._next_exit_s(),
+            decode_context_tokens=context_tokens,
+            room_tokens=self.info.num_blocks * layout.block_tokens - booked_tokens,
+            next_exit_s=next_exit_s,
             last_placed_s=self.last_placed_s,
         )
 
-    def _next_exit_s(self) -> float:
-        """Until the decode with the fewest tokens left ends, if its answer is as long as booked."""
-        left = [
-            max(t.attempt.booked_tokens - t.num_tokens, 1)
-            for t in self.decodes.values()
-            if t.attempt is not None
-        ]
-        return min(left, default=0) * self.decode_step_s()
+    def _decode_load(self) -> tuple[int, int, float]:
+        """Tokens of all contexts, tokens of KVCache booked, and the time until the decode with the
+        fewest tokens left ends if its answer is as long as booked. In one pass, because it runs
+        over everything in flight for each request that arrives."""
+        context_tokens = booked_tokens = 0
+        fewest_left = 0
+        for tracked in self.decodes.values():
+            assert tracked.attempt is not None
+            num_tokens = len(tracked.request.token_ids) + len(tracked.generated)
+            context_tokens += num_tokens
+            # An answer may turn out longer than was booked for it.
+            booked = max(tracked.attempt.booked_tokens, num_tokens + 1)
+            booked_tokens += booked
+            left = booked - num_tokens
+            fewest_left = min(fewest_left, left) if fewest_left else left
+        if not fewest_left:
+            return 0, 0, 0.0
+        step_s = self.info.cost.decode_step_s(len(self.decodes), context_tokens)
+        return context_tokens, booked_tokens, fewest_left * step_s

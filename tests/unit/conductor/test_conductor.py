@@ -328,6 +328,17 @@ def test_room_is_booked_for_the_answer_too() -> None:
     assert sent(desk.ask("d", max_tokens=15), StartPrefill)
 
 
+def test_an_answer_longer_than_booked_takes_room() -> None:
+    desk = Desk("m0", num_blocks=10)  # 40 tokens
+    desk.conductor._expected_output_tokens = 1.0
+    desk.ask("r", max_tokens=25)
+    assert sent(desk.ask("early", max_tokens=1, token_ids=tuple(range(28))), StartPrefill)
+    desk.handle(RequestCancelled(RequestId("early")))
+    desk.tokens("m0", *range(20))
+    (refuse,) = of(desk.ask("late", max_tokens=2), Refuse)
+    assert refuse.reason == "no_decode_capacity"
+
+
 def test_no_instance_is_refused() -> None:
     (refuse,) = of(Desk().ask(), Refuse)
     assert (refuse.status, refuse.reason, refuse.retry_after_s) == (503, "no_instance", 5.0)
@@ -365,6 +376,9 @@ def test_a_gap_in_the_events_asks_for_all() -> None:
     assert desk.report("p0", BlocksSnapshot(next_sequence=3, keys=())) == []
     assert desk.report("p0", BlocksChanged(sequence=3)) == []
     assert sent(desk.report("p0", BlocksChanged(sequence=5)), Resync) == [("p0", Resync())]
+    assert desk.report("p0", BlocksChanged(sequence=6)) == [], "it was asked already"
+    assert desk.report("p0", BlocksSnapshot(next_sequence=7, keys=())) == []
+    assert sent(desk.report("p0", BlocksChanged(sequence=8)), Resync) == [("p0", Resync())]
 
 
 def test_joining_anew_ends_the_old_life() -> None:
