@@ -60,6 +60,7 @@ class Life:
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}
         self._stepping = False
+        self._num_losses = 0
         self._to_head = Link(self.clock, world.options.slow_delay_s)
         self._from_head = Link(self.clock, world.options.slow_delay_s)
 
@@ -116,7 +117,11 @@ class Life:
         self._cut()
         self._perform(self.instance.abort_all())
         self.instance.validate()
-        self.clock.after(self.clock.rng.random(), self.join)
+        self._num_losses += 1
+        latest = self._num_losses
+        self.clock.after(
+            self.clock.rng.random(), lambda: latest == self._num_losses and self.join()
+        )
 
     def die(self) -> None:
         self.alive = False
