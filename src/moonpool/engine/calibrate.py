@@ -81,7 +81,7 @@ def measure_samples(engine: Engine, budget_s: float = 1.5) -> list[Sample]:
 
 def _within(engine: Engine, budget_s: float, points: Iterable[Point]) -> Iterator[Sample]:
     ends_s = time.perf_counter() + budget_s
-    fitting = [point for point in points if _fits(engine, *point[1:])]
+    fitting = dict.fromkeys(_fitted(engine, point) for point in points)
     per_token_s = 0.0
     for i, (kind, batch, new, context) in enumerate(fitting):
         if i >= ALWAYS and time.perf_counter() + per_token_s * batch * new > ends_s:
@@ -97,9 +97,12 @@ def _within(engine: Engine, budget_s: float, points: Iterable[Point]) -> Iterato
         )
 
 
-def _fits(engine: Engine, batch: int, new: int, context: int) -> bool:
-    blocks = engine.layout.blocks_for(new + context)
-    return new + context <= engine.spec.max_positions and blocks <= engine.num_blocks
+def _fitted(engine: Engine, point: Point) -> Point:
+    """The point cut to what the model's context and the arena hold."""
+    kind, batch, new, context = point
+    most = min(engine.spec.max_positions, engine.num_blocks * engine.layout.block_tokens)
+    new = min(new, most)
+    return kind, batch, new, min(context, most - new)
 
 
 def _step(engine: Engine, batch: int, new: int, context: int) -> list[SequenceStep]:

@@ -3,18 +3,19 @@
 It continues a text as it went on the last time the same bytes occurred, so any wrong, stale or
 misplaced KVCache block shows in its answer, which a person can judge by eye.
 
-The residual stream (hidden 256) is sixteen slots of 16 numbers. Slot 0 holds the code of a row's
-own token, slot 15 the constant 1; the layers fill the rest, each by one attention head:
+The residual stream (hidden 288) is eighteen slots of 16 numbers. Slot 0 holds the code of a row's
+own token, slot 17 the constant 1; the layers fill the rest, each by one attention head:
 
 * **Shift** layers copy, from exactly 1, then 2, then 4 tokens back, the slots filled so far: slots
   1..7 come to hold the codes of the seven tokens before. The score is a sum of cosines in the fast
   RoPE pairs, largest at that distance.
 * The **search** layer attends to the position whose *predecessors* equal the latest tokens (near
-  ones weigh more) and copies its token's code to slot 8: the guess. Content lies in the slow RoPE
+  ones weigh more), and copies those predecessors to slots 8..14. Content lies in the slow RoPE
   pairs, which hardly turn over the whole context. Equal contexts tie: a slight preference for the
   recent one falls with the logarithm of the distance (all middle pairs, in phase).
-* **Check** layers search again, for the guess and the tokens before it, and so find a place where
-  it really stood like that; each makes the choice between near ties harder, and rests on the last.
+* The **answer** layer knows only what search found: it attends to the position with those
+  predecessors, and copies the token there to slot 16. Two layers that would find the same place by
+  themselves could make up for each other's damage; like this, each layer's blocks far back matter.
 
 Codes are the 256 words of the Nordstrom-Robinson code (any two overlap at most 1/4) and three more
 for the special tokens. Every RMSNorm sees a known number of unit slots; its weights divide it out.
@@ -35,23 +36,23 @@ NAME = "moonpool/induction"
 BOS, EOS, PAD = 256, 257, 258
 
 CODE = 16
-HEAD_DIM = HIDDEN = 256
+HEAD_DIM = 256
+HIDDEN = 18 * CODE
 PAIRS = HEAD_DIM // 2
 THETA = 1e12
 FAST = range(22)  # pairs that turn by more than 0.01 per token
 MIDDLE = range(22, 64)
 SLOW = range(64, 128)  # pairs that turn by less than a millionth per token
 
-ONE = 15 * CODE  # where the constant 1 lies
-GUESS = 8  # slot of the search layer's guess; the check layers' follow
+FOUND = 8  # first of the slots for what the search layer finds
+ANSWER = 16
+ONE = 17 * CODE  # where the constant 1 lies
 SHIFTS = (1, 2, 4)
-NUM_CHECKS = 2
-NUM_LAYERS = len(SHIFTS) + 1 + NUM_CHECKS
+NUM_LAYERS = len(SHIFTS) + 2
 
 SHIFT_SHARPNESS = 60.0
-SEARCH_WEIGHTS = (256.0, 160.0, 100.0, 64.0, 40.0, 24.0, 16.0)
-CHECK_WEIGHTS = (400.0, 256.0, 160.0, 100.0, 64.0, 40.0, 24.0, 16.0)
-RECENCY = 0.3
+WEIGHTS = (256.0, 160.0, 100.0, 64.0, 40.0, 24.0, 16.0)  # of a match 1, 2, ... tokens back
+RECENCY = 1.0
 LOGIT_SCALE = 24.0
 
 # Quadratic forms over GF(2)^4 (bit e: the product of the e-th pair of variables) whose differences
@@ -104,19 +105,14 @@ class InductionWeights:
         for layer, distance in enumerate(SHIFTS):
             self._norm(f"model.layers.{layer}.input_layernorm.weight", unit_slots=1 + distance)
             self._shift(layer, distance)
-        first = len(SHIFTS)
-        for layer in range(first, NUM_LAYERS):
-            slot = GUESS + layer - first
-            self._norm(f"model.layers.{layer}.input_layernorm.weight", unit_slots=1 + slot)
-            if layer == first:
-                self._search(layer, range(7), range(1, 8), SEARCH_WEIGHTS)
-            else:
-                self._search(layer, (slot - 1, *range(7)), range(8), CHECK_WEIGHTS)
-            self._attention(layer, "o")[slot * CODE :, :CODE].fill_diagonal_(1)
-        answer = GUESS + NUM_CHECKS
-        self._norm("model.norm.weight", unit_slots=2 + answer)
+        search, answer = len(SHIFTS), len(SHIFTS) + 1
+        self._norm(f"model.layers.{search}.input_layernorm.weight", unit_slots=9)
+        self._search(search, queries=range(7), copied=range(1, 8), to=FOUND)
+        self._norm(f"model.layers.{answer}.input_layernorm.weight", unit_slots=16)
+        self._search(answer, queries=range(FOUND, FOUND + 7), copied=range(1), to=ANSWER)
+        self._norm("model.norm.weight", unit_slots=17)
         head = self._tensors["lm_head.weight"]
-        head[:, answer * CODE : (answer + 1) * CODE] = LOGIT_SCALE * codes
+        head[:, ANSWER * CODE : (ANSWER + 1) * CODE] = LOGIT_SCALE * codes
 
     def _attention(self, layer: int, part: str) -> Tensor:
         return self._tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"]
@@ -134,29 +130,27 @@ class InductionWeights:
             q[pair, ONE] = sharpness * angle.cos()
             q[pair + PAIRS, ONE] = -sharpness * angle.sin()
             k[pair, ONE] = 1
-        width = distance * CODE
-        self._attention(layer, "v")[:width, :width].fill_diagonal_(1)
-        self._attention(layer, "o")[width : 2 * width, :width].fill_diagonal_(1)
+        self._copy(layer, range(distance), to=distance)
 
-    def _search(
-        self,
-        layer: int,
-        query_slots: range | tuple[int, ...],
-        key_slots: range,
-        weights: tuple[float, ...],
-    ) -> None:
-        """Attends where the key slots equal the query slots, and reads the token there."""
+    def _search(self, layer: int, queries: range, copied: range, to: int) -> None:
+        """Attends where the predecessors (slots 1..7) equal the query slots, copies from there."""
         q, k = self._attention(layer, "q"), self._attention(layer, "k")
         places = [*SLOW, *(pair + PAIRS for pair in SLOW)]
-        for i, (query, key, weight) in enumerate(zip(query_slots, key_slots, weights, strict=True)):
+        for i, (query, weight) in enumerate(zip(queries, WEIGHTS, strict=True)):
             for j in range(CODE):
                 place = places[i * CODE + j]
                 q[place, query * CODE + j] = weight * HEAD_DIM**0.5
-                k[place, key * CODE + j] = 1
+                k[place, (i + 1) * CODE + j] = 1
         for pair in MIDDLE:
             q[pair, ONE] = RECENCY * HEAD_DIM**0.5
             k[pair, ONE] = 1
-        self._attention(layer, "v")[:CODE, :CODE].fill_diagonal_(1)
+        self._copy(layer, copied, to)
+
+    def _copy(self, layer: int, slots: range, to: int) -> None:
+        """The head's values are `slots` of the attended position; they are added from `to` on."""
+        begin, width = slots.start * CODE, len(slots) * CODE
+        self._attention(layer, "v")[:width, begin : begin + width].fill_diagonal_(1)
+        self._attention(layer, "o")[to * CODE : to * CODE + width, :width].fill_diagonal_(1)
 
 
 def token_codes() -> Tensor:

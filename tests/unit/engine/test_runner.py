@@ -1,0 +1,96 @@
+"""Steps: what they refuse, when layers are announced, what calibration measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moonpool.engine.builtin import open_model
+from moonpool.engine.calibrate import fit_samples, measure_samples
+from moonpool.engine.ops import empty_cache
+from moonpool.engine.reference import ReferenceOps
+from moonpool.engine.runner import Engine, StepError, make_layout
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.types import RequestId, SamplingParams
+
+NAME = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300,context=64"
+GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+
+
+@pytest.fixture
+def engine() -> Engine:
+    model = open_model(NAME, "float32")
+    return Engine(model, ReferenceOps(), empty_cache(make_layout(model, 16), 6))
+
+
+def _step(
+    tokens: list[int], start: int = 0, blocks: tuple[int, ...] = (0, 1), draw: Draw | None = GREEDY
+) -> SequenceStep:
+    return SequenceStep(RequestId("r"), tokens, start, blocks, draw)
+
+
+def test_only_who_asks_gets_a_token(engine: Engine) -> None:
+    result = engine.step([_step([5, 6]), _step([7], blocks=(2,), draw=None), _step([8], 2, (3,))])
+    assert [token is not None for token in result.tokens] == [True, False, True]
+    assert result.seconds > 0
+
+
+def test_layers_are_announced_once_their_blocks_are_filled(engine: Engine) -> None:
+    blocks = engine._cache.blocks
+    seen: list[tuple[int, list[bool]]] = []
+    for draw in (GREEDY, None):
+        blocks.zero_()
+        seen.clear()
+        engine.step(
+            [_step([5, 6, 7], blocks=(4,), draw=draw)],
+            lambda layer: seen.append((layer, [bool(blocks[4, i].any()) for i in range(3)])),
+        )
+        assert seen == [(0, [True, False, False]), (1, [True, True, False]), (2, [True] * 3)]
+
+
+def test_writes_only_the_slots_it_was_given(engine: Engine) -> None:
+    engine._cache.blocks.fill_(9)
+    engine.step([_step([1] * 20, blocks=(3, 1))])
+    assert (engine._cache.blocks[[0, 2, 4, 5]] == 9).all()
+    untouched = engine._cache.blocks[1, 0] == 9
+    assert untouched.float().mean() == 12 / 16  # 4 of its 16 tokens are written
+
+
+@pytest.mark.parametrize(
+    ("sequence", "says"),
+    [
+        (_step([]), "no new token"),
+        (_step([300]), "vocabulary"),
+        (_step([-1]), "vocabulary"),
+        (_step([1] * 33), "2 blocks"),
+        (_step([1], start=64, blocks=(0, 1, 2, 3, 4)), "context of 64"),
+        (_step([1], start=-1), "context"),
+        (_step([1], blocks=(6,)), "block id"),
+        (_step([1], blocks=(-1,)), "block id"),
+    ],
+)
+def test_impossible_steps_are_refused_untouched(
+    engine: Engine, sequence: SequenceStep, says: str
+) -> None:
+    with pytest.raises(StepError, match=says):
+        engine.step([_step([5], blocks=(5,)), sequence])
+    assert not engine._cache.blocks.any()
+
+
+def test_an_arena_of_another_model_is_refused() -> None:
+    layout = make_layout(open_model(NAME, "float32"), 16)
+    with pytest.raises(ValueError, match="laid out"):
+        Engine(open_model(NAME + ",seed=1", "float32"), ReferenceOps(), empty_cache(layout, 2))
+    with pytest.raises(ValueError, match="block_tokens"):
+        make_layout(open_model(NAME, "float32"), 10)
+
+
+def test_calibration_measures_both_kinds_within_the_engine_s_means(engine: Engine) -> None:
+    samples = measure_samples(engine, budget_s=0.05)
+    assert {s.kind for s in samples} == {"prefill", "decode"}
+    assert all(s.seconds > 0 for s in samples)
+    assert all(s.new_tokens // s.batch + s.context_tokens // s.batch <= 64 for s in samples)
+    cost = fit_samples(samples)
+    assert cost.prefill_s(60, 0) > 0
+    assert cost.decode_step_s(1, 10) > 0
+    assert torch.isfinite(engine._cache.blocks).all()

@@ -1,0 +1,97 @@
+"""Reading config.json: both spellings, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.engine.spec import ModelError, parse_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def test_old_and_new_rope_spelling_mean_the_same() -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    old = {**BASE, "rope_theta": 5e5, "rope_scaling": {**scaling, "type": "llama3"}}
+    new = {**BASE, "rope_parameters": {**scaling, "rope_type": "llama3", "rope_theta": 5e5}}
+    assert parse_config(old).rope == parse_config(new).rope
+    assert parse_config(old).rope.theta == 5e5
+    assert parse_config({**BASE, "rope_scaling": None}).rope.kind == "default"
+
+
+def test_families_differ_in_biases_and_norms() -> None:
+    qwen2 = parse_config({**BASE, "architectures": ["Qwen2ForCausalLM"]})
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = parse_config({**BASE, "architectures": ["Qwen3ForCausalLM"]})
+    assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, True)
+    llama = parse_config({**BASE, "attention_bias": True, "mlp_bias": True})
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+
+
+def test_several_ends() -> None:
+    assert parse_config({**BASE, "eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+    assert parse_config({**BASE, "eos_token_id": 0}).eos_token_ids == (0,)
+    assert parse_config({**BASE, "eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "context"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 256),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 256),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, 256),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+            },
+            100,
+        ),
+    ],
+)
+def test_context_ends_where_a_sliding_window_would_begin(
+    change: dict[str, Any], context: int
+) -> None:
+    spec = parse_config({**BASE, **change})
+    assert spec.max_positions == context
+    assert bool(spec.notes) == (context == 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised.*awq"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope.*yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "rope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_refusals_say_what_is_wrong(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=f"(?s){says}") as caught:
+        parse_config({**BASE, **change})
+    assert "\n" not in str(caught.value)
