@@ -9,10 +9,10 @@ import time
 from typing import TypeVar
 
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger import shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
-from moonpool.messenger.events import MessengerEvent, PeerAddress
 from moonpool.messenger.landing import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.transport import Connection, FrameSocket

@@ -14,9 +14,7 @@ import msgspec
 import pytest
 from messenger_harness import Node, bare_socket, keys, make_layout, rogue_connection
 
-from moonpool.messenger import shm
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     PeerAddress,
     ReadEnded,
@@ -24,6 +22,8 @@ from moonpool.messenger.events import (
     ReceiveEnded,
     SendEnded,
 )
+from moonpool.messenger import shm
+from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.transport import Connection, PeerGoneError
 from moonpool.messenger.wire import (

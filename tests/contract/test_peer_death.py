@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from messenger_harness import Node, keys
 
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     PeerAddress,
     ReadEnded,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from messenger_harness import NUM_BLOCKS, Node, keys, make_layout
 
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     ReadEnded,
     ReadRequested,

@@ -1,4 +1,5 @@
-"""A 200 is right: the same tokens whatever way a request takes through a cluster of real processes."""
+"""A 200 is right: the same tokens whatever way a request takes through a cluster of real
+processes."""
 
 from __future__ import annotations
 

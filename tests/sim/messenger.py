@@ -1,6 +1,6 @@
 """A fake messenger: moves block contents between arenas, late, out of order and with faults.
 
-It keeps the contract of `moonpool.messenger.events` to the letter, and uses all the freedom that
+It keeps the contract of `moonpool.kvcache.transfers` to the letter, and uses all the freedom that
 leaves: blocks are read and written at random times until the terminal event, also after an abort.
 Each touch of a block checks that the instance still holds it (and never writes a named one).
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     PeerAddress,
     ReadEnded,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.events import PeerAddress
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockId, InstanceId, Role, Token
 from moonpool.workers.actions import (
     AbortStream,

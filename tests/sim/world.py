@@ -23,7 +23,7 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.config import ConductorConfig, InstanceConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.events import PeerAddress
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.metrics import RequestRecord
 from moonpool.types import BlockKey, InstanceId, RequestId, Role
 from moonpool.workers.messages import (

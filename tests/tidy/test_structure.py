@@ -16,14 +16,12 @@ SOURCE = ROOT / "src" / "moonpool"
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 
-# A room may import rooms of earlier lines only. `messenger.events` is pure vocabulary: what the
-# state machines and whoever moves the bytes say to each other. `api` knows the head only by the
-# protocol it declares itself, so the runtime that implements it stands above.
+# A room may import rooms of earlier lines only. `api` knows the head only by the protocol it
+# declares itself, so the runtime that implements it stands above.
 LEVELS = (
     {"types"},
     {"config", "metrics"},
     {"kvcache", "cost", "batching"},
-    {"messenger.events"},
     {"workers"},
     {"conductor"},
     {"messenger", "engine"},
@@ -42,7 +40,6 @@ PURE_ROOMS = {
     "kvcache",
     "cost",
     "batching",
-    "messenger.events",
     "workers",
     "conductor",
 }

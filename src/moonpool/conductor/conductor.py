@@ -13,6 +13,7 @@ happened.
 from __future__ import annotations
 
 import heapq
+from itertools import count
 
 from moonpool.conductor.actions import (
     ConductorAction,
@@ -77,6 +78,7 @@ class Conductor:
         self.instances: dict[InstanceId, InstanceState] = {}
         self.requests: dict[RequestId, Tracked] = {}
         self._works: dict[WorkId, Tracked] = {}
+        self._work_numbers = count(1)  # a client may use its request id again
         self._deadlines: list[tuple[float, RequestId]] = []
         self._expected_output_tokens = FIRST_EXPECTED_OUTPUT_TOKENS
         self._actions: list[ConductorAction] = []
@@ -214,7 +216,7 @@ class Conductor:
         tracked.num_attempts += 1
         request, record = tracked.request, tracked.record
         attempt = Attempt(
-            work_id=WorkId(f"{request.request_id}/{tracked.num_attempts}"),
+            work_id=WorkId(f"{request.request_id}/{next(self._work_numbers)}"),
             prefill=placement.prefill,
             decode=placement.decode,
             fetch_from=placement.fetch_from,

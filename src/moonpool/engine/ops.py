@@ -1,15 +1,17 @@
 """The few tensor operations a decoder model is made of, and who may implement them.
 
 `engine.reference` implements them in plain torch: it is the meaning, slow and portable.
-`engine.native` implements them with prepacked linears and our C++ kernels: it is checked against the
-reference and chosen by itself where CPU and installation allow. Model code knows only this protocol.
+`engine.native` implements them with prepacked linears and our C++ kernels: it is checked against
+the reference and chosen by itself where CPU and installation allow. Model code knows only this
+protocol.
 
 Two rules bind every implementation, because a cache hit must not change an answer:
 
 * **Rows do not see each other.** The bits of a row's result depend on that row's input (and, in
-  attention, on the KVCache before it), never on how many rows share the call, on their order, on how the
-  prompt was chunked, nor on the thread count.
-* **Nothing past a sequence's context is read into a result**: blocks may hold any bytes there, NaN included.
+  attention, on the KVCache before it), never on how many rows share the call, on their order, on
+  how the prompt was chunked, nor on the thread count.
+* **Nothing past a sequence's context is read into a result**: blocks may hold any bytes there,
+  NaN included.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ class StepMeta:
     """Where the rows of one step sit. T rows (tokens) of S sequences; all index tensors are int32.
 
     Rows of one sequence are adjacent and ascend in position. Sequence s owns rows
-    `row_starts[s] : row_starts[s + 1]`; its first row stands at `context_starts[s]` (tokens before it
-    are already in the KVCache); row positions are `positions[T]`.
-    `block_tables[s, i]` is the physical block of its tokens `i * block_tokens ...`; padded with 0.
+    `row_starts[s] : row_starts[s + 1]`; its first row stands at `context_starts[s]` (tokens
+    before it are already in the KVCache); row positions are `positions[T]`. `block_tables[s, i]`
+    is the physical block of its tokens `i * block_tokens ...`; padded with 0.
     """
 
     positions: Tensor  # [T] int32
@@ -56,7 +58,8 @@ class KvCache:
 class RopeTable:
     """Rotary angles, already scaled. cos, sin: [max_positions, rotary_dim / 2] float32.
 
-    The rotation pairs element i with i + rotary_dim / 2 ("rotate half", as Llama checkpoints have it).
+    The rotation pairs element i with i + rotary_dim / 2 ("rotate half", as Llama checkpoints have
+    it).
     """
 
     cos: Tensor

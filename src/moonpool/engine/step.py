@@ -15,9 +15,9 @@ from moonpool.types import RequestId, SamplingParams, Token
 class SequenceStep:
     """One sequence's share of a step.
 
-    `new_token_ids` stand at positions `start ...`; the KVCache of every position before `start` is already in
-    the blocks of `block_ids`, which also has room for the new ones. If `draw` is set, the token that
-    follows the last new one is drawn.
+    `new_token_ids` stand at positions `start ...`; the KVCache of every position before `start`
+    is already in the blocks of `block_ids`, which also has room for the new ones. If `draw` is
+    set, the token that follows the last new one is drawn.
     """
 
     request_id: RequestId

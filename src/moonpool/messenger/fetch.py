@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from moonpool.kvcache.transfers import FetchEnded
 from moonpool.messenger.auth import AuthError
-from moonpool.messenger.events import FetchEnded
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station

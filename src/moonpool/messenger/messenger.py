@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, SendEnded
 from moonpool.messenger import shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import AuthError, Identity
 from moonpool.messenger.counters import TransferCounts
-from moonpool.messenger.events import MessengerEvent, PeerAddress, SendEnded
 from moonpool.messenger.fetch import Fetch
 from moonpool.messenger.landing import Checksum, Landing, checksum_slice
 from moonpool.messenger.peering import HANDSHAKE_TIMEOUT_S, Credentials, admit, dial

@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.messenger import shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import (
@@ -20,7 +21,6 @@ from moonpool.messenger.auth import (
     ServerHandshake,
     authenticate_frames,
 )
-from moonpool.messenger.events import PeerAddress
 from moonpool.messenger.transport import Connection, FrameSocket, TransportError
 
 HANDSHAKE_TIMEOUT_S = 5.0

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from moonpool.messenger.events import ReadEnded, ReadRequested
+from moonpool.kvcache.transfers import ReadEnded, ReadRequested
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import (

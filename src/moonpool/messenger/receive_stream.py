@@ -13,7 +13,7 @@ import select
 import threading
 import time
 
-from moonpool.messenger.events import ReceiveEnded
+from moonpool.kvcache.transfers import ReceiveEnded
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station

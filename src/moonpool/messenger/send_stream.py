@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from moonpool.kvcache.transfers import SendEnded
 from moonpool.messenger.auth import AuthError
-from moonpool.messenger.events import SendEnded
 from moonpool.messenger.fetch import Dial
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station

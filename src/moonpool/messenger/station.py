@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
-from moonpool.messenger.events import MessengerEvent
 from moonpool.messenger.landing import Checksum, checksum_slice, group_slices
 from moonpool.messenger.transport import Connection
 from moonpool.messenger.wire import SliceOffer

@@ -16,8 +16,8 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
-from moonpool.messenger.events import MessengerEvent, PeerAddress
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup

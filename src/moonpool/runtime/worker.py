@@ -13,8 +13,8 @@ import time
 
 import msgspec
 
+from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.auth import AuthError, ClientHandshake, Identity, authenticate_streams
-from moonpool.messenger.events import MessengerEvent
 from moonpool.runtime.channel import Channel, ChannelError
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.messenger.events import MessengerEvent, PeerAddress
+from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.types import BlockId, BlockKey, SamplingParams, Token
 from moonpool.workers.messages import Command, Report, WorkId
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moonpool.messenger.events import PeerAddress
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockId, BlockKey, FinishReason
 from moonpool.workers.messages import Work, WorkId
 

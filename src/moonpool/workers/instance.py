@@ -21,7 +21,7 @@ from moonpool.cost.model import CostModel
 from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     ReadEnded,
     ReadRequested,

@@ -10,7 +10,7 @@ from typing import NewType
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.events import PeerAddress
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import (
     BlockKey,
     FinishReason,

@@ -23,7 +23,7 @@ from moonpool.config import ConductorConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.events import PeerAddress
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import (
     FinishReason,
     InstanceId,

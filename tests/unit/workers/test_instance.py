@@ -10,7 +10,7 @@ from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     PeerAddress,
     ReadEnded,

@@ -1,4 +1,4 @@
-"""What the messenger tells its worker. Posted from messenger threads, each exactly once.
+"""What whoever moves the blocks tells the state machine that owns them, each thing exactly once.
 
 Every operation the worker starts ends with exactly one terminal event, marked (terminal). Until
 then the messenger may read or write the operation's blocks, so they must stay held; afterwards it
