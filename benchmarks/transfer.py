@@ -27,8 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.events import (
+from moonpool.kvcache.transfers import (
     FetchEnded,
     MessengerEvent,
     PeerAddress,
@@ -36,6 +35,7 @@ from moonpool.messenger.events import (
     ReceiveEnded,
     SendEnded,
 )
+from moonpool.messenger.arena import Arena
 from moonpool.messenger.messenger import Messenger
 from moonpool.types import BlockId, BlockKey, InstanceId
 
