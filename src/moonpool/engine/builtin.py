@@ -6,6 +6,7 @@ Built in are `moonpool/induction` (the default, see `engine.induction`) and `ran
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from moonpool.engine.induction import InductionWeights
 from moonpool.engine.model import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
 from moonpool.engine.spec import ModelError, ModelSpec
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = induction.NAME
 BYTE_TOKENIZER = "bytes"
@@ -56,6 +59,8 @@ def open_model(name: str, dtype: str) -> LoadedModel:
         drawn = RandomWeights(spec, seed, wanted)
         return LoadedModel(name, spec, drawn, dtype, drawn.fingerprint, BYTE_TOKENIZER)
     checkpoint = open_checkpoint(name, wanted)
+    for note in checkpoint.spec.notes:
+        logger.warning("model %s: %s", name, note)
     folder = str(checkpoint.folder)
     return LoadedModel(
         name, checkpoint.spec, checkpoint.weights, dtype, checkpoint.fingerprint, folder
