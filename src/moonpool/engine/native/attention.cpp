@@ -1,12 +1,13 @@
 // Causal attention of the rows of a step over their sequences' blocks.
 //
-// A work item is one kv head of one sequence and up to ITEM_TILES tiles of rows, a row being one query
-// head of one token. It walks the context in tiles of SPAN tokens that start at multiples of SPAN,
-// with a running maximum and sum per row (online softmax). So a row's arithmetic is a function of its
-// position: the same in a decode, in a chunk of any size, and next to any other rows.
+// A work item is one kv head of one sequence and up to ITEM_TILES tiles of rows, a row being one
+// query head of one token. It walks the context in tiles of SPAN tokens that start at multiples
+// of SPAN, with a running maximum and sum per row (online softmax). So a row's arithmetic is a
+// function of its position: the same in a decode, in a chunk of any size, and next to any other
+// rows.
 //
-// Beyond a row's context: scores are replaced, not multiplied, so NaN there is harmless; V is not read
-// past the last context of the tile, and half of the last lane is cut off where that is odd.
+// Beyond a row's context: scores are replaced, not multiplied, so NaN there is harmless; V is not
+// read past the last context of the tile, and half of the last lane is cut off where that is odd.
 #include "simd.h"
 
 namespace moonpool {
@@ -137,8 +138,9 @@ MP_INLINE void blend(const Item<L>& it, const Rows& rows, float* out, int64_t co
         const int32_t* p = weights + (token - begin) / L::PACK;
         const int64_t lanes = (stop - token) / L::PACK;
         const int64_t later = least(token + SPAN, it.context - 1) / bt;
-        const char* next = it.keys + it.table[later] * c.block_bytes +
-                           (token % bt * d + column * (stop - token)) * (int64_t)sizeof(typename L::T);
+        const int64_t inside = token % bt * d + column * (stop - token);
+        const char* next =
+            it.keys + it.table[later] * c.block_bytes + inside * (int64_t)sizeof(typename L::T);
         accumulate<L, ROWS, VECS, ROW_LANES, 1, VECS>(sums, p, v, d, lanes, next, ahead_step);
         if ((stop - token) % L::PACK) {
             alignas(64) int32_t last[VECS * W];
@@ -259,7 +261,8 @@ void work(const AttendCall& c, int64_t sequence, int64_t kv_head, int64_t first,
         for (int64_t r = start[i]; r < start[i + 1]; ++r) {
             const vf whole = set1(1.f / sum(load(rows[i].sums[r - start[i]])));
             T* to = (T*)c.out + element(first + r);
-            for (int64_t j = 0; j < d; j += W) L::store(to + j, mul(load(it.out + r * d + j), whole));
+            for (int64_t j = 0; j < d; j += W)
+                L::store(to + j, mul(load(it.out + r * d + j), whole));
         }
     }
 }

@@ -13,8 +13,8 @@ constexpr int HALVES = PANEL / (2 * W);
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 18;  // fewer do not pay for a second thread
 constexpr int64_t CHUNK_ROWS = 32 * MAX_ROWS;  // rows packed at a time
 
-// How far ahead of itself a lone tile fetches weights: measured on Zen 4, where a few rows stream best
-// close ahead, and tiles that compute for longer on each line want far more lines under way.
+// How far ahead of itself a lone tile fetches weights: measured on Zen 4, where a few rows stream
+// best close ahead, and tiles that compute for longer on each line want far more lines under way.
 constexpr int64_t NEAR_BYTES = 1024, FAR_BYTES = 12288;
 constexpr int NEAR_ROWS = 4;
 
@@ -69,7 +69,8 @@ void tile(const LinearCall<L>& c, const int32_t* a, int64_t row, int64_t panel, 
         vf sums[ROWS][2];
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
-        accumulate<L, ROWS, 2, 1, ROWS, 2>(sums, a, b + h * 2 * W, PANEL, c.lanes, ahead, ahead_step);
+        accumulate<L, ROWS, 2, 1, ROWS, 2>(sums, a, b + h * 2 * W, PANEL, c.lanes, ahead,
+                                           ahead_step);
         if (c.bias) {
             const vf first = load(c.bias + column), second = load(c.bias + column + W);
 #pragma GCC unroll 14
@@ -92,7 +93,8 @@ void tile(const LinearCall<L>& c, const int32_t* a, int64_t row, int64_t panel, 
 }
 
 template <class L>
-using TileFn = void (*)(const LinearCall<L>&, const int32_t*, int64_t, int64_t, const char*, int64_t);
+using TileFn = void (*)(const LinearCall<L>&, const int32_t*, int64_t, int64_t, const char*,
+                        int64_t);
 
 template <class L>
 TileFn<L> tile_for(int rows) {
@@ -117,9 +119,9 @@ TileFn<L> tile_for(int rows) {
     }
 }
 
-// One chunk of rows against all panels. A panel stays in the cache while the tiles pass over it; the
-// first tile fetches what comes next: a little ahead of itself if it is the only one, else the next
-// panel.
+// One chunk of rows against all panels. A panel stays in the cache while the tiles pass over it;
+// the first tile fetches what comes next: a little ahead of itself if it is the only one, else
+// the next panel.
 template <class L>
 void chunk(const LinearCall<L>& c, int64_t first, int64_t rows, int32_t* packed, int threads) {
     const int64_t tiles = ceil_div(rows, MAX_ROWS), panels = ceil_div(c.out, PANEL);

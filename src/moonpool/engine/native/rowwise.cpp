@@ -1,7 +1,8 @@
-// What a decoder layer does to one row at a time: norms, the gate, rope and the store into blocks.
+// What a decoder layer does to one row at a time: norms, the gate, rope and the store into
+// blocks.
 //
-// A row's arithmetic depends on the row's width only. Inputs are widened to float, and rounded once,
-// when the result is stored.
+// A row's arithmetic depends on the row's width only. Inputs are widened to float, and rounded
+// once, when the result is stored.
 #include "simd.h"
 
 namespace moonpool {
@@ -49,7 +50,8 @@ template <class L>
 void rms_norm(const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps,
               int threads) {
     typedef typename L::T T;
-#pragma omp parallel for schedule(static) num_threads(threads) if (worth_threads(threads, rows * width))
+    const bool many = worth_threads(threads, rows * width);
+#pragma omp parallel for schedule(static) num_threads(threads) if (many)
     for (int64_t r = 0; r < rows; ++r)
         scale_row<L>((const T*)x + r * width, (const T*)weight, (T*)y + r * width, width, eps);
 }
@@ -58,7 +60,8 @@ template <class L>
 void add_rms_norm(const void* x, void* residual, const void* weight, void* y, int64_t rows,
                   int64_t width, float eps, int threads) {
     typedef typename L::T T;
-#pragma omp parallel for schedule(static) num_threads(threads) if (worth_threads(threads, rows * width))
+    const bool many = worth_threads(threads, rows * width);
+#pragma omp parallel for schedule(static) num_threads(threads) if (many)
     for (int64_t r = 0; r < rows; ++r) {
         const T* from = (const T*)x + r * width;
         T* to = (T*)residual + r * width;
@@ -73,7 +76,8 @@ void add_rms_norm(const void* x, void* residual, const void* weight, void* y, in
 template <class L>
 void silu_mul(const void* gate_up, void* y, int64_t rows, int64_t width, int threads) {
     typedef typename L::T T;
-#pragma omp parallel for schedule(static) num_threads(threads) if (worth_threads(threads, rows * width))
+    const bool many = worth_threads(threads, rows * width);
+#pragma omp parallel for schedule(static) num_threads(threads) if (many)
     for (int64_t r = 0; r < rows; ++r) {
         const T* gate = (const T*)gate_up + r * 2 * width;
         const T* up = gate + width;
@@ -184,7 +188,8 @@ int rope_store(const RopeCall& c, int threads) {
 #pragma omp parallel num_threads(threads) if (many)
     for (int64_t s = 0; s < c.sequences; ++s) {
 #pragma omp for schedule(static) nowait
-        for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row) rope_row<L>(c, row, s);
+        for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row)
+            rope_row<L>(c, row, s);
     }
     return 0;
 }
@@ -212,7 +217,7 @@ using namespace moonpool;
         return 0;                                                                                  \
     }                                                                                              \
     MP_EXPORT(moonpool_rope_store_##type)(const RopeCall* call, int threads) {                     \
-        return rope_store<L>(*call, threads);                                                             \
+        return rope_store<L>(*call, threads);                                                      \
     }
 
 MP_ROWWISE(F32, f32)

@@ -1,11 +1,11 @@
 // The vector vocabulary of the kernels, once per instruction set.
 //
-// Every kernel file is compiled once for each instruction set (build.py defines MP_ISA_*), and sees
-// only the names below, so a kernel is written once. All are in an anonymous namespace: two builds of
-// one kernel must never be merged by the linker.
+// Every kernel file is compiled once for each instruction set (build.py defines MP_ISA_*), and
+// sees only the names below, so a kernel is written once. All are in an anonymous namespace: two
+// builds of one kernel must never be merged by the linker.
 //
-//   vf  W floats          vi  W 32-bit lanes (a lane holds one float, or two neighbouring bfloat16)
-//   F32 / B16             element types: how to load, store and multiply lanes of them
+// vf  W floats          vi  W 32-bit lanes (a lane holds one float, or two neighbouring bfloat16)
+// F32 / B16             element types: how to load, store and multiply lanes of them
 #pragma once
 
 #include <immintrin.h>
@@ -182,7 +182,8 @@ struct B16 {
 #if defined(MP_ISA_avx512bf16)
         return _mm512_dpbf16_ps(s, (__m512bh)a, (__m512bh)b);
 #else
-        return moonpool::fma(odd_bf16(a), odd_bf16(b), moonpool::fma(even_bf16(a), even_bf16(b), s));
+        s = moonpool::fma(even_bf16(a), even_bf16(b), s);
+        return moonpool::fma(odd_bf16(a), odd_bf16(b), s);
 #endif
     }
     MP_INLINE vf load(const T* p) { return widen_bf16(p); }
@@ -205,10 +206,11 @@ MP_INLINE void store_first(typename L::T* p, vf x, int n) {
 }
 
 // sums[r][v] += sum over k of a[r][k] * b[k][v]: the one inner loop of linears and attention.
-// Element (r, k) of `a` is lane a[r * A_ROW + k * A_LANE]; b has b_stride lanes per k. A sum is one chain
-// of `dot`s in rising k whatever ROWS is: that, and nothing else, makes rows independent of each other.
-// On the way, AHEAD lines per k are fetched from `ahead` on, which moves by `ahead_step`: into the
-// second level, as the first has too few outstanding misses to keep memory busy.
+// Element (r, k) of `a` is lane a[r * A_ROW + k * A_LANE]; b has b_stride lanes per k. A sum is
+// one chain of `dot`s in rising k whatever ROWS is: that, and nothing else, makes rows
+// independent of each other. On the way, AHEAD lines per k are fetched from `ahead` on, which
+// moves by `ahead_step`: into the second level, as the first has too few outstanding misses to
+// keep memory busy.
 template <class L, int ROWS, int VECS, int A_ROW, int A_LANE, int AHEAD>
 MP_INLINE void accumulate(vf (&sums)[ROWS][VECS], const int32_t* a, const int32_t* b,
                           int64_t b_stride, int64_t lanes, const char* ahead, int64_t ahead_step) {
