@@ -20,6 +20,7 @@ from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.types import InstanceId, RequestId, Role
 from moonpool.workers.actions import (
@@ -65,6 +66,17 @@ class Outcome:
     finished: bool = False
 
 
+class Liar:
+    """A checksum that is wrong for one slice in seven: to the receiver, the bytes were damaged."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, data: memoryview) -> int:
+        self._calls += 1
+        return checksum_slice(data) ^ (self._calls % 7 == 3)
+
+
 class Node:
     """One instance."""
 
@@ -88,6 +100,7 @@ class Node:
             SECRET,
             lambda event: inbox.put((self, event)),
             use_shared_memory=options.get("shared_memory", True),
+            checksum=Liar() if name in options.get("liars", ()) else checksum_slice,
         )
         self.address = self.messenger.start()
         config = InstanceConfig(
@@ -107,6 +120,7 @@ class MiniCluster:
             name: Node(name, role, dtype, ops, options, self.inbox) for name, role in roles.items()
         }
         self.outcomes: dict[str, Outcome] = {}
+        self.corrupt_blocks = 0
         self._decode_of: dict[str, Node] = {}
 
     def submit(
@@ -224,7 +238,7 @@ class MiniCluster:
                 self.inbox.put((self._decode_of[report.work_id], start))
             case TransferDone():
                 assert not report.error, report
-                assert not report.corrupt_blocks
+                self.corrupt_blocks += report.corrupt_blocks
                 self.outcomes[report.work_id].transferred_bytes = report.num_bytes
             case StepTokens():
                 for item in report.works:

@@ -133,6 +133,7 @@ def test_split_into_prefill_and_decode(
     outcomes = [cluster.outcomes[str(i)] for i in range(len(build.prompts))]
     assert_same(outcomes, alone)
     assert sum(o.transferred_bytes for o in outcomes) > 0
+    assert cluster.corrupt_blocks == 0
     assert any(o.cached_tokens for o in outcomes)
 
 
@@ -166,3 +167,22 @@ def test_prefix_from_another_instance(
     for outcome, prompt in zip(again, prompts, strict=True):
         assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
     assert sum(o.fetched_tokens for o in again) > 300
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_damaged_slices_are_computed_again(
+    build: Lab, alone: list[Outcome], shared_memory: bool
+) -> None:
+    roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
+    cluster = build(roles, shared_memory=shared_memory, liars={"p"})
+    for i, prompt in enumerate(build.prompts):
+        cluster.submit(work(f"{i} streamed", prompt), on="p", decode="d")
+        cluster.run()
+        cluster.submit(work(f"{i} fetched", prompt), on="q", decode="d", fetch_from="p")
+        cluster.run()
+    for way in ("streamed", "fetched"):
+        outcomes = [cluster.outcomes[f"{i} {way}"] for i in range(len(build.prompts))]
+        assert_same(outcomes, alone)
+    assert cluster.corrupt_blocks > 0
+    assert cluster.nodes["d"].instance.counters["recomputed_tokens"] > 0
+    assert cluster.nodes["q"].instance.counters["corrupt_slices"] > 0

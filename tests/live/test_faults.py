@@ -90,6 +90,32 @@ def test_a_killed_head_takes_its_workers_along() -> None:
         assert wait_until_gone(pids) == []
 
 
+def children_of(pid: int) -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            children.append(int(stat.parent.name))
+    return children
+
+
+def test_ctrl_c_while_starting_leaves_nothing() -> None:
+    command = [sys.executable, "-m", "moonpool", "serve", "--port", str(free_port())]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (children := children_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(children) >= 1
+    time.sleep(0.5)
+    children = children_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(15) == 0
+    assert wait_until_gone(children) == []
+
+
 def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "moonpool", *arguments],

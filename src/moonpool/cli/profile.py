@@ -39,9 +39,10 @@ def profile(model: str, dtype: str, threads: int, block_size: int, json_file: st
     torch.set_num_threads(threads)
     try:
         loaded = open_model(model, resolve_dtype(dtype))
-        layout = make_layout(loaded, block_size)
+        ops = choose_ops(loaded.dtype)
+        layout = make_layout(loaded, block_size, ops)
         cache = empty_cache(layout, layout.blocks_for(CALIBRATION_TOKENS))
-        engine = Engine(loaded, choose_ops(loaded.dtype), cache)
+        engine = Engine(loaded, ops, cache)
     except ValueError as error:
         fail(str(error))
     cost = refine_profile(engine, threads, forget=True)

@@ -89,9 +89,11 @@ class Linear(Protocol):
 
 
 class Ops(Protocol):
-    """Stateless but for the weights packed by `linear`."""
+    """Stateless but for the weights packed by `linear`. Engines whose `arithmetic` is equal compute
+    equal bits; others must not share blocks."""
 
     name: str
+    arithmetic: str
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in]. The caller drops its own copy afterwards."""

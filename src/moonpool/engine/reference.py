@@ -25,6 +25,7 @@ class ReferenceOps:
     """`Ops` in plain torch, for float32 and bfloat16, on any CPU."""
 
     name = "reference"
+    arithmetic = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return _TiledLinear(weight.contiguous(), bias)

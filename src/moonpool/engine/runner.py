@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Engine:
         self.ops_name = ops.name
         self.num_blocks = cache.blocks.shape[0]
         expected = make_layout(model, cache.layout.block_tokens)
-        if cache.layout != expected:
+        if msgspec.structs.replace(cache.layout, arithmetic="") != expected:
             raise ValueError(
                 f"the KVCache is laid out as {cache.layout}, the model needs {expected}"
             )
@@ -153,8 +154,11 @@ class Engine:
         return tables
 
 
-def make_layout(model: LoadedModel, block_tokens: int) -> BlockLayout:
-    """The blocks this model fills. Raises `ValueError` where the engine cannot have them."""
+def make_layout(model: LoadedModel, block_tokens: int, ops: Ops | None = None) -> BlockLayout:
+    """The blocks this model fills, named after `ops` if they are to be shared with other engines.
+
+    Raises `ValueError` where the engine cannot have them.
+    """
     layout = BlockLayout(
         model_fingerprint=model.fingerprint,
         dtype=model.dtype,
@@ -163,6 +167,7 @@ def make_layout(model: LoadedModel, block_tokens: int) -> BlockLayout:
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,
         inner=INNER,
+        arithmetic="" if ops is None else ops.arithmetic,
     )
     check_layout(layout)
     return layout

@@ -15,7 +15,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class BlockLayout(Struct, frozen=True):
-    """Dimensions of a block. `model_fingerprint` ties it to the weights it was computed with."""
+    """Dimensions of a block. `model_fingerprint` ties it to the weights it was computed with, and
+    `arithmetic` to the operations: other kernels or instruction sets give other last bits."""
 
     model_fingerprint: str
     dtype: str
@@ -24,6 +25,7 @@ class BlockLayout(Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     inner: str = "paired-v1"
+    arithmetic: str = ""
 
     @property
     def slice_elements(self) -> int:
@@ -60,6 +62,7 @@ class BlockLayout(Struct, frozen=True):
                 self.num_kv_heads,
                 self.head_dim,
                 self.inner,
+                self.arithmetic,
             )
         )
         return hashlib.sha256(fields.encode()).digest()

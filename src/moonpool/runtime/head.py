@@ -48,10 +48,11 @@ from moonpool.runtime.protocol import (
     Joined,
     Setup,
     Stop,
+    TurnedAway,
     UpFrame,
 )
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo
-from moonpool.workers.messages import InstanceLoad, Report
+from moonpool.workers.messages import InstanceInfo, InstanceLoad, Report
 
 log = logging.getLogger("moonpool.head")
 
@@ -258,14 +259,11 @@ class Head:
     async def _on_joined(
         self, frame: Joined, instance_id: InstanceId, channel: WorkerChannel
     ) -> None:
-        others = [s.info for s in self.conductor.instances.values()]
-        if others and others[0].layout.fingerprint != frame.info.layout.fingerprint:
-            raise ChannelError("it serves another model, dtype or block size than the cluster")
-        if frame.info.instance_id != instance_id:
-            raise ChannelError("it joined under another name than it proved")
-        known = self._channels.get(instance_id)
-        if known is not None and known is not channel:
-            raise ChannelError(f"an instance named {instance_id} is there already")
+        unwanted = self._why_not(frame.info, instance_id, channel)
+        if unwanted is not None:
+            channel.send(TurnedAway(message=unwanted))
+            await channel.flush()
+            raise ChannelError(f"{instance_id} was turned away: {unwanted}")
         self._channels[instance_id] = channel
         room_tokens = frame.info.num_blocks * frame.info.layout.block_tokens
         if room_tokens < self.card.max_model_tokens:  # prompt and answer must fit every instance
@@ -274,6 +272,23 @@ class Head:
         self._post(InstanceJoined(frame.info))
         async with self.joined:
             self.joined.notify_all()
+
+    def _why_not(
+        self, info: InstanceInfo, proven_id: InstanceId, channel: WorkerChannel
+    ) -> str | None:
+        """Why an instance cannot join; None if it can."""
+        if info.instance_id != proven_id:
+            return "it joined under another name than it proved"
+        known = self._channels.get(info.instance_id)
+        if known is not None and known is not channel:
+            return f"an instance named {info.instance_id} is there already; choose another --name"
+        others = [state.info for state in self.conductor.instances.values()]
+        if others and others[0].layout.fingerprint != info.layout.fingerprint:
+            return (
+                "its blocks differ from the cluster's: it has another model, dtype, block size,"
+                " moonpool release or kind of CPU"
+            )
+        return None
 
     def _setup(self) -> Setup:
         cluster = self.config.cluster

@@ -91,9 +91,10 @@ def boot_instance(
     torch.set_num_threads(threads)
     try:
         model = open_model(setup.model.name, setup.model.dtype)
-        layout = make_layout(model, setup.pool.block_tokens)
+        ops = choose_ops(model.dtype)
+        layout = make_layout(model, setup.pool.block_tokens, ops)
         arena = Arena(layout, _num_blocks(setup, layout))
-        engine = Engine(model, choose_ops(model.dtype), _cache_over(arena, layout))
+        engine = Engine(model, ops, _cache_over(arena, layout))
     except (ArenaError, ValueError) as error:  # a model's errors are ValueErrors
         raise BootError(str(error)) from None
     cost = refine_profile(engine, threads)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 
 from moonpool.config import ClusterConfig
@@ -22,7 +21,7 @@ log = logging.getLogger("moonpool.launcher")
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 MAX_RESTARTS = 5
-STOP_S = 5.0
+STOP_S = 3.0
 
 
 class LocalLauncher:
@@ -59,19 +58,18 @@ class LocalLauncher:
         return [p.pid for p in self._processes.values() if p.returncode is None]
 
     async def stop(self) -> None:
-        """Ends every worker: asked by the head already, then by SIGTERM, then by SIGKILL."""
+        """Waits for the workers, which the head has told to end, and kills those that do not: one
+        that is still starting has not joined yet. Nothing is lost by it."""
         self._stopping = True
         processes = list(self._processes.values())
-        for sign, wait_s in ((None, STOP_S), (signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
-            for process in processes:
-                if sign is not None and process.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        process.send_signal(sign)
-            waits = [asyncio.ensure_future(p.wait()) for p in processes]
-            if waits:
-                await asyncio.wait(waits, timeout=wait_s)
-            if all(p.returncode is not None for p in processes):
-                break
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
+        for process in processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        await asyncio.gather(*waits)
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)

@@ -8,7 +8,7 @@ worker                                   head
   |   loads, allocates, calibrates                       |
   | -- Joined (InstanceInfo)  or  Failed (why) --------> |
   | <-- commands            reports, heartbeats ------->  |
-  | <-- Stop                                             |
+  | <-- Stop, or TurnedAway (why)                        |
 """
 
 from __future__ import annotations
@@ -54,5 +54,11 @@ class Stop(Struct, frozen=True, tag=True):
     """End the process in good order."""
 
 
-DownFrame = Setup | Stop | Command
+class TurnedAway(Struct, frozen=True, tag=True):
+    """The head will not have this instance; one line for the person who started it."""
+
+    message: str
+
+
+DownFrame = Setup | Stop | TurnedAway | Command
 UpFrame = Apply | Joined | Failed | Report

@@ -27,6 +27,7 @@ from moonpool.runtime.protocol import (
     Joined,
     Setup,
     Stop,
+    TurnedAway,
     UpFrame,
 )
 from moonpool.types import InstanceId, Role
@@ -129,6 +130,8 @@ class Worker:
                     case Stop():
                         self._stopping = True
                         return
+                    case TurnedAway():
+                        raise WorkerError(f"the head turned this instance away: {frame.message}")
                     case _:
                         self._post(frame)
         finally:

@@ -69,6 +69,7 @@ def test_a_layout_that_differs_in_anything_has_its_own_fingerprint() -> None:
         "num_kv_heads": 4,
         "head_dim": 8,
         "inner": "x",
+        "arithmetic": "a",
     }
     changes = {
         "model_fingerprint": "n",
@@ -78,6 +79,7 @@ def test_a_layout_that_differs_in_anything_has_its_own_fingerprint() -> None:
         "num_kv_heads": 2,
         "head_dim": 16,
         "inner": "y",
+        "arithmetic": "b",
     }
     prints = {BlockLayout(**base).fingerprint}
     prints |= {BlockLayout(**{**base, name: value}).fingerprint for name, value in changes.items()}

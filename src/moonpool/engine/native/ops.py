@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Call, Kernels, open_kernels
 from moonpool.engine.native.memory import PackedMemory
+from moonpool.engine.native.sources import library_name
 from moonpool.engine.ops import HeadShape, KvCache, QkNorm, RopeTable, StepMeta
 from moonpool.engine.slices import LANE_BYTES, check_layout
 
@@ -91,6 +92,7 @@ class NativeOps:
 
     def __init__(self, isa: str | None = None) -> None:
         self.isa, self._kernels = open_kernels(isa)
+        self.arithmetic = f"{library_name()} {self.isa}"
         self._memory = PackedMemory()
         self._step: tuple[StepMeta, tuple[int, ...]] | None = None
         self._arena: tuple[KvCache, HeadShape, torch.dtype, _Arena] | None = None

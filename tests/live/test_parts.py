@@ -1,0 +1,109 @@
+"""Head and workers started one by one, as on several machines: they join, refuse and find back."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import free_port
+from tests.live.conftest import MODEL, SMALL
+
+PROMPT = {"prompt": [3] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+class Parts:
+    """Processes with one secret, ended together."""
+
+    def __init__(self) -> None:
+        self.environment = os.environ | {"MOONPOOL_CLUSTER_SECRET": secrets.token_hex(32)}
+        self.head_port, self.port = free_port(), free_port()
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        self.processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "moonpool", *arguments],
+                env=self.environment | environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return self.processes[-1]
+
+    def start_head(self) -> subprocess.Popen[str]:
+        ports = ["--head-port", str(self.head_port), "--port", str(self.port)]
+        return self.start("head", MODEL, *SMALL, *ports)
+
+    def start_worker(self, role: str, name: str, **environment: str) -> subprocess.Popen[str]:
+        head = f"127.0.0.1:{self.head_port}"
+        return self.start("worker", "--role", role, "--head", head, "--name", name, **environment)
+
+    def wait_until_healthy(self, wait_s: float = 60.0) -> httpx.Client:
+        client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            try:
+                if client.get("/health").status_code == 200:
+                    return client
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError("the parts did not come together")
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+
+@pytest.fixture
+def parts() -> Iterator[Parts]:
+    made = Parts()
+    yield made
+    made.end()
+
+
+def test_parts_join_and_find_back_to_a_new_head(parts: Parts) -> None:
+    head = parts.start_head()
+    parts.start_worker("prefill", "p")
+    decode = parts.start_worker("decode", "d")
+    client = parts.wait_until_healthy()
+    first = client.post("/v1/completions", json=PROMPT).json()
+    assert first["usage"]["completion_tokens"] == 8
+
+    twin = parts.start_worker("decode", "d")
+    _, words = twin.communicate(timeout=60)
+    assert twin.returncode == 1
+    assert "choose another --name" in words
+    stranger = parts.start_worker("decode", "s", MOONPOOL_CLUSTER_SECRET="ab" * 32)
+    _, words = stranger.communicate(timeout=60)
+    assert stranger.returncode == 1
+    assert "secret differs" in words
+
+    head.kill()
+    head.wait()
+    parts.start_head()
+    client = parts.wait_until_healthy()
+    again = client.post("/v1/completions", json=PROMPT).json()
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    # The new head knew nothing: it learned from the workers what they hold.
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
+
+    decode.send_signal(signal.SIGTERM)
+    assert decode.wait(15) == 0
+    deadline = time.monotonic() + 10
+    while client.get("/health").status_code == 200 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    refused = client.post("/v1/completions", json=PROMPT)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "no_decode_instance"
