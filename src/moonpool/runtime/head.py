@@ -87,7 +87,7 @@ class Head:
         self.joined = asyncio.Condition()
         self._secret = secret
         self._answers: dict[RequestId, Answer] = {}
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._channels: dict[InstanceId, WorkerChannel] = {}
         self._heard_s: dict[InstanceId, float] = {}
         self._server: asyncio.Server | None = None
@@ -146,9 +146,9 @@ class Head:
         self._post(RequestCancelled(request_id))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        record = self._records.get(request_id)
-        if record is not None:
-            return describe_record(record)
+        ended = self._ended.get(request_id)
+        if ended is not None:
+            return ended
         tracked = self.conductor.requests.get(RequestId(request_id))
         if tracked is None:
             return None
@@ -197,9 +197,9 @@ class Head:
             answer.timings_s = record.stages_s()  # read only after this turn of the loop
             if record.outcome == FinishReason.ABORT:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
-        self._records[record.request_id] = record
-        if len(self._records) > KEPT_RECORDS:
-            self._records.popitem(last=False)
+        self._ended[record.request_id] = describe_record(record)  # not the gap of every token
+        if len(self._ended) > KEPT_RECORDS:
+            self._ended.popitem(last=False)
         self._observer.request_ended(record)
 
     # Workers

@@ -203,8 +203,7 @@ class Worker:
         for action in actions:
             match action:
                 case Tell():
-                    if self._channel is not None:
-                        self._channel.send(action.report)
+                    continue
                 case RunStep():
                     self._engine.submit(action)
                 case SendBlocks():
@@ -231,6 +230,11 @@ class Worker:
                     )
                 case GrantRead():
                     messenger.grant(action.read_id, action.block_ids)
+        # Last, so that the engine computes the next step while the tokens of this one are sent.
+        if self._channel is not None:
+            for action in actions:
+                if isinstance(action, Tell):
+                    self._channel.send(action.report)
 
     def _send_all_layers(self, action: SendBlocks) -> None:
         assert self._booted is not None

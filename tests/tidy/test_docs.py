@@ -1,0 +1,78 @@
+"""The pages say what is so: every command, flag and link in them exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from moonpool.cli.main import cli
+from moonpool.config import Config, parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every moonpool command in a shell block."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+            for line in block.splitlines():
+                line = line.split("#")[0].strip().removeprefix(".venv/bin/")
+                if line.startswith("moonpool "):
+                    found.append((page.name, line))
+    return found
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) >= 5
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_and_flags_exist(page: str, line: str) -> None:
+    words = shlex.split(line)[1:]
+    command: click.Command = cli
+    context = click.Context(cli)
+    while isinstance(command, click.Group):
+        name = words.pop(0)
+        chosen = command.get_command(context, name)
+        assert chosen is not None, f"{page}: there is no command {name}"
+        command = chosen
+    flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    for word in words:
+        if word.startswith("--"):
+            assert word.split("=")[0] in flags, f"{page}: {line}: no flag {word}"
+
+
+def test_flags_in_tables_exist() -> None:
+    serve = cli.get_command(click.Context(cli), "serve")
+    assert serve is not None
+    flags = {flag for option in serve.params for flag in (*option.opts, *option.secondary_opts)}
+    table = (ROOT / "docs" / "serving.md").read_text()
+    for row in re.findall(r"^\| (`--.*?) \|", table, re.M):
+        for flag in re.findall(r"--[a-z-]+", row):
+            assert flag in flags, flag
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_make_targets_in_the_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        for target in re.findall(r"`make ([a-z]+)", page.read_text()):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+def test_the_tables_of_the_config_are_those_the_page_names() -> None:
+    named = re.findall(r"`((?:\[[a-z]+\] ?)+)`", (ROOT / "docs" / "serving.md").read_text())
+    tables = {t for group in named for t in re.findall(r"\[([a-z]+)\]", group)}
+    assert tables == set(Config.__struct_fields__)
+    assert parse_config("") == Config()
