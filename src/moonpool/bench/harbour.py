@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-# No seven bytes of it occur twice: the model could not know where to go on.
+# No five bytes of it occur twice: the model could not know where to go on.
 TALE = (
-    "At dusk the pool lay still, and old Bram counted lamps along the quay: seven for ships that"
-    " had come home, one for a vessel still missing. He set that last light apart. When high tide"
-    " turned, bells sounded far out on dark water, once, then again; Bram laughed aloud, and"
-    " moved his lonely lamp into line with its sisters. "
+    "At dusk the pool lay still while old Bram counted lamps along his quay: some for ships come"
+    " home, one to guide a vessel not yet back. He set this last light apart. When high tide"
+    " turned, bells rang far out on dark water, twice, then again; Captain Ida stepped ashore,"
+    " laughed aloud, and hung her lantern beside its seven sisters. "
 )
 _SYLLABLES = (
     "al",
@@ -88,7 +88,7 @@ def _make_turn(
     rng: random.Random, turn: int, user: int, berths: dict[str, str], crates: dict[str, str]
 ) -> Turn:
     if turn == 0 and user == 0:
-        begin, rest = TALE[:21], TALE[21:]
+        begin, rest = TALE[:21], TALE[21:].rstrip()
         return Turn(f"Tell the tale: {begin}", rest, None, "the tale, go on")
     crate, content = f"crate-{user}{turn:02d}", _name(rng)
     note = f"Note that [{crate}={content}]. "

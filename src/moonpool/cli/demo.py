@@ -144,8 +144,7 @@ async def _talk(console: Console, url: str, talks: list[Conversation], run: Run)
             console.print()
         for talk, answer in zip(talks, answers, strict=True):
             said = talk.turns[turn]
-            right = not answer.error and answer.text == said.expected[: len(answer.text)]
-            right = right and answer.text != ""
+            right = not answer.error and answer.text == said.expected
             explained = await client.explain(answer.request_id)
             run.rows.append(Row(turn + 1, talk.user, said.what, answer, right, explained))
             talk.text += said.question + answer.text + (said.stop or "") + "\n"
@@ -158,7 +157,7 @@ async def _ask(client: CompletionClient, talk: Conversation, turn: Turn, show: b
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    tokens = 160 if turn.stop is None else 48
+    tokens = len(turn.expected) if turn.stop is None else 48
     stop = {} if turn.stop is None else {"stop": turn.stop}
     return await client.complete(
         talk.text + turn.question, on_text, temperature=0, max_tokens=tokens, **stop
