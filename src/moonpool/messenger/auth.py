@@ -8,13 +8,12 @@ parts of a cluster starts with it:
 Both proofs cover both hellos (with fresh nonces), so none can be replayed or reflected. The hellos
 carry protocol version, service and block layout; what does not fit is refused with the reason.
 The core is free of I/O: `start` and `feed` give the bodies to send, as frames of 4 bytes of length
-and the body; `authenticate` carries them over a socket, `authenticate_streams` over asyncio ones.
+and the body; `authenticate` carries them over a socket, others over what they have.
 It does not encrypt: whoever can alter packets between the machines must be kept off that network.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import secrets
@@ -25,7 +24,6 @@ from typing import Annotated, Protocol
 import msgspec
 
 from moonpool.messenger.transport import (
-    FRAME_HEADER,
     FrameSocket,
     TransportError,
 )
@@ -177,40 +175,6 @@ def authenticate_frames(frames: FrameSocket, handshake: Handshake, deadline_s: f
             if error.reply:
                 _tell(frames, error.reply, deadline_s)
             raise
-
-
-async def authenticate_streams(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    handshake: Handshake,
-    timeout_s: float,
-) -> Identity:
-    """The same over asyncio streams. Raises AuthError, TimeoutError or OSError; closes nothing."""
-    async with asyncio.timeout(timeout_s):
-        answer = handshake.start()
-        while True:
-            if answer:
-                writer.write(FRAME_HEADER.pack(len(answer)) + answer)
-                await writer.drain()
-            if handshake.done and handshake.peer is not None:
-                return handshake.peer
-            try:
-                answer = handshake.feed(await _read_frame(reader))
-            except AuthError as error:
-                if error.reply:
-                    writer.write(FRAME_HEADER.pack(len(error.reply)) + error.reply)
-                    await writer.drain()
-                raise
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    try:
-        (num_bytes,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
-        if num_bytes > MAX_HANDSHAKE_FRAME_BYTES:
-            raise _refusal(f"a handshake frame of {num_bytes} bytes is too large")
-        return await reader.readexactly(num_bytes)
-    except asyncio.IncompleteReadError as error:
-        raise AuthError("the peer closed the connection during the handshake") from error
 
 
 def _tell(frames: FrameSocket, reply: bytes, deadline_s: float) -> None:

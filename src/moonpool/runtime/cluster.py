@@ -23,6 +23,7 @@ from moonpool.engine.tokenizer import TokenizerError
 from moonpool.engine.tokenizers.registry import open_tokenizer
 from moonpool.runtime.head import Head
 from moonpool.runtime.launcher import LocalLauncher
+from moonpool.runtime.settle import settle_memory
 
 log = logging.getLogger("moonpool")
 
@@ -77,6 +78,7 @@ async def running_cluster(
             await _wait_for_workers(head, launcher, stop)
         else:
             log.info("workers join at %s:%d", config.network.head_host, head_port)
+        settle_memory()
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         yield f"http://{config.api.host}:{sock.getsockname()[1]}"
     finally:

@@ -33,34 +33,21 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.messenger.auth import AuthError, Identity, ServerHandshake, authenticate_streams
 from moonpool.metrics import RequestRecord
 from moonpool.runtime.answers import Answer
-from moonpool.runtime.channel import Channel, ChannelError
+from moonpool.runtime.channel import Channel
 from moonpool.runtime.explain import describe_cluster, describe_record
 from moonpool.runtime.observer import Observer
-from moonpool.runtime.protocol import (
-    CONTROL_SERVICE,
-    SILENCE_S,
-    Apply,
-    DownFrame,
-    Failed,
-    Joined,
-    Setup,
-    Stop,
-    TurnedAway,
-    UpFrame,
-)
+from moonpool.runtime.protocol import SILENCE_S, DownFrame, Joined, Setup, Stop, UpFrame
+from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo
 from moonpool.workers.messages import InstanceInfo, InstanceLoad, Report
 
 log = logging.getLogger("moonpool.head")
 
 TICK_S = 0.1
-HANDSHAKE_S = 10.0
 KEPT_RECORDS = 4096
 MAX_FAILURES = 64
-WorkerChannel = Channel[UpFrame, DownFrame]
 
 
 class Head:
@@ -84,22 +71,21 @@ class Head:
         self._observer = Observer(self._metrics)
         self.conductor = Conductor(config.conductor)
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
-        self.joined = asyncio.Condition()
+        self._joined = asyncio.Event()
         self._secret = secret
         self._answers: dict[RequestId, Answer] = {}
         self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._channels: dict[InstanceId, WorkerChannel] = {}
-        self._heard_s: dict[InstanceId, float] = {}
+        self._open: set[WorkerLink] = set()
+        self._links: dict[InstanceId, WorkerLink] = {}
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     async def start(self) -> int:
         """Listens for workers; returns the port. Raises OSError if it is in use."""
         network = self.config.network
-        self._server = await asyncio.start_server(
-            self._accept, network.head_host, network.head_port
+        self._server = await asyncio.get_running_loop().create_server(
+            self._new_link, network.head_host, network.head_port
         )
         self._ticker = asyncio.create_task(self._tick_forever())
         port: int = self._server.sockets[0].getsockname()[1]
@@ -112,17 +98,15 @@ class Head:
             self._ticker.cancel()
         if self._server is not None:
             self._server.close()
-        for channel in list(self._channels.values()):
-            channel.send(Stop())
-            channel.close()
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        for link in list(self._open):
+            link.channel.send(Stop())
+            link.channel.close()
 
     async def wait_for_instances(self, count: int) -> None:
         """Returns when `count` instances have joined."""
-        async with self.joined:
-            await self.joined.wait_for(lambda: len(self.conductor.instances) >= count)
+        while len(self.conductor.instances) < count:
+            self._joined.clear()
+            await self._joined.wait()
 
     # Frontend
 
@@ -176,9 +160,9 @@ class Head:
         for action in self.conductor.handle(event, self.now()):
             match action:
                 case Send():
-                    channel = self._channels.get(action.instance_id)
-                    if channel is not None:
-                        channel.send(action.command)
+                    link = self._links.get(action.instance_id)
+                    if link is not None:
+                        link.channel.send(action.command)
                 case Deliver():
                     answer = self._answers.get(action.request_id)
                     if answer is not None:
@@ -204,83 +188,50 @@ class Head:
 
     # Workers
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        peer = writer.get_extra_info("peername")
-        try:
-            me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
-            handshake = ServerHandshake(self._secret, me)
-            identity = await authenticate_streams(reader, writer, handshake, HANDSHAKE_S)
-            channel: WorkerChannel = Channel(reader, writer, msgspec.msgpack.Decoder(UpFrame))
-            await self._serve_worker(identity.instance_id, channel)
-        except (AuthError, ChannelError, OSError, TimeoutError) as error:
-            if not self._stopping:
-                log.warning("control connection from %s: %s", peer, error or type(error).__name__)
-        finally:
-            self._connections.discard(task)
-            writer.close()
+    def _new_link(self) -> Channel[UpFrame, DownFrame]:
+        link = WorkerLink(self, self._secret)
+        self._open.add(link)
+        return link.channel
 
-    async def _serve_worker(self, instance_id: InstanceId, channel: WorkerChannel) -> None:
-        reason = "it closed the connection"
-        try:
-            async for frame in channel.frames():
-                self._heard_s[instance_id] = self.now()
-                match frame:
-                    case Apply():
-                        channel.send(self._setup())
-                    case Joined():
-                        await self._on_joined(frame, instance_id, channel)
-                    case Failed():
-                        reason = frame.message
-                        if not self.start_failures.full():
-                            self.start_failures.put_nowait(f"{instance_id}: {frame.message}")
-                    case _:
-                        self._on_report(instance_id, frame)
-        except (ChannelError, OSError) as error:
-            reason = str(error)
-        finally:
-            if self._channels.get(instance_id) is channel:
-                del self._channels[instance_id]
-                self._heard_s.pop(instance_id, None)
-                self._observer.instance_lost(instance_id)
-                if not self._stopping:
-                    log.warning("instance %s is gone: %s", instance_id, reason)
-                self._post(InstanceLost(instance_id, reason))
-
-    def _on_report(self, instance_id: InstanceId, report: Report) -> None:
-        if isinstance(report, InstanceLoad):
-            state = self.conductor.instances.get(instance_id)
-            if state is not None:
-                self._observer.instance_load(instance_id, state.info.incarnation, report)
-        self._post(Reported(instance_id, report))
-
-    async def _on_joined(
-        self, frame: Joined, instance_id: InstanceId, channel: WorkerChannel
-    ) -> None:
-        unwanted = self._why_not(frame.info, instance_id, channel)
+    def admit(self, link: WorkerLink, joined: Joined) -> str | None:
+        info = joined.info
+        unwanted = self._why_not(info, link)
         if unwanted is not None:
-            channel.send(TurnedAway(message=unwanted))
-            await channel.flush()
-            raise ChannelError(f"{instance_id} was turned away: {unwanted}")
-        self._channels[instance_id] = channel
-        room_tokens = frame.info.num_blocks * frame.info.layout.block_tokens
+            return unwanted
+        self._links[info.instance_id] = link
+        room_tokens = info.num_blocks * info.layout.block_tokens
         if room_tokens < self.card.max_model_tokens:  # prompt and answer must fit every instance
             log.warning("the context is limited to the %d tokens that fit a pool", room_tokens)
             self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
-        self._post(InstanceJoined(frame.info))
-        async with self.joined:
-            self.joined.notify_all()
+        self._post(InstanceJoined(info))
+        self._joined.set()
+        return None
 
-    def _why_not(
-        self, info: InstanceInfo, proven_id: InstanceId, channel: WorkerChannel
-    ) -> str | None:
+    def on_start_failed(self, link: WorkerLink, message: str) -> None:
+        if not self.start_failures.full():
+            self.start_failures.put_nowait(f"{link.instance_id}: {message}")
+
+    def on_report(self, link: WorkerLink, report: Report) -> None:
+        if isinstance(report, InstanceLoad):
+            state = self.conductor.instances.get(link.instance_id)
+            if state is not None:
+                self._observer.instance_load(link.instance_id, state.info.incarnation, report)
+        self._post(Reported(link.instance_id, report))
+
+    def on_lost(self, link: WorkerLink, reason: str) -> None:
+        self._open.discard(link)
+        if not self._stopping:
+            log.warning("%s is gone: %s", link.instance_id or "a control connection", reason)
+        if self._links.get(link.instance_id) is link:
+            del self._links[link.instance_id]
+            self._observer.instance_lost(link.instance_id)
+            self._post(InstanceLost(link.instance_id, reason))
+
+    def _why_not(self, info: InstanceInfo, link: WorkerLink) -> str | None:
         """Why an instance cannot join; None if it can."""
-        if info.instance_id != proven_id:
+        if info.instance_id != link.instance_id:
             return "it joined under another name than it proved"
-        known = self._channels.get(info.instance_id)
-        if known is not None and known is not channel:
+        if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} is there already; choose another --name"
         others = [state.info for state in self.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
@@ -290,7 +241,7 @@ class Head:
             )
         return None
 
-    def _setup(self) -> Setup:
+    def setup(self) -> Setup:
         cluster = self.config.cluster
         return Setup(
             model=self.config.model,
@@ -304,8 +255,7 @@ class Head:
         while True:
             await asyncio.sleep(TICK_S)
             self._post(Tick())
-            for instance_id, channel in list(self._channels.items()):
-                silent_s = self.now() - self._heard_s.get(instance_id, self.now())
+            for link in list(self._links.values()):
+                silent_s = self.now() - link.heard_s
                 if silent_s > SILENCE_S:
-                    log.warning("instance %s said nothing for %.0f s", instance_id, silent_s)
-                    channel.close()
+                    link.channel.close(f"it said nothing for {silent_s:.0f} s")

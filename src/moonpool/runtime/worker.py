@@ -14,8 +14,8 @@ import time
 import msgspec
 
 from moonpool.kvcache.transfers import MessengerEvent
-from moonpool.messenger.auth import AuthError, ClientHandshake, Identity, authenticate_streams
-from moonpool.runtime.channel import Channel, ChannelError
+from moonpool.messenger.auth import ClientHandshake, Identity
+from moonpool.runtime.channel import Channel
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.protocol import (
@@ -30,6 +30,7 @@ from moonpool.runtime.protocol import (
     TurnedAway,
     UpFrame,
 )
+from moonpool.runtime.settle import settle_memory
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
     AbortStream,
@@ -50,7 +51,6 @@ from moonpool.workers.actions import (
 
 log = logging.getLogger("moonpool.worker")
 
-HANDSHAKE_S = 10.0
 RECONNECT_S = 60.0
 """How long a worker seeks a lost head before it ends itself."""
 
@@ -82,6 +82,9 @@ class Worker:
         self._engine: EngineThread | None = None
         self._channel: HeadChannel | None = None
         self._loop = asyncio.get_running_loop()
+        self._closed: asyncio.Future[str] = self._loop.create_future()
+        self._joining: asyncio.Task[None] | None = None
+        self._fatal = ""
         self._stopping = False
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
@@ -89,62 +92,76 @@ class Worker:
         lost_s: float | None = None
         try:
             while not self._stopping:
-                try:
-                    await self._serve_once(head_host, head_port)
-                    lost_s = None
-                except (OSError, ChannelError, TimeoutError) as error:
-                    log.warning(
-                        "no connection to the head at %s:%d: %s", head_host, head_port, error
-                    )
+                served, reason = await self._serve_once(head_host, head_port)
                 if self._stopping:
                     return
+                if self._fatal:
+                    raise WorkerError(self._fatal)
+                log.warning("no connection to the head at %s:%d: %s", head_host, head_port, reason)
                 self._give_up_works()
-                lost_s = lost_s if lost_s is not None else time.monotonic()
-                if not reconnect or time.monotonic() - lost_s > RECONNECT_S:
-                    raise WorkerError(f"the head at {head_host}:{head_port} is gone")
+                now_s = time.monotonic()
+                lost_s = now_s if served or lost_s is None else lost_s
+                if not reconnect or now_s - lost_s > RECONNECT_S:
+                    raise WorkerError(f"the head at {head_host}:{head_port} is gone: {reason}")
                 await asyncio.sleep(1.0)
         finally:
             self._close()
 
-    async def _serve_once(self, head_host: str, head_port: int) -> None:
-        reader, writer = await asyncio.open_connection(head_host, head_port)
+    async def _serve_once(self, head_host: str, head_port: int) -> tuple[bool, str]:
+        """One connection from begin to end: whether the head was there, and why it ended."""
         me = Identity(instance_id=self.instance_id, service=CONTROL_SERVICE, fingerprint=b"")
-        try:
-            await authenticate_streams(
-                reader, writer, ClientHandshake(self._secret, me), HANDSHAKE_S
-            )
-        except AuthError as error:
-            writer.close()
-            raise WorkerError(f"the head at {head_host}:{head_port}: {error}") from None
-        if self._listen_host is None:
-            self._listen_host = str(writer.get_extra_info("sockname")[0])
-        channel: HeadChannel = Channel(reader, writer, msgspec.msgpack.Decoder(DownFrame))
+        handshake = ClientHandshake(self._secret, me)
+        self._closed = self._loop.create_future()
+        channel: HeadChannel = Channel(handshake, msgspec.msgpack.Decoder(DownFrame), self)
         self._channel = channel
-        channel.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
         heartbeat = asyncio.create_task(self._beat())
         try:
-            async for frame in channel.frames():
-                match frame:
-                    case Setup():
-                        await self._join(frame, channel)
-                    case Stop():
-                        self._stopping = True
-                        return
-                    case TurnedAway():
-                        raise WorkerError(f"the head turned this instance away: {frame.message}")
-                    case _:
-                        self._post(frame)
+            await self._loop.create_connection(lambda: channel, head_host, head_port)
+            return True, await self._closed
+        except OSError as error:
+            return False, str(error)
         finally:
             heartbeat.cancel()
             channel.close()
             self._channel = None
 
-    async def _join(self, setup: Setup, channel: HeadChannel) -> None:
+    # Listener of the channel
+
+    def on_open(self, peer: Identity) -> None:
+        assert self._channel is not None
+        if self._listen_host is None:
+            self._listen_host = self._channel.local_host
+        self._channel.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
+
+    def on_frame(self, frame: DownFrame) -> None:
+        match frame:
+            case Setup():
+                self._joining = asyncio.create_task(self._join(frame))
+            case Stop():
+                self._stopping = True
+                self._hang_up("the head stops")
+            case TurnedAway():
+                self._fatal = f"the head turned this instance away: {frame.message}"
+                self._hang_up("turned away")
+            case _:
+                self._post(frame)
+
+    def on_closed(self, reason: str) -> None:
+        if self._channel is not None and self._channel.refused:
+            self._fatal = f"the head and this worker do not agree: {reason}"
+        if not self._closed.done():
+            self._closed.set_result(reason)
+
+    def _hang_up(self, reason: str) -> None:
+        if self._channel is not None:
+            self._channel.close(reason)
+
+    async def _join(self, setup: Setup) -> None:
         """Boots on the first setup; a head that came back must want the same instance."""
         if self._booted is None:
             assert self._listen_host is not None
             try:
-                self._booted = await asyncio.to_thread(
+                booted = await asyncio.to_thread(
                     boot_instance,
                     setup,
                     self.role,
@@ -154,23 +171,39 @@ class Worker:
                     self._from_thread,
                 )
             except BootError as error:
-                channel.send(Failed(message=str(error)))
-                await channel.flush()
-                raise WorkerError(str(error)) from None
-            self._setup = setup
-            booted = self._booted
-            self._engine = EngineThread(
-                booted.engine,
-                booted.messenger,
-                booted.eos_token_ids,
-                booted.threads,
-                self._from_thread,
-            )
-            self._engine.start()
+                self._fail(str(error))
+                return
+            except Exception as error:
+                log.exception("the instance could not be brought up")
+                self._fail(f"an unexpected {type(error).__name__}: {error}")
+                return
+            self._start(booted, setup)
         elif setup != self._setup:
-            raise WorkerError("the head came back with another configuration; start anew")
-        info = self._booted.info(self._machine, os.getpid())
-        channel.send(Joined(info=info))
+            self._fail("the head came back with another configuration; start this worker anew")
+            return
+        assert self._booted is not None
+        if self._channel is not None:
+            self._channel.send(Joined(info=self._booted.info(self._machine, os.getpid())))
+
+    def _start(self, booted: BootedInstance, setup: Setup) -> None:
+        self._setup = setup
+        self._engine = EngineThread(
+            booted.engine,
+            booted.messenger,
+            booted.eos_token_ids,
+            booted.threads,
+            self._from_thread,
+        )
+        self._engine.start()
+        self._booted = booted
+        settle_memory()
+
+    def _fail(self, message: str) -> None:
+        """Tells the head, and ends this worker."""
+        self._fatal = message
+        if self._channel is not None:
+            self._channel.send(Failed(message=message))
+        self._hang_up("it cannot start")
 
     async def _beat(self) -> None:
         while True:

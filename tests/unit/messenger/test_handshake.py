@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
-
 import msgspec
 import pytest
 
@@ -18,8 +14,6 @@ from moonpool.messenger.auth import (
     Identity,
     Proof,
     ServerHandshake,
-    authenticate,
-    authenticate_streams,
 )
 from moonpool.types import InstanceId
 
@@ -120,73 +114,3 @@ def test_steps_out_of_turn_and_rubbish_are_refused() -> None:
             ServerHandshake(SECRET, identity("s")).feed(rubbish)
     with pytest.raises(AuthError, match="empty"):
         ClientHandshake(b"", identity("c"))
-
-
-def test_blocking_client_meets_asyncio_server() -> None:
-    found: list[Identity] = []
-
-    def connect(port: int, secret: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as sock:
-            found.append(authenticate(sock, ClientHandshake(secret, identity("c")), 2.0))
-
-    async def serve(secret: bytes) -> Identity | Exception:
-        ended: asyncio.Future[Identity | Exception] = asyncio.get_running_loop().create_future()
-
-        async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            handshake = ServerHandshake(SECRET, identity("s"))
-            try:
-                ended.set_result(await authenticate_streams(reader, writer, handshake, 2.0))
-            except AuthError as error:
-                ended.set_result(error)
-            writer.close()
-
-        server = await asyncio.start_server(admit, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        thread = threading.Thread(target=_quietly, args=(connect, port, secret))
-        thread.start()
-        result = await asyncio.wait_for(ended, 3)
-        await asyncio.to_thread(thread.join)
-        server.close()
-        return result
-
-    assert asyncio.run(serve(SECRET)) == identity("c")
-    assert found == [identity("s")]
-    refused = asyncio.run(serve(b"wrong"))
-    assert isinstance(refused, AuthError)
-    assert "secret differs" in str(refused)
-
-
-def _quietly(connect: object, port: int, secret: bytes) -> None:
-    assert callable(connect)
-    try:
-        connect(port, secret)
-    except AuthError:
-        return
-
-
-@pytest.mark.parametrize("noise", [b"\xff\xff\xff\xff", b"\x00\x00", b"\x00\x00\x00\x01\xc1"])
-def test_asyncio_server_survives_noise(noise: bytes) -> None:
-    async def meet() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(noise)
-        reader.feed_eof()
-        a, b = socket.socketpair()
-        _, writer = await asyncio.open_connection(sock=a)
-        with pytest.raises(AuthError):
-            await authenticate_streams(reader, writer, ServerHandshake(SECRET, identity("s")), 1)
-        writer.close()
-        b.close()
-
-    asyncio.run(meet())
-
-
-def test_asyncio_server_gives_up_on_a_silent_client() -> None:
-    async def meet() -> None:
-        a, b = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=a)
-        with pytest.raises(TimeoutError):
-            await authenticate_streams(reader, writer, ServerHandshake(SECRET, identity("s")), 0.05)
-        writer.close()
-        b.close()
-
-    asyncio.run(meet())

@@ -1,0 +1,81 @@
+"""The head's end of one worker's control connection: who it is, and when it was last heard."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import msgspec
+
+from moonpool.messenger.auth import Identity, ServerHandshake
+from moonpool.runtime.channel import Channel
+from moonpool.runtime.protocol import (
+    CONTROL_SERVICE,
+    Apply,
+    DownFrame,
+    Failed,
+    Joined,
+    Setup,
+    TurnedAway,
+    UpFrame,
+)
+from moonpool.types import InstanceId
+from moonpool.workers.messages import Report
+
+log = logging.getLogger("moonpool.head")
+
+
+class LinkOwner(Protocol):
+    """The head, as its links see it."""
+
+    def setup(self) -> Setup: ...
+
+    def admit(self, link: WorkerLink, joined: Joined) -> str | None:
+        """Takes the instance in, or says in one line why not."""
+        ...
+
+    def on_start_failed(self, link: WorkerLink, message: str) -> None: ...
+
+    def on_report(self, link: WorkerLink, report: Report) -> None: ...
+
+    def on_lost(self, link: WorkerLink, reason: str) -> None:
+        """Also for links that never joined."""
+        ...
+
+    def now(self) -> float: ...
+
+
+class WorkerLink:
+    """Created per connection; `channel` is its asyncio protocol."""
+
+    def __init__(self, owner: LinkOwner, secret: bytes) -> None:
+        me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
+        self._owner = owner
+        self._reason = ""
+        self.instance_id = InstanceId("")
+        self.heard_s = owner.now()
+        self.channel: Channel[UpFrame, DownFrame] = Channel(
+            ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
+        )
+
+    def on_open(self, peer: Identity) -> None:
+        self.instance_id = peer.instance_id
+
+    def on_frame(self, frame: UpFrame) -> None:
+        self.heard_s = self._owner.now()
+        match frame:
+            case Apply():
+                self.channel.send(self._owner.setup())
+            case Joined():
+                unwanted = self._owner.admit(self, frame)
+                if unwanted is not None:
+                    self.channel.send(TurnedAway(message=unwanted))
+                    self.channel.close(f"it was turned away: {unwanted}")
+            case Failed():
+                self._reason = frame.message
+                self._owner.on_start_failed(self, frame.message)
+            case _:
+                self._owner.on_report(self, frame)
+
+    def on_closed(self, reason: str) -> None:
+        self._owner.on_lost(self, self._reason or reason)
