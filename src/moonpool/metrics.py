@@ -53,6 +53,7 @@ class RequestRecord:
     gaps_s: list[float] = field(default_factory=list)
     explanation: tuple[str, ...] = ()
     tenant: str = ""
+    kept_tbt_top10_mean_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:
@@ -69,9 +70,14 @@ class RequestRecord:
     def tbt_top10_mean_s(self) -> float | None:
         """Mean of the longest tenth of the gaps between tokens: the paper's TBT of a request."""
         if not self.gaps_s:
-            return None
+            return self.kept_tbt_top10_mean_s
         count = max(1, len(self.gaps_s) // 10)
         return sum(sorted(self.gaps_s)[-count:]) / count
+
+    def forget_gaps(self) -> None:
+        """Keeps only what is derived of them (mutates): a record may be kept for long."""
+        self.kept_tbt_top10_mean_s = self.tbt_top10_mean_s
+        self.gaps_s = []
 
     @property
     def effective(self) -> bool:

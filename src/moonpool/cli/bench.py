@@ -63,9 +63,9 @@ def cached(model: str, prefix_tokens: int, repeats: int, json_file: str | None) 
 
 
 @bench.command()
-@click.option("--concurrency", default=8, show_default=True)
+@click.option("--concurrency", multiple=True, type=int, default=(1, 8), show_default=True)
 @JSON
-def head(concurrency: int, json_file: str | None) -> None:
+def head(concurrency: tuple[int, ...], json_file: str | None) -> None:
     """CPU time of the head per request and per token, on a real cluster."""
     from moonpool.bench.head import bench_head
 

@@ -8,6 +8,7 @@ lies inside a slice is the engine's business; `inner` names it, and is part of t
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 from moonpool.types import Struct
 
@@ -51,6 +52,9 @@ class BlockLayout(Struct, frozen=True):
     @property
     def fingerprint(self) -> bytes:
         """32 bytes that differ whenever a block of one layout would be garbage under the other."""
+        return _fingerprint(self)
+
+    def _hash(self) -> bytes:
         fields = "\0".join(
             str(x)
             for x in (
@@ -66,3 +70,8 @@ class BlockLayout(Struct, frozen=True):
             )
         )
         return hashlib.sha256(fields.encode()).digest()
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(layout: BlockLayout) -> bytes:
+    return layout._hash()  # asked for with every request, and always the same

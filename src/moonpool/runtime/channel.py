@@ -57,16 +57,17 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self.refused = False  # the handshake failed: to try again would not help
         self._patience: asyncio.TimerHandle | None = None
 
-    def send(self, frame: Out) -> None:
-        """Queues a frame. Does nothing on a closed connection: `on_closed` tells of it."""
+    def send(self, *frames: Out) -> None:
+        """Queues frames, in one write. Does nothing on a closed connection: `on_closed` tells of
+        it."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._fail("the peer does not read what it is sent")
             return
-        body = self._encoder.encode(frame)
-        transport.write(_HEADER.pack(len(body)) + body)
+        bodies = [self._encoder.encode(frame) for frame in frames]
+        transport.write(b"".join(_HEADER.pack(len(body)) + body for body in bodies))
 
     def close(self, reason: str = "it was closed here") -> None:
         """Ends the connection once everything is sent."""

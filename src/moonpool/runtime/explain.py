@@ -8,6 +8,14 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import InstanceState
 from moonpool.metrics import RequestRecord
 
+_NO_INSTANTS = (
+    "arrived_s",
+    "gaps_s",
+    "kept_tbt_top10_mean_s",
+    "predicted_tbt_s",
+    "predicted_ttft_s",
+)
+
 
 def describe_record(
     record: RequestRecord, explanation: tuple[str, ...] | None = None
@@ -17,7 +25,7 @@ def describe_record(
         name.removesuffix("_s"): round(value - record.arrived_s, 6)
         for name in record.__slots__
         if name.endswith("_s")
-        and name not in ("predicted_ttft_s", "predicted_tbt_s", "gaps_s", "arrived_s")
+        and name not in _NO_INSTANTS
         and (value := getattr(record, name)) is not None
     }
     return {

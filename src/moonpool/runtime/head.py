@@ -74,7 +74,7 @@ class Head:
         self._joined = asyncio.Event()
         self._secret = secret
         self._answers: dict[RequestId, Answer] = {}
-        self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._ended: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
         self._server: asyncio.Server | None = None
@@ -132,7 +132,7 @@ class Head:
     def explain(self, request_id: str) -> dict[str, Any] | None:
         ended = self._ended.get(request_id)
         if ended is not None:
-            return ended
+            return describe_record(ended)
         tracked = self.conductor.requests.get(RequestId(request_id))
         if tracked is None:
             return None
@@ -181,10 +181,11 @@ class Head:
             answer.timings_s = record.stages_s()  # read only after this turn of the loop
             if record.outcome == FinishReason.ABORT:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
-        self._ended[record.request_id] = describe_record(record)  # not the gap of every token
+        self._observer.request_ended(record)
+        record.forget_gaps()
+        self._ended[record.request_id] = record
         if len(self._ended) > KEPT_RECORDS:
             self._ended.popitem(last=False)
-        self._observer.request_ended(record)
 
     # Workers
 

@@ -264,10 +264,9 @@ class Worker:
                 case GrantRead():
                     messenger.grant(action.read_id, action.block_ids)
         # Last, so that the engine computes the next step while the tokens of this one are sent.
-        if self._channel is not None:
-            for action in actions:
-                if isinstance(action, Tell):
-                    self._channel.send(action.report)
+        reports = [action.report for action in actions if isinstance(action, Tell)]
+        if reports and self._channel is not None:
+            self._channel.send(*reports)
 
     def _send_all_layers(self, action: SendBlocks) -> None:
         assert self._booted is not None
