@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -66,9 +67,15 @@ class LocalServer:
         assert self._process is not None
         return self._process.pid
 
+    def instances(self) -> list[dict[str, Any]]:
+        """What the head says of its instances."""
+        found: list[dict[str, Any]] = httpx.get(f"{self.url}/cluster", timeout=10).json()[
+            "instances"
+        ]
+        return found
+
     def worker_pids(self) -> list[int]:
-        instances = httpx.get(f"{self.url}/cluster", timeout=10).json()["instances"]
-        return [instance["pid"] for instance in instances]
+        return [instance["pid"] for instance in self.instances()]
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = 20.0) -> int:
         """Ends the server in order and returns its exit status. Raises ServerError if it hangs."""

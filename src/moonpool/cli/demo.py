@@ -118,6 +118,9 @@ def _run(console: Console, arguments: list[str], cached: bool, users: int, turns
         console.print(
             f"up after {run.start_s:.1f} s at {server.url}: head {server.pid}, workers {pids}"
         )
+        arithmetic = server.instances()[0]["pool"]["arithmetic"]
+        if arithmetic.startswith("torch"):
+            console.print("no native kernels here (was a C++ compiler found?): plain torch, slower")
         talks = make_conversations(users, turns, num_berths=150, seed=7)
         began_s = time.perf_counter()
         asyncio.run(_talk(console, server.url, talks, run))

@@ -80,6 +80,8 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         "serving_fetches": state.num_fetches_served,
         "indexed_blocks": conductor.index.num_blocks(info.instance_id),
         "pool": {
+            "dtype": info.layout.dtype,
+            "arithmetic": info.layout.arithmetic,
             "block_tokens": info.layout.block_tokens,
             "block_bytes": info.layout.block_bytes,
             "blocks": info.num_blocks,
