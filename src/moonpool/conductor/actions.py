@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from moonpool.metrics import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token
@@ -11,39 +11,33 @@ from moonpool.workers.messages import Command, InstanceInfo, Report
 # Events
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceJoined:
+class InstanceJoined(msgspec.Struct, frozen=True):
     info: InstanceInfo
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLost:
+class InstanceLost(msgspec.Struct, frozen=True):
     """The connection to an instance ended, or it fell silent."""
 
     instance_id: InstanceId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrived:
+class RequestArrived(msgspec.Struct, frozen=True):
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class RequestCancelled:
+class RequestCancelled(msgspec.Struct, frozen=True):
     """Nobody waits for the answer any more (client gone, stop string seen)."""
 
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(msgspec.Struct, frozen=True):
     instance_id: InstanceId
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed; deadlines are checked."""
 
 
@@ -52,16 +46,14 @@ ConductorEvent = InstanceJoined | InstanceLost | RequestArrived | RequestCancell
 # Actions
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Give a command to an instance."""
 
     instance_id: InstanceId
     command: Command
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """More of an answer, for whoever asked."""
 
     request_id: RequestId
@@ -70,8 +62,7 @@ class Deliver:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """No (further) answer: `status` is HTTP's, `reason` for machines, `message` for people."""
 
     request_id: RequestId
@@ -81,8 +72,7 @@ class Refuse:
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnded:
+class RequestEnded(msgspec.Struct, frozen=True):
     """Exactly one for each request that arrived: its record is complete."""
 
     record: RequestRecord

@@ -93,8 +93,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._write_body(self._handshake.start())
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
+        buffer: bytes | bytearray = data
+        if self._buffer:
+            self._buffer += data
+            buffer = self._buffer
         offset = 0
         while len(buffer) - offset >= _HEADER.size and not self._reason:
             (length,) = _HEADER.unpack_from(buffer, offset)
@@ -111,7 +113,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
                 self._shake_hands(self._handshake, body)
             else:
                 self._take(body)
-        del buffer[:offset]
+        if buffer is data:
+            self._buffer += data[offset:]
+        else:
+            del self._buffer[:offset]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
