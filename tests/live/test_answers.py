@@ -141,6 +141,34 @@ def test_explain_says_where_and_why(http: httpx.Client) -> None:
     assert sum(explained["stages_s"].values()) == pytest.approx(total_s, rel=0.05)
 
 
+def test_an_slo_that_cannot_be_met_is_refused_before_any_work(http: httpx.Client) -> None:
+    body = {"prompt": [8] * 400, **GREEDY}
+    headers = {"x-slo-ttft-ms": "0.001", "X-Request-Id": "too-late"}
+    refused = http.post("/v1/completions", json=body, headers=headers)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    error = refused.json()["error"]
+    assert error["code"] == "ttft_slo"
+    assert "SLO" in error["message"]
+    explained = http.get("/explain/too-late").json()
+    assert explained["outcome"] == "ttft_slo"
+    assert explained["prefill_instance"] is None
+    refused = http.post("/v1/completions", json=body, headers={"x-slo-tpot-ms": "0.001"})
+    assert refused.json()["error"]["code"] == "tbt_slo"
+    assert "moonpool:requests_rejected_total" in http.get("/metrics").text
+
+
+def test_many_choices_of_many_prompts(http: httpx.Client) -> None:
+    prompts = [[1] * 100, [2] * 30, [1] * 100]
+    body = {"prompt": prompts, "n": 2, **SAMPLED}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [c["index"] for c in choices] == list(range(6))
+    assert choices[0]["text"] == choices[4]["text"]  # the same prompt and seed
+    assert choices[0]["text"] != choices[1]["text"]  # the next seed
+    alone = http.post("/v1/completions", json={"prompt": prompts[1], **SAMPLED}).json()
+    assert alone["choices"][0]["text"] == choices[2]["text"]
+
+
 def test_a_client_that_goes_away_leaves_no_blocks_behind(http: httpx.Client) -> None:
     body = {"prompt": [5] * 300, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     for _ in range(3):
