@@ -58,10 +58,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._patience: asyncio.TimerHandle | None = None
 
     def send(self, *frames: Out) -> None:
-        """Queues frames, in one write. Does nothing on a closed connection: `on_closed` tells of
-        it."""
+        """Queues frames, in one write. Does nothing before `on_open` or on a closed connection:
+        `on_closed` tells of it."""
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None or self._handshake is not None or transport.is_closing():
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._fail("the peer does not read what it is sent")
@@ -74,6 +74,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._reason = self._reason or reason
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Ends the connection now: a peer that does not read would keep `close` waiting."""
+        self._fail(reason)
 
     @property
     def local_host(self) -> str:

@@ -166,3 +166,33 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 4 << 20)
     uvloop.run(run())
+
+
+def test_a_word_before_the_handshake_is_over_does_not_break_it() -> None:
+    async def run() -> None:
+        async with Meeting() as meeting:
+            client, ear = await meeting.client()
+            client.send(Word(text="too early"))
+            await asyncio.wait_for(ear.heard.wait(), 5)
+            assert ear.peer == identity("s")
+            client.send(Word(text="in time"))
+            await until(meeting.ear, 1)
+            assert meeting.ear.words == ["in time"]
+            client.close()
+
+    uvloop.run(run())
+
+
+def test_abort_does_not_wait_for_a_peer_that_does_not_read() -> None:
+    async def run() -> None:
+        async with Meeting() as meeting:
+            client, ear = await meeting.client()
+            await asyncio.wait_for(ear.heard.wait(), 5)
+            assert client._transport is not None
+            client._transport.pause_reading()
+            meeting.server.send(Word(text="x" * 20_000_000))
+            meeting.server.abort("it said nothing")
+            assert await asyncio.wait_for(meeting.ear.closed, 2) == "it said nothing"
+            client.close()
+
+    uvloop.run(run())
