@@ -196,6 +196,7 @@ class Head:
 
     def admit(self, link: WorkerLink, joined: Joined) -> str | None:
         info = joined.info
+        self._forget_former_link(info, link)
         unwanted = self._why_not(info, link)
         if unwanted is not None:
             return unwanted
@@ -213,6 +214,8 @@ class Head:
             self.start_failures.put_nowait(f"{link.instance_id}: {message}")
 
     def on_report(self, link: WorkerLink, report: Report) -> None:
+        if self._links.get(link.instance_id) is not link:
+            return  # it has not joined, or no longer counts
         if isinstance(report, InstanceLoad):
             state = self.conductor.instances.get(link.instance_id)
             if state is not None:
@@ -223,10 +226,24 @@ class Head:
         self._open.discard(link)
         if not self._stopping:
             log.warning("%s is gone: %s", link.instance_id or "a control connection", reason)
+        self._unjoin(link, reason)
+
+    def _unjoin(self, link: WorkerLink, reason: str) -> None:
         if self._links.get(link.instance_id) is link:
             del self._links[link.instance_id]
             self._observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
+
+    def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
+        """The same process may be back before we saw its old connection end."""
+        former = self._links.get(link.instance_id)
+        known = self.conductor.instances.get(link.instance_id)
+        if former is None or former is link or known is None:
+            return
+        if known.info.incarnation == info.incarnation:
+            reason = "it came back over a new connection"
+            self._unjoin(former, reason)
+            former.channel.abort(reason)
 
     def _why_not(self, info: InstanceInfo, link: WorkerLink) -> str | None:
         """Why an instance cannot join; None if it can."""
@@ -259,4 +276,4 @@ class Head:
             for link in list(self._links.values()):
                 silent_s = self.now() - link.heard_s
                 if silent_s > SILENCE_S:
-                    link.channel.close(f"it said nothing for {silent_s:.0f} s")
+                    link.channel.abort(f"it said nothing for {silent_s:.0f} s")
