@@ -84,6 +84,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
         self._joining: asyncio.Task[None] | None = None
+        self._boot_lock = asyncio.Lock()
         self._fatal = ""
         self._stopping = False
 
@@ -136,7 +137,7 @@ class Worker:
     def on_frame(self, frame: DownFrame) -> None:
         match frame:
             case Setup():
-                self._joining = asyncio.create_task(self._join(frame))
+                self._joining = asyncio.create_task(self._join(frame, self._channel))
             case Stop():
                 self._stopping = True
                 self._hang_up("the head stops")
@@ -156,34 +157,42 @@ class Worker:
         if self._channel is not None:
             self._channel.close(reason)
 
-    async def _join(self, setup: Setup) -> None:
+    async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
         """Boots on the first setup; a head that came back must want the same instance."""
-        if self._booted is None:
-            assert self._listen_host is not None
-            try:
-                booted = await asyncio.to_thread(
-                    boot_instance,
-                    setup,
-                    self.role,
-                    self.instance_id,
-                    self._listen_host,
-                    self._secret,
-                    self._from_thread,
-                )
-            except BootError as error:
-                self._fail(str(error))
+        async with self._boot_lock:  # the head may be lost and found again while we boot
+            if self._fatal:
                 return
-            except Exception as error:
-                log.exception("the instance could not be brought up")
-                self._fail(f"an unexpected {type(error).__name__}: {error}")
+            if self._booted is None:
+                booted = await self._boot(setup)
+                if booted is None:
+                    return
+                self._start(booted, setup)
+            elif setup != self._setup:
+                self._fail("the head came back with another configuration; start this worker anew")
                 return
-            self._start(booted, setup)
-        elif setup != self._setup:
-            self._fail("the head came back with another configuration; start this worker anew")
-            return
         assert self._booted is not None
-        if self._channel is not None:
-            self._channel.send(Joined(info=self._booted.info(self._machine, os.getpid())))
+        if channel is not None and channel is self._channel:
+            channel.send(Joined(info=self._booted.info(self._machine, os.getpid())))
+
+    async def _boot(self, setup: Setup) -> BootedInstance | None:
+        """None after a failure that the head was told."""
+        assert self._listen_host is not None
+        try:
+            return await asyncio.to_thread(
+                boot_instance,
+                setup,
+                self.role,
+                self.instance_id,
+                self._listen_host,
+                self._secret,
+                self._from_thread,
+            )
+        except BootError as error:
+            self._fail(str(error))
+        except Exception as error:
+            log.exception("the instance could not be brought up")
+            self._fail(f"an unexpected {type(error).__name__}: {error}")
+        return None
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
         self._setup = setup

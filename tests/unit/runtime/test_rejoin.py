@@ -1,0 +1,141 @@
+"""Head and workers in one process, over real sockets: connections that come and go out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import uvloop
+
+from moonpool.api.frontend import ModelCard
+from moonpool.config import Config
+from moonpool.cost.fitted import FittedCost
+from moonpool.engine.builtin import open_model
+from moonpool.engine.runner import make_layout
+from moonpool.engine.tokenizers.registry import open_tokenizer
+from moonpool.kvcache.transfers import PeerAddress
+from moonpool.messenger.auth import Identity
+from moonpool.runtime import worker as worker_module
+from moonpool.runtime.head import Head
+from moonpool.runtime.protocol import Joined, Setup, TurnedAway
+from moonpool.runtime.worker import Worker
+from moonpool.runtime.worker_link import WorkerLink
+from moonpool.types import InstanceId, Role
+from moonpool.workers.messages import InstanceInfo, InstanceLoad
+
+MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300", "float32")
+SECRET = b"a secret of the test"
+
+
+def make_head() -> Head:
+    card = ModelCard("m", 0, 512, MODEL.spec.vocab_size, MODEL.spec.eos_token_ids)
+    tokenizer = open_tokenizer(MODEL.tokenizer, MODEL.spec.vocab_size)
+    return Head(Config(), card, tokenizer, SECRET)
+
+
+def info(incarnation: int) -> InstanceInfo:
+    return InstanceInfo(
+        instance_id=InstanceId("d"),
+        role=Role.DECODE,
+        incarnation=incarnation,
+        address=PeerAddress(InstanceId("d"), "here", "", "127.0.0.1", 1),
+        layout=make_layout(MODEL, 16),
+        num_blocks=64,
+        cost=FittedCost((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+        pid=1,
+        host="here",
+    )
+
+
+class FakeChannel:
+    """What a link sends and how it ends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.ended: list[str] = []
+
+    def send(self, *frames: Any) -> None:
+        self.sent += frames
+
+    def close(self, reason: str = "") -> None:
+        self.ended.append(reason)
+
+    abort = close
+
+
+def link_of(head: Head) -> tuple[WorkerLink, FakeChannel]:
+    link, channel = WorkerLink(head, SECRET), FakeChannel()
+    link.channel = channel  # type: ignore[assignment]
+    link.on_open(Identity(instance_id=InstanceId("d"), service="control", fingerprint=b""))
+    return link, channel
+
+
+def test_a_process_that_is_back_before_its_old_connection_ended_is_let_in() -> None:
+    head = make_head()
+    old, old_channel = link_of(head)
+    old.on_frame(Joined(info=info(7)))
+    new, new_channel = link_of(head)
+    new.on_frame(Joined(info=info(7)))
+    assert not any(isinstance(frame, TurnedAway) for frame in new_channel.sent)
+    assert old_channel.ended
+    old.on_closed("late")  # must not take the new one along
+    assert list(head.conductor.instances) == ["d"]
+    new.on_frame(InstanceLoad(0, 0, 0, 0, 5, {}, {}))
+    assert head.conductor.instances[InstanceId("d")].load is not None
+
+
+def test_another_process_of_the_same_name_is_turned_away_and_not_heard() -> None:
+    head = make_head()
+    first, _ = link_of(head)
+    first.on_frame(Joined(info=info(7)))
+    twin, twin_channel = link_of(head)
+    twin.on_frame(InstanceLoad(0, 0, 0, 0, 5, {}, {}))
+    assert head.conductor.instances[InstanceId("d")].load is None
+    twin.on_frame(Joined(info=info(8)))
+    assert isinstance(twin_channel.sent[-1], TurnedAway)
+    assert head.conductor.instances[InstanceId("d")].info.incarnation == 7
+
+
+class Booted:
+    """As much of an instance as joining needs."""
+
+    def info(self, host: str, pid: int) -> str:
+        return "info"
+
+
+def test_a_head_that_comes_back_while_a_worker_boots_does_not_make_it_boot_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    boots: list[Setup] = []
+    go_on = threading.Event()
+
+    def boot(setup: Setup, *_: Any) -> Booted:
+        boots.append(setup)
+        assert go_on.wait(5)
+        return Booted()
+
+    def start(self: Worker, booted: Any, setup: Setup) -> None:
+        self._booted, self._setup = booted, setup
+
+    monkeypatch.setattr(worker_module, "boot_instance", boot)
+    monkeypatch.setattr(worker_module, "Joined", lambda info: info)
+    monkeypatch.setattr(Worker, "_start", start)
+    setup = make_head().setup()
+
+    async def run() -> None:
+        this = Worker(Role.DECODE, InstanceId("d"), "here", "127.0.0.1", SECRET)
+        old, new = FakeChannel(), FakeChannel()
+        joins = []
+        for channel in (old, new):
+            this._channel = channel  # type: ignore[assignment]
+            this.on_frame(setup)
+            joins.append(this._joining)
+            await asyncio.sleep(0.05)
+        go_on.set()
+        await asyncio.gather(*(join for join in joins if join is not None))
+        assert len(boots) == 1
+        assert (old.sent, new.sent) == ([], ["info"])
+
+    uvloop.run(run())
