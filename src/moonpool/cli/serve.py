@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
 from moonpool.config import Admission, Config, ConfigError, Dtype, Placement, choices, parse_config
 
 log = logging.getLogger("moonpool")
+
+HEAD_PORT = 8001  # unless flag or file name another
 
 # flag -> (table, key)
 FLAG_KEYS = {
@@ -134,7 +137,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
 @click.command()
 @config_options
 @click.option("--head-host", help="Address for workers to join at (default 127.0.0.1).")
-@click.option("--head-port", type=int, help="Port for workers to join at.")
+@click.option("--head-port", type=int, help=f"Port for workers to join at (default {HEAD_PORT}).")
 def head(config_file: str | None, **flags: Any) -> None:
     """Start the head alone. Workers join with `moonpool worker`.
 
@@ -142,8 +145,10 @@ def head(config_file: str | None, **flags: Any) -> None:
     """
     from moonpool.cli.worker import cluster_secret
 
-    flags["head_port"] = flags["head_port"] or 8001
     config = read_config(config_file, flags)
+    if not config.network.head_port:
+        network = msgspec.structs.replace(config.network, head_port=HEAD_PORT)
+        config = msgspec.structs.replace(config, network=network)
     _run(config, launch=False, secret=cluster_secret())
 
 
