@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from moonpool import __version__
-from moonpool.cli.output import fail, write_json
+from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.engine.machine import cpu_name
 
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
@@ -31,45 +31,58 @@ def bench() -> None:
     "--peer-python", help="Python of an installation of vLLM's CPU build to compare with."
 )
 @click.option("--peer-eager", is_flag=True, help="Do not let vLLM compile (starts sooner, slower).")
-@click.option("--repeats", default=3, show_default=True, help="Runs of each; the best counts.")
+@click.option(
+    "--repeats", type=COUNT, default=3, show_default=True, help="Runs of each; the best counts."
+)
 @JSON
 def engine(
     model: str, peer_python: str | None, peer_eager: bool, repeats: int, json_file: str | None
 ) -> None:
     """Prefill and decode, against GEMM rate, memory bandwidth and vLLM. One thread."""
     from moonpool.bench.engine import PeerError, bench_engine
+    from moonpool.engine.spec import ModelError
 
     try:
         found = bench_engine(model, peer_python, peer_eager, repeats, click.echo)
-    except PeerError as error:
+    except (PeerError, ModelError) as error:
         fail(str(error))
     _finish(found, json_file)
 
 
 @bench.command()
 @click.option("--model", default="random:m150", show_default=True)
-@click.option("--prefix-tokens", default=4096, show_default=True)
-@click.option("--repeats", default=3, show_default=True)
+@click.option("--prefix-tokens", type=COUNT, default=4096, show_default=True)
+@click.option("--repeats", type=COUNT, default=3, show_default=True)
 @JSON
 def cached(model: str, prefix_tokens: int, repeats: int, json_file: str | None) -> None:
     """Time to first token of a long prompt: computed, from cache, fetched from another process."""
+    import httpx
+
     from moonpool.bench.cached import CachedBenchError, bench_cached
+    from moonpool.bench.local_server import ServerError
 
     try:
         found = bench_cached(model, prefix_tokens, repeats)
-    except CachedBenchError as error:
+    except (CachedBenchError, ServerError, httpx.HTTPError) as error:
         fail(str(error))
     _finish(found | {"model": model}, json_file)
 
 
 @bench.command()
-@click.option("--concurrency", multiple=True, type=int, default=(1, 8), show_default=True)
+@click.option("--concurrency", multiple=True, type=COUNT, default=(1, 8), show_default=True)
 @JSON
 def head(concurrency: tuple[int, ...], json_file: str | None) -> None:
     """CPU time of the head per request and per token, on a real cluster."""
-    from moonpool.bench.head import bench_head
+    import httpx
 
-    _finish(bench_head(concurrency), json_file)
+    from moonpool.bench.head import bench_head
+    from moonpool.bench.local_server import ServerError
+
+    try:
+        found = bench_head(concurrency)
+    except (ServerError, httpx.HTTPError) as error:
+        fail(f"the server failed: {type(error).__name__}: {error}")
+    _finish(found, json_file)
 
 
 def _finish(found: dict[str, Any], json_file: str | None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -99,6 +100,8 @@ def demo(users: int, turns: int, prefill: int, decode: int, json_file: str | Non
             run = _run(console, [*instances, cache_flag], cached, users, turns)
         except ServerError as error:
             fail(str(error))
+        except httpx.HTTPError as error:
+            fail(f"the server failed: {type(error).__name__}: {error}")
         runs.append(run)
     _print_totals(console, *runs)
     write_json(json_file, _figures(*runs))

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import msgspec
+
+COUNT = click.IntRange(min=1)
 
 
 def fail(message: str) -> NoReturn:

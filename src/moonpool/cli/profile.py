@@ -7,7 +7,7 @@ import os
 import click
 import msgspec
 
-from moonpool.cli.output import fail, write_json
+from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.config import Dtype, choices
 
 CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest step that is measured
@@ -16,8 +16,10 @@ CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest step that is mea
 @click.command()
 @click.argument("model", default="moonpool/induction")
 @click.option("--dtype", type=click.Choice(choices(Dtype)), default="auto", show_default=True)
-@click.option("--threads", default=1, show_default=True, help="CPU threads, as workers will use.")
-@click.option("--block-size", default=64, show_default=True)
+@click.option(
+    "--threads", type=COUNT, default=1, show_default=True, help="CPU threads, as workers will use."
+)
+@click.option("--block-size", type=COUNT, default=64, show_default=True)
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the profile here."
 )

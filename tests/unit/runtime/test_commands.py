@@ -1,0 +1,62 @@
+"""What the commands make of flags and files, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from moonpool.cli import serve as serve_module
+from moonpool.cli.main import cli
+from moonpool.config import Config
+
+
+@pytest.mark.parametrize(
+    ("flags", "port"), [([], 18765), (["--head-port", "7"], 7), (["--config", "/dev/null"], 8001)]
+)
+def test_the_head_port_comes_from_flag_then_file_then_default(
+    flags: list[str], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[network]\nhead_port = 18765\n")
+    ran: list[Config] = []
+    monkeypatch.setattr(serve_module, "_run", lambda config, **_: ran.append(config))
+    monkeypatch.setenv("MOONPOOL_CLUSTER_SECRET", "ab" * 32)
+    done = CliRunner().invoke(cli, ["head", "--config", str(file), *flags])
+    assert done.exit_code == 0, done.output
+    assert ran[0].network.head_port == port
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "profile random:m30 --threads 0",
+        "profile random:m30 --block-size 0",
+        "bench engine --repeats 0",
+        "bench cached --prefix-tokens 0",
+        "bench head --concurrency 0",
+    ],
+)
+def test_a_count_of_zero_is_a_usage_error(words: str) -> None:
+    done = CliRunner().invoke(cli, words.split())
+    assert done.exit_code == 2
+    assert "x>=1" in done.output
+
+
+@pytest.mark.parametrize("words", ["bench engine --model random:x", "bench head"])
+def test_a_bench_that_cannot_run_says_so_in_one_line(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moonpool.bench import engine, head
+    from moonpool.bench.local_server import ServerError
+
+    def no_server(_: object) -> None:
+        raise ServerError("it did not start")
+
+    monkeypatch.setattr(head, "bench_head", no_server)
+    monkeypatch.setattr(engine, "gemm_flops_per_s", lambda _: 1.0)
+    monkeypatch.setattr(engine, "read_bytes_per_s", lambda: 1.0)
+    done = CliRunner().invoke(cli, words.split())
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
