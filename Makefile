@@ -39,6 +39,12 @@ types: setup-dev
 
 check: lint types test
 
+# PEER_PYTHON=/path/to/python of a vLLM CPU installation adds it to the engine's table.
+bench: setup
+	$(BIN)/moonpool bench engine $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	$(BIN)/moonpool bench cached
+	$(BIN)/moonpool bench head
+
 swarm: setup-dev
 	$(BIN)/python -m tests.sim.swarm --seeds 5000
 
