@@ -98,12 +98,19 @@ async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.E
     stopped = asyncio.create_task(stop.wait())
     tasks = {joined, failed, stopped}
     try:
-        done, _ = await asyncio.wait(tasks, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {*tasks, *launcher.keepers}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
+        )
     finally:
         for task in tasks:
             task.cancel()
     if failed in done:
         raise ClusterError(failed.result())
+    for keeper in launcher.keepers:
+        if keeper.done() and not (joined in done or stopped in done):
+            error = keeper.exception()
+            text = f"cannot start a worker: {error}" if error else "a worker does not stay up"
+            raise ClusterError(f"{text}; see the log above")
     if not done:
         raise ClusterError(f"the workers did not come up within {START_S:.0f} s; see the log above")
 

@@ -42,7 +42,7 @@ class LocalLauncher:
         )
         self._wanted = [(role, f"{role.value}-{i}") for role, n in counts for i in range(n)]
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives its worker up
         self._stopping = False
 
     @property
@@ -52,7 +52,7 @@ class LocalLauncher:
     def start(self) -> None:
         """Begins to start all workers; a keeper task looks after each."""
         for role, instance_id in self._wanted:
-            self._keepers.append(asyncio.create_task(self._keep(role, instance_id)))
+            self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
 
     def pids(self) -> list[int]:
         return [p.pid for p in self._processes.values() if p.returncode is None]
@@ -61,6 +61,10 @@ class LocalLauncher:
         """Waits for the workers, which the head has told to end, and kills those that do not: one
         that is still starting has not joined yet. Nothing is lost by it."""
         self._stopping = True
+        # First, so that no process comes up behind our back: one being spawned is killed by it.
+        for keeper in self.keepers:
+            keeper.cancel()
+        await asyncio.gather(*self.keepers, return_exceptions=True)
         processes = list(self._processes.values())
         waits = [asyncio.ensure_future(process.wait()) for process in processes]
         if waits:
@@ -70,9 +74,6 @@ class LocalLauncher:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         await asyncio.gather(*waits)
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
 
     async def _keep(self, role: Role, instance_id: str) -> None:
         restarts = 0

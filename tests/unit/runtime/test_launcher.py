@@ -1,0 +1,82 @@
+"""Worker processes that do not come up, or come up while the cluster ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+import uvloop
+
+from moonpool.bench.local_server import is_alive
+from moonpool.config import ClusterConfig
+from moonpool.runtime import launcher as launcher_module
+from moonpool.runtime.cluster import ClusterError, _wait_for_workers
+from moonpool.runtime.launcher import LocalLauncher
+
+SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
+
+
+class NobodyJoins:
+    """As much of a head as waiting for workers needs."""
+
+    def __init__(self) -> None:
+        self.start_failures: asyncio.Queue[str] = asyncio.Queue()
+
+    async def wait_for_instances(self, count: int) -> None:
+        await asyncio.sleep(60)
+
+
+def make_launcher() -> LocalLauncher:
+    return LocalLauncher(ClusterConfig(prefill=1, decode=0), 1, b"secret", 1)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_workers_that_cannot_be_kept_up_end_the_start(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def spawn(*_: Any) -> asyncio.subprocess.Process:
+        if dies:
+            return await asyncio.create_subprocess_exec("false")
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(launcher_module, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+
+    async def run() -> None:
+        launcher, head = make_launcher(), NobodyJoins()
+        launcher.start()
+        says = "does not stay up" if dies else "no more processes"
+        with pytest.raises(ClusterError, match=says):
+            await asyncio.wait_for(_wait_for_workers(head, launcher, asyncio.Event()), 5)  # type: ignore[arg-type]
+        await launcher.stop()
+
+    uvloop.run(run())
+
+
+def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.2)
+    spawned: list[int] = []
+
+    async def run() -> None:
+        async def spawn(*_: Any) -> asyncio.subprocess.Process:
+            if not spawned:
+                spawned.append(0)
+                return await asyncio.create_subprocess_exec(*SLEEPER)
+            await asyncio.sleep(0.1)  # a slow fork
+            process = await asyncio.create_subprocess_exec(*SLEEPER)
+            spawned.append(process.pid)
+            return process
+
+        monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+        launcher = LocalLauncher(ClusterConfig(prefill=1, decode=1), 1, b"secret", 1)
+        launcher.start()
+        await asyncio.sleep(0.05)
+        await launcher.stop()
+        await asyncio.sleep(0.1)
+        assert not any(map(is_alive, spawned[1:]))
+
+    uvloop.run(run())
