@@ -80,7 +80,8 @@ async def running_cluster(
             log.info("workers join at %s:%d", config.network.head_host, head_port)
         settle_memory()
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        yield f"http://{config.api.host}:{sock.getsockname()[1]}"
+        host = f"[{config.api.host}]" if ":" in config.api.host else config.api.host
+        yield f"http://{host}:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         if serving is not None:
