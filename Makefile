@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types check swarm clean
+.PHONY: setup setup-dev demo test lint types check swarm bench clean
 
 setup: $(VENV)/.installed
 
