@@ -18,11 +18,11 @@ from moonpool.config import InstanceConfig
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.messenger import Messenger
-from moonpool.types import InstanceId, RequestId, Role
+from moonpool.runtime.engine_thread import sequence_step
+from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
@@ -190,16 +190,7 @@ class MiniCluster:
                 messenger.grant(action.read_id, action.block_ids)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
-        sequences = [
-            SequenceStep(
-                RequestId(e.work_id),
-                e.new_token_ids,
-                e.start,
-                e.block_ids,
-                Draw(e.draw, e.generated, ()) if e.draw else None,
-            )
-            for e in step.entries
-        ]
+        sequences = [sequence_step(entry, ()) for entry in step.entries]
 
         def on_layer(layer: int) -> None:
             for entry in step.entries:

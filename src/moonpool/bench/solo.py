@@ -16,8 +16,8 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.types import RequestId, Role, SamplingParams, Slo, Token
+from moonpool.runtime.engine_thread import sequence_step
+from moonpool.types import Role, SamplingParams, Slo, Token
 from moonpool.workers.actions import RunStep, StepEnded, Tell, WorkerAction
 from moonpool.workers.instance import Instance
 from moonpool.workers.messages import PrefillStarted, StartPrefill, StepTokens, Work, WorkId
@@ -78,16 +78,7 @@ class SoloInstance:
         return generation
 
     def _run(self, step: RunStep) -> StepEnded:
-        sequences = [
-            SequenceStep(
-                RequestId(entry.work_id),
-                entry.new_token_ids,
-                entry.start,
-                entry.block_ids,
-                Draw(entry.draw, entry.generated, ()) if entry.draw else None,
-            )
-            for entry in step.entries
-        ]
+        sequences = [sequence_step(entry, ()) for entry in step.entries]
         result = self.engine.step(sequences)
         return StepEnded(result.tokens, result.seconds)
 

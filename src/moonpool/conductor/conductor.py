@@ -72,12 +72,15 @@ OUTPUT_MEMORY = 0.02
 class Conductor:
     """Global state machine of the cluster."""
 
-    def __init__(self, config: ConductorConfig) -> None:
+    def __init__(self, config: ConductorConfig, life: str = "") -> None:
+        """`life` tells this Conductor's works from those of the one before it, should any
+        remain."""
         self.config = config
         self.index = PrefixIndex()
         self.instances: dict[InstanceId, InstanceState] = {}
         self.requests: dict[RequestId, Tracked] = {}
         self._works: dict[WorkId, Tracked] = {}
+        self._life = f"{life}." if life else ""
         self._work_numbers = count(1)  # a client may use its request id again
         self._deadlines: list[tuple[float, RequestId]] = []
         self._expected_output_tokens = FIRST_EXPECTED_OUTPUT_TOKENS
@@ -216,7 +219,7 @@ class Conductor:
         tracked.num_attempts += 1
         request, record = tracked.request, tracked.record
         attempt = Attempt(
-            work_id=WorkId(f"{request.request_id}/{next(self._work_numbers)}"),
+            work_id=WorkId(f"{request.request_id}/{self._life}{next(self._work_numbers)}"),
             prefill=placement.prefill,
             decode=placement.decode,
             fetch_from=placement.fetch_from,

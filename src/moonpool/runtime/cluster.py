@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 
@@ -80,16 +81,32 @@ async def running_cluster(
             log.info("workers join at %s:%d", config.network.head_host, head_port)
         settle_memory()
         serving = asyncio.create_task(server.serve(sockets=[sock]))
+        broken: list[str] = []
+        for task in (serving, head.ticker):
+            task.add_done_callback(partial(_note_failure, broken, stop))
         host = f"[{config.api.host}]" if ":" in config.api.host else config.api.host
         yield f"http://{host}:{sock.getsockname()[1]}"
+        if broken:
+            raise ClusterError(broken[0])
     finally:
         server.should_exit = True
         if serving is not None:
-            await serving
+            await asyncio.wait([serving])
         await head.stop()
         if launcher is not None:
             await launcher.stop()
         sock.close()
+
+
+def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """A head without its clock or its HTTP server must end, not linger: someone restarts it
+    then."""
+    if task.cancelled() or task.exception() is None:
+        return
+    error = task.exception()
+    log.error("the head cannot go on", exc_info=error)
+    broken.append(f"the head failed: {type(error).__name__}: {error}; see the log above")
+    stop.set()
 
 
 async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.Event) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,20 +62,22 @@ class EngineThread:
     def _compute(self, step: RunStep) -> StepEnded:
         sends = [entry for entry in step.entries if entry.sends]
         result = self._engine.step(
-            [self._sequence(entry) for entry in step.entries],
+            [sequence_step(entry, self._eos) for entry in step.entries],
             (lambda layer: self._send_layer(sends, layer)) if sends else None,
         )
         return StepEnded(result.tokens, result.seconds)
-
-    def _sequence(self, entry: StepEntry) -> SequenceStep:
-        draw = None
-        if entry.draw is not None:
-            draw = Draw(entry.draw, entry.generated, self._eos)
-        return SequenceStep(
-            RequestId(entry.work_id), entry.new_token_ids, entry.start, entry.block_ids, draw
-        )
 
     def _send_layer(self, sends: list[StepEntry], layer: int) -> None:
         for entry in sends:
             slices = [(index, block_id, layer) for index, block_id in entry.sends]
             self._messenger.send(entry.work_id, slices)
+
+
+def sequence_step(entry: StepEntry, eos_token_ids: Sequence[int]) -> SequenceStep:
+    """What the state machine plans, in the engine's words."""
+    draw = None
+    if entry.draw is not None:
+        draw = Draw(entry.draw, entry.generated, eos_token_ids)
+    return SequenceStep(
+        RequestId(entry.work_id), entry.new_token_ids, entry.start, entry.block_ids, draw
+    )

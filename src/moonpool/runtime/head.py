@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -69,7 +70,7 @@ class Head:
         self.request_timeout_s = config.api.request_timeout_s
         self._metrics = ServerMetrics(card.model_id)
         self._observer = Observer(self._metrics)
-        self.conductor = Conductor(config.conductor)
+        self.conductor = Conductor(config.conductor, life=token_hex(4))
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
@@ -78,7 +79,6 @@ class Head:
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
         self._server: asyncio.Server | None = None
-        self._ticker: asyncio.Task[None] | None = None
         self._stopping = False
 
     async def start(self) -> int:
@@ -87,15 +87,14 @@ class Head:
         self._server = await asyncio.get_running_loop().create_server(
             self._new_link, network.head_host, network.head_port
         )
-        self._ticker = asyncio.create_task(self._tick_forever())
+        self.ticker = asyncio.create_task(self._tick_forever())
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     async def stop(self) -> None:
         """Tells every worker to end, and closes."""
         self._stopping = True
-        if self._ticker is not None:
-            self._ticker.cancel()
+        self.ticker.cancel()
         if self._server is not None:
             self._server.close()
         for link in list(self._open):

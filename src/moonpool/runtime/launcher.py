@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 
 from moonpool.config import ClusterConfig
 from moonpool.types import Role
@@ -21,6 +22,8 @@ log = logging.getLogger("moonpool.launcher")
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 MAX_RESTARTS = 5
+STEADY_S = 60.0
+"""A worker that lived this long had started well: its restarts are counted anew."""
 STOP_S = 3.0
 
 
@@ -80,9 +83,12 @@ class LocalLauncher:
         while not self._stopping:
             process = await self._spawn(role, instance_id)
             self._processes[instance_id] = process
+            began_s = time.monotonic()
             code = await process.wait()
             if self._stopping:
                 return
+            if time.monotonic() - began_s > STEADY_S:
+                restarts = 0
             if restarts == MAX_RESTARTS:
                 log.error("%s ended with code %d too often; it stays down", instance_id, code)
                 return
