@@ -89,6 +89,8 @@ class FetchOperation:
         life.clock.after(timeout_s, lambda: self._end_fetch("timed out"))
 
     def _connect(self) -> None:
+        if self._fetch_ended:  # it timed out first
+            return
         world = self.life.world
         source = world.find_life(self._source_address)
         if source is None or world.chance("refuse_connection_rate"):

@@ -32,6 +32,12 @@ def test_promises_hold(first: int) -> None:
         assert world.lost_with_head | set(world.ended) == set(world.truths)
 
 
+@pytest.mark.parametrize("seed", [90613, 91821])
+def test_seeds_that_failed_once(seed: int) -> None:
+    """91821: two requests whose tokens fitted together, but not their blocks."""
+    assert run_seed(seed).ended
+
+
 def test_runs_reach_every_corner() -> None:
     """A swarm that never preempts, fetches or breaks a stream would prove nothing about them."""
     seen: Counter[str] = Counter()

@@ -191,9 +191,11 @@ class Conductor:
             for instance_id, state in self.instances.items()
         ]
         left = request.sampling.max_tokens - len(tracked.generated)
+        # Booked in whole blocks, as they will be held.
+        expected = len(tokens) + min(left, int(self._expected_output_tokens))
         demand = Demand(
             num_tokens=len(tokens),
-            expected_tokens=len(tokens) + min(left, int(self._expected_output_tokens)),
+            expected_tokens=layout.blocks_for(expected) * layout.block_tokens,
             decodes=left > 1,
             token_bytes=layout.token_bytes,
             # An answer that has begun is not taken back for being slow.

@@ -319,13 +319,13 @@ def test_overload_is_refused_before_any_work() -> None:
 
 
 def test_room_is_booked_for_the_answer_too() -> None:
-    desk = Desk("p0", "d0", num_blocks=10)  # 40 tokens
-    assert sent(desk.ask("a", max_tokens=15), StartPrefill)
-    (refuse,) = of(desk.ask("b", max_tokens=6), Refuse)
+    desk = Desk("p0", "d0", num_blocks=10)  # of 4 tokens; the prompts have 10
+    assert sent(desk.ask("a", max_tokens=13), StartPrefill)  # 23 tokens hold 6 blocks
+    (refuse,) = of(desk.ask("b", max_tokens=7), Refuse)  # 17 would fit as tokens, not as blocks
     assert (refuse.status, refuse.reason) == (503, "no_decode_capacity")
-    assert sent(desk.ask("c", max_tokens=5), StartPrefill)
+    assert sent(desk.ask("c", max_tokens=6), StartPrefill)
     desk.handle(RequestCancelled(RequestId("a")))
-    assert sent(desk.ask("d", max_tokens=15), StartPrefill)
+    assert sent(desk.ask("d", max_tokens=14), StartPrefill)
 
 
 def test_an_answer_longer_than_booked_takes_room() -> None:
