@@ -22,17 +22,10 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.engine_thread import sequence_step
+from moonpool.runtime.transfers import perform_transfer, send_layer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
-    AbortStream,
-    CancelStream,
-    ExpectStream,
-    FetchBlocks,
-    FinishStream,
-    GrantRead,
-    OpenStream,
     RunStep,
-    SendBlocks,
     StepEnded,
     Tell,
 )
@@ -160,43 +153,19 @@ class MiniCluster:
         return any(n.instance.works or n.instance.pool.num_held for n in self.nodes.values())
 
     def _perform(self, node: Node, action: Any) -> None:
-        messenger = node.messenger
         match action:
             case RunStep():
                 self.inbox.put((node, self._step(node, action)))
             case Tell():
                 self._hear(action.report)
-            case SendBlocks():
-                layers = range(node.layout.num_layers)
-                slices = [(i, b, layer) for layer in layers for i, b in action.blocks]
-                messenger.send(action.stream_id, slices)
-            case OpenStream():
-                messenger.open_stream(action.stream_id, action.target, action.timeout_s)
-            case FinishStream():
-                messenger.finish_stream(action.stream_id)
-            case AbortStream():
-                messenger.abort_stream(action.stream_id)
-            case ExpectStream():
-                messenger.expect(
-                    action.stream_id, action.block_ids, action.first_index, action.timeout_s
-                )
-            case CancelStream():
-                messenger.cancel(action.stream_id)
-            case FetchBlocks():
-                messenger.fetch(
-                    action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s
-                )
-            case GrantRead():
-                messenger.grant(action.read_id, action.block_ids)
+            case _:
+                perform_transfer(node.messenger, node.layout.num_layers, action)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
         sequences = [sequence_step(entry, ()) for entry in step.entries]
 
         def on_layer(layer: int) -> None:
-            for entry in step.entries:
-                if entry.sends:
-                    slices = [(index, block, layer) for index, block in entry.sends]
-                    node.messenger.send(entry.work_id, slices)
+            send_layer(node.messenger, step.entries, layer)
 
         seen: list[Tensor] = []
         forward = node.engine._model.forward

@@ -29,13 +29,6 @@ def read_bytes_per_s(num_bytes: int = 512 << 20, repeats: int = 6) -> float:
     return max(rates)
 
 
-def copy_bytes_per_s(num_bytes: int = 256 << 20, repeats: int = 6) -> float:
-    """The best rate of copying between two arrays far larger than the caches (bytes copied)."""
-    source = np.ones(num_bytes, dtype=np.uint8)
-    target = np.zeros(num_bytes, dtype=np.uint8)
-    return num_bytes / best_of(repeats, lambda: np.copyto(target, source))
-
-
 def best_of(repeats: int, run: Callable[[], object]) -> float:
     """Seconds of the fastest of `repeats` runs, after one that does not count."""
     run()

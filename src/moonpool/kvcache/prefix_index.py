@@ -112,9 +112,6 @@ class PrefixIndex:
                 alive ^= bit
         return matched
 
-    def num_replicas(self, key: BlockKey) -> int:
-        return self._holders.get(key, 0).bit_count()
-
     def num_blocks(self, instance_id: InstanceId) -> int:
         announced = self._instances.get(instance_id)
         return len(announced.keys) if announced else 0

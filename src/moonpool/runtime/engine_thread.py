@@ -12,6 +12,7 @@ import torch
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.messenger import Messenger
+from moonpool.runtime.transfers import send_layer
 from moonpool.types import RequestId
 from moonpool.workers.actions import RunStep, StepEnded, StepEntry, StepFailed
 
@@ -63,14 +64,9 @@ class EngineThread:
         sends = [entry for entry in step.entries if entry.sends]
         result = self._engine.step(
             [sequence_step(entry, self._eos) for entry in step.entries],
-            (lambda layer: self._send_layer(sends, layer)) if sends else None,
+            (lambda layer: send_layer(self._messenger, sends, layer)) if sends else None,
         )
         return StepEnded(result.tokens, result.seconds)
-
-    def _send_layer(self, sends: list[StepEntry], layer: int) -> None:
-        for entry in sends:
-            slices = [(index, block_id, layer) for index, block_id in entry.sends]
-            self._messenger.send(entry.work_id, slices)
 
 
 def sequence_step(entry: StepEntry, eos_token_ids: Sequence[int]) -> SequenceStep:

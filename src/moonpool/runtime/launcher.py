@@ -57,9 +57,6 @@ class LocalLauncher:
         for role, instance_id in self._wanted:
             self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
 
-    def pids(self) -> list[int]:
-        return [p.pid for p in self._processes.values() if p.returncode is None]
-
     async def stop(self) -> None:
         """Waits for the workers, which the head has told to end, and kills those that do not: one
         that is still starting has not joined yet. Nothing is lost by it."""

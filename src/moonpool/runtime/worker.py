@@ -31,17 +31,10 @@ from moonpool.runtime.protocol import (
     UpFrame,
 )
 from moonpool.runtime.settle import settle_memory
+from moonpool.runtime.transfers import perform_transfer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
-    AbortStream,
-    CancelStream,
-    ExpectStream,
-    FetchBlocks,
-    FinishStream,
-    GrantRead,
-    OpenStream,
     RunStep,
-    SendBlocks,
     StepEnded,
     StepFailed,
     Tell,
@@ -239,49 +232,21 @@ class Worker:
             self._perform(self._booted.instance.abort_all())
 
     def _perform(self, actions: list[WorkerAction]) -> None:
-        assert self._booted is not None
+        booted = self._booted
+        assert booted is not None
         assert self._engine is not None
-        messenger = self._booted.messenger
         for action in actions:
             match action:
                 case Tell():
                     continue
                 case RunStep():
                     self._engine.submit(action)
-                case SendBlocks():
-                    self._send_all_layers(action)
-                case OpenStream():
-                    messenger.open_stream(action.stream_id, action.target, action.timeout_s)
-                case FinishStream():
-                    messenger.finish_stream(action.stream_id)
-                case AbortStream():
-                    messenger.abort_stream(action.stream_id)
-                case ExpectStream():
-                    messenger.expect(
-                        action.stream_id, action.block_ids, action.first_index, action.timeout_s
-                    )
-                case CancelStream():
-                    messenger.cancel(action.stream_id)
-                case FetchBlocks():
-                    messenger.fetch(
-                        action.fetch_id,
-                        action.source,
-                        action.keys,
-                        action.block_ids,
-                        action.timeout_s,
-                    )
-                case GrantRead():
-                    messenger.grant(action.read_id, action.block_ids)
+                case _:
+                    perform_transfer(booted.messenger, booted.layout.num_layers, action)
         # Last, so that the engine computes the next step while the tokens of this one are sent.
         reports = [action.report for action in actions if isinstance(action, Tell)]
         if reports and self._channel is not None:
             self._channel.send(*reports)
-
-    def _send_all_layers(self, action: SendBlocks) -> None:
-        assert self._booted is not None
-        layers = range(self._booted.layout.num_layers)
-        slices = [(index, block, layer) for layer in layers for index, block in action.blocks]
-        self._booted.messenger.send(action.stream_id, slices)
 
     def _close(self) -> None:
         if self._engine is not None:

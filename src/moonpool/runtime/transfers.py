@@ -1,0 +1,64 @@
+"""Performs what a state machine asks of the messenger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moonpool.messenger.messenger import Messenger
+from moonpool.workers.actions import (
+    AbortStream,
+    CancelStream,
+    ExpectStream,
+    FetchBlocks,
+    FinishStream,
+    GrantRead,
+    OpenStream,
+    SendBlocks,
+    StepEntry,
+)
+
+Transfer = (
+    FetchBlocks
+    | GrantRead
+    | OpenStream
+    | SendBlocks
+    | FinishStream
+    | AbortStream
+    | ExpectStream
+    | CancelStream
+)
+
+
+def perform_transfer(messenger: Messenger, num_layers: int, action: Transfer) -> None:
+    """Begins or ends the operation; what comes of it is posted by the messenger."""
+    match action:
+        case SendBlocks():
+            layers = range(num_layers)
+            slices = [(index, block, layer) for layer in layers for index, block in action.blocks]
+            messenger.send(action.stream_id, slices)
+        case OpenStream():
+            messenger.open_stream(action.stream_id, action.target, action.timeout_s)
+        case FinishStream():
+            messenger.finish_stream(action.stream_id)
+        case AbortStream():
+            messenger.abort_stream(action.stream_id)
+        case ExpectStream():
+            messenger.expect(
+                action.stream_id, action.block_ids, action.first_index, action.timeout_s
+            )
+        case CancelStream():
+            messenger.cancel(action.stream_id)
+        case FetchBlocks():
+            messenger.fetch(
+                action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s
+            )
+        case GrantRead():
+            messenger.grant(action.read_id, action.block_ids)
+
+
+def send_layer(messenger: Messenger, entries: Iterable[StepEntry], layer: int) -> None:
+    """Streams what a step has just completed of one layer (Mooncake 5.2)."""
+    for entry in entries:
+        if entry.sends:
+            slices = [(index, block_id, layer) for index, block_id in entry.sends]
+            messenger.send(entry.work_id, slices)
