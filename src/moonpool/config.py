@@ -13,8 +13,12 @@ import msgspec
 
 from moonpool.types import Struct
 
-Placement = Literal["kvcache-centric"]
-Admission = Literal["none", "early"]
+Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
+Admission = Literal["none", "baseline", "early", "predictive"]
+EvictionName = Literal["lru", "lfu", "length-aware", "predictive"]
+Batching = Literal["chunked", "prefill-first"]
+DecodePrediction = Literal["duration", "length"]
+Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -44,6 +48,7 @@ class PoolConfig(Struct, frozen=True):
     block_tokens: int = 64
     dram_tokens_per_instance: int = 0
     prefix_caching: bool = True
+    eviction: EvictionName = "lru"
 
 
 class NetworkConfig(Struct, frozen=True):
@@ -65,6 +70,9 @@ class ConductorConfig(Struct, frozen=True):
     admission: Admission = "early"
     kvcache_balancing_threshold: float = 1.0
     max_attempts: int = 3
+    load_limit: float = 1.0  # of predicted over promised latency, above which requests are refused
+    decode_prediction: DecodePrediction = "duration"
+    seed: int = 0  # of the random placement
 
 
 class InstanceConfig(Struct, frozen=True):
@@ -73,12 +81,30 @@ class InstanceConfig(Struct, frozen=True):
     chunk_tokens: int = 512
     max_sequences: int = 128
     prefix_caching: bool = True
+    eviction: EvictionName = "lru"
+    batching: Batching = "chunked"
+    max_steps_in_flight: int = 1  # more than one: stages of a pipeline
+    max_repeats: int = 1  # steps of decodes alone that may run without a word between them
 
 
 class EngineConfig(Struct, frozen=True):
     chunk_tokens: int = 512
     max_sequences: int = 128
+    batching: Batching = "chunked"
     threads: int = 0  # per worker process; 0: cores / workers, at least 1
+
+
+class HardwareConfig(Struct, frozen=True):
+    """What a simulated instance runs on. `cost` is the truth of the simulation: a calibrated model
+    of the catalogue, "roofline" (of `device` and `shape`), or the file of a measured profile.
+    `nodes_per_prefill` nodes form one prefill instance, joined by `parallelism`."""
+
+    cost: str = "a800-llama3-70b"
+    device: str = "A800-SXM"
+    shape: str = "llama3-70b"
+    devices_per_node: int = 8
+    nodes_per_prefill: int = 1
+    parallelism: Parallelism = "tp"
 
 
 class ApiConfig(Struct, frozen=True):
@@ -97,6 +123,7 @@ class Config(Struct, frozen=True):
     slo: SloConfig = SloConfig()
     conductor: ConductorConfig = ConductorConfig()
     engine: EngineConfig = EngineConfig()
+    hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
 
 
@@ -155,7 +182,7 @@ def _check_ranges(config: Config) -> None:
         "cluster",
         "both prefill and decode instances",
     )
-    _require(cluster.prefill + cluster.decode + cluster.mixed <= 64, "cluster", "at most 64")
+    _require(cluster.prefill + cluster.decode + cluster.mixed <= 65536, "cluster", "<= 65536")
     tokens = config.pool.block_tokens
     _require(
         tokens > 0 and tokens % 16 == 0 and tokens <= 1024,
@@ -178,6 +205,10 @@ def _check_ranges(config: Config) -> None:
         "conductor.kvcache_balancing_threshold",
         ">= 1",
     )
+    _require(config.conductor.load_limit > 0, "conductor.load_limit", "> 0")
+    hardware = config.hardware
+    _require(1 <= hardware.devices_per_node <= 64, "hardware.devices_per_node", "1 to 64")
+    _require(1 <= hardware.nodes_per_prefill <= 64, "hardware.nodes_per_prefill", "1 to 64")
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
 
 

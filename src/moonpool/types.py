@@ -6,6 +6,7 @@ is the very value that travels between processes: there is no second, "wire" ver
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NewType
 
@@ -94,17 +95,20 @@ class Request(Struct, frozen=True):
     """A prompt with everything needed to answer it. `arrived_s` and `deadline_s` are on one clock.
 
     `tenant` salts the block keys: requests of different tenants never share a block.
-    `use_cache` False neither reads nor feeds the KVCache pool.
+    `use_cache` False neither reads nor feeds the KVCache pool. `keys` are the names of the prompt's
+    full blocks where they are known without its tokens (a trace names blocks, and has no text);
+    None: they follow from the tokens.
     """
 
     request_id: RequestId
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: SamplingParams
     slo: Slo
     arrived_s: float
     deadline_s: float
     tenant: str = ""
     use_cache: bool = True
+    keys: tuple[BlockKey, ...] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

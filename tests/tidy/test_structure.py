@@ -26,8 +26,10 @@ LEVELS = (
     {"conductor"},
     {"messenger", "engine"},
     {"api"},
-    {"runtime", "sim", "trace"},
-    {"bench"},
+    {"trace"},
+    {"runtime", "sim"},
+    {"report"},
+    {"bench", "reproduce"},
     {"cli"},
     {"__main__"},
 )

@@ -34,7 +34,7 @@ def test_tables_and_overrides() -> None:
         ("[cluster\n", "not valid TOML"),
         ("[cluster]\nprefill = -1", "cluster must be >= 0"),
         ("[cluster]\nprefill = 0", "at least one prefill and one decode instance"),
-        ("[cluster]\nprefill = 60\ndecode = 60", "at most 64"),
+        ("[cluster]\nprefill = 60000\ndecode = 60000", "<= 65536"),
         ("[pool]\nblock_tokens = 24", "pool.block_tokens must be a multiple of 16"),
         ("[pool]\nblock_tokens = 0", "pool.block_tokens"),
         ("[slo]\nttft_s = 0", "slo must be > 0 seconds"),

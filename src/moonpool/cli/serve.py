@@ -52,6 +52,8 @@ FLAG_KEYS = {
     "max_body_bytes": ("api", "max_body_bytes"),
 }
 
+MAX_LOCAL_INSTANCES = 64
+
 
 def config_options(command: Any) -> Any:
     """The flags that `serve` and `head` share; vLLM's names where vLLM has them."""
@@ -131,6 +133,9 @@ def serve(config_file: str | None, **flags: Any) -> None:
     if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
         flags["prefill"] = flags["decode"] = 0
     config = read_config(config_file, flags)
+    cluster = config.cluster
+    if cluster.prefill + cluster.decode + cluster.mixed > MAX_LOCAL_INSTANCES:
+        fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))
 
 

@@ -6,6 +6,7 @@ work, so that the remains of the first attempt can never be taken for the second
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NewType
 
 from moonpool.cost.fitted import FittedCost
@@ -27,16 +28,18 @@ WorkId = NewType("WorkId", str)
 
 class Work(Struct, frozen=True):
     """The tokens to compute and how to go on. The first `num_prompt_tokens` of `token_ids` are the
-    prompt; any after it were generated before a fault, and are not generated again."""
+    prompt; any after it were generated before a fault, and are not generated again. `keys`: as in
+    `Request`; blocks past the last of them stay nameless."""
 
     work_id: WorkId
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
     slo: Slo
     tenant: str
     use_cache: bool
     timeout_s: float
+    keys: tuple[BlockKey, ...] | None = None
 
 
 class Fetch(Struct, frozen=True):
