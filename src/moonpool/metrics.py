@@ -50,7 +50,7 @@ class RequestRecord:
     fetched_tokens: int = 0
     corrupt_blocks: int = 0
     num_generated_tokens: int = 0
-    gaps_s: list[float] = field(default_factory=list)
+    gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, how many such)
     explanation: tuple[str, ...] = ()
     tenant: str = ""
     kept_tbt_top10_mean_s: float | None = None
@@ -69,15 +69,27 @@ class RequestRecord:
     @property
     def tbt_top10_mean_s(self) -> float | None:
         """Mean of the longest tenth of the gaps between tokens: the paper's TBT of a request."""
-        if not self.gaps_s:
+        if not self.gap_runs:
             return self.kept_tbt_top10_mean_s
-        count = max(1, len(self.gaps_s) // 10)
-        return sum(sorted(self.gaps_s)[-count:]) / count
+        count = left = max(1, sum(number for _, number in self.gap_runs) // 10)
+        total_s = 0.0
+        for gap_s, number in sorted(self.gap_runs, reverse=True):
+            taken = min(number, left)
+            total_s += taken * gap_s
+            left -= taken
+            if not left:
+                break
+        return total_s / count
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Each gap between tokens."""
+        return [gap_s for gap_s, number in self.gap_runs for _ in range(number)]
 
     def forget_gaps(self) -> None:
         """Keeps only what is derived of them (mutates): a record may be kept for long."""
         self.kept_tbt_top10_mean_s = self.tbt_top10_mean_s
-        self.gaps_s = []
+        self.gap_runs = []
 
     @property
     def effective(self) -> bool:
@@ -86,16 +98,17 @@ class RequestRecord:
             return False
         return self.ttft_s <= self.slo.ttft_s and (self.tbt_top10_mean_s or 0.0) <= self.slo.tbt_s
 
-    def note_tokens(self, count: int, now: float) -> None:
-        """`count` tokens became visible at `now` (mutates)."""
+    def note_tokens(self, count: int, now: float, gap_s: float = 0.0) -> None:
+        """`count` tokens became visible, `gap_s` apart, the last one at `now` (mutates)."""
         if count <= 0:
             return
+        first_s = now - gap_s * (count - 1)
         if self.last_token_s is None:
-            self.first_token_s = now
+            self.first_token_s = first_s
         else:
-            self.gaps_s.append(now - self.last_token_s)
-        # Several tokens at once: the later ones came without a gap.
-        self.gaps_s.extend([0.0] * (count - 1))
+            self.gap_runs.append((first_s - self.last_token_s, 1))
+        if count > 1:
+            self.gap_runs.append((gap_s, count - 1))
         self.last_token_s = now
         self.num_generated_tokens += count
 

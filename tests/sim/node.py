@@ -21,6 +21,8 @@ from moonpool.workers.actions import (
     StepEnded,
     StepEntry,
     StepFailed,
+    StepsEnded,
+    StopRepeating,
     Tell,
     WorkerAction,
     WorkerEvent,
@@ -160,6 +162,8 @@ class Life:
                     self._report(action.report)
                 case RunStep():
                     self._run_step(action)
+                case StopRepeating():
+                    pass  # a driver may be that lazy
                 case FetchBlocks():
                     source, fetch_id = action.source, action.fetch_id
                     FetchOperation(
@@ -226,9 +230,14 @@ class Life:
     def _run_step(self, step: RunStep) -> None:
         assert not self._stepping, "two steps at a time"
         self._stepping = True
+        repeats = self.clock.rng.randint(1, step.max_repeats)
+        drawn = [self._draw(entry, repeats) for entry in step.entries]
+        repeats = min((len(tokens) for tokens in drawn if tokens), default=1)
         # What the engine was given must not change under its hands.
-        entries = [(e, tuple(e.block_ids), tuple(e.new_token_ids)) for e in step.entries]
-        tokens = [self._draw(entry) for entry in step.entries]
+        entries = [
+            (e, tuple(e.block_ids), (*e.new_token_ids, *tokens[: repeats - 1]))
+            for e, tokens in zip(step.entries, drawn, strict=True)
+        ]
         failed = self.world.chance("step_failure_rate")
         time_s = 0.0
         for layer in range(self.num_layers):
@@ -236,29 +245,31 @@ class Life:
             self.clock.after(time_s, lambda layer=layer: self._run_layer(entries, layer))
             if failed and self.clock.rng.random() < 0.5:
                 break
-        event = (
-            StepFailed("the engine failed")
-            if failed
-            else StepEnded(tuple(None if t is None else Token(t) for t in tokens), time_s)
-        )
+        event: StepEnded | StepsEnded | StepFailed
+        if failed:
+            event = StepFailed("the engine failed")
+        elif step.max_repeats > 1:
+            event = StepsEnded([tuple(map(Token, tokens[:repeats])) for tokens in drawn], time_s)
+        else:
+            event = StepEnded(tuple(Token(t[0]) if t else None for t in drawn), time_s)
         self.clock.after(time_s, lambda: self._end_step(event))
 
-    def _end_step(self, event: StepEnded | StepFailed) -> None:
+    def _end_step(self, event: StepEnded | StepsEnded | StepFailed) -> None:
         self._stepping = False
         self.post(event)
 
-    def _draw(self, entry: StepEntry) -> int | None:
-        """Checks the entry's tokens against the truth; the token that follows, if it is wanted."""
+    def _draw(self, entry: StepEntry, repeats: int) -> tuple[int, ...]:
+        """Checks the entry's tokens against the truth; the tokens that follow, if wanted."""
         truth = self.world.truth_of(entry.work_id)
         end = entry.start + len(entry.new_token_ids)
         assert len(entry.new_token_ids) > 0
         assert truth.tokens[entry.start : end] == tuple(entry.new_token_ids)
         if entry.draw is None:
-            return None
+            return ()
         assert entry.draw == truth.request.sampling
         assert truth.tokens[truth.request.num_prompt_tokens : end] == tuple(entry.generated)
         assert end < len(truth.tokens), "computes on after the answer's end"
-        return truth.tokens[end]
+        return truth.tokens[end : end + repeats]
 
     def _run_layer(
         self,

@@ -18,6 +18,7 @@ class Options:
     num_blocks: int  # per instance
     chunk_tokens: int
     max_sequences: int
+    max_repeats: int
     prefix_caching: bool
     admission: str
     threshold: float
@@ -77,6 +78,7 @@ def draw_options(rng: random.Random) -> Options:
         num_blocks=max(1, int(longest_blocks * rng.choice((0.7, 1.0, 1.3, 2.0, 3.0, 6.0)))) + 1,
         chunk_tokens=rng.choice((1, 3, 8, 16, 64)),
         max_sequences=rng.choice((1, 2, 4, 16)),
+        max_repeats=rng.choice((1, 1, 3, 16)),
         prefix_caching=rng.random() < 0.9,
         admission=rng.choice(("none", "early")),
         threshold=rng.choice((1.0, 1.0, 1.5)),

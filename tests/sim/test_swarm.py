@@ -18,6 +18,7 @@ from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.workers import instance as instance_module
 from moonpool.workers.active import ActiveWork
+from moonpool.workers.batch import Batch
 from moonpool.workers.instance import Instance
 from tests.sim.swarm import SeedFailed, run_seed
 
@@ -124,9 +125,9 @@ DEFECTS: dict[str, tuple[object, str, object]] = {
         lambda self, instance_id, incarnation, sequence, stored, removed: True,
     ),
     "preempted work resumes": (
-        Instance,
+        Batch,
         "_preempt",
-        lambda self, active: (self._running.remove(active), self._waiting.append(active)),
+        lambda self, active: (self.running.remove(active), self.waiting.append(active)),
     ),
     "retries start over": (Conductor, "_deliver", _forget_delivered(Conductor._deliver)),
     "bookings forgotten": (Conductor, "_unbook_prefill", lambda self, tracked, attempt: None),

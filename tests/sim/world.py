@@ -72,6 +72,7 @@ class World:
         self.instance_config = InstanceConfig(
             chunk_tokens=opts.chunk_tokens,
             max_sequences=opts.max_sequences,
+            max_repeats=opts.max_repeats,
             prefix_caching=opts.prefix_caching,
         )
         self.conductor = self._new_conductor()

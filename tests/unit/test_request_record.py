@@ -54,9 +54,9 @@ def test_no_tokens_at_all_change_nothing() -> None:
 
 def test_tbt_is_the_mean_of_the_longest_tenth() -> None:
     long = record()
-    long.gaps_s = [float(n) for n in range(1, 31)]
+    long.gap_runs = [(float(n), 1) for n in range(1, 31)]
     assert long.tbt_top10_mean_s == pytest.approx((28 + 29 + 30) / 3)
-    long.gaps_s = [0.5, 2.0]
+    long.gap_runs = [(0.5, 1), (2.0, 1)]
     assert long.tbt_top10_mean_s == 2.0
 
 
@@ -77,7 +77,7 @@ def test_effective_means_both_slos(
 ) -> None:
     done = record()
     done.note_tokens(1, 10.0 + ttft_s)
-    done.gaps_s = [gap_s]
+    done.gap_runs = [(gap_s, 1)]
     done.outcome = outcome
     assert done.effective is effective
 

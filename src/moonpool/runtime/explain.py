@@ -10,7 +10,7 @@ from moonpool.metrics import RequestRecord
 
 _NO_INSTANTS = (
     "arrived_s",
-    "gaps_s",
+    "gap_runs",
     "kept_tbt_top10_mean_s",
     "predicted_tbt_s",
     "predicted_ttft_s",

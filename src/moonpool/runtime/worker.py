@@ -37,6 +37,7 @@ from moonpool.workers.actions import (
     RunStep,
     StepEnded,
     StepFailed,
+    StopRepeating,
     Tell,
     WorkerAction,
     WorkerEvent,
@@ -237,7 +238,7 @@ class Worker:
         assert self._engine is not None
         for action in actions:
             match action:
-                case Tell():
+                case Tell() | StopRepeating():  # steps are never repeated here
                     continue
                 case RunStep():
                     self._engine.submit(action)

@@ -34,9 +34,21 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run the engine once; answer with `StepEnded` or `StepFailed`. Never two at a time."""
+    """Run the engine; answer with `StepEnded` or `StepFailed`. No more of them are under way at a
+    time than the engine has stages, and they end in the order in which they began.
+
+    A step of decodes alone may be repeated, each token feeding the next, up to `max_repeats` times
+    in all or until one of its answers ends, and is then answered with `StepsEnded`: so a simulator
+    need not hear of every token, and an engine may run several steps without a word between.
+    """
 
     entries: tuple[StepEntry, ...]
+    max_repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StopRepeating:
+    """Something else should run next: end the repeated step with the repetition under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,14 @@ class StepEnded:
 
     tokens: Sequence[Token | None]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepsEnded:
+    """The step was run several times: `tokens[i]` are those of `entries[i]`, one a repetition."""
+
+    tokens: Sequence[Sequence[Token]]
+    seconds: float  # of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +132,11 @@ class Tell:
     report: Report
 
 
-WorkerEvent = Command | MessengerEvent | StepEnded | StepFailed
+WorkerEvent = Command | MessengerEvent | StepEnded | StepsEnded | StepFailed
 
 WorkerAction = (
     RunStep
+    | StopRepeating
     | FetchBlocks
     | GrantRead
     | OpenStream

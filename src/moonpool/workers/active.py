@@ -17,6 +17,7 @@ from enum import Enum
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockId, BlockKey, FinishReason
 from moonpool.workers.messages import Work, WorkId
+from moonpool.workers.tokens import Tokens
 
 
 class Phase(Enum):
@@ -27,9 +28,8 @@ class Phase(Enum):
 
 
 class Pending(Enum):
-    """Operations that may still read or write the work's blocks."""
+    """Transfers that may still read or write the work's blocks."""
 
-    STEP = "step"
     FETCH = "fetch"
     SEND = "send"
     RECEIVE = "receive"
@@ -39,14 +39,16 @@ class Pending(Enum):
 class ActiveWork:
     """Mutable state of one work. `tokens` are prompt and generated; the KVCache of the first
     `num_computed` of them is in `block_ids`, of whose full blocks the first `num_sealed` have
-    names."""
+    names. The tokens up to `num_scheduled` are computed, or will be by the `steps_pending` steps
+    under way."""
 
     work: Work
     phase: Phase
-    root: BlockKey
-    tokens: list[int]
+    tokens: Tokens
     target: PeerAddress | None = None
     num_computed: int = 0
+    num_scheduled: int = 0
+    steps_pending: int = 0
     num_fetched_tokens: int = 0
     corrupt_slices: int = 0
     num_sealed: int = 0
@@ -76,20 +78,18 @@ class ActiveWork:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.work.num_prompt_tokens :]
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.work.num_prompt_tokens
+        """Tokens that no step computes or has computed yet."""
+        return len(self.tokens) - self.num_scheduled
 
     @property
     def decoding(self) -> bool:
-        """Only its newest, generated token is left to compute."""
-        return self.num_uncomputed == 1 and self.num_generated > 0
+        """Only its newest, generated token is left to compute, and more follow here."""
+        return self.target is None and self.num_uncomputed == 1 and self.tokens.num_generated > 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing under way can touch its blocks."""
+        return not self.pending and not self.steps_pending
 
     @property
     def streaming(self) -> bool:
@@ -98,11 +98,12 @@ class ActiveWork:
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""
         sampling, newest = self.work.sampling, self.tokens[-1]
-        if self.num_generated >= sampling.min_tokens:
+        num_generated = self.tokens.num_generated
+        if num_generated >= sampling.min_tokens:
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
             if newest in sampling.stop_token_ids:
                 return FinishReason.STOP
-        if self.num_generated >= sampling.max_tokens:
+        if num_generated >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None

@@ -109,6 +109,7 @@ class InstanceInfo(Struct, frozen=True):
     cost: FittedCost
     pid: int
     host: str
+    engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):
@@ -167,9 +168,10 @@ class WorkTokens(Struct, frozen=True, array_like=True):
 
 
 class StepTokens(Struct, frozen=True, tag=True):
-    """All tokens of one step."""
+    """All tokens of one step, or of several that came `gap_s` apart, the last one now."""
 
     works: tuple[WorkTokens, ...]
+    gap_s: float = 0.0
 
 
 class BlocksChanged(Struct, frozen=True, tag=True):

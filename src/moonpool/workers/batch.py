@@ -1,0 +1,244 @@
+"""The works an instance runs, those that wait for it, and the steps under way.
+
+Decides what runs in the next step, and who makes way when blocks run out. A work enters the batch
+from the waiting line (its blocks are then held) or by `join`, and leaves it by `leave`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from moonpool.batching.chunked import plan_chunked
+from moonpool.batching.plan import Candidate
+from moonpool.batching.prefill_first import plan_prefill_first
+from moonpool.config import InstanceConfig
+from moonpool.types import BlockId, RequestId
+from moonpool.workers.actions import (
+    OpenStream,
+    RunStep,
+    SendBlocks,
+    StepEntry,
+    StopRepeating,
+)
+from moonpool.workers.active import ActiveWork, Pending, Phase
+from moonpool.workers.holdings import Holdings
+from moonpool.workers.messages import PrefillStarted
+from moonpool.workers.outbox import Outbox
+
+PLANNERS = {"chunked": plan_chunked, "prefill-first": plan_prefill_first}
+
+Step = list[tuple[ActiveWork, int]]
+
+
+class Batch:
+    """Works are served first come, first served."""
+
+    def __init__(self, config: InstanceConfig, holdings: Holdings, outbox: Outbox) -> None:
+        self.waiting: deque[ActiveWork] = deque()
+        self.running: list[ActiveWork] = []
+        self.steps: deque[Step] = deque()
+        self._config = config
+        self._plan = PLANNERS[config.batching]
+        self._holdings = holdings
+        self._layout = holdings.layout
+        self._outbox = outbox
+        self._repeating = False
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum of the lengths of all running works."""
+        return sum(len(active.tokens) for active in self.running)
+
+    def wait(self, active: ActiveWork) -> None:
+        self.waiting.append(active)
+        self.stop_repeating()
+
+    def join(self, active: ActiveWork) -> None:
+        active.phase = Phase.RUNNING
+        self.running.append(active)
+        self.stop_repeating()
+
+    def leave(self, active: ActiveWork) -> None:
+        if active in self.waiting:
+            self.waiting.remove(active)
+        if active in self.running:
+            self.running.remove(active)
+            active.phase = Phase.WAITING
+            self.stop_repeating()
+
+    def stop_repeating(self) -> None:
+        """What should run next is no longer what runs now."""
+        if self._repeating:
+            self._repeating = False
+            self._outbox.do(StopRepeating())
+
+    def too_large(self) -> list[ActiveWork]:
+        """Running works that have outgrown the instance."""
+        capacity_tokens = self._holdings.pool.num_blocks * self._layout.block_tokens
+        return [w for w in self.running if len(w.tokens) > capacity_tokens]
+
+    def end_step(self) -> Step:
+        """The oldest step is over."""
+        self._repeating = False
+        step = self.steps.popleft()
+        for active, _ in step:
+            active.steps_pending -= 1
+        return step
+
+    def begin_steps(self) -> None:
+        """Begins what can be run beside the steps under way."""
+        while len(self.steps) < self._config.max_steps_in_flight and self._begin_step():
+            pass
+
+    def _begin_step(self) -> bool:
+        self._make_room_for_decodes()
+        self._admit_waiting()
+        decodes: list[Candidate] = []
+        prefills: list[Candidate] = []
+        works: dict[RequestId, ActiveWork] = {}
+        for active in self.running:
+            num_blocks = self._layout.blocks_for(len(active.tokens))
+            if not active.num_uncomputed or num_blocks > len(active.block_ids):
+                continue  # all of it is under way, or it must wait for room
+            candidate = Candidate(RequestId(active.work_id), active.num_uncomputed)
+            works[candidate.request_id] = active
+            (decodes if active.decoding else prefills).append(candidate)
+        config = self._config
+        plan = self._plan(decodes, prefills, config.chunk_tokens, config.max_sequences)
+        if not plan:
+            return False
+        step = [(works[entry.request_id], entry.num_tokens) for entry in plan.entries]
+        repeats = 1 if prefills else self._hold_repeats(step)
+        self._repeating = repeats > 1
+        self.steps.append(step)
+        self._outbox.do(RunStep(tuple(self._entry(*share) for share in step), repeats))
+        return True
+
+    def _hold_repeats(self, step: Step) -> int:
+        """How often decodes may go on without a word: while no answer must end and there are blocks
+        for all their tokens. Those are held at once."""
+        repeats = self._config.max_repeats
+        for active, _ in step:
+            left = active.work.sampling.max_tokens - active.tokens.num_generated
+            repeats = min(repeats, max(left, 1))
+        while repeats > 1 and self._lacking(step, repeats) > self._holdings.pool.num_available:
+            repeats //= 2
+        if repeats > 1:
+            for active, _ in step:
+                grown = self._holdings.grow(active, len(active.tokens) + repeats - 1)
+                assert grown
+        return repeats
+
+    def _lacking(self, step: Step, repeats: int) -> int:
+        """Blocks not held yet that `repeats` more tokens of each work need."""
+        lacking = 0
+        for active, _ in step:
+            num_blocks = self._layout.blocks_for(len(active.tokens) + repeats - 1)
+            lacking += max(num_blocks - len(active.block_ids), 0)
+        return lacking
+
+    def _entry(self, active: ActiveWork, num_tokens: int) -> StepEntry:
+        start, end = active.num_scheduled, active.num_scheduled + num_tokens
+        last = end == len(active.tokens)
+        active.num_scheduled = end
+        active.steps_pending += 1
+        sends: tuple[tuple[int, BlockId], ...] = ()
+        if active.streaming:
+            size = self._layout.block_tokens
+            ready = self._layout.blocks_for(end) if last else end // size
+            indices = range(active.num_streamed_blocks, ready)
+            sends = tuple((i, active.block_ids[i]) for i in indices)
+            active.num_streamed_blocks = max(ready, active.num_streamed_blocks)
+        return StepEntry(
+            work_id=active.work_id,
+            new_token_ids=active.tokens[start:end],
+            start=start,
+            block_ids=active.block_ids,
+            draw=active.work.sampling if last else None,
+            generated=active.tokens.generated if last else (),
+            sends=sends,
+        )
+
+    def _make_room_for_decodes(self) -> None:
+        """Every running work gets the blocks its tokens need; the youngest make way if there are
+        none."""
+        for active in list(self.running):
+            if active.phase is not Phase.RUNNING or not active.num_uncomputed:
+                continue  # made way for an older one, or all of it is under way
+            while not self._holdings.grow(active, len(active.tokens)):
+                # It is `active` itself in the end: a prefill that hands over never lacks blocks.
+                idle = (w for w in reversed(self.running) if not (w.target or w.steps_pending))
+                youngest = next(idle, active)
+                if youngest.steps_pending:
+                    break
+                self._preempt(youngest)
+                if youngest is active:
+                    break
+
+    def _preempt(self, active: ActiveWork) -> None:
+        """Gives up a running work's blocks; it is computed again later, from cached blocks if it
+        can."""
+        self._outbox.count("preemptions")
+        self._holdings.let_go(active)
+        self.running.remove(active)
+        active.phase = Phase.WAITING
+        self.waiting.appendleft(active)
+
+    def _admit_waiting(self) -> None:
+        """Moves waiting works, in order, to the batch while the step has tokens to spare."""
+        if not self.waiting:
+            return
+        spare = self._config.chunk_tokens - sum(w.num_uncomputed for w in self.running)
+        fetching: list[ActiveWork] = []
+        while self.waiting and spare > 0 and len(self.running) < self._config.max_sequences:
+            active = self.waiting[0]
+            if Pending.FETCH in active.pending:
+                fetching.append(self.waiting.popleft())  # others pass it meanwhile
+                continue
+            if not self._hold(active, fetching):
+                break
+            self.waiting.popleft()
+            self._holdings.pool.release(active.fetch_owner)
+            self._enter(active)
+            spare -= active.num_uncomputed
+        self.waiting.extendleft(reversed(fetching))
+
+    def _hold(self, active: ActiveWork, fetching: list[ActiveWork]) -> bool:
+        """Holds what a waiting work needs, if there is room."""
+        num_blocks = self._layout.blocks_for(len(active.tokens))
+        if self._holdings.hold_prefix(active, num_blocks) is not None:
+            return True
+        if self.running or not self._give_up_fetched(fetching):
+            return False
+        return self._holdings.hold_prefix(active, num_blocks) is not None
+
+    def _give_up_fetched(self, fetching: list[ActiveWork]) -> bool:
+        """Lets go of what was fetched for works that wait: the first of them may need the room, and
+        the others cannot run before it. True if there was any."""
+        owners = [w.fetch_owner for w in self.waiting if w not in fetching]
+        held = self._holdings.pool.owners()
+        for owner in reversed(owners):
+            self._holdings.pool.release(owner)
+        return any(held.get(owner) for owner in owners)
+
+    def _enter(self, active: ActiveWork) -> None:
+        active.phase = Phase.RUNNING
+        self.running.append(active)
+        if active.started or active.has_first_token:
+            return  # it was preempted
+        active.started = True
+        self._outbox.tell(
+            PrefillStarted(
+                work_id=active.work_id,
+                cached_tokens=active.num_computed,
+                fetched_tokens=min(active.num_fetched_tokens, active.num_computed),
+                corrupt_slices=active.corrupt_slices,
+            )
+        )
+        if active.target is not None:
+            active.pending.add(Pending.SEND)
+            self._outbox.do(OpenStream(active.work_id, active.target, active.work.timeout_s))
+            cached = active.block_ids[: active.num_sealed]
+            active.num_streamed_blocks = len(cached)
+            if cached:
+                self._outbox.do(SendBlocks(active.work_id, tuple(enumerate(cached))))

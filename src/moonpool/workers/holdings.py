@@ -1,0 +1,106 @@
+"""An instance's blocks as its works see them: what is cached of a prefix, what is named when."""
+
+from __future__ import annotations
+
+from moonpool.config import InstanceConfig
+from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.hashing import extend_keys, root_key
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.types import BlockId
+from moonpool.workers.active import ActiveWork
+from moonpool.workers.messages import BlocksChanged, BlocksSnapshot
+
+
+class Holdings:
+    """The block pool, and the numbering of what is told about it. Holds are the works' own."""
+
+    def __init__(self, config: InstanceConfig, layout: BlockLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.pool = BlockPool(num_blocks)
+        self._prefix_caching = config.prefix_caching
+        self._next_sequence = 0
+
+    def caches(self, active: ActiveWork) -> bool:
+        return self._prefix_caching and active.work.use_cache
+
+    def name_prompt(self, active: ActiveWork) -> None:
+        """Names the work's full blocks, as far as its tokens are known (mutates `active.keys`)."""
+        if not self.caches(active):
+            return
+        if active.work.keys is not None:
+            active.keys = list(active.work.keys)
+        else:
+            root = root_key(self.layout.fingerprint, active.work.tenant)
+            extend_keys(active.keys, active.tokens, self.layout.block_tokens, root)
+
+    def max_cached_blocks(self, active: ActiveWork) -> int:
+        """At least one token must be computed, or there would be nothing to draw from."""
+        return (len(active.tokens) - 1) // self.layout.block_tokens
+
+    def cached_prefix(self, active: ActiveWork) -> list[BlockId]:
+        """Blocks of the work's prefix that are here now; hold them at once."""
+        if not self.caches(active):
+            return []
+        return self.pool.match(active.keys[: self.max_cached_blocks(active)])
+
+    def hold_prefix(self, active: ActiveWork, num_blocks: int) -> int | None:
+        """Holds cached blocks of the work's prefix and new ones up to `num_blocks`; returns how
+        many were cached, or None, holding nothing, if there is no room."""
+        assert not active.block_ids
+        cached = self.cached_prefix(active)
+        self.pool.acquire(active.owner, cached)
+        blocks = self.pool.allocate(active.owner, num_blocks - len(cached))
+        if blocks is None:
+            self.pool.release(active.owner)
+            return None
+        active.block_ids = cached + blocks
+        active.num_sealed = len(cached)
+        active.num_computed = active.num_scheduled = len(cached) * self.layout.block_tokens
+        return len(cached)
+
+    def grow(self, active: ActiveWork, num_tokens: int) -> bool:
+        """Holds as many blocks as `num_tokens` need. False, changing nothing, without room."""
+        lacking = self.layout.blocks_for(num_tokens) - len(active.block_ids)
+        if lacking <= 0:
+            return True
+        blocks = self.pool.allocate(active.owner, lacking)
+        if blocks is None:
+            return False
+        active.block_ids.extend(blocks)
+        return True
+
+    def let_go(self, active: ActiveWork) -> None:
+        """Ends the work's holds; what was sealed stays cached."""
+        self.pool.release(active.owner)
+        active.block_ids, active.num_sealed = [], 0
+        active.num_computed = active.num_scheduled = 0
+
+    def seal(self, active: ActiveWork) -> None:
+        """Names the full blocks whose KVCache is complete."""
+        num_full = active.num_computed // self.layout.block_tokens
+        if num_full <= active.num_sealed or not self.caches(active):
+            return
+        if active.work.keys is None:
+            root = root_key(self.layout.fingerprint, active.work.tenant)
+            extend_keys(active.keys, active.tokens, self.layout.block_tokens, root)
+        # Without tokens there are no names past those that were given.
+        num_named = min(num_full, len(active.keys))
+        for index in range(active.num_sealed, num_named):
+            self.pool.seal(active.block_ids[index], active.keys[index])
+        active.num_sealed = max(num_named, active.num_sealed)
+
+    def take_changes(self) -> BlocksChanged | None:
+        """The report of what appeared and vanished since the last one; None if nothing did."""
+        changes = self.pool.take_changes()
+        if not changes:
+            return None
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        return BlocksChanged(
+            sequence=sequence, stored=tuple(changes.stored), removed=tuple(changes.removed)
+        )
+
+    def take_snapshot(self) -> BlocksSnapshot:
+        """All names, in place of the changes not yet taken."""
+        self.pool.take_changes()
+        return BlocksSnapshot(next_sequence=self._next_sequence, keys=tuple(self.pool.keys()))

@@ -1,0 +1,60 @@
+"""The tokens of one work: its prompt, shared and never copied, and what was generated after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+
+class Tokens(Sequence[int]):
+    """Prompt and generated tokens as one sequence that grows at its end. A prompt may be a million
+    tokens long, or a `range` that stands for tokens nobody needs to know: it is only sliced."""
+
+    __slots__ = ("_first_generated", "_generated", "_prompt")
+
+    def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
+        """`prompt` may hold generated tokens after its first `num_prompt_tokens` (a fault came)."""
+        self._prompt = prompt
+        self._first_generated = num_prompt_tokens
+        self._generated: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._generated)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        size = len(self._prompt)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            assert step == 1
+            if stop <= size:
+                return self._prompt[start:stop]
+            if start >= size:
+                return self._generated[start - size : stop - size]
+            return (*self._prompt[start:], *self._generated[: stop - size])
+        position = index + len(self) if index < 0 else index
+        return self._prompt[position] if position < size else self._generated[position - size]
+
+    def append(self, token_id: int) -> None:
+        self._generated.append(token_id)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        self._generated.extend(token_ids)
+
+    def pop(self) -> int:
+        """Takes back the newest token, which must not be of the prompt."""
+        return self._generated.pop()
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """All tokens after the request's prompt; not to be changed."""
+        if self._first_generated == len(self._prompt):
+            return self._generated
+        return (*self._prompt[self._first_generated :], *self._generated)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self) - self._first_generated
