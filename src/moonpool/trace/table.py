@@ -1,0 +1,221 @@
+"""Traces in columns: Azure's (2023, 2024, multimodal), BurstGPT's and Vidur's csv files.
+
+Owns the columns' names and their checks. None of them has prompt hashes.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from math import isfinite
+
+from moonpool.trace.lines import damage
+from moonpool.trace.parsed import LineError, Parsed
+from moonpool.trace.row import MAX_LENGTH_TOKENS
+from moonpool.types import Struct
+
+AZURE_UNITS_PER_S = 10_000_000
+"""Azure writes seven fractional digits; counting them in integers loses none."""
+
+
+class TableFormat(Struct, frozen=True):
+    """The columns of one publisher's files."""
+
+    name: str
+    time: str
+    input_tokens: str
+    output_tokens: str
+    session: str | None = None
+    others: tuple[str, ...] = ()
+    is_dated: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        named = (self.time, self.input_tokens, self.output_tokens)
+        return (*named, *((self.session,) if self.session else ()), *self.others)
+
+
+TABLE_FORMATS = (
+    TableFormat(
+        name="azure",
+        time="TIMESTAMP",
+        input_tokens="ContextTokens",
+        output_tokens="GeneratedTokens",
+        others=("NumImages",),
+        is_dated=True,
+    ),
+    TableFormat(
+        name="burstgpt",
+        time="Timestamp",
+        input_tokens="Request tokens",
+        output_tokens="Response tokens",
+        session="Session ID",
+        others=("Elapsed time", "Model", "Total tokens", "Log Type"),
+    ),
+    TableFormat(
+        name="vidur",
+        time="arrived_at",
+        input_tokens="num_prefill_tokens",
+        output_tokens="num_decode_tokens",
+        others=("total_tokens", "pd_ratio"),
+    ),
+)
+
+
+class TableParser:
+    """One csv file with the given header."""
+
+    block_tokens = 0
+    header_lines = 1
+
+    def __init__(self, table: TableFormat, header: list[str]) -> None:
+        self.format = table.name
+        self.units_per_s = float(AZURE_UNITS_PER_S if table.is_dated else 1)
+        self._num_columns = len(header)
+        self._time = header.index(table.time)
+        self._input = header.index(table.input_tokens)
+        self._output = header.index(table.output_tokens)
+        has_session = table.session is not None and table.session in header
+        self._session = header.index(table.session) if has_session and table.session else -1
+        self._columns = header
+        self._read_time: Callable[[bytes], float] = _DatedTime() if table.is_dated else _number
+
+    def parse(self, line: bytes) -> Parsed | None:
+        cells = line.rstrip(b"\r\n").split(b",") if b'"' not in line else _quoted(line)
+        if len(cells) != self._num_columns:
+            found = damage(line)
+            raise LineError(found or f"{len(cells)} columns, but {self._num_columns} in the header")
+        time = self._read_time(cells[self._time])
+        num_input = self._tokens(cells, self._input)
+        num_output = self._tokens(cells, self._output)
+        if num_input == 0 or num_output == 0:
+            return None
+        session = "" if self._session < 0 else cells[self._session].decode("utf-8", "replace")
+        return Parsed(time, num_input, num_output, (), session)
+
+    def _tokens(self, cells: list[bytes], column: int) -> int:
+        cell = cells[column]
+        if cell.isdigit() and len(cell) <= 10:
+            tokens = int(cell)
+        else:
+            name = self._columns[column]
+            try:
+                number = float(cell)  # 12.0 is what a program writes that once saw an empty cell
+            except ValueError:
+                raise LineError(f"{name} is {_shown(cell)}; it must be an integer") from None
+            if not number.is_integer():
+                raise LineError(f"{name} is {_shown(cell)}; it must be an integer")
+            tokens = int(number)
+        if not 0 <= tokens <= MAX_LENGTH_TOKENS:
+            raise LineError(
+                f"{self._columns[column]} is {_shown(cell)};"
+                f" it must lie between 0 and {MAX_LENGTH_TOKENS}"
+            )
+        return tokens
+
+
+class _DatedTime:
+    """Dates with times to 100 ns since 1970. Remembers the last minute, which most rows share."""
+
+    def __init__(self) -> None:
+        self._minute = b""
+        self._minute_units = 0
+
+    def __call__(self, cell: bytes) -> float:
+        text, zone = cell, b""
+        if len(cell) > 19:
+            for mark in (b"+", b"Z", b"-"):
+                at = cell.find(mark, 19)
+                if at > 0:
+                    text, zone = cell[:at], cell[at:]
+                    break
+        minute = text[:16] + zone
+        if minute != self._minute:
+            self._minute_units = _minute_units(cell, text[:16], zone)
+            self._minute = minute
+        seconds, _, fraction = text[17:].partition(b".")
+        is_right = text[16:17] == b":" and seconds.isdigit() and len(seconds) == 2
+        if not is_right or int(seconds) > 60 or (fraction and not fraction.isdigit()):
+            raise _bad_date(cell)
+        tenths_us = int((fraction + b"0000000")[:7])
+        return self._minute_units + int(seconds) * AZURE_UNITS_PER_S + tenths_us
+
+
+def _minute_units(cell: bytes, minute: bytes, zone: bytes) -> int:
+    try:
+        text = minute.decode("ascii") + ":00" + (zone.decode("ascii") or "+00:00")
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise _bad_date(cell) from None
+    return int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds()) * AZURE_UNITS_PER_S
+
+
+def _bad_date(cell: bytes) -> LineError:
+    return LineError(f"{_shown(cell)} is no time like 2023-11-16 18:15:46.6805900")
+
+
+def _number(cell: bytes) -> float:
+    try:
+        number = float(cell)
+    except ValueError:
+        number = float("nan")
+    if not isfinite(number) or number < 0:
+        raise LineError(f"the time is {_shown(cell)}; it must be a finite number, 0 or more")
+    return number
+
+
+def _shown(cell: bytes) -> str:
+    return repr(cell.decode("utf-8", "replace")[:40])
+
+
+def _quoted(line: bytes) -> list[bytes]:
+    try:
+        cells = next(csv.reader([line.decode("utf-8")], strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise LineError(damage(line) or f"wrong quotes: {error}") from None
+    return [cell.strip("\r\n").encode() for cell in cells]
+
+
+def table_parser(header_line: bytes, name: str) -> TableParser:
+    """The parser for a file with this header; `name` is a format's or "auto". Raises
+    `LineError`."""
+    found = damage(header_line)
+    if found is not None:
+        raise LineError(found)
+    text = header_line.decode("utf-8-sig").rstrip("\r\n")
+    header = [column.strip().strip('"') for column in text.split(",")]
+    if len(set(header)) != len(header):
+        raise LineError("a column appears twice in the header")
+    formats = [table for table in TABLE_FORMATS if name in ("auto", table.name)]
+    table = max(formats, key=lambda table: len(set(header) & set(table.columns)))
+    missing = [c for c in (table.time, table.input_tokens, table.output_tokens) if c not in header]
+    unknown = [column for column in header if column not in table.columns]
+    if len(missing) == 3 and name == "auto":
+        raise LineError(_no_header(header))
+    if table.time in missing and len(missing) == 1 and table.name == "vidur":
+        raise LineError(
+            "lengths without arrivals (no arrived_at); add arrivals, or make a trace with"
+            " `moonpool trace generate`"
+        )
+    for column in unknown:
+        near = difflib.get_close_matches(column, table.columns, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(table.columns)}"
+        raise LineError(f"unknown column {column!r} in a {table.name} file; {hint}")
+    if missing:
+        raise LineError(f"no column {' and no column '.join(missing)}; {table.name} needs them")
+    return TableParser(table, header)
+
+
+def _no_header(header: list[str]) -> str:
+    columns = [table.columns for table in TABLE_FORMATS]
+    near = [
+        match
+        for column in header
+        for known in columns
+        for match in difflib.get_close_matches(column, known, n=1)
+    ]
+    hint = f"did you mean {near[0]}? " if near else ""
+    known = " or ".join(",".join(table.columns[:3]) for table in TABLE_FORMATS)
+    return f"columns {','.join(header)[:60]!r} are of no known trace; {hint}known are {known}"
