@@ -6,20 +6,24 @@ transfer(bytes) = h + bytes / bandwidth
 
 The prefill form is the one that fits Mooncake's own testbed within 8 % (FAST'25 Fig. 14).
 Coefficients are fitted by non-negative least squares on *relative* errors, so that estimates grow
-with every argument and short requests count as much as long ones.
+with every argument and short requests count as much as long ones. The arithmetic is written out, so
+that every machine and every Python gets the same bits: LAPACK's differ, and so does `sum` of floats
+from Python 3.12 on; `fsum` does not.
+
+As the truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it adds to
+its prompt's total, `a` with the first, so any chunking of a prompt costs prefill(n, p). A step of
+chunks and decodes together reads the weights once: max(e, chunks) + f B + g ctx. Without decodes
+there is no such floor, for it would break the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from math import fsum, sqrt
 
-import numpy as np
-import numpy.typing as npt
-
+from moonpool.cost.model import Chunk
 from moonpool.types import Struct
-
-Floats = npt.NDArray[np.float64]
 
 
 class PrefillSample(Struct, frozen=True):
@@ -35,7 +39,7 @@ class DecodeSample(Struct, frozen=True):
 
 
 class FittedCost(Struct, frozen=True):
-    """Coefficients of the formulas above; implements `CostModel`."""
+    """Coefficients of the formulas above; implements `CostModel` and `StepCost`."""
 
     prefill: tuple[float, float, float, float]
     decode: tuple[float, float, float]
@@ -52,6 +56,39 @@ class FittedCost(Struct, frozen=True):
         e, f, g = self.decode
         return e + f * batch + g * context_tokens
 
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        chunks_s = 0.0
+        if chunks:
+            a, b, c, d = self.prefill
+            for chunk in chunks:
+                new = chunk.num_tokens
+                cached = chunk.cached_tokens
+                done = chunk.start - cached
+                chunks_s += new * (b + c * (done + done + new) + d * cached)
+                if done == 0:
+                    chunks_s += a
+        if decode_batch == 0:
+            return chunks_s
+        e, f, g = self.decode
+        floor_s = e if e > chunks_s else chunks_s
+        return floor_s + f * decode_batch + g * decode_context_tokens
+
+    def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        if batch == 0:
+            return 0.0
+        e, f, g = self.decode
+        added = batch * (num_steps * (num_steps - 1) // 2)
+        return num_steps * (e + f * batch) + g * (num_steps * context_tokens + added)
+
+    def hop_s(self, num_tokens: int) -> float:
+        return 0.0
+
     def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
         if num_bytes <= 0:
             return 0.0
@@ -63,36 +100,65 @@ def fit_cost(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample])
     """Fits both formulas. Raises ValueError when there is nothing to fit to."""
     if not prefills or not decodes:
         raise ValueError("a cost model needs at least one prefill and one decode measurement")
-    new = np.array([s.num_tokens - s.cached_tokens for s in prefills], dtype=np.float64)
-    cached = np.array([s.cached_tokens for s in prefills], dtype=np.float64)
-    prefill_terms = np.stack([np.ones_like(new), new, new * new, new * cached], axis=1)
-    prefill_s = np.array([s.seconds for s in prefills], dtype=np.float64)
-    batch = np.array([s.batch for s in decodes], dtype=np.float64)
-    context = np.array([s.context_tokens for s in decodes], dtype=np.float64)
-    decode_terms = np.stack([np.ones_like(batch), batch, context], axis=1)
-    decode_s = np.array([s.seconds for s in decodes], dtype=np.float64)
-    a, b, c, d = _fit_non_negative(prefill_terms, prefill_s)
-    e, f, g = _fit_non_negative(decode_terms, decode_s)
+    prefill_rows = []
+    for prefill in prefills:
+        cached, new = prefill.cached_tokens, prefill.num_tokens - prefill.cached_tokens
+        prefill_rows.append((1.0, float(new), float(new * new), float(new * cached)))
+    decode_rows = [(1.0, float(s.batch), float(s.context_tokens)) for s in decodes]
+    a, b, c, d = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
+    e, f, g = _fit_non_negative(decode_rows, [s.seconds for s in decodes])
     return FittedCost(prefill=(a, b, c, d), decode=(e, f, g))
 
 
-def _fit_non_negative(terms: Floats, seconds: Floats) -> list[float]:
+def _fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
     """Least relative squares with coefficients >= 0: with so few terms, every subset can be
     tried."""
-    scaled = terms / seconds[:, None]
-    magnitude = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
-    scaled = scaled / magnitude
-    target = np.ones(len(seconds))
-    num_terms = terms.shape[1]
-    best_error, best = float("inf"), np.zeros(num_terms)
+    num_terms = len(rows[0])
+    columns, magnitudes = [], []
+    for term in range(num_terms):
+        relative = [row[term] / time for row, time in zip(rows, seconds, strict=True)]
+        magnitudes.append(max(relative) or 1.0)
+        columns.append([value / magnitudes[-1] for value in relative])
+    best_error, best = float("inf"), [0.0] * num_terms
     for size in range(1, num_terms + 1):
         for subset in combinations(range(num_terms), size):
-            columns = list(subset)
-            solution = np.linalg.lstsq(scaled[:, columns], target, rcond=None)[0]
-            if (solution < 0).any():
+            solved = _least_squares([columns[term] for term in subset])
+            if solved is None or min(solved[0]) < 0:
                 continue
-            error = float(((scaled[:, columns] @ solution - target) ** 2).sum())
+            solution, error = solved
             if error < best_error - 1e-12:
-                best_error, best = error, np.zeros(num_terms)
-                best[columns] = solution
-    return [float(x) for x in best / magnitude]
+                best_error, best = error, [0.0] * num_terms
+                for term, coefficient in zip(subset, solution, strict=True):
+                    best[term] = coefficient
+    return [value / magnitude for value, magnitude in zip(best, magnitudes, strict=True)]
+
+
+def _least_squares(columns: Sequence[list[float]]) -> tuple[list[float], float] | None:
+    """The coefficients with which the columns come nearest to all ones, and the squared error, by
+    modified Gram-Schmidt; None if a column is a combination of the others."""
+    basis: list[list[float]] = []
+    upper: list[list[float]] = []  # column j of R: the products with basis 0..j
+    target: list[float] = []
+    rest = [1.0] * len(columns[0])
+    for column in columns:
+        products = []
+        left = column
+        for direction in basis:
+            products.append(_dot(direction, left))
+            left = [x - products[-1] * y for x, y in zip(left, direction, strict=True)]
+        norm = sqrt(_dot(left, left))
+        if norm <= 1e-9 * sqrt(_dot(column, column)):
+            return None
+        basis.append([x / norm for x in left])
+        upper.append([*products, norm])
+        target.append(_dot(basis[-1], rest))
+        rest = [x - target[-1] * y for x, y in zip(rest, basis[-1], strict=True)]
+    solution = [0.0] * len(columns)
+    for i in reversed(range(len(columns))):
+        known = fsum(upper[j][i] * solution[j] for j in range(i + 1, len(columns)))
+        solution[i] = (target[i] - known) / upper[i][i]
+    return solution, _dot(rest, rest)
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return fsum(x * y for x, y in zip(a, b, strict=True))

@@ -1,8 +1,14 @@
-"""How long things take. The Conductor holds one cost model as its belief; a simulator, one as
-truth."""
+"""How long things take: the protocols. The Conductor holds a `CostModel` as its belief; a simulator
+holds a `StepCost` as the truth.
+
+Nothing here measures, guesses at random or remembers: the same question has the same answer on
+every machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -21,3 +27,59 @@ class CostModel(Protocol):
     def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
         """Time to move KVCache between instances while `num_sharing` transfers share the source."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of one prompt's tokens computed in one step."""
+
+    num_tokens: int
+    start: int  # context tokens before it, cached or computed earlier
+    cached_tokens: int  # of its prompt, found cached: where computing began
+    last: bool  # its end gives the prompt's first token, so it needs logits
+
+    @property
+    def first(self) -> bool:
+        """Whether the prompt's computing begins with it."""
+        return self.start == self.cached_tokens
+
+
+class StepCost(Protocol):
+    """How long a step takes on an instance: any prompts' chunks together with any decodes.
+
+    A pipeline has `num_stages` > 1: `step_s` is then the time of ONE stage, and `hop_s` what it
+    takes to hand the activations on to the next. A step of nothing takes no time.
+    """
+
+    @property
+    def num_stages(self) -> int: ...
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        """Time of a step of these chunks and of `decode_batch` requests whose contexts sum to
+        `decode_context_tokens`."""
+        ...
+
+    def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        """Time of `num_steps` consecutive steps of decodes alone, each adding `batch` tokens of
+        context: the sum of `step_s`, to rounding, without computing each."""
+        ...
+
+    def hop_s(self, num_tokens: int) -> float: ...
+
+
+def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tuple[Chunk, ...]:
+    """A prompt cut into steps of at most `chunk_tokens`. At least its last token is computed, for
+    the logits."""
+    start = min(cached_tokens, num_tokens - 1)
+    assert start >= 0 and chunk_tokens >= 1
+    return tuple(
+        Chunk(
+            num_tokens=min(chunk_tokens, num_tokens - at),
+            start=at,
+            cached_tokens=start,
+            last=at + chunk_tokens >= num_tokens,
+        )
+        for at in range(start, num_tokens, chunk_tokens)
+    )

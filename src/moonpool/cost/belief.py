@@ -1,0 +1,89 @@
+"""The Conductor's belief, made from a truth: what Mooncake calls offline polynomial regression.
+
+It asks the truth for the times of many prompts and decode steps and fits `FittedCost` to them.
+Nothing here is measured; a live instance's measurements are fitted by `engine.calibrate`.
+"""
+
+from __future__ import annotations
+
+from math import fsum
+
+import msgspec
+
+from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
+from moonpool.cost.model import StepCost, prompt_chunks
+
+CACHED_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+SHORTEST_TOKENS = 128
+
+
+def fit_belief(
+    truth: StepCost,
+    chunk_tokens: int,
+    max_tokens: int,
+    transfer_latency_s: float,
+    shared_memory_bytes_per_s: float,
+    network_bytes_per_s: float,
+) -> FittedCost:
+    """What `truth` takes for prompts of up to `max_tokens` in chunks of `chunk_tokens`.
+
+    A pipeline's prompt counts with the time for which it keeps a stage busy, not with its latency:
+    queues are sums of these, and a prompt behind others pays for filling the pipeline but once.
+    """
+    fitted = fit_cost(
+        _prefill_samples(truth, chunk_tokens, max_tokens), _decode_samples(truth, max_tokens)
+    )
+    return msgspec.structs.replace(
+        fitted,
+        transfer_latency_s=transfer_latency_s,
+        shared_memory_bytes_per_s=shared_memory_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s,
+    )
+
+
+def scaled(belief: FittedCost, prefill_factor: float, decode_factor: float) -> FittedCost:
+    """A belief that is wrong on purpose: its times multiplied."""
+    if min(prefill_factor, decode_factor) <= 0:
+        raise ValueError("a belief's times can only be multiplied by factors above 0")
+    a, b, c, d = (x * prefill_factor for x in belief.prefill)
+    e, f, g = (x * decode_factor for x in belief.decode)
+    return msgspec.structs.replace(belief, prefill=(a, b, c, d), decode=(e, f, g))
+
+
+def prompt_s(truth: StepCost, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
+    """For how long a prompt's chunks keep an instance (or each of its stages) busy."""
+    chunks = prompt_chunks(num_tokens, cached_tokens, chunk_tokens)
+    return fsum(truth.step_s((chunk,), 0, 0) for chunk in chunks)
+
+
+def _prefill_samples(truth: StepCost, chunk_tokens: int, max_tokens: int) -> list[PrefillSample]:
+    samples = []
+    for num_tokens in _lengths(max_tokens):
+        for share in CACHED_SHARES:
+            cached = min(int(num_tokens * share), num_tokens - 1)
+            seconds = prompt_s(truth, num_tokens, cached, chunk_tokens)
+            samples.append(
+                PrefillSample(num_tokens=num_tokens, cached_tokens=cached, seconds=seconds)
+            )
+    return samples
+
+
+def _decode_samples(truth: StepCost, max_tokens: int) -> list[DecodeSample]:
+    return [
+        DecodeSample(
+            batch=batch,
+            context_tokens=batch * context,
+            seconds=truth.step_s((), batch, batch * context),
+        )
+        for batch in BATCHES
+        for context in _lengths(max_tokens)
+    ]
+
+
+def _lengths(max_tokens: int) -> list[int]:
+    """Doubling up to the longest."""
+    lengths = [max_tokens]
+    while lengths[-1] >= 2 * SHORTEST_TOKENS:
+        lengths.append(lengths[-1] // 2)
+    return lengths[::-1]

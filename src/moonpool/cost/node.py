@@ -1,0 +1,122 @@
+"""What one node of a simulated cluster is: its step times, its sizes and its links. The one door by
+which a driver gets a truth from configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.config import ConfigError, HardwareConfig
+from moonpool.cost import calibrated
+from moonpool.cost.catalogue import BUILT_IN, Catalogue, nearest
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.hardware import Device
+from moonpool.cost.model import StepCost
+from moonpool.cost.parallel import Nic, group_cost
+from moonpool.cost.roofline import RooflineCost
+from moonpool.cost.shapes import ModelShape
+
+MEMORY_SHARE = 0.9
+"""Of the devices' memory, for weights and KVCache; the rest is for activations (vLLM's default)."""
+DRAM_BYTES = 10**12
+"""A node's DRAM given to the KVCache pool: about 1 TB, as in Mooncake's testbed."""
+COSTS = (calibrated.NAME, "roofline")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`cost` is the truth of one node, `prefill_cost` that of a prefill instance, which may be a
+    group of `nodes_per_prefill` of them."""
+
+    device: Device
+    shape: ModelShape
+    num_devices: int
+    nodes_per_prefill: int
+    cost: StepCost
+    prefill_cost: StepCost
+    kv_bytes_per_token: float
+    kv_capacity_tokens: int  # in one node's devices
+    dram_tokens: int  # in one node's DRAM
+    network_bytes_per_s: float  # one node's NICs, each way, as bulk transfers achieve it
+    host_bytes_per_s: float  # between DRAM and the devices
+    network_latency_s: float
+
+    @property
+    def price_usd_per_h(self) -> float | None:
+        """Of one node; None where the catalogue has no price."""
+        price = self.device.price
+        return None if price is None else price.usd_per_h * self.num_devices
+
+
+def open_cost(
+    name: str,
+    device: Device,
+    shape: ModelShape,
+    num_devices: int,
+    profile: FittedCost | None = None,
+) -> StepCost:
+    """The truth by its configured name; a measured `profile` stands for itself. Raises
+    ConfigError."""
+    if profile is not None:
+        return profile
+    if name == calibrated.NAME:
+        asked = (device.name, shape.name, num_devices)
+        measured = (calibrated.DEVICE, calibrated.SHAPE, calibrated.NUM_DEVICES)
+        if asked != measured:
+            raise ConfigError(
+                f"hardware.cost {name!r} was measured on {measured[2]} {measured[0]} with "
+                f"{measured[1]}, not on {asked[2]} {asked[0]} with {asked[1]}; "
+                'use hardware.cost = "roofline"'
+            )
+        return calibrated.CALIBRATED
+    if name != "roofline":
+        raise ConfigError(f"unknown hardware.cost {name!r}{nearest(name, COSTS)}")
+    try:
+        return RooflineCost(device, shape, num_devices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def open_node(
+    hardware: HardwareConfig, profile: FittedCost | None = None, catalogue: Catalogue = BUILT_IN
+) -> Node:
+    """Raises ConfigError: unknown names, a model that does not fit, an impossible group."""
+    device, shape = catalogue.device(hardware.device), catalogue.shape(hardware.shape)
+    num_devices, num_nodes = hardware.devices_per_node, hardware.nodes_per_prefill
+    cost = open_cost(hardware.cost, device, shape, num_devices, profile)
+    nic = Nic.of(device, num_devices)
+    try:
+        prefill_cost = group_cost(cost, shape, num_nodes, hardware.parallelism, nic)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    measured = profile is None and hardware.cost == calibrated.NAME
+    kv_bytes = shape.kv_bytes_per_token
+    return Node(
+        device=device,
+        shape=shape,
+        num_devices=num_devices,
+        nodes_per_prefill=num_nodes,
+        cost=cost,
+        prefill_cost=prefill_cost,
+        kv_bytes_per_token=kv_bytes,
+        kv_capacity_tokens=kv_capacity_tokens(device, shape, num_devices),
+        dram_tokens=calibrated.DRAM_TOKENS if measured else int(DRAM_BYTES / kv_bytes),
+        network_bytes_per_s=num_devices * device.nic_bytes_per_s * device.rdma_share,
+        host_bytes_per_s=calibrated.HOST_BYTES_PER_S
+        if measured
+        else num_devices * device.pcie_bytes_per_s * device.rdma_share,
+        network_latency_s=0.0 if measured else device.nic_latency_s,
+    )
+
+
+def kv_capacity_tokens(
+    device: Device, shape: ModelShape, num_devices: int, memory_share: float = MEMORY_SHARE
+) -> int:
+    """Tokens of KVCache that fit beside the weights. Raises ConfigError if none do."""
+    usable = memory_share * num_devices * device.memory_bytes
+    tokens = int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)
+    if tokens < 1:
+        raise ConfigError(
+            f"{shape.name} does not fit {num_devices} {device.name}: its weights take "
+            f"{shape.weight_bytes / 1e9:.0f} GB of {usable / 1e9:.0f} GB usable; use more devices"
+        )
+    return tokens

@@ -1,0 +1,225 @@
+"""Several nodes as one prefill instance: what each way of joining them costs, with what it sends.
+
+tp      tensor parallel over all devices: two all-reduces per layer, each within the nodes and then
+        over the NICs
+tp+sp   tensor parallel within a node, the sequence divided among the nodes: each layer's KVCache
+        goes around a ring of the nodes
+pp      the layers divided into stages, whole prompts as steps
+cpp     the same stages, chunks as steps (Mooncake, v3 section 5.1). pp and cpp differ only in how
+        prompts are cut, so that is one cost
+
+A `RooflineCost` is taken apart, so that short inputs do worse on more nodes. Of any other truth
+only the whole is known: it is divided by the number of nodes, and the NICs' part added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.config import Parallelism
+from moonpool.cost.hardware import Device
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks
+from moonpool.cost.roofline import RooflineCost
+from moonpool.cost.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """One node's way to the others, all of its NICs together, as collectives achieve it."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    @staticmethod
+    def of(device: Device, devices_per_node: int) -> Nic:
+        rate = device.nic_bytes_per_s * device.collective_share
+        return Nic(bytes_per_s=devices_per_node * rate, latency_s=device.nic_latency_s)
+
+
+def group_cost(
+    base: StepCost, shape: ModelShape, num_nodes: int, kind: Parallelism, nic: Nic
+) -> StepCost:
+    """`num_nodes` nodes, each of which alone would take `base`. Raises ValueError where the model
+    cannot be divided so."""
+    if num_nodes == 1:
+        return base
+    if kind in ("pp", "cpp"):
+        if num_nodes > shape.layers:
+            raise ValueError(
+                f"{shape.name} has {shape.layers} layers: it cannot have {num_nodes} stages; "
+                "use fewer nodes"
+            )
+        if isinstance(base, RooflineCost):
+            return PipelineCost(base.stage(num_nodes), 1.0, num_nodes, shape, nic)
+        return PipelineCost(base, 1.0 / num_nodes, num_nodes, shape, nic)
+    if kind == "tp+sp":
+        if isinstance(base, RooflineCost):
+            return SequenceParallelCost(base, num_nodes, nic)
+        return DividedCost(base, num_nodes, shape, nic, ring=True)
+    if isinstance(base, RooflineCost):
+        devices = base.num_devices * num_nodes
+        return RooflineCost(base.device, shape, devices, num_nodes, base.engine_overhead_s)
+    return DividedCost(base, num_nodes, shape, nic, ring=False)
+
+
+class PipelineCost:
+    """Stages in a row; `stage` times `share` is the time of one."""
+
+    def __init__(
+        self, stage: StepCost, share: float, num_stages: int, shape: ModelShape, nic: Nic
+    ) -> None:
+        self._stage = stage
+        self._share = share
+        self._num_stages = num_stages
+        self._hop_latency_s = nic.latency_s
+        self._hop_token_s = shape.activation_bytes_per_token / nic.bytes_per_s
+
+    @property
+    def num_stages(self) -> int:
+        return self._num_stages
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        return self._share * self._stage.step_s(chunks, decode_batch, decode_context_tokens)
+
+    def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        return self._share * self._stage.decode_steps_s(batch, context_tokens, num_steps)
+
+    def hop_s(self, num_tokens: int) -> float:
+        return self._hop_latency_s + self._hop_token_s * num_tokens
+
+
+class DividedCost:
+    """A truth known only as a whole, divided by the number of nodes: what it has of small inputs'
+    inefficiency, of weights read by each node and of overlap is lost."""
+
+    def __init__(
+        self, base: StepCost, num_nodes: int, shape: ModelShape, nic: Nic, ring: bool
+    ) -> None:
+        assert base.num_stages == 1 and num_nodes > 1
+        self._base = base
+        self._num_nodes = num_nodes
+        layers, others = shape.layers, num_nodes - 1
+        self._ring_token_s = self._reduce_token_s = 0.0
+        if ring:
+            self._launch_s = layers * others * nic.latency_s
+            sent = others / num_nodes * shape.kv_bytes_per_token
+            self._ring_token_s = sent / nic.bytes_per_s
+        else:
+            self._launch_s = 2 * layers * 2 * others * nic.latency_s
+            sent = 2 * layers * 2 * others / num_nodes * shape.activation_bytes_per_token
+            self._reduce_token_s = sent / nic.bytes_per_s
+
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        tokens, keys = decode_batch, 0
+        for chunk in chunks:
+            tokens += chunk.num_tokens
+            keys += chunk.start + chunk.num_tokens
+        if tokens == 0:
+            return 0.0
+        alone_s = self._base.step_s(chunks, decode_batch, decode_context_tokens)
+        sent_s = self._reduce_token_s * tokens + self._ring_token_s * keys
+        if keys or self._reduce_token_s:  # decodes stay each on one node of a ring
+            sent_s += self._launch_s
+        return alone_s / self._num_nodes + sent_s
+
+    def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        alone_s = self._base.decode_steps_s(batch, context_tokens, num_steps)
+        sent_s = self._reduce_token_s * batch + (self._launch_s if self._reduce_token_s else 0.0)
+        return alone_s / self._num_nodes + (num_steps * sent_s if batch else 0.0)
+
+    def hop_s(self, num_tokens: int) -> float:
+        return 0.0
+
+
+class SequenceParallelCost:
+    """Every node computes its share of each chunk's tokens with all weights, and attends to each
+    node's share of the KVCache as it comes around: a layer's attention takes as long as computing
+    or as sending, whichever is longer. Decodes stay each on one node."""
+
+    def __init__(self, base: RooflineCost, num_nodes: int, nic: Nic) -> None:
+        assert num_nodes > 1
+        self._base = base
+        self._num_nodes = num_nodes
+        others = num_nodes - 1
+        self._ring_latency_s = base.shape.layers * others * nic.latency_s
+        sent = others / num_nodes * base.shape.kv_bytes_per_token
+        self._ring_token_s = sent / nic.bytes_per_s
+
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        base, nodes = self._base, self._num_nodes
+        tokens = rows = 0
+        attention_s = 0.0
+        for chunk in chunks:
+            tokens += chunk.num_tokens
+            rows += chunk.last
+            ring_s = self._ring_latency_s + self._ring_token_s * (chunk.start + chunk.num_tokens)
+            attention_s += max(base.chunk_attention_s(chunk) / nodes, ring_s)
+        if tokens + decode_batch == 0:
+            return 0.0
+        decodes = -(-decode_batch // nodes)
+        attention_s += base.attention_launch_s * (bool(chunks) + bool(decode_batch))
+        attention_s += base.decode_attention_s(decode_context_tokens) / nodes
+        dense_s = base.dense_s(-(-tokens // nodes) + decodes) + base.head_s(rows + decodes)
+        return base.engine_overhead_s + dense_s + attention_s
+
+    def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        added = batch * (num_steps * (num_steps - 1) // 2)
+        added_s = self._base.decode_attention_s(added) / self._num_nodes
+        return num_steps * self.step_s((), batch, context_tokens) + added_s
+
+    def hop_s(self, num_tokens: int) -> float:
+        return 0.0
+
+
+def group_prefill_s(
+    cost: StepCost, kind: Parallelism, num_tokens: int, cached_tokens: int, chunk_tokens: int
+) -> float:
+    """Latency of one prompt alone on the group. Only cpp cuts it into chunks."""
+    whole = num_tokens if kind != "cpp" else chunk_tokens
+    return pipeline_s(cost, prompt_chunks(num_tokens, cached_tokens, whole))
+
+
+def pipeline_s(cost: StepCost, chunks: Sequence[Chunk]) -> float:
+    """When the last of these chunks leaves the last stage, if nothing else runs: a chunk enters a
+    stage when it has come from the stage before and the chunk before it is through."""
+    free_at = [0.0] * cost.num_stages
+    for chunk in chunks:
+        step_s, hop_s = cost.step_s((chunk,), 0, 0), cost.hop_s(chunk.num_tokens)
+        at = 0.0
+        for stage, free in enumerate(free_at):
+            free_at[stage] = max(at, free) + step_s
+            at = free_at[stage] + hop_s
+    return free_at[-1]
+
+
+def group_nic_bytes(
+    shape: ModelShape,
+    num_nodes: int,
+    kind: Parallelism,
+    num_tokens: int,
+    cached_tokens: int = 0,
+) -> float:
+    """What all nodes together send to each other for one prompt, its cached KVCache being where it
+    is needed but for a ring, which carries all of it around."""
+    others = num_nodes - 1
+    new = max(num_tokens - cached_tokens, 1)
+    if kind == "tp":
+        return 2 * shape.layers * 2 * others * new * shape.activation_bytes_per_token
+    if kind == "tp+sp":
+        return others * num_tokens * shape.kv_bytes_per_token
+    return others * new * shape.activation_bytes_per_token
