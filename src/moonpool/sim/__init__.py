@@ -1,0 +1,1 @@
+"""The simulator: a second driver of the machines that serve, in virtual time."""

@@ -1,0 +1,523 @@
+"""Links shared by transfers: who gets how many bytes per second, and when the last byte is there.
+
+Owns links, flows and their rates. Rates are max-min fair: no flow can have more without taking it
+from one that has no more. A link is whatever has a bandwidth that transfers share (a NIC's way in
+or out, PCIe, an SSD); what a name means, its user knows. Never decides what is sent, nor carries
+content.
+
+Life of a flow: STARTING (latency) -> MOVING <-> IDLE -> ENDED | CANCELLED. Only while MOVING has it
+a share of its links; IDLE is an open stream whose bytes so far are all there.
+
+Flows are settled lazily: between two changes of its rate a flow costs nothing. Changes of one
+instant are answered together, at its end, since rates matter only once time goes on.
+
+Who must be rated anew is found by a certificate. Rates are max-min fair exactly if no link carries
+more than it can and each flow runs at its limit, or else has a *bottleneck*: a full link on which
+nobody is faster. So only the flows nearest to a change are shared out first, all others held;
+whoever then lacks a bottleneck, or is too fast for somebody else's, joins them, until nobody does.
+At most that is the connected component, mostly a small part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from heapq import heapify, heappop, heapreplace
+from math import inf
+
+from moonpool.sim.clock import Clock, Priority, Timer
+
+# Sums of rates carry rounding errors; a link this near to full, relative to its bandwidth, is full.
+ROUNDING = 1e-12
+
+
+class FlowState(Enum):
+    STARTING = "starting"
+    MOVING = "moving"
+    IDLE = "idle"
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+
+
+OVER = (FlowState.ENDED, FlowState.CANCELLED)
+
+
+class Link:
+    """One shared bandwidth. Made by `Network.add_link`."""
+
+    __slots__ = (
+        "_banked_busy_s",
+        "_banked_bytes",
+        "_busy_since_s",
+        "_flows",
+        "_level",
+        "_network",
+        "_num_bound",
+        "_num_open",
+        "_spare",
+        "_top",
+        "_used",
+        "bytes_per_s",
+        "name",
+        "peak_flows",
+    )
+
+    def __init__(self, network: Network, name: str, bytes_per_s: float) -> None:
+        self._network = network
+        self.name = name
+        self.bytes_per_s = bytes_per_s
+        self.peak_flows = 0
+        self._flows: dict[Flow, None] = {}  # the moving ones, in order of joining
+        self._num_bound = 0  # flows whose bottleneck this is
+        self._used = 0.0  # sum of rates
+        self._banked_bytes: float = 0  # an int, and exact, until something is cancelled
+        self._banked_busy_s = 0.0
+        self._busy_since_s = 0.0
+        # Of the sharing-out in progress: what is left, for how many, who got most, last level.
+        self._spare = 0.0
+        self._num_open = 0
+        self._top = 0.0
+        self._level = inf
+
+    def __repr__(self) -> str:
+        return f"Link({self.name!r}, {self.bytes_per_s:g} B/s, {len(self._flows)} flows)"
+
+    @property
+    def num_flows(self) -> int:
+        """Flows with bytes on their way now."""
+        return len(self._flows)
+
+    @property
+    def bytes_carried(self) -> float:
+        """Up to now, those of unfinished flows included."""
+        now = self._network.clock.now
+        return self._banked_bytes + sum(flow._unbanked_bytes(now) for flow in self._flows)
+
+    @property
+    def busy_s(self) -> float:
+        """Time up to now in which a flow had bytes for this link, moving or stalled."""
+        since_s = self._network.clock.now - self._busy_since_s if self._flows else 0.0
+        return self._banked_busy_s + since_s
+
+    def set_bandwidth(self, bytes_per_s: float) -> None:
+        """From now on; 0 stalls the flows until there is more."""
+        _check_bandwidth(self.name, bytes_per_s)
+        self._network._set_bandwidth(self, bytes_per_s)
+
+
+class Flow:
+    """Bytes on their way over a path of links. Made by `Network.start`."""
+
+    __slots__ = (
+        "_banked_bytes",
+        "_bottleneck",
+        "_left_bytes",
+        "_network",
+        "_next_bottleneck",
+        "_next_rate",
+        "_on_end",
+        "_rate",
+        "_settled_s",
+        "_timer",
+        "closed",
+        "limit_bytes_per_s",
+        "num_bytes",
+        "path",
+        "started_s",
+        "state",
+    )
+
+    def __init__(
+        self,
+        network: Network,
+        path: tuple[Link, ...],
+        num_bytes: int,
+        on_end: Callable[[Flow], object],
+        limit_bytes_per_s: float,
+        closed: bool,
+    ) -> None:
+        self._network = network
+        self._on_end = on_end
+        self.path = path
+        self.num_bytes = num_bytes
+        self.limit_bytes_per_s = limit_bytes_per_s
+        self.closed = closed
+        self.state = FlowState.STARTING
+        self.started_s = network.clock.now
+        self._left_bytes: float = num_bytes
+        self._settled_s = self.started_s  # when _left_bytes was true
+        self._banked_bytes: float = 0  # of num_bytes, those already counted by the links
+        self._rate = 0.0
+        self._bottleneck: Link | None = None  # None: its own limit
+        self._timer: Timer | None = None
+        self._next_rate = 0.0  # of the sharing-out in progress; negative: not shared out yet
+        self._next_bottleneck: Link | None = None
+
+    def __repr__(self) -> str:
+        names = "->".join(link.name for link in self.path)
+        return f"Flow({names}, {self.num_bytes} bytes, {self.state.value})"
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        self._network._rerate_pending()
+        return self._rate
+
+    @property
+    def moved_bytes(self) -> float:
+        return self._banked_bytes + self._unbanked_bytes(self._network.clock.now)
+
+    def set_limit(self, bytes_per_s: float) -> None:
+        """From now on; 0 pauses. Without effect on a flow that is over."""
+        _check_limit(bytes_per_s)
+        self._network._set_limit(self, bytes_per_s)
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """More to send, behind what is there."""
+        if self.closed:
+            raise ValueError(f"cannot add bytes to {self}: it is closed; start another flow")
+        _check_bytes(num_bytes)
+        self._network._add_bytes(self, num_bytes)
+
+    def close(self) -> None:
+        """No more bytes will be added: it ends with the last there is. Closing twice is nothing."""
+        if not self.closed:
+            self.closed = True
+            if self.state is FlowState.IDLE:
+                self._network._end_soon(self)
+
+    def cancel(self) -> None:
+        """Stop where it is; `on_end` will not be called. Without effect when it is over."""
+        if self.state not in OVER:
+            self._network._cancel(self)
+
+    def _unbanked_bytes(self, now: float) -> float:
+        left = self._left_bytes
+        if self._rate > 0.0:
+            left -= self._rate * (now - self._settled_s)
+        return self.num_bytes - self._banked_bytes - max(left, 0)
+
+    def _settle(self, now: float) -> None:
+        if self._rate > 0.0:
+            left = self._left_bytes - self._rate * (now - self._settled_s)
+            self._left_bytes = left if left > 0.0 else 0.0
+        self._settled_s = now
+
+
+class Network:
+    """All links and the flows over them, in one virtual time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.links: dict[str, Link] = {}
+        self.num_rerated = 0  # rates computed, of all flows and times: what sharing has cost
+        self._new_flows: dict[Flow, None] = {}  # to be rated at the end of this instant ...
+        self._changed_links: dict[Link, None] = {}  # ... and whoever is bound here
+        self._rerate_timer: Timer | None = None
+
+    def add_link(self, name: str, bytes_per_s: float) -> Link:
+        if name in self.links:
+            raise ValueError(f"there is a link {name!r} already: give each its own name")
+        _check_bandwidth(name, bytes_per_s)
+        link = self.links[name] = Link(self, name, bytes_per_s)
+        return link
+
+    def start(
+        self,
+        path: tuple[Link, ...],
+        num_bytes: int,
+        on_end: Callable[[Flow], object],
+        limit_bytes_per_s: float = inf,
+        latency_s: float = 0.0,
+        *,
+        closed: bool = True,
+    ) -> Flow:
+        """Send `num_bytes`; the first moves after `latency_s`, `on_end(flow)` follows the last.
+
+        A flow not `closed` is a stream: `add_bytes` as they come to be, then `close`. `on_end` is
+        never called from within a call to the network, always from the clock.
+        """
+        if not path or len(dict.fromkeys(path)) != len(path):
+            names = [link.name for link in path]
+            raise ValueError(f"a path needs links, each once, not {names}: name what it crosses")
+        _check_bytes(num_bytes)
+        _check_limit(limit_bytes_per_s)
+        flow = Flow(self, path, num_bytes, on_end, limit_bytes_per_s, closed)
+        if latency_s > 0.0:
+            flow._timer = self.clock.after(latency_s, Priority.TRANSFER_END, self._open, flow)
+        elif latency_s == 0.0:
+            self._open(flow)
+        else:
+            raise ValueError(f"a flow cannot start after {latency_s} s: give 0 or more")
+        return flow
+
+    def _open(self, flow: Flow) -> None:
+        """The latency is over."""
+        flow._timer = None
+        if flow._left_bytes > 0:
+            self._join(flow)
+            return
+        flow.state = FlowState.IDLE
+        if flow.closed:
+            self._end_soon(flow)
+
+    def _join(self, flow: Flow) -> None:
+        """Bytes to move: take a share of the links."""
+        now = self.clock.now
+        flow.state = FlowState.MOVING
+        flow._settled_s = now
+        for link in flow.path:
+            flows = link._flows
+            if not flows:
+                link._busy_since_s = now
+            flows[flow] = None
+            if len(flows) > link.peak_flows:
+                link.peak_flows = len(flows)
+        if not self._rate_alone(flow):
+            self._rerate_soon((flow,), flow.path)
+
+    def _leave(self, flow: Flow) -> None:
+        """Of a settled flow: give its share back and have the links count what was moved."""
+        now = self.clock.now
+        moved = flow.num_bytes - flow._banked_bytes - flow._left_bytes
+        rate = flow._rate
+        changed = []
+        for link in flow.path:
+            del link._flows[flow]
+            link._banked_bytes += moved
+            if flow._bottleneck is link:
+                link._num_bound -= 1
+            if not link._flows:
+                link._used = 0.0
+                link._banked_busy_s += now - link._busy_since_s
+                continue
+            link._used -= rate
+            if link._num_bound and rate > 0.0:
+                changed.append(link)
+        flow._banked_bytes += moved
+        flow._rate = 0.0
+        flow._bottleneck = None
+        self._new_flows.pop(flow, None)
+        if changed:
+            self._rerate_soon((), changed)
+
+    def _arrived(self, flow: Flow) -> None:
+        """The last byte there was is there."""
+        flow._timer = None
+        flow._left_bytes = 0  # not settled: this is when it is 0, whatever rounding says
+        self._leave(flow)
+        flow.state = FlowState.IDLE
+        if flow.closed:
+            self._end(flow)
+
+    def _end_soon(self, flow: Flow) -> None:
+        flow._timer = self.clock.at(self.clock.now, Priority.TRANSFER_END, self._end, flow)
+
+    def _end(self, flow: Flow) -> None:
+        flow._timer = None
+        flow.state = FlowState.ENDED
+        flow._on_end(flow)
+
+    def _cancel(self, flow: Flow) -> None:
+        self._set_timer(flow, None)
+        if flow.state is FlowState.MOVING:
+            flow._settle(self.clock.now)
+            self._leave(flow)
+        flow.state = FlowState.CANCELLED
+        flow.closed = True
+
+    def _add_bytes(self, flow: Flow, num_bytes: int) -> None:
+        if num_bytes == 0:
+            return
+        flow.num_bytes += num_bytes
+        if flow.state is FlowState.MOVING:
+            flow._settle(self.clock.now)
+            flow._left_bytes += num_bytes
+            self._set_end(flow)
+        else:
+            flow._left_bytes += num_bytes
+            if flow.state is FlowState.IDLE:
+                self._join(flow)
+
+    def _set_limit(self, flow: Flow, bytes_per_s: float) -> None:
+        flow.limit_bytes_per_s = bytes_per_s
+        if flow.state is not FlowState.MOVING or flow in self._new_flows:
+            return
+        held_by_link = flow._bottleneck is not None and bytes_per_s >= flow._rate
+        if not (held_by_link or self._rate_alone(flow)):
+            self._rerate_soon((flow,), flow.path)
+
+    def _set_bandwidth(self, link: Link, bytes_per_s: float) -> None:
+        less = bytes_per_s < link.bytes_per_s
+        link.bytes_per_s = bytes_per_s
+        if link._num_bound or link._used > bytes_per_s:
+            self._rerate_soon(tuple(link._flows) if less else (), (link,))
+
+    def _set_timer(self, flow: Flow, time_s: float | None) -> None:
+        if flow._timer is not None:
+            flow._timer.cancel()
+            flow._timer = None
+        if time_s is not None:
+            flow._timer = self.clock.at(time_s, Priority.TRANSFER_END, self._arrived, flow)
+
+    def _set_end(self, flow: Flow) -> None:
+        """Of a settled flow: when its last byte will be there at the rate it has now."""
+        rate = flow._rate
+        self._set_timer(flow, self.clock.now + flow._left_bytes / rate if rate > 0.0 else None)
+
+    # ---- rates ----------------------------------------------------------------------------
+
+    def _rate_alone(self, flow: Flow) -> bool:
+        """Give a flow its limit at once if nobody else's rate depends on that."""
+        more = flow.limit_bytes_per_s - flow._rate
+        for link in flow.path:
+            if link._num_bound or link._used + more > link.bytes_per_s:
+                return False
+        for link in flow.path:
+            link._used += more
+        self.num_rerated += 1
+        flow._settle(self.clock.now)
+        flow._rate = flow.limit_bytes_per_s
+        self._set_end(flow)
+        return True
+
+    def _rerate_soon(self, flows: Iterable[Flow], links: Iterable[Link]) -> None:
+        for flow in flows:
+            self._new_flows[flow] = None
+        for link in links:
+            self._changed_links[link] = None
+        if self._rerate_timer is None:
+            self._rerate_timer = self.clock.at(self.clock.now, Priority.RERATE, self._rerate)
+
+    def _rerate_pending(self) -> None:
+        if self._rerate_timer is not None:
+            self._rerate_timer.cancel()
+            self._rerate()
+
+    def _rerate(self) -> None:
+        self._rerate_timer = None
+        region, self._new_flows = self._new_flows, {}
+        for link in self._changed_links:
+            region.update((flow, None) for flow in link._flows if flow._bottleneck is link)
+        self._changed_links = {}
+        while True:
+            links = _share_out(region)
+            joining = _uncertified(region, links)
+            if not joining:
+                break
+            region.update(joining)
+        self._apply(region)
+        for link in links:
+            link._used = link.bytes_per_s - link._spare
+
+    def _apply(self, region: dict[Flow, None]) -> None:
+        now = self.clock.now
+        self.num_rerated += len(region)
+        for flow in region:
+            bottleneck = flow._next_bottleneck
+            if bottleneck is not flow._bottleneck:
+                if flow._bottleneck is not None:
+                    flow._bottleneck._num_bound -= 1
+                if bottleneck is not None:
+                    bottleneck._num_bound += 1
+                flow._bottleneck = bottleneck
+            if flow._next_rate != flow._rate:
+                flow._settle(now)
+                flow._rate = flow._next_rate
+                self._set_end(flow)
+
+
+def _share_out(region: dict[Flow, None]) -> dict[Link, None]:
+    """Progressive filling: all rates of the region rise together, the others' being held.
+
+    A flow stops rising at its limit or when a link of its path is full. Leaves the outcome in
+    `_next_rate` and `_next_bottleneck`; returns the links it concerns.
+    """
+    links: dict[Link, None] = {}
+    limited = []
+    for flow in region:
+        flow._next_rate = -1.0
+        if flow.limit_bytes_per_s < inf:
+            limited.append(flow)
+        for link in flow.path:
+            if link in links:
+                link._num_open += 1
+            else:
+                links[link] = None
+                link._num_open = 1
+    heap = []
+    for order, link in enumerate(links):
+        held = 0.0
+        for flow in link._flows:
+            if flow._next_rate >= 0.0:
+                held += flow._rate
+        link._spare = link.bytes_per_s - held
+        link._top = 0.0
+        link._level = inf
+        heap.append((max(link._spare, 0.0) / link._num_open, order, link))
+    heapify(heap)
+    limited.sort(
+        key=_limit_of, reverse=True
+    )  # the lowest last; equal ones in no order that matters
+    while heap:
+        level, order, link = heap[0]
+        if link._num_open == 0:
+            heappop(heap)
+            continue
+        level_now = max(link._spare, 0.0) / link._num_open
+        if level_now > level:  # it was computed before others on this link stopped below it
+            heapreplace(heap, (level_now, order, link))
+            continue
+        if limited and limited[-1].limit_bytes_per_s <= level_now:
+            flow = limited.pop()
+            if flow._next_rate < 0.0:
+                _stop_rising(flow, flow.limit_bytes_per_s, None)
+            continue
+        link._level = level_now
+        for flow in link._flows:
+            if flow._next_rate < 0.0:
+                _stop_rising(flow, level_now, link)
+    return links
+
+
+def _limit_of(flow: Flow) -> float:
+    return flow.limit_bytes_per_s
+
+
+def _stop_rising(flow: Flow, rate: float, bottleneck: Link | None) -> None:
+    flow._next_rate = rate
+    flow._next_bottleneck = bottleneck
+    for link in flow.path:
+        link._spare -= rate
+        link._num_open -= 1
+        link._top = rate  # rates come in rising order
+
+
+def _uncertified(region: dict[Flow, None], links: dict[Link, None]) -> dict[Flow, None]:
+    """Flows beside the region whose held rate is no longer max-min fair with the region's."""
+    joining: dict[Flow, None] = {}
+    for link in links:
+        full = link._spare <= ROUNDING * link.bytes_per_s
+        top = link._top * (1.0 - ROUNDING)
+        level = link._level * (1.0 + ROUNDING)
+        for flow in link._flows:
+            if flow in region:
+                continue
+            lost = flow._bottleneck is link and (not full or flow._rate < top)
+            if lost or flow._rate > level:
+                joining[flow] = None
+    return joining
+
+
+def _check_bandwidth(name: str, bytes_per_s: float) -> None:
+    if not 0.0 <= bytes_per_s < inf:
+        raise ValueError(f"link {name!r} cannot have {bytes_per_s} B/s: give 0 or more, finite")
+
+
+def _check_limit(bytes_per_s: float) -> None:
+    if not bytes_per_s >= 0.0:
+        raise ValueError(f"a flow cannot be limited to {bytes_per_s} B/s: give 0 or more")
+
+
+def _check_bytes(num_bytes: int) -> None:
+    if not 0 <= num_bytes < inf:
+        raise ValueError(f"cannot send {num_bytes} bytes: give a whole number, 0 or more")
