@@ -97,7 +97,7 @@ class EngineConfig(Struct, frozen=True):
 class HardwareConfig(Struct, frozen=True):
     """What a simulated instance runs on. `cost` is the truth of the simulation: a calibrated model
     of the catalogue, "roofline" (of `device` and `shape`), or the file of a measured profile.
-    `nodes_per_prefill` nodes form one prefill instance, joined by `parallelism`."""
+    `nodes_per_prefill` nodes form one prefill (or mixed) instance, joined by `parallelism`."""
 
     cost: str = "a800-llama3-70b"
     device: str = "A800-SXM"

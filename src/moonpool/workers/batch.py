@@ -190,7 +190,8 @@ class Batch:
             return
         spare = self._config.chunk_tokens - sum(w.num_uncomputed for w in self.running)
         fetching: list[ActiveWork] = []
-        while self.waiting and spare > 0 and len(self.running) < self._config.max_sequences:
+        places = self._config.max_sequences * self._config.max_steps_in_flight
+        while self.waiting and spare > 0 and len(self.running) < places:
             active = self.waiting[0]
             if Pending.FETCH in active.pending:
                 fetching.append(self.waiting.popleft())  # others pass it meanwhile

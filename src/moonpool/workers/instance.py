@@ -142,11 +142,19 @@ class Instance:
         self._announce_blocks()
         return self._outbox.take()
 
+    @property
+    def num_running(self) -> int:
+        return len(self._batch.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.works) - len(self._batch.running)
+
     def load(self) -> InstanceLoad:
         """Gauges as they are now."""
         return InstanceLoad(
-            num_running=len(self._batch.running),
-            num_waiting=len(self.works) - len(self._batch.running),
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
             held_blocks=self.pool.num_held,
             cached_blocks=self.pool.num_cached,
             free_blocks=self.pool.num_available,

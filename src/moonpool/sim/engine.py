@@ -1,0 +1,213 @@
+"""Performs an instance's steps in virtual time: the truth of a simulation.
+
+A step takes what the true cost model says. Repeated decode steps are advanced together, up to the
+first answer's end, so that a simulation's cost grows with what is scheduled, not with tokens. A
+pipeline of stages runs one step per stage at a time; a step ends when the last stage is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.cost.model import Chunk, StepCost
+from moonpool.sim.clock import Clock, Priority, Timer
+from moonpool.types import Token
+from moonpool.workers.actions import RunStep, StepEnded, StepEntry, StepsEnded
+from moonpool.workers.messages import WorkId
+
+EOS_TOKEN_ID = 1
+WORD = Token(0)
+EOS = Token(EOS_TOKEN_ID)
+
+
+@dataclass(slots=True)
+class EngineFigures:
+    """What an engine did. Idle time between steps, while the cluster was up, is in bubbles."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0  # of one stage; all have the same
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    bubble_s: float = 0.0
+    num_bubbles: int = 0
+    idle_since_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """A decode-only step under way that may be repeated."""
+
+    entries: tuple[StepEntry, ...]
+    batch: int
+    context_tokens: int
+    num_steps: int
+    began_s: float
+    factor: float
+    timer: Timer | None = None
+
+
+class SimEngine:
+    """One instance's accelerators. `submit` steps; they come back in order through `post`."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        cost: StepCost,
+        num_output_tokens: Callable[[WorkId], int],
+        post: Callable[[StepEnded | StepsEnded], None],
+        noise: Callable[[], float],
+        note_prefill: Callable[[WorkId, float], None],
+    ) -> None:
+        """`num_output_tokens` tells when an answer ends, `noise` by what factor a step's time
+        departs from the model; `note_prefill` hears the seconds spent on each prompt."""
+        self.figures = EngineFigures()
+        self._clock = clock
+        self._cost = cost
+        self._num_output_tokens = num_output_tokens
+        self._post = post
+        self._noise = noise
+        self._note_prefill = note_prefill
+        self._free_s = [0.0] * cost.num_stages
+        self._began: dict[WorkId, int] = {}
+        self._num_under_way = 0
+        self._repeated: _Repeated | None = None
+
+    def submit(self, step: RunStep) -> tuple[float, float]:
+        """Begins a step; returns when its first stage starts and its last one ends."""
+        now = self._clock.now
+        figures = self.figures
+        if not self._num_under_way:
+            if now > figures.idle_since_s:
+                figures.bubble_s += now - figures.idle_since_s
+                figures.num_bubbles += 1
+        self._num_under_way += 1
+        if step.max_repeats > 1:
+            return self._begin_repeated(step)
+        chunks: list[Chunk] = []
+        batch = context_tokens = num_tokens = 0
+        owners: list[WorkId] = []
+        for entry in step.entries:
+            length = len(entry.new_token_ids)
+            num_tokens += length
+            if length == 1 and entry.draw is not None and entry.generated:
+                batch += 1
+                context_tokens += entry.start + 1
+            else:
+                chunks.append(self._chunk(entry, length))
+                owners.append(entry.work_id)
+        stage_s = self._cost.step_s(chunks, batch, context_tokens) * self._noise()
+        start_s, end_s = self._run_stages(stage_s, num_tokens)
+        figures.num_steps += 1
+        figures.busy_s += stage_s
+        figures.prefill_tokens += num_tokens - batch
+        figures.decode_tokens += batch
+        for chunk, owner in zip(chunks, owners, strict=True):
+            share = chunk.num_tokens / (num_tokens - batch)
+            self._note_prefill(owner, stage_s * self._cost.num_stages * share)
+        tokens = tuple(self._draw(entry) for entry in step.entries)
+        self._clock.at(end_s, Priority.STEP_END, self._end, StepEnded(tokens, end_s - start_s))
+        return start_s, end_s
+
+    def stop_repeating(self) -> None:
+        """Ends the repeated step with the repetition under way."""
+        repeated = self._repeated
+        if repeated is None:
+            return
+        elapsed_s = (self._clock.now - repeated.began_s) / repeated.factor
+        low, high = 1, repeated.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if self._repeated_s(repeated, middle) < elapsed_s:
+                low = middle + 1
+            else:
+                high = middle
+        if low < repeated.num_steps:
+            repeated.num_steps = low
+            assert repeated.timer is not None
+            repeated.timer.cancel()
+            self._set_timer(repeated)
+
+    def forget(self, work_id: WorkId) -> None:
+        """The work has ended, perhaps before its prompt was computed."""
+        self._began.pop(work_id, None)
+
+    def _begin_repeated(self, step: RunStep) -> tuple[float, float]:
+        entries = step.entries
+        num_steps = step.max_repeats
+        context_tokens = 0
+        for entry in entries:
+            left = self._num_output_tokens(entry.work_id) - len(entry.generated)
+            num_steps = min(num_steps, max(left, 1))
+            context_tokens += entry.start + 1
+        repeated = _Repeated(
+            entries, len(entries), context_tokens, num_steps, self._clock.now, self._noise()
+        )
+        self._repeated = repeated
+        return repeated.began_s, self._set_timer(repeated)
+
+    def _repeated_s(self, repeated: _Repeated, num_steps: int) -> float:
+        cost = self._cost
+        steps_s = cost.decode_steps_s(repeated.batch, repeated.context_tokens, num_steps)
+        if cost.num_stages == 1:
+            return steps_s
+        # One batch cannot be in two stages at once: each step passes all of them.
+        return steps_s * cost.num_stages + num_steps * (cost.num_stages - 1) * cost.hop_s(
+            repeated.batch
+        )
+
+    def _set_timer(self, repeated: _Repeated) -> float:
+        duration_s = self._repeated_s(repeated, repeated.num_steps) * repeated.factor
+        end_s = max(repeated.began_s + duration_s, self._clock.now)
+        repeated.timer = self._clock.at(end_s, Priority.STEP_END, self._end_repeated)
+        return end_s
+
+    def _end_repeated(self) -> None:
+        repeated = self._repeated
+        assert repeated is not None
+        self._repeated = None
+        num_steps = repeated.num_steps
+        seconds = self._clock.now - repeated.began_s
+        figures = self.figures
+        figures.num_steps += num_steps
+        figures.busy_s += seconds / self._cost.num_stages
+        figures.decode_tokens += num_steps * repeated.batch
+        words = (WORD,) * num_steps
+        ended = (*words[1:], EOS)
+        tokens = [
+            ended
+            if self._num_output_tokens(entry.work_id) <= len(entry.generated) + num_steps
+            else words
+            for entry in repeated.entries
+        ]
+        self._end(StepsEnded(tokens, seconds))
+
+    def _end(self, event: StepEnded | StepsEnded) -> None:
+        self._num_under_way -= 1
+        self.figures.idle_since_s = self._clock.now
+        self._post(event)
+
+    def _run_stages(self, stage_s: float, num_tokens: int) -> tuple[float, float]:
+        """Books the step on all stages; returns when it starts and ends."""
+        free_s = self._free_s
+        start_s = end_s = max(self._clock.now, free_s[0])
+        hop_s = self._cost.hop_s(num_tokens) if len(free_s) > 1 else 0.0
+        for stage in range(len(free_s)):
+            if stage:
+                end_s += hop_s
+            end_s = max(end_s, free_s[stage]) + stage_s
+            free_s[stage] = end_s
+        return start_s, end_s
+
+    def _chunk(self, entry: StepEntry, num_tokens: int) -> Chunk:
+        began = self._began.setdefault(entry.work_id, entry.start)
+        last = entry.draw is not None
+        if last:
+            del self._began[entry.work_id]
+        return Chunk(num_tokens, entry.start, min(began, entry.start), last)
+
+    def _draw(self, entry: StepEntry) -> Token | None:
+        if entry.draw is None:
+            return None
+        ends = self._num_output_tokens(entry.work_id) <= len(entry.generated) + 1
+        return EOS if ends else WORD

@@ -1,0 +1,110 @@
+"""What each simulated instance runs on: its true cost, the Conductor's belief, and its links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moonpool.config import Config
+from moonpool.cost.belief import fit_belief, scaled
+from moonpool.cost.catalogue import BUILT_IN, Catalogue
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import StepCost
+from moonpool.cost.node import Node, open_node
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.types import Role
+
+LONGEST_SAMPLE_TOKENS = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHardware:
+    truth: StepCost
+    belief: FittedCost
+    nic_bytes_per_s: float
+    pcie_bytes_per_s: float
+    num_blocks: int
+    engine_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Of all roles, and the layout of a block."""
+
+    layout: BlockLayout
+    prefill: NodeHardware
+    decode: NodeHardware
+    mixed: NodeHardware
+
+    def of_role(self, role: Role) -> NodeHardware:
+        match role:
+            case Role.PREFILL:
+                return self.prefill
+            case Role.DECODE:
+                return self.decode
+            case Role.MIXED:
+                return self.mixed
+
+
+def build_hardware(
+    config: Config,
+    profile: FittedCost | None = None,
+    catalogue: Catalogue = BUILT_IN,
+    prefill_error: float = 1.0,
+    decode_error: float = 1.0,
+) -> Hardware:
+    """From configuration. The errors are factors by which the Conductor's belief of prefill and
+    decode times is wrong. Raises ConfigError for what cannot be built."""
+    node = open_node(config.hardware, profile, catalogue)
+    layout = _layout(node, config)
+    pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
+    single = _node_hardware(config, node, node.cost, 1, pool_tokens, layout)
+    group = config.hardware.nodes_per_prefill
+    prefill = _node_hardware(config, node, node.prefill_cost, group, pool_tokens, layout)
+    wrong = [
+        replace(part, belief=scaled(part.belief, prefill_error, decode_error))
+        for part in (prefill, single)
+    ]
+    return Hardware(layout, prefill=wrong[0], decode=wrong[1], mixed=wrong[0])
+
+
+def _layout(node: Node, config: Config) -> BlockLayout:
+    shape = node.shape
+    return BlockLayout(
+        model_fingerprint=shape.name,
+        dtype="bfloat16" if shape.bytes_per_kv == 2 else "float32",
+        block_tokens=config.pool.block_tokens,
+        num_layers=shape.layers,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        arithmetic="simulated",
+    )
+
+
+def _node_hardware(
+    config: Config,
+    node: Node,
+    truth: StepCost,
+    num_nodes: int,
+    pool_tokens: int,
+    layout: BlockLayout,
+) -> NodeHardware:
+    network_bytes_per_s = node.network_bytes_per_s * num_nodes
+    if isinstance(truth, FittedCost):
+        belief = truth
+    else:
+        belief = fit_belief(
+            truth,
+            config.engine.chunk_tokens,
+            LONGEST_SAMPLE_TOKENS,
+            node.network_latency_s,
+            node.host_bytes_per_s * num_nodes,
+            network_bytes_per_s,
+        )
+    return NodeHardware(
+        truth=truth,
+        belief=belief,
+        nic_bytes_per_s=network_bytes_per_s,
+        pcie_bytes_per_s=node.host_bytes_per_s * num_nodes,
+        num_blocks=max(pool_tokens * num_nodes // layout.block_tokens, 1),
+        engine_tokens=node.kv_capacity_tokens * num_nodes,
+    )

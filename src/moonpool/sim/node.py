@@ -1,0 +1,84 @@
+"""One simulated instance: the real state machine, and who performs what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonpool.sim.clock import Clock
+from moonpool.sim.engine import SimEngine
+from moonpool.sim.transfers import SimMessenger
+from moonpool.workers.actions import (
+    AbortStream,
+    CancelStream,
+    ExpectStream,
+    FetchBlocks,
+    FinishStream,
+    GrantRead,
+    OpenStream,
+    RunStep,
+    SendBlocks,
+    StopRepeating,
+    Tell,
+    WorkerEvent,
+)
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import InstanceInfo, Report
+
+
+class Node:
+    """Built in two halves, because engine and messenger post to it: `attach` makes it whole."""
+
+    def __init__(
+        self, clock: Clock, info: InstanceInfo, instance: Instance, tell: Callable[[Report], None]
+    ) -> None:
+        self.info = info
+        self.instance = instance
+        self.held_block_s = 0.0  # blocks held x seconds: occupation of the KVCache
+        self._clock = clock
+        self._tell = tell
+        self._noted_s = clock.now
+
+    def attach(self, engine: SimEngine, messenger: SimMessenger) -> None:
+        self.engine = engine
+        self.messenger = messenger
+
+    def note_occupation(self) -> None:
+        """Charges the time since the last change (mutates)."""
+        now = self._clock.now
+        if now > self._noted_s:
+            self.held_block_s += self.instance.pool.num_held * (now - self._noted_s)
+            self._noted_s = now
+
+    def post(self, event: WorkerEvent) -> None:
+        """One event for the state machine; performs what it asks for."""
+        self.note_occupation()
+        for action in self.instance.handle(event, self._clock.now):
+            match action:
+                case Tell():
+                    self._tell(action.report)
+                case RunStep():
+                    self._run(action)
+                case StopRepeating():
+                    self.engine.stop_repeating()
+                case OpenStream():
+                    self.messenger.open_stream(action.stream_id, action.target.instance_id)
+                case SendBlocks():
+                    self.messenger.send(action.stream_id, action.blocks)
+                case FinishStream():
+                    self.messenger.finish_stream(action.stream_id)
+                case AbortStream():
+                    self.messenger.abort_stream(action.stream_id)
+                case ExpectStream():
+                    self.messenger.expect(action)
+                case CancelStream():
+                    self.messenger.cancel_stream(action.stream_id)
+                case FetchBlocks():
+                    self.messenger.fetch(action)
+                case GrantRead():
+                    self.messenger.grant(action.read_id, action.block_ids)
+
+    def _run(self, step: RunStep) -> None:
+        start_s, end_s = self.engine.submit(step)
+        for entry in step.entries:
+            if entry.sends:
+                self.messenger.send_while_computed(entry, start_s, end_s)

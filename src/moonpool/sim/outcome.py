@@ -1,0 +1,103 @@
+"""A simulation's figures, under the names that `simulate --json` and `replay --json` share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moonpool.sim.histogram import rounded
+from moonpool.sim.node import Node
+from moonpool.sim.simulation import Simulation
+from moonpool.types import Role
+
+
+def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
+    """All figures but `wall_s` follow from trace, configuration and seed."""
+    found = simulation.collector
+    simulated_s = simulation.clock.now
+    arriving_s = max(simulation.last_arrival_s, 1e-9)
+    nodes = list(simulation.nodes.values())
+    return {
+        "requests": found.num_requests,
+        "completed": found.num_completed,
+        "rejected": sum(found.rejected.values()),
+        "rejected_by_reason": dict(sorted(found.rejected.items())),
+        "failed": found.num_failed,
+        "effective": found.num_effective,
+        "effective_share": rounded(found.num_effective / max(found.num_requests, 1)),
+        "goodput_rps": rounded(found.num_effective / arriving_s),
+        "ttft_s": found.ttft_s.summary(),
+        "tbt_s": found.gap_s.summary(),
+        "tbt_top10_mean_s": found.tbt_top10_mean_s.summary(),
+        "cache": {
+            "input_tokens": found.input_tokens,
+            "hit_tokens": found.hit_tokens,
+            "fetched_tokens": found.fetched_tokens,
+            "hit_ratio": rounded(found.hit_tokens / max(found.input_tokens, 1)),
+        },
+        "output_tokens": found.output_tokens,
+        "prefill_compute_s": {"mean": rounded(found.prefill_compute_s.mean)},
+        "wasted_prefill_s": rounded(found.wasted_prefill_s),
+        "wasted_prefills": found.num_wasted,
+        "stages_s": {
+            stage: rounded(seconds / max(found.num_completed, 1))
+            for stage, seconds in found.stages_s.items()
+        },
+        "predicted_ttft_error_s": {
+            "mean_absolute": rounded(found.ttft_error_s.mean),
+            "bias": rounded(found.ttft_bias_s / max(found.ttft_error_s.count, 1)),
+        },
+        "transfer": _transfers(nodes),
+        "utilisation": {
+            role.value: rounded(_utilisation(nodes, role, arriving_s))
+            for role in Role
+            if any(node.info.role is role for node in nodes)
+        },
+        "bubbles": _bubbles(nodes, simulated_s),
+        "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
+        "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
+        "simulated_s": rounded(simulated_s, 9),
+        "wall_s": round(wall_s, 3),
+        "events": simulation.clock.num_run,
+        "seed": simulation.seed,
+        "config": msgspec.to_builtins(simulation.config),
+    }
+
+
+def _transfers(nodes: list[Node]) -> dict[str, Any]:
+    figures = [node.messenger.figures for node in nodes]
+    return {
+        "bytes": sum(f.num_bytes for f in figures),
+        "seconds": rounded(sum(f.seconds for f in figures)),
+        "fetches": sum(f.num_fetches for f in figures),
+        "fetched_bytes": sum(f.fetched_bytes for f in figures),
+        "streams": sum(f.num_streams for f in figures),
+    }
+
+
+def _utilisation(nodes: list[Node], role: Role, span_s: float) -> float:
+    """Share of the time in which requests arrived that the role's engines computed."""
+    busy = [node.engine.figures.busy_s for node in nodes if node.info.role is role]
+    return sum(busy) / (len(busy) * span_s)
+
+
+def _bubbles(nodes: list[Node], span_s: float) -> dict[str, Any]:
+    """Idle time between an instance's steps: how many, and their share of all time."""
+    figures = [node.engine.figures for node in nodes]
+    idle_s = sum(f.bubble_s for f in figures)
+    number = sum(f.num_bubbles for f in figures)
+    return {
+        "count": number,
+        "mean_s": rounded(idle_s / max(number, 1)),
+        "share": rounded(idle_s / max(len(nodes) * span_s, 1e-9)),
+    }
+
+
+def _occupation(nodes: list[Node], block_bytes: int) -> dict[str, float]:
+    """Bytes held x seconds, by role (v3 section 5.2: the cost of a prefill that lingers)."""
+    total: dict[str, float] = {}
+    for node in nodes:
+        role = node.info.role.value
+        total[role] = total.get(role, 0.0) + node.held_block_s * block_bytes
+    return {role: rounded(byte_s) for role, byte_s in total.items()}

@@ -1,0 +1,291 @@
+"""A cluster in virtual time: the Conductor and the instances that serve, driven by a trace.
+
+Nothing is decided here. The Conductor's commands travel to the nodes and their reports back, each
+after the control network's latency; arrivals are read one by one, so a trace may be longer than
+memory. The same seed gives the same run, event for event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from random import Random
+
+from moonpool.conductor.actions import (
+    ConductorEvent,
+    InstanceJoined,
+    Refuse,
+    Reported,
+    RequestArrived,
+    RequestEnded,
+    Send,
+    Tick,
+)
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import Config, InstanceConfig
+from moonpool.kvcache.transfers import PeerAddress
+from moonpool.sim.arrival import Arrival
+from moonpool.sim.clock import Clock, Priority
+from moonpool.sim.collector import Collector
+from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
+from moonpool.sim.hardware import Hardware, NodeHardware
+from moonpool.sim.network import Network
+from moonpool.sim.node import Node
+from moonpool.sim.timeline import Timeline
+from moonpool.sim.transfers import NodeLinks, SimMessenger
+from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams, Slo
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import InstanceInfo, Report, WorkId
+
+CONTROL_LATENCY_S = 0.0005
+TICK_S = 1.0
+MAX_REPEATS = 256
+MAX_ANSWER_TOKENS = 1 << 20  # the client's cap; where an answer ends, only the engine knows
+POOL_SERIES = (
+    "prefill_load",
+    "decode_load",
+    "decode_projected",
+    "prefill_queued",
+    "decode_running",
+    "held_tokens",
+    "arrived",
+    "rejected",
+    "completed",
+    "effective",
+)
+
+
+class Simulation:
+    """One run. Build, `run` once, read `collector`, `nodes`, `network` and `timeline`."""
+
+    def __init__(
+        self,
+        config: Config,
+        hardware: Hardware,
+        seed: int = 0,
+        noise: float = 0.0,
+        layer_wise: bool = True,
+        sample_s: float = 5.0,
+        node_series: int = 32,
+    ) -> None:
+        """`noise`: each step takes up to this share longer or shorter than the truth says."""
+        self.config = config
+        self.hardware = hardware
+        self.seed = seed
+        self.clock = Clock()
+        self.network = Network(self.clock)
+        self.conductor = Conductor(config.conductor)
+        self.collector = Collector()
+        self.nodes: dict[InstanceId, Node] = {}
+        self.last_arrival_s = 0.0
+        self.timeline = Timeline(POOL_SERIES, sample_s)
+        self._noise = noise
+        self._layer_wise = layer_wise
+        self._rng = Random(seed)
+        self._slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self._messengers: dict[InstanceId, SimMessenger] = {}
+        self._num_output_tokens: dict[RequestId, int] = {}
+        self._arrivals: Iterator[Arrival] = iter(())
+        self._num_arrived = 0
+        self._more = True
+        cluster = config.cluster
+        for role, count in (
+            (Role.PREFILL, cluster.prefill),
+            (Role.DECODE, cluster.decode),
+            (Role.MIXED, cluster.mixed),
+        ):
+            for number in range(count):
+                self._add_node(InstanceId(f"{role.value}-{number}"), role)
+        self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """Serves all arrivals to their end; they must come in order of time."""
+        self._arrivals = iter(arrivals)
+        self._schedule_next()
+        self.clock.after(0.0, Priority.TICK, self._tick)
+        self.clock.after(0.0, Priority.TICK, self._sample)
+        self.clock.run()
+        for node in self.nodes.values():
+            node.note_occupation()
+
+    # Building
+
+    def _add_node(self, instance_id: InstanceId, role: Role) -> None:
+        hardware = self.hardware.of_role(role)
+        info = InstanceInfo(
+            instance_id=instance_id,
+            role=role,
+            incarnation=1,
+            address=PeerAddress(instance_id, instance_id, "", "", 0),
+            layout=self.hardware.layout,
+            num_blocks=hardware.num_blocks,
+            cost=hardware.belief,
+            pid=0,
+            host=instance_id,
+            engine_tokens=hardware.engine_tokens,
+        )
+        instance = Instance(
+            self._instance_config(hardware),
+            self.hardware.layout,
+            hardware.num_blocks,
+            role,
+            hardware.belief,
+            (EOS_TOKEN_ID,),
+        )
+        node = Node(self.clock, info, instance, lambda report: self._report(instance_id, report))
+        engine = SimEngine(
+            self.clock,
+            hardware.truth,
+            self._output_of,
+            node.post,
+            self._step_factor,
+            self._note_prefill,
+        )
+        links = NodeLinks(
+            self.network.add_link(f"{instance_id} in", hardware.nic_bytes_per_s),
+            self.network.add_link(f"{instance_id} out", hardware.nic_bytes_per_s),
+            self.network.add_link(f"{instance_id} pcie", hardware.pcie_bytes_per_s),
+        )
+        messenger = SimMessenger(
+            instance_id,
+            self.clock,
+            self.network,
+            links,
+            self.hardware.layout.block_bytes,
+            CONTROL_LATENCY_S,
+            self._layer_wise,
+            node.post,
+            self._messengers,
+        )
+        node.attach(engine, messenger)
+        self.nodes[instance_id] = node
+        self._post(InstanceJoined(info))
+
+    def _instance_config(self, hardware: NodeHardware) -> InstanceConfig:
+        config = self.config
+        stages = hardware.truth.num_stages
+        return InstanceConfig(
+            chunk_tokens=config.engine.chunk_tokens,
+            max_sequences=config.engine.max_sequences,
+            prefix_caching=config.pool.prefix_caching,
+            eviction=config.pool.eviction,
+            batching=config.engine.batching,
+            max_steps_in_flight=stages + 1 if stages > 1 else 1,
+            max_repeats=MAX_REPEATS,
+        )
+
+    def _step_factor(self) -> float:
+        if not self._noise:
+            return 1.0
+        return 1.0 + self._noise * (2.0 * self._rng.random() - 1.0)
+
+    # Requests
+
+    def _schedule_next(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is None:
+            self._more = False
+            return
+        at_s = max(arrival.arrived_s, self.clock.now)
+        self.clock.at(at_s, Priority.ARRIVAL, self._arrive, arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        now = self.clock.now
+        request_id = RequestId(str(self._num_arrived))
+        self._num_arrived += 1
+        self.last_arrival_s = now
+        self._num_output_tokens[request_id] = arrival.output_tokens
+        request = Request(
+            request_id=request_id,
+            token_ids=range(arrival.input_tokens),
+            sampling=SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS),
+            slo=self._slo,
+            arrived_s=now,
+            deadline_s=now + self.config.api.request_timeout_s,
+            use_cache=self.config.pool.prefix_caching,
+            keys=arrival.keys,
+        )
+        self._post(RequestArrived(request))
+        self._schedule_next()
+
+    def _output_of(self, work_id: WorkId) -> int:
+        """The true length of a work's answer; 1 if nobody waits for it any more."""
+        return self._num_output_tokens.get(_request_of(work_id), 1)
+
+    def _note_prefill(self, work_id: WorkId, seconds: float) -> None:
+        request_id = _request_of(work_id)
+        if request_id in self._num_output_tokens:
+            self.collector.note_prefill(request_id, seconds)
+
+    # Messages
+
+    def _report(self, instance_id: InstanceId, report: Report) -> None:
+        event = Reported(instance_id, report)
+        self.clock.after(CONTROL_LATENCY_S, Priority.MESSAGE, self._post, event)
+
+    def _post(self, event: ConductorEvent) -> None:
+        for action in self.conductor.handle(event, self.clock.now):
+            match action:
+                case Send():
+                    self.clock.after(
+                        CONTROL_LATENCY_S,
+                        Priority.MESSAGE,
+                        self.nodes[action.instance_id].post,
+                        action.command,
+                    )
+                case Refuse():
+                    self.collector.note_refused(action.request_id, action.status, action.reason)
+                case RequestEnded():
+                    self._end(action)
+
+    def _end(self, ended: RequestEnded) -> None:
+        record = ended.record
+        del self._num_output_tokens[record.request_id]
+        self.collector.note_ended(record)
+
+    # Time
+
+    @property
+    def _working(self) -> bool:
+        return self._more or bool(self._num_output_tokens)
+
+    def _tick(self) -> None:
+        self._post(Tick())
+        if self._working:
+            self.clock.after(TICK_S, Priority.TICK, self._tick)
+
+    def _sample(self) -> None:
+        now = self.clock.now
+        loads = self.conductor.loads(now)
+        collector = self.collector
+        queued = running = held = 0
+        for node in self.nodes.values():
+            instance = node.instance
+            held += instance.pool.num_held
+            if node.info.role is not Role.PREFILL:
+                running += instance.num_running
+            if node.info.role is not Role.DECODE:
+                queued += instance.num_waiting
+        self.timeline.add(
+            now,
+            (
+                loads.prefill,
+                loads.decode,
+                loads.decode_projected,
+                queued,
+                running,
+                held * self.hardware.layout.block_tokens,
+                self._num_arrived,
+                sum(collector.rejected.values()),
+                collector.num_completed,
+                collector.num_effective,
+            ),
+        )
+        names = self.node_timeline.names
+        busy = [self.nodes[InstanceId(name)].engine.figures.busy_s for name in names]
+        self.node_timeline.add(now, tuple(busy))
+        if self._working:
+            self.clock.after(self.timeline.interval_s, Priority.TICK, self._sample)
+
+
+def _request_of(work_id: WorkId) -> RequestId:
+    return RequestId(work_id[: work_id.index("/")])

@@ -1,0 +1,296 @@
+"""Performs an instance's transfers in virtual time: fetches of cached blocks, and layer streams.
+
+Bytes travel over shared links: the sender's NIC out, the receiver's NIC in, and for what is to be
+decoded the receiver's PCIe, from its DRAM to its accelerators (Mooncake section 3, step 4). Layer by
+layer means that a chunk's blocks leave while it is computed, no faster than it makes them; without,
+they leave when it is done (v3 section 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.kvcache.transfers import (
+    FetchEnded,
+    MessengerEvent,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
+from moonpool.sim.clock import Clock, Priority, Timer
+from moonpool.sim.network import Flow, Link, Network
+from moonpool.types import BlockId, InstanceId
+from moonpool.workers.actions import ExpectStream, FetchBlocks, StepEntry
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLinks:
+    """An instance's ways in and out."""
+
+    nic_in: Link
+    nic_out: Link
+    pcie: Link
+
+
+@dataclass(slots=True)
+class TransferFigures:
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_fetches: int = 0
+    fetched_bytes: int = 0
+    num_streams: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    stream_id: str
+    sender: SimMessenger
+    receiver: SimMessenger
+    first_index: int
+    last_index: int
+    began_s: float
+    flows: list[Flow] = field(default_factory=list)
+    num_bytes: int = 0
+    finished: bool = False
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    action: FetchBlocks
+    reader: SimMessenger
+    source: SimMessenger
+    began_s: float
+    timer: Timer | None = None
+    flow: Flow | None = None
+    granted: int = 0
+
+
+class SimMessenger:
+    """One instance's messenger. Every operation ends with exactly one terminal event, posted at a
+    later instant or later at this one, never from within."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        clock: Clock,
+        network: Network,
+        links: NodeLinks,
+        block_bytes: int,
+        latency_s: float,
+        layer_wise: bool,
+        post: Callable[[MessengerEvent], None],
+        peers: dict[InstanceId, SimMessenger],
+    ) -> None:
+        self.figures = TransferFigures()
+        self._id = instance_id
+        self._clock = clock
+        self._network = network
+        self._links = links
+        self._block_bytes = block_bytes
+        self._latency_s = latency_s
+        self._layer_wise = layer_wise
+        self._post = post
+        self._peers = peers
+        self._expected: dict[str, ExpectStream] = {}
+        self._outgoing: dict[str, _Stream] = {}
+        self._incoming: dict[str, _Stream] = {}
+        self._reads: dict[str, _Fetch] = {}
+        self._num_reads = 0
+        peers[instance_id] = self
+
+    # Layer streams
+
+    def expect(self, action: ExpectStream) -> None:
+        self._expected[action.stream_id] = action
+
+    def open_stream(self, stream_id: str, target: InstanceId) -> None:
+        receiver = self._peers[target]
+        expected = receiver._expected.get(stream_id)
+        if expected is None:
+            self._tell(SendEnded(stream_id=stream_id, error="the receiver expects no such stream"))
+            return
+        first = expected.first_index
+        last = first + len(expected.block_ids)
+        stream = _Stream(stream_id, self, receiver, first, last, self._clock.now)
+        self._outgoing[stream_id] = receiver._incoming[stream_id] = stream
+        self.figures.num_streams += 1
+
+    def send(self, stream_id: str, blocks: Sequence[tuple[int, BlockId]]) -> None:
+        """Blocks that are complete already."""
+        self._send(stream_id, blocks, 0.0)
+
+    def send_while_computed(self, entry: StepEntry, start_s: float, end_s: float) -> None:
+        """Blocks that a step completes: layer by layer while it runs, or when it is over."""
+        if entry.work_id not in self._outgoing:
+            return
+        if self._layer_wise:
+            self._clock.at(
+                start_s,
+                Priority.TRANSFER_END,
+                self._send,
+                entry.work_id,
+                entry.sends,
+                end_s - start_s,
+            )
+        else:
+            self._clock.at(
+                end_s, Priority.TRANSFER_END, self._send, entry.work_id, entry.sends, 0.0
+            )
+
+    def finish_stream(self, stream_id: str) -> None:
+        stream = self._outgoing.get(stream_id)
+        if stream is not None:
+            stream.finished = True
+            self._end_if_done(stream)
+
+    def abort_stream(self, stream_id: str) -> None:
+        stream = self._outgoing.get(stream_id)
+        if stream is not None:
+            self._break(stream, "the sender gave it up")
+
+    def cancel_stream(self, stream_id: str) -> None:
+        stream = self._incoming.get(stream_id)
+        if stream is not None:
+            self._break(stream, "the receiver gave it up")
+        elif stream_id in self._expected:
+            del self._expected[stream_id]
+            self._tell(ReceiveEnded(stream_id=stream_id, error="cancelled"))
+
+    def _send(self, stream_id: str, blocks: Sequence[tuple[int, BlockId]], over_s: float) -> None:
+        stream = self._outgoing.get(stream_id)
+        if stream is None or stream.ended:
+            return
+        # What the receiver holds already does not travel.
+        wanted = sum(index >= stream.first_index for index, _ in blocks)
+        if not wanted:
+            return
+        num_bytes = wanted * self._block_bytes
+        stream.num_bytes += num_bytes
+        path = (self._links.nic_out, stream.receiver._links.nic_in)
+        limit = num_bytes / over_s if over_s > 0 else float("inf")
+        stream.flows.append(
+            self._network.start(
+                path,
+                num_bytes,
+                lambda flow: self._on_flow_end(stream, flow),
+                limit_bytes_per_s=limit,
+                latency_s=self._latency_s,
+            )
+        )
+
+    def _on_flow_end(self, stream: _Stream, flow: Flow) -> None:
+        stream.flows.remove(flow)
+        self._end_if_done(stream)
+
+    def _end_if_done(self, stream: _Stream) -> None:
+        if stream.flows or not stream.finished or stream.ended:
+            return
+        stream.ended = True
+        seconds = self._clock.now - stream.began_s
+        figures, receiver = self.figures, stream.receiver
+        figures.num_bytes += stream.num_bytes
+        figures.seconds += seconds
+        del self._outgoing[stream.stream_id]
+        self._tell(
+            SendEnded(stream_id=stream.stream_id, num_bytes=stream.num_bytes, seconds=seconds)
+        )
+        receiver._network.start(
+            (receiver._links.pcie,), stream.num_bytes, lambda _: receiver._on_loaded(stream)
+        )
+
+    def _on_loaded(self, stream: _Stream) -> None:
+        """The received KVCache is in the accelerators' memory."""
+        if self._incoming.pop(stream.stream_id, None) is None:
+            return  # given up meanwhile
+        del self._expected[stream.stream_id]
+        self._post(
+            ReceiveEnded(
+                stream_id=stream.stream_id,
+                num_bytes=stream.num_bytes,
+                seconds=self._clock.now - stream.began_s,
+            )
+        )
+
+    def _break(self, stream: _Stream, error: str) -> None:
+        for flow in stream.flows:
+            flow.cancel()
+        stream.flows.clear()
+        sender, receiver, stream_id = stream.sender, stream.receiver, stream.stream_id
+        if not stream.ended:
+            stream.ended = True
+            del sender._outgoing[stream_id]
+            sender._tell(SendEnded(stream_id=stream_id, error=error))
+        if receiver._incoming.pop(stream_id, None) is not None:
+            del receiver._expected[stream_id]
+            missing = tuple(range(stream.first_index, stream.last_index))
+            receiver._tell(ReceiveEnded(stream_id=stream_id, corrupt=missing, error=error))
+
+    # Fetches
+
+    def fetch(self, action: FetchBlocks) -> None:
+        source = self._peers[action.source.instance_id]
+        fetch = _Fetch(action, self, source, self._clock.now)
+        fetch.timer = self._clock.after(
+            action.timeout_s, Priority.FAULT, self._end_fetch, fetch, "it took too long"
+        )
+        self._clock.after(self._latency_s, Priority.MESSAGE, source._on_read, fetch)
+
+    def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
+        fetch = self._reads[read_id]
+        fetch.granted = len(block_ids)
+        path = (self._links.nic_out, fetch.reader._links.nic_in)
+        fetch.flow = self._network.start(
+            path,
+            fetch.granted * self._block_bytes,
+            lambda _: self._end_read(read_id, ""),
+            latency_s=self._latency_s,
+        )
+
+    def _on_read(self, fetch: _Fetch) -> None:
+        if fetch.timer is None:
+            return  # it ended meanwhile
+        self._num_reads += 1
+        read_id = f"{self._id}:{self._num_reads}"
+        self._reads[read_id] = fetch
+        self._post(ReadRequested(read_id=read_id, keys=tuple(fetch.action.keys)))
+
+    def _end_read(self, read_id: str, error: str) -> None:
+        fetch = self._reads.pop(read_id)
+        fetch.reader._end_fetch(fetch, error)
+        self._tell(ReadEnded(read_id=read_id, error=error))
+
+    def _end_fetch(self, fetch: _Fetch, error: str) -> None:
+        """(of the reader) Exactly once: by the last byte, or by the deadline."""
+        if fetch.timer is None:
+            return
+        fetch.timer.cancel()
+        fetch.timer = None
+        granted = 0 if error else fetch.granted
+        if error and fetch.flow is not None:
+            fetch.flow.cancel()
+            for read_id, other in list(fetch.source._reads.items()):
+                if other is fetch:
+                    del fetch.source._reads[read_id]
+                    fetch.source._tell(ReadEnded(read_id=read_id, error=error))
+        seconds = self._clock.now - fetch.began_s
+        num_bytes = granted * self._block_bytes
+        figures = self.figures
+        figures.num_fetches += 1
+        figures.num_bytes += num_bytes
+        figures.fetched_bytes += num_bytes
+        figures.seconds += seconds
+        self._tell(
+            FetchEnded(
+                fetch_id=fetch.action.fetch_id,
+                num_blocks=granted,
+                num_bytes=num_bytes,
+                seconds=seconds,
+                error=error,
+            )
+        )
+
+    def _tell(self, event: MessengerEvent) -> None:
+        self._clock.at(self._clock.now, Priority.TRANSFER_END, self._post, event)

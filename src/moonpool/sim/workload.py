@@ -1,0 +1,24 @@
+"""A trace as the simulator's arrivals: its block hashes become names of the pool's own blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from moonpool.sim.arrival import Arrival
+from moonpool.trace.keys import private_keys, prompt_keys
+from moonpool.trace.row import TraceError, TraceRow
+
+
+def make_arrivals(
+    rows: Iterable[TraceRow], trace_block_tokens: int, block_tokens: int
+) -> Iterator[Arrival]:
+    """One by one. Raises TraceError where the two block sizes do not fit."""
+    for number, row in enumerate(rows):
+        if row.hash_ids:
+            try:
+                keys = prompt_keys(row.hash_ids, row.input_tokens, trace_block_tokens, block_tokens)
+            except ValueError as error:
+                raise TraceError(str(error)) from None
+        else:
+            keys = private_keys(number, row.input_tokens, block_tokens)
+        yield Arrival(row.arrived_s, row.input_tokens, row.output_tokens, keys)
