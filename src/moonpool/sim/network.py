@@ -447,23 +447,24 @@ def _share_out(region: dict[Flow, None]) -> dict[Link, None]:
     heap = []
     for order, link in enumerate(links):
         held = 0.0
-        for flow in link._flows:
-            if flow._next_rate >= 0.0:
-                held += flow._rate
-        link._spare = link.bytes_per_s - held
+        if len(link._flows) > link._num_open:
+            for flow in link._flows:
+                if flow._next_rate >= 0.0:
+                    held += flow._rate
+        link._spare = spare = link.bytes_per_s - held
         link._top = 0.0
         link._level = inf
-        heap.append((max(link._spare, 0.0) / link._num_open, order, link))
+        heap.append((spare / link._num_open if spare > 0.0 else 0.0, order, link))
     heapify(heap)
-    limited.sort(
-        key=_limit_of, reverse=True
-    )  # the lowest last; equal ones in no order that matters
+    limited.sort(key=_limit_of, reverse=True)  # the lowest last
     while heap:
         level, order, link = heap[0]
-        if link._num_open == 0:
+        num_open = link._num_open
+        if num_open == 0:
             heappop(heap)
             continue
-        level_now = max(link._spare, 0.0) / link._num_open
+        spare = link._spare
+        level_now = spare / num_open if spare > 0.0 else 0.0
         if level_now > level:  # it was computed before others on this link stopped below it
             heapreplace(heap, (level_now, order, link))
             continue
