@@ -6,12 +6,10 @@ Nothing here is measured; a live instance's measurements are fitted by `engine.c
 
 from __future__ import annotations
 
-from math import fsum
-
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
-from moonpool.cost.model import StepCost, prompt_chunks
+from moonpool.cost.model import StepCost, prompt_s
 
 CACHED_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -49,12 +47,6 @@ def scaled(belief: FittedCost, prefill_factor: float, decode_factor: float) -> F
     a, b, c, d = (x * prefill_factor for x in belief.prefill)
     e, f, g = (x * decode_factor for x in belief.decode)
     return msgspec.structs.replace(belief, prefill=(a, b, c, d), decode=(e, f, g))
-
-
-def prompt_s(truth: StepCost, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
-    """For how long a prompt's chunks keep an instance (or each of its stages) busy."""
-    chunks = prompt_chunks(num_tokens, cached_tokens, chunk_tokens)
-    return fsum(truth.step_s((chunk,), 0, 0) for chunk in chunks)
 
 
 def _prefill_samples(truth: StepCost, chunk_tokens: int, max_tokens: int) -> list[PrefillSample]:

@@ -96,7 +96,9 @@ def _merge(
         changes = {key: value for key, value in given.items() if key != "like"}
         base: dict[str, Any] = {}
         if "like" in given:
-            base = msgspec.to_builtins(_find(tuple(merged.values()), str(given["like"]), place))
+            base = msgspec.to_builtins(
+                _find(tuple(merged.values()), str(given["like"]), f"`like` of {place}")
+            )
         elif name in merged:
             base = msgspec.to_builtins(merged[name])
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Protocol
 
 
@@ -83,3 +84,9 @@ def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tup
         )
         for at in range(start, num_tokens, chunk_tokens)
     )
+
+
+def prompt_s(truth: StepCost, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
+    """For how long a prompt's chunks keep an instance (or each of its stages) busy."""
+    chunks = prompt_chunks(num_tokens, cached_tokens, chunk_tokens)
+    return fsum(truth.step_s((chunk,), 0, 0) for chunk in chunks)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from moonpool.config import Parallelism
 from moonpool.cost.hardware import Device
-from moonpool.cost.model import Chunk, StepCost, prompt_chunks
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.cost.roofline import RooflineCost
 from moonpool.cost.shapes import ModelShape
 
@@ -205,6 +205,20 @@ def pipeline_s(cost: StepCost, chunks: Sequence[Chunk]) -> float:
             free_at[stage] = max(at, free) + step_s
             at = free_at[stage] + hop_s
     return free_at[-1]
+
+
+def group_node_s(
+    cost: StepCost,
+    num_nodes: int,
+    kind: Parallelism,
+    num_tokens: int,
+    cached_tokens: int,
+    chunk_tokens: int,
+) -> float:
+    """What one prompt takes of the group: its nodes' busy time, added up. Under load this, not the
+    latency of a prompt alone, says how many prompts a second the group can do."""
+    whole = num_tokens if kind != "cpp" else chunk_tokens
+    return num_nodes * prompt_s(cost, num_tokens, cached_tokens, whole)
 
 
 def group_nic_bytes(

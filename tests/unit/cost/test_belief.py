@@ -1,0 +1,79 @@
+"""A belief fitted to a truth: exact where the truth has its form, near where it has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.cost.belief import fit_belief, scaled
+from moonpool.cost.calibrated import CALIBRATED
+from moonpool.cost.catalogue import BUILT_IN
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import StepCost, prompt_s
+from moonpool.cost.parallel import Nic, group_cost
+from moonpool.cost.roofline import RooflineCost
+
+A800, LLAMA_70B = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
+ROOFLINE = RooflineCost(A800, LLAMA_70B, 8)
+RECORDED = [
+    "0x1.47949de23580fp-6",
+    "0x1.f4b36989f5a0ap-14",
+    "0x1.1a8c9ce7c72c8p-30",
+    "0x1.eb258945599b8p-30",
+    "0x1.948bc573be667p-6",
+    "0x1.db4889ea5ee85p-15",
+    "0x1.1f97b41e088cap-25",
+]
+
+
+def belief_in(truth: StepCost, chunk_tokens: int = 1024) -> FittedCost:
+    return fit_belief(
+        truth,
+        chunk_tokens,
+        max_tokens=131072,
+        transfer_latency_s=0.001,
+        shared_memory_bytes_per_s=99e9,
+        network_bytes_per_s=87e9,
+    )
+
+
+def test_a_truth_of_the_beliefs_form_is_found_again() -> None:
+    belief = belief_in(CALIBRATED)
+    assert belief.prefill == pytest.approx(CALIBRATED.prefill, rel=1e-9)
+    assert belief.decode == pytest.approx(CALIBRATED.decode, rel=1e-9)
+    assert belief.network_bytes_per_s == 87e9
+    assert belief.shared_memory_bytes_per_s == 99e9
+    assert belief.transfer_latency_s == 0.001
+
+
+def test_the_same_bits_come_out_everywhere() -> None:
+    """Recorded once; a last bit that differed would make simulations differ between machines."""
+    belief = belief_in(ROOFLINE)
+    assert belief == belief_in(RooflineCost(A800, LLAMA_70B, 8))
+    assert [float.hex(x) for x in belief.prefill + belief.decode] == RECORDED
+
+
+@pytest.mark.parametrize("kind", ["alone", "cpp"])
+def test_a_roofline_is_believed_within_a_tenth(kind: str) -> None:
+    truth: StepCost = ROOFLINE
+    if kind == "cpp":
+        truth = group_cost(ROOFLINE, LLAMA_70B, 4, "cpp", Nic.of(A800, 8))
+    belief = belief_in(truth)
+    for num_tokens in (200, 1000, 3000, 8192, 30000, 65536, 131072):
+        for cached in (0, num_tokens // 3, num_tokens * 9 // 10):
+            true_s = prompt_s(truth, num_tokens, cached, 1024)
+            assert belief.prefill_s(num_tokens, cached) == pytest.approx(true_s, rel=0.2)
+        whole_s = prompt_s(truth, num_tokens, 0, 1024)
+        assert belief.prefill_s(num_tokens, 0) == pytest.approx(whole_s, rel=0.1)
+    for batch in (1, 7, 40, 128):
+        for context in (500, 8000, 60000):
+            true_s = truth.step_s((), batch, batch * context)
+            assert belief.decode_step_s(batch, batch * context) == pytest.approx(true_s, rel=0.02)
+
+
+def test_a_belief_can_be_made_wrong() -> None:
+    wrong = scaled(CALIBRATED, prefill_factor=1.5, decode_factor=0.5)
+    assert wrong.prefill_s(9000, 2000) == pytest.approx(1.5 * CALIBRATED.prefill_s(9000, 2000))
+    assert wrong.decode_step_s(9, 9000) == pytest.approx(0.5 * CALIBRATED.decode_step_s(9, 9000))
+    assert wrong.transfer_s(10**9, False) == CALIBRATED.transfer_s(10**9, False)
+    with pytest.raises(ValueError, match="above 0"):
+        scaled(CALIBRATED, 0.0, 1.0)
