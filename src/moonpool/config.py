@@ -16,7 +16,7 @@ from moonpool.types import Struct
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
 Admission = Literal["none", "baseline", "early", "predictive"]
 EvictionName = Literal["lru", "lfu", "length-aware", "predictive"]
-Batching = Literal["chunked", "prefill-first"]
+Batching = Literal["chunked", "prefill-first", "whole-prompts", "alternating"]
 DecodePrediction = Literal["duration", "length"]
 Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -127,8 +127,13 @@ class Config(Struct, frozen=True):
     api: ApiConfig = ApiConfig()
 
 
-def parse_config(text: str, overrides: dict[str, dict[str, Any]] | None = None) -> Config:
+def parse_config(
+    text: str,
+    overrides: dict[str, dict[str, Any]] | None = None,
+    defaults: dict[str, dict[str, Any]] | None = None,
+) -> Config:
     """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
+    What neither names is as in `defaults`, then as in the tables above.
 
     Raises ConfigError: bad TOML, unknown table or key (naming the nearest known one), wrong type,
     value out of range.
@@ -141,6 +146,8 @@ def parse_config(text: str, overrides: dict[str, dict[str, Any]] | None = None) 
     for table, values in (overrides or {}).items():
         tables.setdefault(table, {}).update(values)
     _check_names(tables)
+    for table, values in (defaults or {}).items():
+        tables[table] = values | tables.get(table, {})
     try:
         config = msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:

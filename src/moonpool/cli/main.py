@@ -15,6 +15,7 @@ COMMANDS = {
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Run the main job end to end, and end."),
+    "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "profile": ("moonpool.cli.profile", "profile", "Measure this machine; fit the cost model."),
     "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
 }

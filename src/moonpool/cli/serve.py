@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +16,8 @@ import msgspec
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
-from moonpool.config import Admission, Config, ConfigError, Dtype, Placement, choices, parse_config
+from moonpool.cli.settings import read_config
+from moonpool.config import Admission, Config, Dtype, Placement, choices
 
 log = logging.getLogger("moonpool")
 
@@ -98,26 +98,6 @@ def config_options(command: Any) -> Any:
     return command
 
 
-def read_config(config_file: str | None, flags: dict[str, Any]) -> Config:
-    """File, then flags. Ends the command on a mistake."""
-    text = ""
-    if config_file is not None:
-        try:
-            text = Path(config_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            fail(f"cannot read the config {config_file}: {error}")
-    overrides: dict[str, dict[str, Any]] = {}
-    for flag, value in flags.items():
-        if value is None or value == ():
-            continue
-        table, key = FLAG_KEYS[flag]
-        overrides.setdefault(table, {})[key] = value
-    try:
-        return parse_config(text, overrides)
-    except ConfigError as error:
-        fail(str(error))
-
-
 @click.command()
 @config_options
 @click.option("--prefill", type=int, help="Prefill instances.")
@@ -132,7 +112,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
     """
     if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
         flags["prefill"] = flags["decode"] = 0
-    config = read_config(config_file, flags)
+    config = read_config(config_file, flags, FLAG_KEYS)
     cluster = config.cluster
     if cluster.prefill + cluster.decode + cluster.mixed > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
@@ -150,7 +130,7 @@ def head(config_file: str | None, **flags: Any) -> None:
     """
     from moonpool.cli.worker import cluster_secret
 
-    config = read_config(config_file, flags)
+    config = read_config(config_file, flags, FLAG_KEYS)
     if not config.network.head_port:
         network = msgspec.structs.replace(config.network, head_port=HEAD_PORT)
         config = msgspec.structs.replace(config, network=network)

@@ -23,7 +23,7 @@ EOS = Token(EOS_TOKEN_ID)
 
 @dataclass(slots=True)
 class EngineFigures:
-    """What an engine did. Idle time between steps, while the cluster was up, is in bubbles."""
+    """What an engine did. Bubbles are the times it was idle between two steps."""
 
     num_steps: int = 0
     busy_s: float = 0.0  # of one stage; all have the same
@@ -77,10 +77,9 @@ class SimEngine:
         """Begins a step; returns when its first stage starts and its last one ends."""
         now = self._clock.now
         figures = self.figures
-        if not self._num_under_way:
-            if now > figures.idle_since_s:
-                figures.bubble_s += now - figures.idle_since_s
-                figures.num_bubbles += 1
+        if not self._num_under_way and now > figures.idle_since_s and figures.num_steps:
+            figures.bubble_s += now - figures.idle_since_s
+            figures.num_bubbles += 1
         self._num_under_way += 1
         if step.max_repeats > 1:
             return self._begin_repeated(step)
@@ -133,6 +132,7 @@ class SimEngine:
         self._began.pop(work_id, None)
 
     def _begin_repeated(self, step: RunStep) -> tuple[float, float]:
+        assert self._cost.num_stages == 1, "the stages of a pipeline have batches of their own"
         entries = step.entries
         num_steps = step.max_repeats
         context_tokens = 0
@@ -147,14 +147,7 @@ class SimEngine:
         return repeated.began_s, self._set_timer(repeated)
 
     def _repeated_s(self, repeated: _Repeated, num_steps: int) -> float:
-        cost = self._cost
-        steps_s = cost.decode_steps_s(repeated.batch, repeated.context_tokens, num_steps)
-        if cost.num_stages == 1:
-            return steps_s
-        # One batch cannot be in two stages at once: each step passes all of them.
-        return steps_s * cost.num_stages + num_steps * (cost.num_stages - 1) * cost.hop_s(
-            repeated.batch
-        )
+        return self._cost.decode_steps_s(repeated.batch, repeated.context_tokens, num_steps)
 
     def _set_timer(self, repeated: _Repeated) -> float:
         duration_s = self._repeated_s(repeated, repeated.num_steps) * repeated.factor
@@ -170,7 +163,7 @@ class SimEngine:
         seconds = self._clock.now - repeated.began_s
         figures = self.figures
         figures.num_steps += num_steps
-        figures.busy_s += seconds / self._cost.num_stages
+        figures.busy_s += seconds
         figures.decode_tokens += num_steps * repeated.batch
         words = (WORD,) * num_steps
         ended = (*words[1:], EOS)

@@ -34,6 +34,7 @@ class Hardware:
     prefill: NodeHardware
     decode: NodeHardware
     mixed: NodeHardware
+    largest_request_tokens: int  # that every instance of some role could hold
 
     def of_role(self, role: Role) -> NodeHardware:
         match role:
@@ -64,7 +65,10 @@ def build_hardware(
         replace(part, belief=scaled(part.belief, prefill_error, decode_error))
         for part in (prefill, single)
     ]
-    return Hardware(layout, prefill=wrong[0], decode=wrong[1], mixed=wrong[0])
+    decoding = wrong[1] if config.cluster.decode else wrong[0]
+    largest_blocks = min(wrong[0].num_blocks, decoding.num_blocks)
+    largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
+    return Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
 
 
 def _layout(node: Node, config: Config) -> BlockLayout:

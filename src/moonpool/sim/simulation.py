@@ -170,7 +170,7 @@ class Simulation:
             eviction=config.pool.eviction,
             batching=config.engine.batching,
             max_steps_in_flight=stages + 1 if stages > 1 else 1,
-            max_repeats=MAX_REPEATS,
+            max_repeats=MAX_REPEATS if stages == 1 else 1,
         )
 
     def _step_factor(self) -> float:

@@ -1,9 +1,9 @@
 """Performs an instance's transfers in virtual time: fetches of cached blocks, and layer streams.
 
 Bytes travel over shared links: the sender's NIC out, the receiver's NIC in, and for what is to be
-decoded the receiver's PCIe, from its DRAM to its accelerators (Mooncake section 3, step 4). Layer by
-layer means that a chunk's blocks leave while it is computed, no faster than it makes them; without,
-they leave when it is done (v3 section 5.2).
+decoded the receiver's PCIe, from its DRAM to its accelerators (Mooncake section 3, step 4). Layer
+by layer means that a chunk's blocks leave while it is computed, no faster than it makes them;
+without, they leave when it is done (v3 section 5.2).
 """
 
 from __future__ import annotations

@@ -10,10 +10,20 @@ from moonpool.trace.row import TraceError, TraceRow
 
 
 def make_arrivals(
-    rows: Iterable[TraceRow], trace_block_tokens: int, block_tokens: int
+    rows: Iterable[TraceRow],
+    trace_block_tokens: int,
+    block_tokens: int,
+    largest_tokens: int,
 ) -> Iterator[Arrival]:
-    """One by one. Raises TraceError where the two block sizes do not fit."""
+    """One by one. Raises TraceError where the two block sizes do not fit, or no instance could ever
+    hold a request, which may have `largest_tokens` in all."""
     for number, row in enumerate(rows):
+        if row.input_tokens + row.output_tokens > largest_tokens:
+            raise TraceError(
+                f"request {number + 1} has {row.input_tokens + row.output_tokens:,} tokens and no"
+                f" instance holds more than {largest_tokens:,}: raise"
+                " pool.dram_tokens_per_instance, or give the nodes more memory"
+            )
         if row.hash_ids:
             try:
                 keys = prompt_keys(row.hash_ids, row.input_tokens, trace_block_tokens, block_tokens)

@@ -1,0 +1,60 @@
+"""A simulation's figures as a few lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from moonpool.sim.simulation import Simulation
+
+
+def print_figures(figures: dict[str, Any], simulation: Simulation) -> None:
+    """To standard output; `--json` has all of them."""
+    for name, text in (*_answers(figures, simulation), *_work(figures)):
+        click.echo(f"{name:<12} {text}")
+
+
+def _answers(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple[str, str]]:
+    """What the clients saw."""
+    config = simulation.config
+    roles = {"prefill": config.cluster.prefill, "decode": config.cluster.decode}
+    roles["mixed"] = config.cluster.mixed
+    parts = " + ".join(f"{count} {role}" for role, count in roles.items() if count)
+    conductor, slo = config.conductor, config.slo
+    yield "cluster", f"{parts}; {conductor.placement}, admission {conductor.admission}"
+    yield "requests", f"{figures['requests']:,} in {simulation.last_arrival_s:,.0f} s"
+    share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
+    text = f"within TTFT {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s"
+    yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
+    reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
+    yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "")
+    yield "failed", f"{figures['failed']:,}"
+    yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
+    yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
+    yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+
+
+def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the cluster did for it."""
+    cache, transfer = figures["cache"], figures["transfer"]
+    fetched = cache["fetched_tokens"] / max(cache["input_tokens"], 1)
+    hits = f"{cache['hit_ratio']:.1%} of {cache['input_tokens']:,} prompt tokens"
+    yield "cache", f"{hits} ({fetched:.1%} by fetch)"
+    wasted = f"{figures['wasted_prefill_s']:.0f} s wasted on {figures['wasted_prefills']}"
+    yield "prefill", f"{figures['prefill_compute_s']['mean']:.3f} s a request; {wasted}"
+    fetches = f"{transfer['fetched_bytes'] / 1e12:.2f} TB in {transfer['fetches']:,} fetches"
+    yield "transfers", f"{transfer['bytes'] / 1e12:.2f} TB, of which {fetches}"
+    busy = ", ".join(f"{role} {share:.0%}" for role, share in figures["utilisation"].items())
+    bubbles = figures["bubbles"]
+    yield "busy", f"{busy}; {bubbles['count']:,} bubbles of {bubbles['mean_s']:.2f} s"
+    error = figures["predicted_ttft_error_s"]
+    yield "predicted", f"TTFT off by {error['mean_absolute']:.3f} s, bias {error['bias']:+.3f} s"
+    simulated = f"{figures['simulated_s']:,.0f} s of simulated time, {figures['events']:,} events"
+    yield "took", f"{figures['wall_s']:.1f} s for {simulated}, seed {figures['seed']}"
+
+
+def _spread(summary: dict[str, float], factor: float, unit: str) -> str:
+    parts = [f"{name} {summary[name] * factor:.3g}" for name in ("mean", "p50", "p90", "p99")]
+    return f"{', '.join(parts)} {unit}"

@@ -1,0 +1,250 @@
+"""`moonpool simulate`: a trace through the Conductor and the instances that serve, in virtual
+time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.cli.settings import FlagKeys, read_config, read_text
+from moonpool.config import (
+    Admission,
+    Batching,
+    Config,
+    ConfigError,
+    DecodePrediction,
+    EvictionName,
+    Parallelism,
+    Placement,
+    choices,
+)
+
+FLAG_KEYS: FlagKeys = {
+    "prefill": ("cluster", "prefill"),
+    "decode": ("cluster", "decode"),
+    "mixed": ("cluster", "mixed"),
+    "placement": ("conductor", "placement"),
+    "admission": ("conductor", "admission"),
+    "decode_prediction": ("conductor", "decode_prediction"),
+    "load_limit": ("conductor", "load_limit"),
+    "kvcache_balancing_threshold": ("conductor", "kvcache_balancing_threshold"),
+    "slo_ttft": ("slo", "ttft_s"),
+    "slo_tbt": ("slo", "tbt_s"),
+    "block_size": ("pool", "block_tokens"),
+    "kv_tokens": ("pool", "dram_tokens_per_instance"),
+    "eviction": ("pool", "eviction"),
+    "enable_prefix_caching": ("pool", "prefix_caching"),
+    "max_num_batched_tokens": ("engine", "chunk_tokens"),
+    "max_num_seqs": ("engine", "max_sequences"),
+    "batching": ("engine", "batching"),
+    "device": ("hardware", "device"),
+    "shape": ("hardware", "shape"),
+    "devices_per_node": ("hardware", "devices_per_node"),
+    "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
+    "parallelism": ("hardware", "parallelism"),
+}
+FACTOR = click.FloatRange(min=0.01, max=100.0)
+
+
+def cluster_options(command: Any) -> Any:
+    """What describes the cluster, its policies and its hardware."""
+    options = [
+        click.option("--config", "config_file", type=click.Path(dir_okay=False), help="TOML file."),
+        click.option("--prefill", type=int, help="Prefill instances."),
+        click.option("--decode", type=int, help="Decode instances."),
+        click.option("--mixed", type=int, help="Instances that do both (colocated)."),
+        click.option("--placement", type=click.Choice(choices(Placement))),
+        click.option("--admission", type=click.Choice(choices(Admission))),
+        click.option(
+            "--decode-prediction",
+            type=click.Choice(choices(DecodePrediction)),
+            help="How predictive admission expects answers to end.",
+        ),
+        click.option("--load-limit", type=float, help="Of predicted over promised latency."),
+        click.option("--kvcache-balancing-threshold", type=float),
+        click.option("--slo-ttft", type=float, help="Seconds to the first token."),
+        click.option("--slo-tbt", type=float, help="Seconds between tokens."),
+        click.option("--block-size", type=int, help="Tokens of one KVCache block."),
+        click.option("--kv-tokens", type=int, help="Tokens of KVCache pool per instance."),
+        click.option("--eviction", type=click.Choice(choices(EvictionName))),
+        click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None),
+        click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
+        click.option("--max-num-seqs", type=int, help="Requests of one step."),
+        click.option("--batching", type=click.Choice(choices(Batching))),
+        click.option("--cost", help="The truth: a800-llama3-70b, roofline, or a profile's file."),
+        click.option("--device", help="A device of the catalogue (with --cost roofline)."),
+        click.option("--shape", help="A model shape of the catalogue."),
+        click.option("--devices-per-node", type=int),
+        click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
+        click.option("--parallelism", type=click.Choice(choices(Parallelism))),
+        click.option(
+            "--catalogue",
+            "catalogue_file",
+            type=click.Path(dir_okay=False),
+            help="TOML file with more devices, shapes and prices.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
+@cluster_options
+@click.option(
+    "--speed", type=FACTOR, default=1.0, show_default=True, help="Replay this much faster."
+)
+@click.option("--requests", type=COUNT, help="Only the first so many.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--noise",
+    type=click.FloatRange(0, 0.99),
+    default=0.0,
+    show_default=True,
+    help="Share by which each step departs from its true cost.",
+)
+@click.option(
+    "--prefill-belief",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Factor by which the Conductor misjudges prefill times.",
+)
+@click.option(
+    "--decode-belief",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Factor by which it misjudges decode times.",
+)
+@click.option(
+    "--layer-wise/--no-layer-wise",
+    default=True,
+    show_default=True,
+    help="Stream KVCache while it is computed, or afterwards.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures here."
+)
+@click.option(
+    "--report", "report_file", type=click.Path(dir_okay=False), help="Write a page to read here."
+)
+def simulate(
+    trace_file: str,
+    config_file: str | None,
+    cost: str | None,
+    catalogue_file: str | None,
+    speed: float,
+    requests: int | None,
+    seed: int,
+    noise: float,
+    prefill_belief: float,
+    decode_belief: float,
+    layer_wise: bool,
+    json_file: str | None,
+    report_file: str | None,
+    **flags: Any,
+) -> None:
+    """Replay a trace against a simulated cluster: the same Conductor and instances that serve.
+
+    Without options: 8 prefill and 8 decode nodes of 8 x A800 with LLaMA3-70B, TTFT <= 30 s,
+    TBT <= 0.1 s.
+    """
+    from moonpool.cli.figures import print_figures
+    from moonpool.report.page import render_report
+    from moonpool.sim.outcome import summarise
+    from moonpool.sim.simulation import Simulation
+    from moonpool.sim.workload import make_arrivals
+    from moonpool.trace.reader import open_trace
+    from moonpool.trace.row import TraceError
+
+    config = read_cluster(config_file, flags, cost, seed)
+    began_s = time.perf_counter()
+    try:
+        trace = open_trace(trace_file, limit=requests, speed=speed)
+        hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
+        simulation = Simulation(config, hardware, seed, noise, layer_wise)
+        rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
+        simulation.run(
+            make_arrivals(
+                rows,
+                trace.info.block_tokens,
+                config.pool.block_tokens,
+                hardware.largest_request_tokens,
+            )
+        )
+    except (TraceError, ConfigError) as error:
+        fail(str(error))
+    figures = summarise(simulation, time.perf_counter() - began_s)
+    print_figures(figures, simulation)
+    write_json(json_file, figures)
+    if report_file is not None:
+        command = " ".join(["moonpool", *sys.argv[1:]])
+        page = render_report(simulation, figures, command, Path(trace_file).name)
+        try:
+            Path(report_file).write_text(page, encoding="utf-8")
+        except OSError as error:
+            fail(f"cannot write {report_file}: {error.strerror}")
+        click.echo(f"report: {report_file}")
+
+
+def read_cluster(
+    config_file: str | None, flags: dict[str, Any], cost: str | None, seed: int
+) -> Config:
+    """The paper's cluster, changed by file and flags. `cost` may name a profile's file."""
+    from moonpool.sim.defaults import DEFAULTS
+
+    if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
+        flags["prefill"] = flags["decode"] = 0
+    if cost is not None:
+        flags["cost"] = cost
+    elif flags["device"] is not None or flags["shape"] is not None:
+        flags["cost"] = "roofline"
+    flags["seed"] = seed or None
+    keys = {**FLAG_KEYS, "cost": ("hardware", "cost"), "seed": ("conductor", "seed")}
+    return read_config(config_file, flags, keys, DEFAULTS)
+
+
+def open_hardware(
+    config: Config, catalogue_file: str | None, prefill_belief: float, decode_belief: float
+) -> Any:
+    """Raises ConfigError."""
+    from moonpool.cost.catalogue import BUILT_IN, parse_catalogue
+    from moonpool.cost.fitted import FittedCost
+    from moonpool.sim.hardware import build_hardware
+
+    catalogue = BUILT_IN
+    if catalogue_file is not None:
+        catalogue = parse_catalogue(read_text(catalogue_file, "the catalogue"))
+    profile = None
+    if config.hardware.cost.endswith(".json"):
+        text = read_text(config.hardware.cost, "the profile")
+        try:
+            profile = msgspec.json.decode(text, type=FittedCost)
+        except msgspec.DecodeError as error:
+            fail(f"{config.hardware.cost} is no profile of `moonpool profile --json`: {error}")
+    return build_hardware(config, profile, catalogue, prefill_belief, decode_belief)
+
+
+def with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:
+    """The rows as they are; on a terminal, a bar meanwhile."""
+    if not sys.stderr.isatty():
+        yield from rows
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=total)
+        for number, row in enumerate(rows):
+            if number % 64 == 0:
+                progress.update(task, completed=number)
+            yield row

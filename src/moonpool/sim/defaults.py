@@ -1,0 +1,17 @@
+"""The cluster that is simulated unless another is named: the paper's (FAST'25 section 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    # Nodes of 8 x A800 with LLaMA3-70B; hardware.cost and the rest follow from that.
+    "cluster": {"prefill": 8, "decode": 8, "mixed": 0},
+    "slo": {"ttft_s": 30.0, "tbt_s": 0.1},
+    # Blocks of 256 tokens and 3 M tokens of DRAM a node, as in the paper's experiments.
+    "pool": {"block_tokens": 256, "dram_tokens_per_instance": 3_000_000},
+    # The paper says ">1000 tokens" of its prefill chunk; at 2048 the prefill rate is flat.
+    "engine": {"chunk_tokens": 2048, "max_sequences": 512},
+    "conductor": {"admission": "early"},
+    "api": {"request_timeout_s": 600.0},
+}

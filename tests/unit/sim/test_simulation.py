@@ -1,0 +1,184 @@
+"""Whole simulations: the same seed gives the same run, nothing leaks, figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moonpool.sim.simulation as simulation_module
+from moonpool.config import Config, parse_config
+from moonpool.sim.arrival import Arrival
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware import build_hardware
+from moonpool.sim.outcome import summarise
+from moonpool.sim.simulation import Simulation
+from moonpool.trace.keys import private_keys
+from moonpool.types import BlockKey
+
+BLOCK = 256
+
+
+def config(**overrides: dict[str, Any]) -> Config:
+    cluster = {"prefill": 2, "decode": 2}
+    return parse_config("", {"cluster": cluster, **overrides}, DEFAULTS)
+
+
+def arrivals(number: int, gap_s: float = 0.5, shared_blocks: int = 8) -> list[Arrival]:
+    """Prompts of growing length; every other one shares its first blocks with all such."""
+    shared = tuple(BlockKey(b"shared" + bytes([i])) for i in range(shared_blocks))
+    made = []
+    for n in range(number):
+        tokens = 2000 + 617 * (n % 23)
+        own = private_keys(n, tokens, BLOCK)
+        keys = (*shared, *own[shared_blocks:])[: tokens // BLOCK] if n % 2 else own
+        made.append(Arrival(n * gap_s, tokens, 2 + (37 * n) % 150, keys))
+    return made
+
+
+def run(
+    settings: Config, requests: list[Arrival], **options: Any
+) -> tuple[Simulation, dict[str, Any]]:
+    simulation = Simulation(settings, build_hardware(settings), **options)
+    simulation.run(requests)
+    return simulation, summarise(simulation, 0.0)
+
+
+def assert_nothing_left(simulation: Simulation) -> None:
+    for node in simulation.nodes.values():
+        node.instance.validate()
+        assert not node.instance.works and node.instance.pool.owners() == {}
+    assert not simulation.conductor.requests
+    assert all(link.num_flows == 0 for link in simulation.network.links.values())
+
+
+@pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive"])
+@pytest.mark.parametrize(
+    "placement", ["random", "load-balancing", "cache-aware", "kvcache-centric"]
+)
+def test_every_request_ends_and_nothing_is_left(placement: str, admission: str) -> None:
+    settings = config(
+        conductor={"placement": placement, "admission": admission}, slo={"ttft_s": 4.0}
+    )
+    simulation, figures = run(settings, arrivals(120, gap_s=0.2))
+    assert figures["requests"] == 120
+    assert figures["completed"] + figures["rejected"] + figures["failed"] == 120
+    assert figures["completed"] > 20
+    assert (figures["rejected"] == 0) or admission != "none"
+    assert_nothing_left(simulation)
+
+
+def test_an_unloaded_request_takes_what_its_parts_take() -> None:
+    settings = config()
+    simulation, figures = run(settings, arrivals(1))
+    truth = simulation.hardware.prefill.truth
+    layout = simulation.hardware.layout
+    prefill_s = simulation.hardware.prefill.belief.prefill_s(2000, 0)
+    control_s = 6 * simulation_module.CONTROL_LATENCY_S
+    assert figures["ttft_s"]["mean"] == pytest.approx(prefill_s + control_s, abs=0.003)
+    assert figures["prefill_compute_s"]["mean"] == pytest.approx(prefill_s, rel=1e-4)
+    assert figures["transfer"]["bytes"] == layout.blocks_for(2000) * layout.block_bytes
+    assert figures["tbt_s"]["p50"] == pytest.approx(truth.step_s((), 1, 2000), rel=0.1)
+    assert (figures["output_tokens"], figures["cache"]["hit_tokens"]) == (2, 0)
+
+
+def test_steps_advanced_together_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, figures = run(config(), arrivals(60))
+    monkeypatch.setattr(simulation_module, "MAX_REPEATS", 1)
+    one_by_one, plain = run(config(), arrivals(60))
+    assert one_by_one.clock.num_run > 3 * together.clock.num_run
+    for name in ("completed", "output_tokens", "cache", "rejected"):
+        assert figures[name] == plain[name]
+    for name in ("ttft_s", "tbt_s", "tbt_top10_mean_s"):
+        for part in ("mean", "p50", "p90"):
+            assert figures[name][part] == pytest.approx(plain[name][part], rel=0.02), (name, part)
+    assert figures["utilisation"] == pytest.approx(plain["utilisation"], rel=0.01)
+
+
+def test_cached_prefixes_are_found_fetched_and_save_time() -> None:
+    with_cache = run(config(), arrivals(80))[1]
+    without = run(config(pool={"prefix_caching": False}), arrivals(80))[1]
+    assert with_cache["cache"]["hit_tokens"] >= 30 * 8 * BLOCK
+    assert without["cache"]["hit_tokens"] == 0
+    assert with_cache["prefill_compute_s"]["mean"] < 0.95 * without["prefill_compute_s"]["mean"]
+
+
+def test_belief_and_truth_are_apart() -> None:
+    settings = config()
+    wrong = build_hardware(settings, prefill_error=3.0)
+    simulation = Simulation(settings, wrong)
+    simulation.run(arrivals(60))
+    figures = summarise(simulation, 0.0)
+    right = run(settings, arrivals(60))[1]
+    assert figures["predicted_ttft_error_s"]["bias"] > 1.0
+    assert abs(right["predicted_ttft_error_s"]["bias"]) < 0.3
+    assert figures["prefill_compute_s"] == pytest.approx(right["prefill_compute_s"], rel=0.1)
+
+
+def test_noise_departs_from_the_truth_as_far_as_asked() -> None:
+    quiet = run(config(), arrivals(40, gap_s=5.0))[1]
+    noisy = run(config(), arrivals(40, gap_s=5.0), noise=0.3, seed=1)[1]
+    other = run(config(), arrivals(40, gap_s=5.0), noise=0.3, seed=2)[1]
+    assert noisy["ttft_s"] != quiet["ttft_s"] and noisy["ttft_s"] != other["ttft_s"]
+    assert noisy["ttft_s"]["mean"] == pytest.approx(quiet["ttft_s"]["mean"], rel=0.31)
+
+
+def test_colocated_instances_serve_too() -> None:
+    for batching in ("chunked", "prefill-first"):
+        settings = config(
+            cluster={"prefill": 0, "decode": 0, "mixed": 3}, engine={"batching": batching}
+        )
+        simulation, figures = run(settings, arrivals(80))
+        assert figures["completed"] == 80 and figures["transfer"]["streams"] == 0
+        assert_nothing_left(simulation)
+
+
+def test_chunked_batches_stall_decodes_less_than_prefill_first() -> None:
+    worst_s = {}
+    for batching, chunk_tokens in (("chunked", 512), ("prefill-first", 16384)):
+        settings = config(
+            cluster={"prefill": 0, "decode": 0, "mixed": 2},
+            engine={"batching": batching, "chunk_tokens": chunk_tokens},
+        )
+        worst_s[batching] = run(settings, arrivals(80, gap_s=1.0))[1]["tbt_s"]["p99"]
+    assert worst_s["chunked"] < 0.5 * worst_s["prefill-first"]
+
+
+def test_a_pipeline_of_stages_shortens_long_prompts() -> None:
+    long = [Arrival(0.0, 64_000, 2, private_keys(0, 64_000, BLOCK))]
+    ttft_s = {}
+    for kind, nodes in (("tp", 1), ("cpp", 4)):
+        settings = config(hardware={"parallelism": kind, "nodes_per_prefill": nodes})
+        simulation, figures = run(settings, long)
+        ttft_s[kind] = figures["ttft_s"]["mean"]
+        assert_nothing_left(simulation)
+    assert ttft_s["tp"] / 4 < ttft_s["cpp"] < ttft_s["tp"] / 3
+
+
+SCRIPT = """
+import json
+from tests.unit.sim.test_simulation import arrivals, config, run
+settings = config(conductor={"placement": "random", "admission": "predictive", "seed": 5})
+print(json.dumps(run(settings, arrivals(150, gap_s=0.3), noise=0.2, seed=3)[1]))
+"""
+
+
+def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed() -> None:
+    outputs = set()
+    for hash_seed in ("0", "1", "4242"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=environment,
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            check=True,
+        )
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+    assert json.loads(outputs.pop())["requests"] == 150

@@ -1,0 +1,177 @@
+"""Fetches and layer streams over shared links: how long, and exactly one end for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.kvcache.transfers import (
+    FetchEnded,
+    PeerAddress,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
+from moonpool.sim.clock import Clock, Priority
+from moonpool.sim.network import Network
+from moonpool.sim.transfers import NodeLinks, SimMessenger
+from moonpool.types import BlockId, BlockKey, InstanceId
+from moonpool.workers.actions import ExpectStream, FetchBlocks, StepEntry
+from moonpool.workers.messages import WorkId
+
+BLOCK_BYTES = 1000
+NIC = 1e6  # bytes per second: a block takes a millisecond
+PCIE = 2e6
+BLOCKS = [BlockId(i) for i in range(10)]
+KEYS = tuple(BlockKey(bytes([i])) for i in range(10))
+
+
+class Bench:
+    """Three instances; whoever is asked grants the blocks it is said to hold."""
+
+    def __init__(self, layer_wise: bool = True, granted: int = 10) -> None:
+        self.clock = Clock()
+        self.network = Network(self.clock)
+        self.heard: dict[str, list[tuple[float, Any]]] = {"a": [], "b": [], "c": []}
+        self.granted = granted
+        peers: dict[InstanceId, SimMessenger] = {}
+        self.messengers: dict[str, SimMessenger] = {}
+        for name in self.heard:
+            links = NodeLinks(
+                self.network.add_link(f"{name} in", NIC),
+                self.network.add_link(f"{name} out", NIC),
+                self.network.add_link(f"{name} pcie", PCIE),
+            )
+            self.messengers[name] = SimMessenger(
+                InstanceId(name),
+                self.clock,
+                self.network,
+                links,
+                BLOCK_BYTES,
+                0.0,
+                layer_wise,
+                lambda event, name=name: self._hear(name, event),
+                peers,
+            )
+
+    def _hear(self, name: str, event: Any) -> None:
+        self.heard[name].append((self.clock.now, event))
+        if isinstance(event, ReadRequested):
+            held = BLOCKS[: min(self.granted, len(event.keys))]
+            self.messengers[name].grant(event.read_id, held)
+
+    def of(self, name: str, kind: type) -> list[tuple[float, Any]]:
+        return [(at_s, event) for at_s, event in self.heard[name] if isinstance(event, kind)]
+
+    def fetch(self, reader: str, source: str, timeout_s: float = 100.0) -> None:
+        address = PeerAddress(InstanceId(source), source, "", "", 0)
+        self.messengers[reader].fetch(
+            FetchBlocks(f"{reader} from {source}", address, KEYS, BLOCKS, timeout_s)
+        )
+
+    def open(self, first_index: int = 0) -> None:
+        self.messengers["b"].expect(ExpectStream("w", BLOCKS[first_index:], first_index, 100.0))
+        self.messengers["a"].open_stream("w", InstanceId("b"))
+
+
+def step(indices: range) -> StepEntry:
+    sends = tuple((i, BLOCKS[i]) for i in indices)
+    return StepEntry(WorkId("w"), [0], 0, BLOCKS, None, (), sends)
+
+
+def test_a_busy_holder_slows_a_fetch() -> None:
+    alone = Bench()
+    alone.fetch("b", "a")
+    alone.clock.run()
+    ((at_s, ended),) = alone.of("b", FetchEnded)
+    assert at_s == pytest.approx(0.010)
+    assert (ended.num_blocks, ended.num_bytes, ended.error) == (10, 10_000, "")
+    assert len(alone.of("a", ReadEnded)) == 1
+    shared = Bench()
+    shared.fetch("b", "a")
+    shared.fetch("c", "a")
+    shared.clock.run()
+    for reader in ("b", "c"):
+        ((at_s, ended),) = shared.of(reader, FetchEnded)
+        assert at_s == pytest.approx(0.020) == ended.seconds
+
+
+def test_what_the_source_no_longer_holds_is_not_fetched() -> None:
+    bench = Bench(granted=3)
+    bench.fetch("b", "a")
+    bench.clock.run()
+    ((at_s, ended),) = bench.of("b", FetchEnded)
+    assert (at_s, ended.num_blocks) == (pytest.approx(0.003), 3)
+    nothing = Bench(granted=0)
+    nothing.fetch("b", "a")
+    nothing.clock.run()
+    assert nothing.of("b", FetchEnded)[0][1].num_blocks == 0
+    assert len(nothing.of("a", ReadEnded)) == 1
+
+
+def test_a_fetch_that_takes_too_long_is_given_up() -> None:
+    bench = Bench()
+    bench.fetch("b", "a", timeout_s=0.004)
+    bench.clock.run()
+    ((at_s, ended),) = bench.of("b", FetchEnded)
+    assert (at_s, ended.num_blocks) == (pytest.approx(0.004), 0) and ended.error
+    assert len(bench.of("a", ReadEnded)) == 1
+    assert bench.network.links["a out"].num_flows == 0
+
+
+def test_a_layer_wise_stream_ends_with_the_computing_a_serial_one_after_it() -> None:
+    """10 blocks take 10 ms to send, 5 ms to load, and are computed in 30 ms."""
+    ends_s = {}
+    for layer_wise in (True, False):
+        bench = Bench(layer_wise)
+        bench.open()
+        bench.messengers["a"].send_while_computed(step(range(10)), 0.0, 0.030)
+        bench.clock.at(0.030, Priority.STEP_END, bench.messengers["a"].finish_stream, "w")
+        bench.clock.run()
+        ((ends_s[layer_wise], received),) = bench.of("b", ReceiveEnded)
+        assert received.num_bytes == 10_000 and not received.error
+        assert len(bench.of("a", SendEnded)) == 1
+    assert ends_s[True] == pytest.approx(0.030 + 0.005)
+    assert ends_s[False] == pytest.approx(0.030 + 0.010 + 0.005)
+
+
+def test_blocks_that_the_receiver_holds_do_not_travel() -> None:
+    bench = Bench()
+    bench.open(first_index=7)
+    bench.messengers["a"].send("w", [(i, BLOCKS[i]) for i in range(10)])
+    bench.messengers["a"].finish_stream("w")
+    bench.clock.run()
+    assert bench.of("b", ReceiveEnded)[0][1].num_bytes == 3_000
+    assert bench.network.links["a out"].bytes_carried == 3_000
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_a_stream_given_up_ends_once_on_both_sides(who: str) -> None:
+    bench = Bench()
+    bench.open()
+    bench.messengers["a"].send("w", [(i, BLOCKS[i]) for i in range(10)])
+    ends = (
+        (bench.messengers["a"].abort_stream, "w")
+        if who == "sender"
+        else (bench.messengers["b"].cancel_stream, "w")
+    )
+    bench.clock.at(0.005, Priority.MESSAGE, *ends)
+    bench.clock.at(0.006, Priority.MESSAGE, *ends)
+    bench.clock.run()
+    ((_, sent),) = bench.of("a", SendEnded)
+    ((_, received),) = bench.of("b", ReceiveEnded)
+    assert sent.error and received.error and received.corrupt == tuple(range(10))
+    assert bench.network.links["a out"].num_flows == 0
+
+
+def test_a_stream_nobody_expects_or_that_never_begins() -> None:
+    bench = Bench()
+    bench.messengers["a"].open_stream("w", InstanceId("b"))
+    bench.messengers["c"].expect(ExpectStream("v", BLOCKS, 0, 100.0))
+    bench.clock.run()
+    assert bench.of("a", SendEnded)[0][1].error
+    bench.messengers["c"].cancel_stream("v")
+    bench.clock.run()
+    assert bench.of("c", ReceiveEnded)[0][1].error

@@ -1,0 +1,194 @@
+"""Several steps at once: decodes repeated without a word, and the stages of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.config import InstanceConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.types import BlockKey, Role, SamplingParams, Slo, Token
+from moonpool.workers.actions import (
+    RunStep,
+    StepEnded,
+    StepFailed,
+    StepsEnded,
+    StopRepeating,
+    Tell,
+    WorkerAction,
+)
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import (
+    Abort,
+    BlocksChanged,
+    StartPrefill,
+    StepTokens,
+    Work,
+    WorkFailed,
+    WorkId,
+)
+
+SIZE, EOS = 16, 1
+LAYOUT = BlockLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=SIZE,
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=8,
+)
+COST = FittedCost(prefill=(0.01, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0))
+
+
+class Bench:
+    """A mixed instance, and the steps it has begun."""
+
+    def __init__(self, num_blocks: int = 32, **config: Any) -> None:
+        self.instance = Instance(
+            InstanceConfig(**config), LAYOUT, num_blocks, Role.MIXED, COST, (EOS,)
+        )
+        self.steps: list[RunStep] = []
+        self.told: list[Any] = []
+
+    def handle(self, event: Any) -> list[WorkerAction]:
+        actions = self.instance.handle(event, 0.0)
+        self.instance.validate()
+        self.steps += [a for a in actions if isinstance(a, RunStep)]
+        self.told += [a.report for a in actions if isinstance(a, Tell)]
+        return actions
+
+    def start(self, name: str, num_tokens: int, keys: Any = None, max_tokens: int = 50) -> None:
+        work = Work(
+            work_id=WorkId(name),
+            token_ids=range(num_tokens),
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            slo=Slo(ttft_s=10.0, tbt_s=10.0),
+            tenant="",
+            use_cache=True,
+            timeout_s=100.0,
+            keys=keys,
+        )
+        self.handle(StartPrefill(work=work))
+
+    def end(self) -> list[WorkerAction]:
+        """The oldest step ends, every draw being 7."""
+        step = self.steps.pop(0)
+        tokens = tuple(None if e.draw is None else Token(7) for e in step.entries)
+        return self.handle(StepEnded(tokens, 0.01))
+
+    def end_repeated(self, *tokens: list[int]) -> list[WorkerAction]:
+        self.steps.pop(0)
+        return self.handle(StepsEnded([tuple(map(Token, ids)) for ids in tokens], 0.3))
+
+    def works_of(self, step: RunStep) -> dict[str, tuple[int, int]]:
+        return {e.work_id: (e.start, len(e.new_token_ids)) for e in step.entries}
+
+
+def test_decodes_alone_may_be_repeated_until_an_answer_must_end() -> None:
+    bench = Bench(max_repeats=100)
+    bench.start("a", 20, max_tokens=9)
+    assert bench.steps[0].max_repeats == 1, "a prefill runs once"
+    bench.end()
+    (step,) = bench.steps
+    assert step.max_repeats == 8
+    bench.end_repeated([7, 8, 9])
+    told = bench.told[-1]
+    assert isinstance(told, StepTokens) and told.gap_s == pytest.approx(0.1)
+    assert [t.token_id for t in told.works[0].tokens] == [7, 8, 9]
+    assert bench.works_of(bench.steps[0]) == {"a": (23, 1)} and bench.steps[0].max_repeats == 5
+    bench.end_repeated([7, EOS])
+    assert bench.told[-1].works[0].finish is not None
+    assert not bench.instance.works and bench.instance.pool.owners() == {}
+
+
+def test_blocks_for_all_repetitions_are_held_before_they_begin() -> None:
+    bench = Bench(num_blocks=4, max_repeats=1000)
+    bench.start("a", 20, max_tokens=1000)
+    bench.end()
+    repeats = bench.steps[0].max_repeats
+    held = bench.instance.pool.owners()["work:a"]
+    assert repeats > 1 and LAYOUT.blocks_for(21 + repeats - 1) <= held <= 4
+
+
+def test_a_newcomer_stops_the_repetition_and_joins() -> None:
+    bench = Bench(max_repeats=100)
+    bench.start("a", 20)
+    bench.end()
+    actions = bench.handle(StartPrefill(work=_work("b", 30)))
+    assert [type(a) for a in actions if isinstance(a, StopRepeating)] == [StopRepeating]
+    assert len(bench.steps) == 1, "the step under way is still under way"
+    bench.end_repeated([7, 7])
+    assert bench.works_of(bench.steps[0]) == {"a": (22, 1), "b": (0, 30)}
+    assert bench.steps[0].max_repeats == 1
+
+
+def test_an_aborted_work_stops_the_repetition_and_keeps_its_blocks_till_then() -> None:
+    bench = Bench(max_repeats=100)
+    bench.start("a", 20)
+    bench.end()
+    actions = bench.handle(Abort(work_id=WorkId("a")))
+    assert any(isinstance(a, StopRepeating) for a in actions)
+    assert bench.instance.pool.owners()["work:a"] > 0
+    bench.end_repeated([7])
+    assert bench.instance.pool.owners() == {} and not bench.steps
+
+
+def test_chunks_of_a_prompt_follow_each_other_into_a_pipeline() -> None:
+    bench = Bench(max_steps_in_flight=3, chunk_tokens=16)
+    bench.start("a", 70)
+    assert [bench.works_of(s) for s in bench.steps] == [
+        {"a": (0, 16)},
+        {"a": (16, 16)},
+        {"a": (32, 16)},
+    ]
+    bench.end()
+    assert bench.works_of(bench.steps[-1]) == {"a": (48, 16)}
+    bench.start("b", 5)
+    bench.end()
+    assert bench.works_of(bench.steps[-1]) == {"a": (64, 6), "b": (0, 5)}
+    for _ in range(3):
+        bench.end()
+    assert bench.works_of(bench.steps[-1]) == {"a": (70, 1), "b": (5, 1)}
+    assert len(bench.steps) == 1, "a decode waits for its token before the next"
+
+
+def test_a_failed_pipeline_of_steps_leaves_nothing_behind() -> None:
+    bench = Bench(max_steps_in_flight=2, chunk_tokens=16)
+    bench.start("a", 70)
+    for _ in range(2):
+        bench.steps.pop(0)
+        bench.handle(StepFailed("it broke"))
+    assert [r for r in bench.told if isinstance(r, WorkFailed)]
+    assert bench.instance.pool.owners() == {} and not bench.steps
+
+
+def test_blocks_have_the_names_they_were_given_and_no_others() -> None:
+    keys = tuple(BlockKey(bytes([n]) * 16) for n in range(2))
+    bench = Bench()
+    bench.start("a", 40, keys=keys)
+    bench.end()
+    stored = [k for r in bench.told if isinstance(r, BlocksChanged) for k in r.stored]
+    assert sorted(stored) == sorted(keys)
+    for _ in range(40):
+        bench.end()
+    stored = [k for r in bench.told if isinstance(r, BlocksChanged) for k in r.stored]
+    assert sorted(stored) == sorted(keys), "what was generated has no name"
+    bench.start("b", 40, keys=keys)
+    bench.end()
+    assert bench.works_of(bench.steps[-1])["b"] == (32, 8)
+
+
+def _work(name: str, num_tokens: int) -> Work:
+    return Work(
+        work_id=WorkId(name),
+        token_ids=range(num_tokens),
+        num_prompt_tokens=num_tokens,
+        sampling=SamplingParams(temperature=0.0, max_tokens=50),
+        slo=Slo(ttft_s=10.0, tbt_s=10.0),
+        tenant="",
+        use_cache=False,
+        timeout_s=100.0,
+    )
