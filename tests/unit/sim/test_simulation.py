@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import moonpool.sim.simulation as simulation_module
-from moonpool.config import Config, parse_config
+from moonpool.config import Admission, Config, Placement, choices, parse_config
 from moonpool.sim.arrival import Arrival
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware import build_hardware
@@ -57,10 +57,8 @@ def assert_nothing_left(simulation: Simulation) -> None:
     assert all(link.num_flows == 0 for link in simulation.network.links.values())
 
 
-@pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive"])
-@pytest.mark.parametrize(
-    "placement", ["random", "load-balancing", "cache-aware", "kvcache-centric"]
-)
+@pytest.mark.parametrize("admission", choices(Admission))
+@pytest.mark.parametrize("placement", choices(Placement))
 def test_every_request_ends_and_nothing_is_left(placement: str, admission: str) -> None:
     settings = config(
         conductor={"placement": placement, "admission": admission}, slo={"ttft_s": 4.0}
