@@ -16,6 +16,8 @@ COMMANDS = {
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Run the main job end to end, and end."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
+    "trace": ("moonpool.cli.trace", "trace", "Read, make and get workloads."),
+    "reproduce": ("moonpool.cli.reproduce", "reproduce", "A paper's figure beside ours."),
     "profile": ("moonpool.cli.profile", "profile", "Measure this machine; fit the cost model."),
     "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
 }

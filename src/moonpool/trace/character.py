@@ -18,6 +18,7 @@ from moonpool.trace.figures import (
     Spread,
     TraceFigures,
     Turns,
+    dispersion_of_counts,
     spread_of,
 )
 from moonpool.trace.row import TraceError, TraceRow
@@ -37,7 +38,7 @@ class Character:
         self.block_tokens = block_tokens
         self.input_tokens = array("q")
         self.output_tokens = array("q")
-        self.arrivals_per_window: Counter[int] = Counter()  # of _COUNT_S
+        self.arrivals_per_window: Counter[int] = Counter()
         self.references: dict[int, int] = {}
         self.reuse_gaps_s = array("f")
         self._last_s = 0.0
@@ -56,6 +57,11 @@ class Character:
         self._violations = 0
         self._partial: set[int] = set()
         self._lru = LruCurve(LRU_CAPACITIES_BLOCKS)
+
+    @property
+    def window_s(self) -> int:
+        """Width of the windows in which `arrivals_per_window` counts."""
+        return _COUNT_S
 
     @property
     def num_rows(self) -> int:
@@ -151,19 +157,11 @@ class Character:
         )
 
     def _dispersion(self, window_s: int) -> float | None:
-        """Whole windows only. None: there are not two of them."""
-        num_windows = int(self._last_s // window_s)
-        if num_windows < 2:
-            return None
         width = window_s // _COUNT_S
         counts: Counter[int] = Counter()
         for place, count in self.arrivals_per_window.items():
             counts[place // width] += count
-        inside = [counts[number] for number in range(num_windows)]
-        mean = sum(inside) / num_windows
-        if not mean:
-            return None
-        return sum((count - mean) ** 2 for count in inside) / num_windows / mean
+        return dispersion_of_counts(counts, int(self._last_s // window_s))
 
     def _blocks(self) -> Blocks:
         ranked = sorted(self.references.values(), reverse=True)

@@ -6,7 +6,8 @@ linearly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from moonpool.types import Struct
 
@@ -113,3 +114,22 @@ def _quantile(ranked: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ranked) - 1)
     return ranked[low] + (place - low) * (ranked[high] - ranked[low])
+
+
+def dispersion(times_s: Iterable[float], window_s: float) -> float | None:
+    """Variance over mean of the number of rising `times_s` per whole window since 0. None: there
+    are not two windows."""
+    counts: Counter[int] = Counter()
+    last_s = 0.0
+    for time_s in times_s:
+        counts[int(time_s // window_s)] += 1
+        last_s = time_s
+    return dispersion_of_counts(counts, int(last_s // window_s))
+
+
+def dispersion_of_counts(counts: Counter[int], num_windows: int) -> float | None:
+    inside = [counts[number] for number in range(num_windows)]
+    if num_windows < 2 or not sum(inside):
+        return None
+    mean = sum(inside) / num_windows
+    return sum((count - mean) ** 2 for count in inside) / num_windows / mean

@@ -1,0 +1,288 @@
+"""`moonpool trace info | generate | download`: reads, makes and gets workloads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.catalogue import PUBLIC_TRACES
+from moonpool.trace.character import Character
+from moonpool.trace.figures import Blocks, Lengths, Spread, TraceFigures, Turns
+from moonpool.trace.profile import GeneratorProfile, read_profile, write_profile
+from moonpool.trace.reader import TraceFormat, open_trace
+from moonpool.trace.row import TraceError, TraceInfo, TraceRow
+
+_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+
+
+@click.group()
+def trace() -> None:
+    """Reads, makes and gets workloads."""
+
+
+@trace.command()
+@click.argument("file", type=click.Path())
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(get_args(TraceFormat)),
+    default="auto",
+    show_default=True,
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw them, as a PNG.")
+def info(file: str, format_name: TraceFormat, json_file: str | None, plot: str | None) -> None:
+    """What is in a trace: load, lengths, arrivals, sharing of prompts, turns."""
+    try:
+        rows = open_trace(file, format=format_name, spread_ticks=False)
+        character = Character(rows.info.block_tokens)
+        for row in _with_progress(rows, rows.info.num_rows, "reading"):
+            character.add(row)
+        figures = character.figures()
+    except TraceError as error:
+        fail(str(error))
+    _print_figures(rows.info, figures)
+    write_json(json_file, {"file": msgspec.to_builtins(rows.info)} | _plain(figures))
+    if plot is not None:
+        from moonpool.trace.plot import plot_character
+
+        name = Path(file).name
+        rate = f"{figures.requests:,} requests in {figures.duration_s:,.0f} s"
+        try:
+            plot_character(character, f"{name}: {rate}", Path(plot))
+        except OSError as error:
+            fail(f"cannot write {plot}: {error.strerror}")
+        click.echo(f"wrote {plot}")
+
+
+@trace.command()
+@click.option("--profile", "profile_name", help="A built-in kind of workload, or a profile's file.")
+@click.option("--like", type=click.Path(), help="Fit the workload to this trace.")
+@click.option("--requests", type=COUNT, help="How many.")
+@click.option("--duration", type=_ABOVE_0, help="Seconds; instead of, or beside, --requests.")
+@click.option("--rate", type=_ABOVE_0, help="Requests per second, instead of the profile's.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), required=True)
+@click.option("--write-profile", type=click.Path(dir_okay=False), help="Keep what was drawn from.")
+def generate(
+    profile_name: str | None,
+    like: str | None,
+    requests: int | None,
+    duration: float | None,
+    rate: float | None,
+    seed: int,
+    output: str,
+    write_profile: str | None,
+) -> None:
+    """Makes a trace in Mooncake's format, with sessions, shared prompts, tool calls and bursts."""
+    from moonpool.trace.generate import generate as generated
+    from moonpool.trace.writer import write_trace
+
+    if requests is None and duration is None:
+        fail("how much? give --requests N or --duration SECONDS")
+    if profile_name is not None and like is not None:
+        fail("--profile and --like both say what to draw from; give one of them")
+    try:
+        profile = _profile(profile_name, like)
+        rows = generated(
+            profile, num_requests=requests, duration_s=duration, seed=seed, rate_rps=rate
+        )
+        num_rows = write_trace(_with_progress(rows, requests, "writing"), Path(output))
+        if write_profile is not None:
+            _write_profile(profile, Path(write_profile))
+    except TraceError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"cannot write {output}: {error.strerror}")
+    click.echo(f"wrote {num_rows:,} requests like {profile.name} to {output} (seed {seed})")
+
+
+@trace.command()
+@click.argument("name")
+@click.option("--to", "folder", type=click.Path(), default="traces", show_default=True)
+def download(name: str, folder: str) -> None:
+    """Gets a public trace, or all of them, and checks its sha256.
+
+    NAME is mooncake-conversation, mooncake-toolagent, mooncake-synthetic, mooncake-arxiv,
+    azure-conversation, azure-code, burstgpt or all.
+    """
+    from moonpool.trace.download import download as fetch
+
+    if name != "all" and name not in PUBLIC_TRACES:
+        fail(f"there is no public trace {name!r}; use {', '.join(PUBLIC_TRACES)} or all")
+    words = {
+        "checked": "got {}, sha256 is right",
+        "not checked": "got {}, not checked: no sha256 of it is known",
+        "there": "{} is already there, sha256 is right",
+        "there, not checked": "{} is already there, not checked: no sha256 of it is known",
+    }
+    for one in PUBLIC_TRACES if name == "all" else [name]:
+        public = PUBLIC_TRACES[one]
+        with _progress(DownloadColumn()) as progress:
+            task = progress.add_task(one, total=None)
+
+            def show(
+                done: int, total: int | None, task: Any = task, bar: Progress = progress
+            ) -> None:
+                bar.update(task, completed=done, total=total)
+
+            try:
+                outcome = fetch(public, Path(folder), show)
+            except TraceError as error:
+                progress.stop()
+                fail(str(error))
+        target = Path(folder) / public.file_name
+        click.echo(f"{one}: {words[outcome].format(target)} ({public.licence})")
+
+
+def _profile(name: str | None, like: str | None) -> GeneratorProfile:
+    if like is not None:
+        from moonpool.trace.fit import fit
+
+        rows = open_trace(like)
+        shown = _with_progress(rows, rows.info.num_rows, "fitting")
+        return fit(shown, rows.info.block_tokens, name=Path(like).stem)
+    if name is None:
+        return BUILT_IN["conversation"]
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not Path(name).exists():
+        fail(f"there is no profile {name!r}; use {', '.join(BUILT_IN)}, or a profile's file")
+    return read_profile(Path(name))
+
+
+def _write_profile(profile: GeneratorProfile, path: Path) -> None:
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
+def _progress(*columns: Any) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+
+
+def _with_progress(rows: Iterator[TraceRow], total: int | None, what: str) -> Iterator[TraceRow]:
+    with _progress(MofNCompleteColumn()) as progress:
+        task = progress.add_task(what, total=total)
+        for done, row in enumerate(rows, 1):
+            yield row
+            if done % 1000 == 0:
+                progress.update(task, completed=done)
+
+
+def _plain(figures: TraceFigures) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(figures, str_keys=True)
+    return plain
+
+
+def _print_figures(info: TraceInfo, figures: TraceFigures) -> None:
+    table = Table(title=Path(info.path).name, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    arrivals = figures.arrivals
+    blocks = f"blocks of {info.block_tokens} tokens" if info.block_tokens else "no block hashes"
+    table.add_row("format", f"{info.format}, {blocks}{'' if info.is_sorted else ', not sorted'}")
+    skipped = f" ({info.skipped_rows:,} without prompt or answer skipped)"
+    table.add_row("requests", f"{figures.requests:,}{skipped if info.skipped_rows else ''}")
+    table.add_row("duration", f"{figures.duration_s:,.0f} s, {arrivals.rate_rps:.3g} requests/s")
+    if info.tick_s:
+        table.add_row(
+            "rounded times", f"to {info.tick_s:.3g} s; a replay spreads rows evenly over each"
+        )
+    spread = ", ".join(f"{value:.2f} per {w} s" for w, value in arrivals.dispersion.items())
+    table.add_row("arrivals", f"gap CV {arrivals.gap_cv:.2f}; variance/mean {spread or 'unknown'}")
+    table.add_row(
+        "tokens/s",
+        f"{arrivals.input_tokens_per_s:,.0f} in, {arrivals.output_tokens_per_s:,.0f} out",
+    )
+    _add_lengths(table, figures.lengths)
+    if figures.blocks is not None:
+        table.add_section()
+        _add_blocks(table, figures.blocks)
+    if figures.turns is not None:
+        table.add_section()
+        _add_turns(table, figures.turns)
+    Console().print(table)
+
+
+def _add_lengths(table: Table, lengths: Lengths) -> None:
+    table.add_row("input tokens", _spread(lengths.input_tokens))
+    table.add_row("output tokens", _spread(lengths.output_tokens))
+    table.add_row(
+        "",
+        f"{lengths.prompt_per_decode_token:.1f} in per out, correlation {lengths.correlation:.2f};"
+        f" {lengths.long_token_share:.1%} of input in requests above 32k",
+    )
+
+
+def _add_blocks(table: Table, blocks: Blocks) -> None:
+    table.add_row("blocks", f"{blocks.references:,} references to {blocks.distinct:,} blocks")
+    table.add_row(
+        "never used again",
+        f"{blocks.never_reused_share:.1%} of blocks"
+        f" ({blocks.never_reused_full_share:.1%} of full ones)",
+    )
+    table.add_row(
+        "largest hit ratio",
+        f"{blocks.hit_ratio_blocks:.3f} by block, {blocks.hit_ratio_tokens:.3f} by token,"
+        f" {blocks.mean_request_hit_ratio:.3f} mean of requests",
+    )
+    curve = ", ".join(f"{k // 1000}k {v:.3f}" for k, v in blocks.lru_hit_ratio.items())
+    table.add_row("LRU hit ratio", f"{curve} (capacity in blocks)")
+    hottest = ", ".join(f"{count:,}" for count in blocks.hottest_references)
+    table.add_row(
+        "popularity",
+        f"hottest {hottest} references; {blocks.popular_blocks:,} blocks with 10 or more;"
+        f" slope {blocks.popularity_slope:.2f}",
+    )
+    shares = ", ".join(f"{number:,}: {share:.1%}" for number, share in blocks.top_share.items())
+    table.add_row("hottest's share", f"{shares} of repeated references")
+    if blocks.reuse_gap_s is not None:
+        table.add_row("used again after", f"{_spread(blocks.reuse_gap_s)} s")
+    if blocks.chain_violations:
+        table.add_row(
+            "[red]broken chain[/red]",
+            f"{blocks.chain_violations:,} ids follow different ids: equal ids are not equal"
+            " prefixes, and hits are not to be trusted",
+        )
+
+
+def _add_turns(table: Table, turns: Turns) -> None:
+    table.add_row("follow-ups", f"{turns.follow_ups:,} ({turns.share:.1%})")
+    counts = ", ".join(f"{count:,}" for count in turns.by_index[:6])
+    table.add_row("by turn", f"{counts} ... up to turn {turns.max_index}")
+    if turns.gap_s is not None and turns.growth_tokens is not None:
+        table.add_row("gap between turns", f"{_spread(turns.gap_s)} s")
+        table.add_row("growth per turn", f"{_spread(turns.growth_tokens)} tokens")
+
+
+def _spread(spread: Spread) -> str:
+    parts = (("mean", spread.mean), ("p50", spread.p50), ("p90", spread.p90), ("p99", spread.p99))
+    shown = ", ".join(f"{name} {value:,.0f}" for name, value in parts)
+    return f"{shown}, max {spread.max:,.0f}"

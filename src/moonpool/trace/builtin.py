@@ -1,0 +1,167 @@
+"""The generator's built-in workloads.
+
+"conversation" was fitted to Mooncake's public conversation trace. Of the other traces only figures
+are published: "toolagent" and "synthetic" were chosen so that requests, mean lengths and hit ratio
+come out as those of the FAST'25 paper's Table 2; their inner make-up is ours. The fixed-length ones
+are the data sets of the arXiv paper's Table 2. Rates that no paper gives are ours too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from moonpool.trace.profile import (
+    NUM_CLASSES,
+    PROBABILITIES,
+    Branches,
+    GeneratorProfile,
+    Quantiles,
+    SharedPrompts,
+    ToolCalls,
+)
+
+# Quantiles of the conversation trace, at PROBABILITIES.
+# fmt: off
+_FIRST_TOKENS = (
+    379, 382, 383, 385, 392, 422, 544, 746, 1048, 1857, 3051, 3801, 4408, 5167, 6259, 7573,
+    9339, 11625, 14302, 18078, 24212, 27705, 32585, 36079, 40303, 47235, 59629, 83715,
+    108687, 117936, 125683,
+)
+_OUTPUT_TOKENS = (
+    1, 3, 3, 10, 24, 46, 100, 156, 213, 256, 291, 322, 350, 375, 399, 423, 447, 472, 504,
+    543, 597, 628, 670, 698, 738, 800, 892, 1119, 1568, 2000, 2000,
+)
+_GAP_S = (
+    1.2, 13.8, 19.4, 30.7, 43.3, 53.7, 62.2, 70.4, 79.9, 91.8, 102.4, 118.1, 134.9, 157.8,
+    182.5, 214.4, 252.4, 300.5, 359.6, 432.1, 532.5, 582.8, 631.3, 661, 773.6, 965.5,
+    1231.3, 1714.3, 2115.1, 2412.7, 3029,
+)
+_MESSAGE_TOKENS = (
+    1, 1, 1, 1, 5, 7, 9, 10, 12, 15, 19, 23, 29, 42, 65, 120, 253, 447, 828, 2953, 4311,
+    5203, 6651, 7540, 8584, 10308, 12651, 17261, 22190, 36356, 91467,
+)
+_KEPT_SHARE = (
+    0.015, 0.031, 0.036, 0.051, 0.067, 0.08, 0.1, 0.111, 0.13, 0.152, 0.167, 0.189, 0.214,
+    0.25, 0.294, 0.355, 0.41, 0.463, 0.574, 0.754, 0.9, 0.918, 0.942, 0.947, 0.954, 0.958,
+    0.963, 0.978, 0.982, 0.989, 0.993,
+)
+_NEW_SHARE = (
+    0, 0.048, 0.14, 0.373, 0.483, 0.569, 0.62, 0.676, 0.741, 0.814, 0.874, 0.934, 0.997,
+    1.021, 1.074, 1.126, 1.176, 1.282, 1.42, 1.573, 1.845, 2.077, 2.686, 3.256, 5.547,
+    8.782, 10.943, 16.303, 18.171, 28.165, 30.517,
+)
+# fmt: on
+
+
+def _through(*points: tuple[float, float]) -> Quantiles:
+    """A quantile table through (probability, value) points, the first at 0, the last at 1."""
+    table = []
+    shares = [share for share, _ in points]
+    for probability in PROBABILITIES:
+        number = max(1, bisect_left(shares, probability))
+        (low_share, low), (high_share, high) = points[number - 1], points[number]
+        part = (probability - low_share) / (high_share - low_share)
+        table.append(round(low + part * (high - low), 1))
+    return tuple(table)
+
+
+CONVERSATION = GeneratorProfile(
+    name="conversation",
+    rate_rps=3.4,
+    burst_short_cv2=0.0043,
+    burst_long_cv2=0.0083,
+    first_tokens=_FIRST_TOKENS,
+    output_tokens=_OUTPUT_TOKENS,
+    max_input_tokens=126_195,
+    shared=SharedPrompts(share=1.0, count=1, skew=0.0, tokens=(512.0,)),
+    first_continue_share=(0.0108, 0.472, 0.3639, 0.4086, 0.3828, 0.2389, 0.1455),
+    continue_share=(0.4247, 0.5795, 0.6681, 0.6454, 0.7, 0.8333),
+    gap_s=_GAP_S,
+    message_tokens=_MESSAGE_TOKENS,
+    repeat_share=0.019,
+    branches=Branches(
+        class_share=(0.0, 0.0017, 0.0472, 0.2804, 0.2992, 0.2042, 0.1571),
+        kept_share=_KEPT_SHARE,
+        new_share=_NEW_SHARE,
+    ),
+)
+
+TOOLAGENT = GeneratorProfile(
+    name="toolagent",
+    rate_rps=6.67,  # 23,608 requests in 59 minutes
+    burst_short_cv2=0.02,
+    burst_long_cv2=0.01,
+    first_tokens=_through((0, 40), (0.5, 1_650), (0.9, 8_700), (0.99, 34_000), (1, 110_000)),
+    output_tokens=_through((0, 5), (0.5, 155), (0.9, 450), (0.99, 850), (1, 2_000)),
+    max_input_tokens=126_000,
+    shared=SharedPrompts(
+        share=1.0, count=60, skew=1.1, tokens=_through((0, 512), (0.5, 1_990), (1, 5_300))
+    ),
+    first_continue_share=(0.2,) * NUM_CLASSES,
+    continue_share=(0.35,),
+    gap_s=_through((0, 5), (0.5, 90), (0.9, 450), (1, 1_800)),
+    message_tokens=_through((0, 5), (0.5, 40), (0.9, 600), (1, 6_000)),
+    tools=ToolCalls(
+        share=0.3,
+        gap_s=_through((0, 0.5), (0.5, 2.5), (0.9, 8), (1, 20)),
+        output_tokens=_through((0, 15), (0.5, 45), (0.9, 120), (1, 300)),
+        result_tokens=_through((0, 30), (0.5, 700), (0.9, 3_500), (1, 12_000)),
+    ),
+)
+
+SYNTHETIC = GeneratorProfile(
+    name="synthetic",
+    rate_rps=1.1,  # 3,993 requests in about an hour, Poisson
+    first_tokens=_through((0, 15), (0.6, 120), (0.8, 800), (0.95, 3_000), (1, 8_000)),
+    output_tokens=_through((0, 2), (0.4, 20), (0.7, 110), (0.9, 400), (1, 1_100)),
+    max_input_tokens=126_000,
+    shared=SharedPrompts(
+        share=0.8, count=1_300, skew=0.2, tokens=_through((0, 3_072), (0.5, 13_824), (1, 37_376))
+    ),
+    first_continue_share=(0.2,) + (0.6,) * (NUM_CLASSES - 1),
+    continue_share=(0.6,),
+    gap_s=_through((0, 5), (0.5, 60), (1, 600)),
+    message_tokens=_through((0, 5), (0.7, 60), (1, 1_500)),
+)
+
+
+def _fixed(
+    name: str, rate_rps: float, input_tokens: int, output_tokens: int, shared: SharedPrompts | None
+) -> GeneratorProfile:
+    shared_tokens = int(shared.tokens[0]) if shared else 0
+    return GeneratorProfile(
+        name=name,
+        rate_rps=rate_rps,
+        first_tokens=(input_tokens - shared_tokens,),
+        output_tokens=(output_tokens,),
+        max_input_tokens=input_tokens,
+        shared=shared,
+    )
+
+
+def _half_cached(name: str, rate_rps: float, input_tokens: int) -> GeneratorProfile:
+    shared = SharedPrompts(share=1.0, count=16, skew=0.0, tokens=(input_tokens // 2,))
+    return _fixed(name, rate_rps, input_tokens, 512, shared)
+
+
+BUILT_IN = {
+    profile.name: profile
+    for profile in (
+        CONVERSATION,
+        TOOLAGENT,
+        SYNTHETIC,
+        _fixed("arxiv-sum", 1.0, 8_088, 229, None),
+        _fixed(
+            "l-eval",
+            1.0,
+            19_019,
+            72,
+            SharedPrompts(share=1.0, count=100, skew=0.0, tokens=(17_408.0,)),
+        ),
+        _half_cached("simulated-16k", 1.0, 16_384),
+        _half_cached("simulated-32k", 0.5, 32_768),
+        _half_cached("simulated-64k", 0.2, 65_536),
+        _half_cached("simulated-128k", 0.1, 131_072),
+    )
+}
+"""By name."""

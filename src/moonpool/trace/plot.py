@@ -1,0 +1,117 @@
+"""Draws a characterisation as one picture of four panels: load, lengths, popularity, reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from moonpool.trace.character import Character
+
+_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9822b", "#888888"
+_MAX_POINTS = 2_000
+_MAX_WINDOWS = 400
+
+
+def plot_character(character: Character, title: str, path: Path) -> None:
+    """Writes a PNG. Raises OSError."""
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=13)
+    axes = figure.subplots(2, 2)
+    _arrivals(axes[0][0], character)
+    _lengths(axes[0][1], character)
+    _popularity(axes[1][0], character)
+    _reuse(axes[1][1], character)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _arrivals(axis: Axes, character: Character) -> None:
+    width = 1
+    last = max(character.arrivals_per_window)
+    while (last + 1) / width > _MAX_WINDOWS:
+        width *= 2
+    window_s = character.window_s * width
+    counts = [0] * ((last // width) + 1)
+    for number, count in character.arrivals_per_window.items():
+        counts[number // width] += count
+    whole = counts[:-1] or counts  # the last window is hardly ever whole
+    minutes = [(number + 0.5) * window_s / 60 for number in range(len(whole))]
+    axis.plot(minutes, [count / window_s for count in whole], color=_BLUE, linewidth=1)
+    mean = sum(whole) / len(whole) / window_s
+    axis.axhline(mean, color=_ORANGE, linestyle="--", label=f"mean {mean:.3g}/s")
+    axis.set(
+        title=f"Arrivals, per {window_s} s",
+        xlabel="time from start (min)",
+        ylabel="requests per second",
+        ylim=(0, None),
+    )
+    axis.legend(frameon=False)
+
+
+def _lengths(axis: Axes, character: Character) -> None:
+    for values, name, colour in (
+        (character.input_tokens, "input", _BLUE),
+        (character.output_tokens, "output", _ORANGE),
+    ):
+        x, y = _cumulative(values)
+        mean = sum(values) / len(values)
+        axis.plot(x, y, color=colour, label=f"{name}, mean {mean:,.0f}")
+    axis.set(title="Lengths, cumulative", xlabel="tokens", ylabel="share of requests", xscale="log")
+    axis.set_ylim(0, 1.02)
+    axis.legend(frameon=False)
+
+
+def _popularity(axis: Axes, character: Character) -> None:
+    axis.set(title="Popularity of prompt blocks", xlabel="rank of block", ylabel="references")
+    if not character.references:
+        _nothing(axis, "this trace has no block hashes")
+        return
+    ranked = sorted(character.references.values(), reverse=True)
+    places = _log_places(len(ranked))
+    axis.plot([place + 1 for place in places], [ranked[p] for p in places], ".-", color=_BLUE)
+    axis.set(xscale="log", yscale="log")
+    once = sum(count == 1 for count in ranked) / len(ranked)
+    _note(axis, f"{once:.1%} of {len(ranked):,} blocks\nare used once")
+
+
+def _reuse(axis: Axes, character: Character) -> None:
+    axis.set(title="Time until a block is used again", xlabel="seconds", ylabel="share of re-uses")
+    gaps = [max(0.1, gap) for gap in character.reuse_gaps_s]
+    if not gaps:
+        _nothing(axis, "no block is used again")
+        return
+    x, y = _cumulative(gaps)
+    axis.plot(x, y, color=_BLUE)
+    axis.set_xscale("log")
+    axis.set_ylim(0, 1.02)
+    median = sorted(gaps)[len(gaps) // 2]
+    axis.axvline(median, color=_ORANGE, linestyle="--", label=f"median {median:,.3g} s")
+    axis.legend(frameon=False)
+
+
+def _cumulative(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    ranked = sorted(values)
+    step = max(1, len(ranked) // _MAX_POINTS)
+    places = [*range(0, len(ranked) - 1, step), len(ranked) - 1]
+    return [ranked[place] for place in places], [(place + 1) / len(ranked) for place in places]
+
+
+def _log_places(count: int) -> list[int]:
+    places = {min(count, round(10 ** (step / 20))) - 1 for step in range(200)}
+    return sorted(places)
+
+
+def _nothing(axis: Axes, text: str) -> None:
+    axis.text(0.5, 0.5, text, ha="center", va="center", color=_GREY, transform=axis.transAxes)
+    axis.set(xticks=[], yticks=[])
+
+
+def _note(axis: Axes, text: str) -> None:
+    axis.text(0.97, 0.95, text, ha="right", va="top", color=_GREY, transform=axis.transAxes)

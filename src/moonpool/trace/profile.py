@@ -1,0 +1,184 @@
+"""What the generator draws from: the numbers of one kind of workload, written to and read from
+JSON. It draws nothing itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+
+import msgspec
+
+from moonpool.trace.row import TraceError
+from moonpool.types import Struct
+
+PROBABILITIES = (
+    *(0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65),
+    *(0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.998, 1.0),
+)
+"""Where quantile tables have their values: finer at the long end, where the tokens are."""
+
+CLASS_TOKENS = (512, 2048, 8192, 16384, 32768, 65536)
+"""Prompts behave differently by length: short ones show no block of their own, long ones are cut.
+A prompt's class is how many of these bounds its own tokens (without the shared part) reach."""
+NUM_CLASSES = len(CLASS_TOKENS) + 1
+
+Quantiles = tuple[float, ...]
+"""A distribution by its quantiles at PROBABILITIES, linear between them; one value: a constant."""
+
+
+class SharedPrompts(Struct, frozen=True):
+    """System prompts or documents that many sessions begin with, whole trace blocks each.
+
+    A first prompt has one with probability `share`; the r-th most popular of `count` is chosen with
+    a weight of 1 / r ** `skew` (Zipf).
+    """
+
+    share: float
+    count: int
+    skew: float
+    tokens: Quantiles
+
+
+class ToolCalls(Struct, frozen=True):
+    """A turn that calls a tool answers briefly, and goes on soon with the tool's result."""
+
+    share: float  # of turns
+    gap_s: Quantiles
+    output_tokens: Quantiles
+    result_tokens: Quantiles
+
+
+class Branches(Struct, frozen=True):
+    """A follow-up that keeps only the first part of the prompt before it: an edit, or a history cut
+    because it grew too long."""
+
+    class_share: tuple[float, ...]  # of follow-ups, by length class of the previous prompt
+    kept_share: Quantiles  # of the previous prompt's full blocks
+    new_share: Quantiles  # tokens in their place, by tokens cut off
+
+
+class GeneratorProfile(Struct, frozen=True):
+    """One kind of workload.
+
+    `burst_short_cv2` and `burst_long_cv2` are the squared coefficients of variation of the arrival
+    rate, which changes every 10 s and every 300 s; 0: Poisson. `first_tokens` is what a first
+    prompt has beside its shared part. A first turn is followed by another one with the probability
+    that `first_continue_share` has for its length class, the k-th later turn with
+    `continue_share[k - 1]`, the last value holding for all later ones. `message_tokens` is what a
+    follow-up adds to the previous prompt and answer, `repeat_share` the share of follow-ups that
+    ask the very same again.
+    """
+
+    name: str
+    rate_rps: float
+    first_tokens: Quantiles
+    output_tokens: Quantiles
+    max_input_tokens: int
+    has_hashes: bool = True
+    burst_short_cv2: float = 0.0
+    burst_long_cv2: float = 0.0
+    shared: SharedPrompts | None = None
+    first_continue_share: tuple[float, ...] = (0.0,) * NUM_CLASSES
+    continue_share: tuple[float, ...] = (0.0,)
+    gap_s: Quantiles = (60.0,)
+    message_tokens: Quantiles = (1.0,)
+    repeat_share: float = 0.0
+    branches: Branches | None = None
+    tools: ToolCalls | None = None
+
+
+def quantiles_of(values: Sequence[float], digits: int = 0) -> Quantiles:
+    """The table of some values; a constant where there is but one."""
+    ranked = sorted(values)
+    if ranked[0] == ranked[-1]:
+        return (round(float(ranked[0]), digits),)
+    table = []
+    for probability in PROBABILITIES:
+        place = probability * (len(ranked) - 1)
+        low = min(int(place), len(ranked) - 2)
+        value = ranked[low] + (place - low) * (ranked[low + 1] - ranked[low])
+        table.append(round(float(value), digits))
+    return tuple(table)
+
+
+def length_class(own_tokens: int) -> int:
+    return bisect_right(CLASS_TOKENS, own_tokens)
+
+
+def share_below(table: Quantiles, value: float) -> float:
+    """The probability that a draw is less than `value`."""
+    if len(table) == 1:
+        return float(table[0] < value)
+    for number in range(1, len(table)):
+        if table[number] >= value:
+            low, high = table[number - 1], table[number]
+            part = (value - low) / (high - low) if value > low else 0.0
+            step = PROBABILITIES[number] - PROBABILITIES[number - 1]
+            return PROBABILITIES[number - 1] + step * part
+    return 1.0
+
+
+def read_profile(path: Path) -> GeneratorProfile:
+    """Raises TraceError."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=GeneratorProfile)
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} is no generator profile: {error}") from None
+    try:
+        check_profile(profile)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    return profile
+
+
+def write_profile(profile: GeneratorProfile, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+
+
+def check_profile(profile: GeneratorProfile) -> None:
+    """Raises TraceError if nothing could be drawn from it."""
+    _require(isfinite(profile.rate_rps) and profile.rate_rps > 0, "rate_rps must be above 0")
+    _require(profile.max_input_tokens > 0, "max_input_tokens must be above 0")
+    _require(len(profile.continue_share) > 0, "continue_share is empty")
+    shares = [*profile.continue_share, *profile.first_continue_share, profile.repeat_share]
+    by_class = {"first_continue_share": profile.first_continue_share}
+    tables = {name: getattr(profile, name) for name in _TABLES}
+    for number in (profile.burst_short_cv2, profile.burst_long_cv2):
+        _require(isfinite(number) and number >= 0, "burst_*_cv2 must be 0 or more")
+    if profile.shared is not None:
+        shares.append(profile.shared.share)
+        _require(profile.shared.count > 0, "shared.count must be above 0")
+        tables["shared.tokens"] = profile.shared.tokens
+    if profile.branches is not None:
+        shares.extend(profile.branches.class_share)
+        by_class["branches.class_share"] = profile.branches.class_share
+        tables["branches.kept_share"] = profile.branches.kept_share
+        tables["branches.new_share"] = profile.branches.new_share
+    if profile.tools is not None:
+        shares.append(profile.tools.share)
+        tables["tools.gap_s"] = profile.tools.gap_s
+        tables["tools.output_tokens"] = profile.tools.output_tokens
+        tables["tools.result_tokens"] = profile.tools.result_tokens
+    _require(all(0 <= share <= 1 for share in shares), "shares must lie between 0 and 1")
+    for name, values in by_class.items():
+        _require(len(values) == NUM_CLASSES, f"{name} must have {NUM_CLASSES} values")
+    for name, table in tables.items():
+        right = len(table) in (1, len(PROBABILITIES)) and list(table) == sorted(table)
+        right = right and all(isfinite(value) for value in table) and table[0] >= 0
+        _require(
+            right,
+            f"{name} must be one value or {len(PROBABILITIES)} rising ones, none below 0",
+        )
+
+
+_TABLES = ("first_tokens", "output_tokens", "gap_s", "message_tokens")
+
+
+def _require(is_so: bool, what: str) -> None:
+    if not is_so:
+        raise TraceError(what)
