@@ -7,11 +7,14 @@ from the waiting line (its blocks are then held) or by `join`, and leaves it by 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
+from moonpool.batching.alternating import AlternatingPlanner
 from moonpool.batching.chunked import plan_chunked
-from moonpool.batching.plan import Candidate
+from moonpool.batching.plan import BatchPlan, Candidate
 from moonpool.batching.prefill_first import plan_prefill_first
-from moonpool.config import InstanceConfig
+from moonpool.batching.whole_prompts import plan_whole_prompts
+from moonpool.config import Batching, InstanceConfig
 from moonpool.types import BlockId, RequestId
 from moonpool.workers.actions import (
     OpenStream,
@@ -25,7 +28,14 @@ from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import PrefillStarted
 from moonpool.workers.outbox import Outbox
 
-PLANNERS = {"chunked": plan_chunked, "prefill-first": plan_prefill_first}
+Planner = Callable[[list[Candidate], list[Candidate], int, int], BatchPlan]
+# One is made for each instance, since some remember whose turn it is.
+PLANNERS: dict[Batching, Callable[[], Planner]] = {
+    "chunked": lambda: plan_chunked,
+    "prefill-first": lambda: plan_prefill_first,
+    "whole-prompts": lambda: plan_whole_prompts,
+    "alternating": AlternatingPlanner,
+}
 
 Step = list[tuple[ActiveWork, int]]
 
@@ -38,7 +48,7 @@ class Batch:
         self.running: list[ActiveWork] = []
         self.steps: deque[Step] = deque()
         self._config = config
-        self._plan = PLANNERS[config.batching]
+        self._plan = PLANNERS[config.batching]()
         self._holdings = holdings
         self._layout = holdings.layout
         self._outbox = outbox
