@@ -1,0 +1,105 @@
+"""The first words of a report: what was simulated, what came out, and the figures to remember."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from moonpool.config import Config
+from moonpool.report.cluster import busy_share
+from moonpool.report.words import both, counted, duration, percent, significant
+from moonpool.sim.simulation import Simulation
+from moonpool.types import Role
+
+
+def opening(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> str:
+    """HTML: the summary in words, then the tiles."""
+    config = simulation.config
+    first = f"{cluster_words(config)} were sent {_sent(simulation, figures, trace_name)}"
+    if figures["requests"]:
+        first += f" {_outcome(config, figures)}"
+    paragraphs = [f'<p class="lead">{escape(first)}</p>']
+    if figures["completed"]:
+        paragraphs.append(f"<p>{escape(_details(simulation, figures))}</p>")
+    return "\n".join([*paragraphs, _tiles(figures)])
+
+
+def cluster_words(config: Config) -> str:
+    """`8 prefill + 8 decode instances, each 8 x A800-SXM with llama3-70b,`"""
+    cluster, hardware = config.cluster, config.hardware
+    counts = (("prefill", cluster.prefill), ("decode", cluster.decode), ("mixed", cluster.mixed))
+    pools = " + ".join(f"{number:,} {role}" for role, number in counts if number)
+    node = f"{hardware.devices_per_node} × {hardware.device}"
+    each = f"each {node}"
+    group = hardware.nodes_per_prefill
+    if group > 1:
+        kind = "prefill" if cluster.prefill else "mixed"
+        each = f"each {node} ({kind}: {group} such nodes, {hardware.parallelism.upper()})"
+    noun = "instance" if cluster.prefill + cluster.decode + cluster.mixed == 1 else "instances"
+    return f"{pools} {noun}, {each} with {hardware.shape},"
+
+
+def _sent(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> str:
+    if not figures["requests"]:
+        return f"no request at all: {trace_name} has none."
+    return (
+        f"the {counted(figures['requests'], 'request')} of {trace_name} within "
+        f"{duration(simulation.last_arrival_s)}."
+    )
+
+
+def _outcome(config: Config, figures: dict[str, Any]) -> str:
+    slo = config.slo
+    completed, refused, failed = (figures[name] for name in ("completed", "rejected", "failed"))
+    total = figures["requests"]
+    answered = "All were answered" if completed == total else f"{completed:,} were answered"
+    if not completed:
+        answered = "None was answered"
+    lost = [f"{number:,} {word}" for number, word in ((refused, "refused"), (failed, "failed"))]
+    bad = [words for words, number in zip(lost, (refused, failed), strict=True) if number]
+    end = f"{both(bad)}." if bad else "none was refused."
+    return (
+        f"{answered}, {percent(figures['effective_share'])} of all within both SLOs "
+        f"(TTFT ≤ {duration(slo.ttft_s)}, TBT ≤ {duration(slo.tbt_s)}); {end}"
+    )
+
+
+def _details(simulation: Simulation, figures: dict[str, Any]) -> str:
+    ttft = figures["ttft_s"]
+    busy = []
+    for role in Role:
+        nodes = [node for node in simulation.nodes.values() if node.info.role is role]
+        if nodes:
+            shares = busy_share(nodes, simulation.clock.now)
+            busy.append(f"{role.value} instances {percent(sum(shares) / len(shares))}")
+    return (
+        f"Half of the answers began within {duration(ttft['p50'])}, 99 % within "
+        f"{duration(ttft['p99'])}. {percent(figures['cache']['hit_ratio'])} of the prompt tokens "
+        f"came from the cache. Of the {duration(figures['simulated_s'])} that the run took in all, "
+        f"{both(busy)} were spent computing."
+    )
+
+
+def _tiles(figures: dict[str, Any]) -> str:
+    ttft, tbt, cache = figures["ttft_s"], figures["tbt_top10_mean_s"], figures["cache"]
+    refused = figures["rejected"] / max(figures["requests"], 1)
+    none = not figures["completed"]
+    tiles = (
+        ("requests", f"{figures['requests']:,}", f"{figures['completed']:,} answered"),
+        ("both SLOs kept", percent(figures["effective_share"]), f"{figures['effective']:,}"),
+        ("goodput", f"{significant(figures['goodput_rps'])} /s", "within SLOs, per second"),
+        ("TTFT, median", _or_dash(ttft["p50"], none), f"p99 {_or_dash(ttft['p99'], none)}"),
+        ("TBT, median", _or_dash(tbt["p50"], none), f"p99 {_or_dash(tbt['p99'], none)}"),
+        ("from the cache", percent(cache["hit_ratio"]), "of prompt tokens"),
+        ("refused", f"{figures['rejected']:,}", percent(refused)),
+        ("failed", f"{figures['failed']:,}", "deadline or fault"),
+    )
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for name, value, more in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _or_dash(seconds: float, none: bool) -> str:
+    return "-" if none else duration(seconds)

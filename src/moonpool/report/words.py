@@ -1,0 +1,84 @@
+"""Figures as people read them: three significant digits, with a unit that fits the size."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+_BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`12,031`, `15.3`, `0.0292`: never in scientific notation unless it is tiny."""
+    if not isfinite(value):
+        return "unlimited" if value > 0 else "-"
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits}g}")
+    size = abs(rounded)
+    if size < 1e-4:
+        return f"{rounded:.{digits}g}"
+    decimals = digits
+    while size >= 1 and decimals:
+        size /= 10
+        decimals -= 1
+    text = f"{rounded:,.{decimals}f}" if abs(rounded) >= 1 else f"{rounded:.{digits + 3}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 request`, `12,031 requests`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """Never 0 or 100 % of what is not none or all."""
+    if share <= 0:
+        return "0 %"
+    if share == 1:
+        return "100 %"
+    if share < 0.001:
+        return "under 0.1 %"
+    if 0.999 < share < 1:
+        return "over 99.9 %"
+    return f"{significant(share * 100)} %"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that leaves one to three digits before the point."""
+    size = abs(seconds)
+    if size == 0:
+        return "0 s"
+    if size < 0.9995e-3:
+        return f"{significant(seconds * 1e6)} µs"
+    if size < 0.9995:
+        return f"{significant(seconds * 1e3)} ms"
+    if size < 120:
+        return f"{significant(seconds)} s"
+    if size < 7200:
+        return f"{significant(seconds / 60)} min"
+    return f"{significant(seconds / 3600)} h"
+
+
+def byte_size(num_bytes: float) -> str:
+    for unit, name in _BYTES:
+        if num_bytes >= unit:
+            return f"{significant(num_bytes / unit)} {name}"
+    return f"{significant(num_bytes)} B"
+
+
+def short_count(value: float) -> str:
+    """`13.7 M`: for axes and bars."""
+    for unit, name in _COUNTS:
+        if abs(value) >= unit:
+            return f"{significant(value / unit)} {name}"
+    return significant(value)
+
+
+def both(names: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
