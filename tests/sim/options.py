@@ -21,6 +21,8 @@ class Options:
     max_repeats: int
     prefix_caching: bool
     admission: str
+    placement: str
+    decode_prediction: str
     threshold: float
     books_little: bool  # expects answers of a token, so that decodes run out of blocks
     num_requests: int
@@ -68,6 +70,7 @@ def draw_options(rng: random.Random) -> Options:
     block_tokens = rng.choice((1, 2, 4, 4, 8))
     max_prompt_tokens = rng.choice((12, 30, 60))
     max_answer_tokens = rng.choice((1, 4, 12, 30, 60))
+    policies = random.Random(rng.getrandbits(64))
     longest_blocks = -(-(max_prompt_tokens + max_answer_tokens) // block_tokens)
     return Options(
         num_prefill=rng.choice((1, 1, 2, 3)) if disaggregated else 0,
@@ -80,7 +83,11 @@ def draw_options(rng: random.Random) -> Options:
         max_sequences=rng.choice((1, 2, 4, 16)),
         max_repeats=rng.choice((1, 1, 3, 16)),
         prefix_caching=rng.random() < 0.9,
-        admission=rng.choice(("none", "early")),
+        admission=policies.choice(("none", "baseline", "early", "predictive")),
+        placement=policies.choice(
+            ("random", "load-balancing", "cache-aware", *["kvcache-centric"] * 3)
+        ),
+        decode_prediction=policies.choice(("duration", "length")),
         threshold=rng.choice((1.0, 1.0, 1.5)),
         books_little=rng.random() < 0.4,
         num_requests=rng.randint(3, 14),
@@ -89,7 +96,7 @@ def draw_options(rng: random.Random) -> Options:
         max_answer_tokens=max_answer_tokens,
         slow_delay_s=rng.choice((0.0, 0.01, 0.2)),
         transfer_is_cheap=rng.random() < 0.85,
-        tight_slo_rate=maybe(0.5, 0.3),
+        tight_slo_rate=maybe(1.0, 0.4),
         short_deadline_rate=maybe(0.5, 0.3),
         cancel_rate=maybe(0.6),
         num_deaths=rng.choice((0, 0, 1, 3)),

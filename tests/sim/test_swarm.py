@@ -16,7 +16,7 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import Tracked
 from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.prefix_index import PrefixIndex
-from moonpool.workers import instance as instance_module
+from moonpool.workers import holdings as holdings_module
 from moonpool.workers.active import ActiveWork
 from moonpool.workers.batch import Batch
 from moonpool.workers.instance import Instance
@@ -42,7 +42,7 @@ def test_seeds_that_failed_once(seed: int) -> None:
 def test_runs_reach_every_corner() -> None:
     """A swarm that never preempts, fetches or breaks a stream would prove nothing about them."""
     seen: Counter[str] = Counter()
-    for seed in range(1000, 1080):
+    for seed in range(1000, 1200):
         seen += run_seed(seed).seen
     for name in (
         "FetchBlocks",
@@ -58,7 +58,9 @@ def test_runs_reach_every_corner() -> None:
         "outcome length",
         "outcome abort",
         "outcome deadline",
-        "outcome tbt_slo",
+        "outcome tbt_slo_late",
+        "outcome decode_load",
+        "outcome decode_load_predicted",
         "outcome ttft_slo",
         "outcome no_decode_capacity",
     ):
@@ -116,7 +118,7 @@ DEFECTS: dict[str, tuple[object, str, object]] = {
         _ignore_corruption(Instance._on_receive_ended),
     ),
     "keys that collide": (BlockPool, "seal", _seal_too_much(BlockPool.seal)),
-    "tenants share": (instance_module, "root_key", lambda fingerprint, tenant: b"r" * 16),
+    "tenants share": (holdings_module, "root_key", lambda fingerprint, tenant: b"r" * 16),
     "broken streams untold": (Instance, "_on_stop_receiving", lambda self, work_id: None),
     "aborts forgotten": (Instance, "_on_abort", lambda self, work_id: None),
     "events unheard": (
@@ -130,7 +132,7 @@ DEFECTS: dict[str, tuple[object, str, object]] = {
         lambda self, active: (self.running.remove(active), self.waiting.append(active)),
     ),
     "retries start over": (Conductor, "_deliver", _forget_delivered(Conductor._deliver)),
-    "bookings forgotten": (Conductor, "_unbook_prefill", lambda self, tracked, attempt: None),
+    "bookings forgotten": (Conductor, "_unbook_prefill", lambda self, tracked, attempt, now: None),
 }
 
 

@@ -95,6 +95,8 @@ class World:
         conductor = Conductor(
             ConductorConfig(
                 admission=self.options.admission,  # type: ignore[arg-type]
+                placement=self.options.placement,  # type: ignore[arg-type]
+                decode_prediction=self.options.decode_prediction,  # type: ignore[arg-type]
                 kvcache_balancing_threshold=self.options.threshold,
             )
         )
@@ -288,8 +290,8 @@ class World:
         conductor = self.conductor
         assert not conductor.requests and not conductor._works
         for state in conductor.instances.values():
-            assert not (state.prefills or state.decodes or state.expected)
-            assert state.num_fetches_served == 0
+            assert not (state.prefills or state.decodes or state.serving)
+            assert conductor.index.num_expected(state.info.instance_id) == 0
 
     def _check_ending(self, request_id: RequestId, truth: Truth) -> None:
         record = self.ended[request_id].record
@@ -324,7 +326,7 @@ class World:
         most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         fits = self.layout.blocks_for(most_tokens) <= opts.num_blocks
         disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
-        if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo":
+        if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo_late":
             assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
 
     def _check_cache(self, life: Life) -> None:
@@ -343,7 +345,7 @@ class World:
     def _check_index(self, life: Life) -> None:
         """What an instance has cached is what the Conductor believes."""
         keys, index = life.instance.pool.keys(), self.conductor.index
-        assert all(index.match([key]).get(life.instance_id) == 1 for key in keys)
+        assert all(index.holds(life.instance_id, key) for key in keys)
         assert index.num_blocks(life.instance_id) == len(keys)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moonpool.conductor.explanation import Explanation
 from moonpool.metrics import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token
 from moonpool.workers.messages import Command, InstanceInfo, Report
@@ -73,9 +74,11 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """Exactly one for each request that arrived: its record is complete."""
+    """Exactly one for each request that arrived: its record is complete, but for the explanation,
+    which is put into words only if somebody asks for its `lines()`."""
 
     record: RequestRecord
+    explanation: Explanation
 
 
 ConductorAction = Send | Deliver | Refuse | RequestEnded

@@ -1,10 +1,10 @@
 """The Conductor: the one place where requests are booked on instances, and booked off again.
 
 `handle(event, now)` takes arrivals, reports and losses and returns commands and answers. Policies
-choose (`placement`), the Conductor books. It also owns every request's deadline, and tries a
-request again when an instance fails: tokens already delivered become part of the new attempt's
-prompt, and since draws are keyed by (seed, position), the answer goes on as if nothing had
-happened.
+choose (`placement`, `admission`), the Conductor books. It also owns every request's deadline, and
+tries a request again when an instance fails: tokens already delivered become part of the new
+attempt's prompt, and since draws are keyed by (seed, position), the answer goes on as if nothing
+had happened.
 
     arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
                  \\--> refused (429, 503)            any failure --> placed again, or refused
@@ -13,7 +13,9 @@ happened.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
 
 from moonpool.conductor.actions import (
     ConductorAction,
@@ -29,13 +31,19 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.conductor.placement import Demand, Placement, Rejection, place
+from moonpool.conductor.admission import UNLIMITED, Promise, admit
+from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.fleet import to_ns
+from moonpool.conductor.output_length import OutputLengths, RunningMean
+from moonpool.conductor.placement import Placement, Rejection, place
+from moonpool.conductor.policies import Demand
 from moonpool.conductor.state import Attempt, InstanceState, Stage, Tracked
-from moonpool.config import ConductorConfig
+from moonpool.config import ConductorConfig, SloConfig
 from moonpool.kvcache.hashing import block_keys, root_key
-from moonpool.kvcache.prefix_index import PrefixIndex
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.metrics import RequestRecord
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo, Token
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo, Token
 from moonpool.workers.messages import (
     Abort,
     BlocksChanged,
@@ -59,31 +67,51 @@ from moonpool.workers.messages import (
     Work,
     WorkFailed,
     WorkId,
-    WorkTokens,
 )
 
+TBT_SLO_LATE = "tbt_slo_late"
+"""The reason of a refusal by the decode instance's own check: its prefill was for nothing."""
 MAX_RETRY_AFTER_S = 120.0
-UNLIMITED = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
 FIRST_EXPECTED_OUTPUT_TOKENS = 256.0
 OUTPUT_MEMORY = 0.02
 """Weight of the newest answer in the running mean of answer lengths (`max_tokens` says little)."""
+FIRST_ANSWER_S = 10.0
+"""How long an answer takes, as long as none has ended."""
+OUTLIVED = 1.5
+"""An answer that outlives its predicted length is taken to be so many times as long."""
+DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
+
+
+class PoolLoads(NamedTuple):
+    """Predicted over promised latency (the default SLO), as the mean over a pool's instances."""
+
+    prefill: float
+    decode: float  # of what is decoding now
+    decode_projected: float  # of what will be when a prefill that is placed now usually ends
 
 
 class Conductor:
     """Global state machine of the cluster."""
 
-    def __init__(self, config: ConductorConfig, life: str = "") -> None:
+    def __init__(
+        self, config: ConductorConfig, life: str = "", default_slo: Slo = DEFAULT_SLO
+    ) -> None:
         """`life` tells this Conductor's works from those of the one before it, should any
-        remain."""
+        remain. `default_slo` is the unit of `loads`."""
         self.config = config
-        self.index = PrefixIndex()
-        self.instances: dict[InstanceId, InstanceState] = {}
+        self.default_slo = default_slo
+        self.books = Bookings()
+        self.index, self.fleet = self.books.index, self.books.fleet
+        self.forecast, self.lengths = self.books.forecast, OutputLengths()
+        self.instances = self.books.instances
         self.requests: dict[RequestId, Tracked] = {}
         self._works: dict[WorkId, Tracked] = {}
         self._life = f"{life}." if life else ""
         self._work_numbers = count(1)  # a client may use its request id again
         self._deadlines: list[tuple[float, RequestId]] = []
         self._expected_output_tokens = FIRST_EXPECTED_OUTPUT_TOKENS
+        self._usual_ttft_s = RunningMean(0.0)
+        self._layout: BlockLayout | None = None  # of all instances
         self._actions: list[ConductorAction] = []
 
     def handle(self, event: ConductorEvent, now: float) -> list[ConductorAction]:
@@ -105,29 +133,31 @@ class Conductor:
         actions, self._actions = self._actions, []
         return actions
 
+    def loads(self, now: float) -> PoolLoads:
+        """How loaded both pools are; cheap enough to be asked for often."""
+        slo, fleet = self.default_slo, self.fleet
+        projected = self.forecast.project(now + self._usual_ttft_s.value, now)
+        return PoolLoads(
+            fleet.prefill_load(slo, now),
+            fleet.decode_load(slo),
+            fleet.spread_decode_load(slo, *projected),
+        )
+
     def validate(self) -> None:
         """Asserts that bookings and requests agree in both directions."""
-        self.index.validate()
         for tracked in self.requests.values():
             assert tracked.attempt is not None
             assert self._works[tracked.attempt.work_id] is tracked
         assert len(self._works) == len(self.requests)
-        booked = {w for s in self.instances.values() for w in (*s.prefills, *s.decodes)}
-        assert booked <= set(self._works), booked - set(self._works)
-        fetching = [a.fetch_from for s in self.instances.values() for a in s.prefills.values()]
-        for instance_id, state in self.instances.items():
-            assert state.num_fetches_served == fetching.count(instance_id)
-            assert state.prefills or not state.expected
+        self.books.validate(self.requests.values())
 
     # Instances
 
     def _on_instance_joined(self, info: InstanceInfo, now: float) -> None:
         if info.instance_id in self.instances:
             self._on_instance_lost(info.instance_id, "it joined anew", now)
-        state = InstanceState(info)
-        self.instances[info.instance_id] = state
-        self.index.add_instance(info.instance_id, info.incarnation)
-        self._ask_for_all_blocks(state)
+        self._layout = info.layout
+        self._ask_for_all_blocks(self.books.join(info))
 
     def _ask_for_all_blocks(self, state: InstanceState) -> None:
         """Once until the answer comes, however many events meanwhile cannot be used."""
@@ -136,17 +166,13 @@ class Conductor:
             self._send(state.info.instance_id, Resync())
 
     def _on_instance_lost(self, instance_id: InstanceId, reason: str, now: float) -> None:
-        if self.instances.pop(instance_id, None) is None:
+        state = self.books.leave(instance_id)
+        if state is None:
             return
-        self.index.remove_instance(instance_id)
-        for tracked in list(self.requests.values()):
+        lost = {**state.prefills, **state.handed_over, **state.decodes}
+        for tracked in lost.values():
             attempt = tracked.attempt
-            if attempt is None:
-                continue
-            if attempt.fetch_from == instance_id:
-                attempt.fetch_from = None  # the fetch fails by itself, and is computed instead
-            if instance_id not in attempt.instances:
-                continue
+            assert attempt is not None
             if instance_id != attempt.decoder and attempt.stage is Stage.DECODE:
                 # The prefill is done, but its stream may never have reached the decode instance.
                 self._send(attempt.decoder, StopReceiving(work_id=attempt.work_id))
@@ -158,100 +184,141 @@ class Conductor:
 
     def _on_request_arrived(self, request: Request, now: float) -> None:
         assert request.request_id not in self.requests
-        tracked = Tracked(
-            request=request,
-            keys=[],
-            record=RequestRecord(
-                request.request_id,
-                request.num_prompt_tokens,
-                request.slo,
-                request.arrived_s,
-                tenant=request.tenant,
-            ),
+        record = RequestRecord(
+            request.request_id,
+            request.num_prompt_tokens,
+            request.slo,
+            request.arrived_s,
+            tenant=request.tenant,
         )
+        tracked = Tracked(request, record)
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
         self._place(tracked, now)
 
     def _place(self, tracked: Tracked, now: float) -> None:
         """Books the request's next attempt, or refuses it."""
-        request = tracked.request
-        sample = next(iter(self.instances.values()), None)
-        if sample is None:
+        request, layout = tracked.request, self._layout
+        if not self.instances or layout is None:
             self._refuse(tracked, Rejection(503, "no_instance", "no instance is up", 5.0), now)
             return
-        layout = sample.info.layout
-        tokens = (*request.token_ids, *tracked.generated)
-        if request.use_cache:
+        tokens: Sequence[int] = request.token_ids
+        if tracked.generated:
+            tokens = (*tokens, *tracked.generated)
+        self._name_blocks(tracked, tokens, layout)
+        match = self.index.match(tracked.keys)
+        demand = self._demand(tracked, len(tokens), layout)
+        failed_on = [self.instances.get(name) for name in sorted(tracked.failed_on)]
+        avoid = [state.row for state in failed_on if state is not None]
+        decision = self._decide(tracked, demand, match, avoid, now)
+        if isinstance(decision, Rejection) and avoid:
+            decision = self._decide(tracked, demand, match, (), now)
+        if isinstance(decision, Rejection):
+            if tracked.local_refusal:  # what it was refused for first, and paid for
+                text = f"{tracked.local_refusal}; elsewhere: {decision.message}"
+                decision = Rejection(429, TBT_SLO_LATE, text, decision.retry_after_s)
+            self._refuse(tracked, decision, now)
+            return
+        tracked.predicted_output_tokens = self.lengths.predict(
+            request.num_prompt_tokens, tracked.keys, min(match.deepest, len(tracked.keys))
+        )
+        self._book(tracked, decision, tokens, demand, now)
+
+    def _name_blocks(self, tracked: Tracked, tokens: Sequence[int], layout: BlockLayout) -> None:
+        request = tracked.request
+        if not request.use_cache:
+            return
+        if request.keys is not None:
+            tracked.keys = request.keys  # of the prompt; what was generated stays nameless
+        else:
             root = root_key(layout.fingerprint, request.tenant)
             tracked.keys = block_keys(tokens, layout.block_tokens, root)
-        held = self.index.match(tracked.keys)
-        views = [
-            state.view(tracked.keys, held.get(instance_id, 0), len(tokens), now)
-            for instance_id, state in self.instances.items()
-        ]
-        left = request.sampling.max_tokens - len(tracked.generated)
-        # Booked in whole blocks, as they will be held.
-        expected = len(tokens) + min(left, int(self._expected_output_tokens))
-        demand = Demand(
-            num_tokens=len(tokens),
+
+    def _demand(self, tracked: Tracked, num_tokens: int, layout: BlockLayout) -> Demand:
+        left = tracked.request.sampling.max_tokens - len(tracked.generated)
+        expected = num_tokens
+        if left > 1:
+            expected += min(left, int(self._expected_output_tokens))
+        return Demand(
+            number=next(self._work_numbers),
+            num_tokens=num_tokens,
+            # Booked in whole blocks, as they will be held.
             expected_tokens=layout.blocks_for(expected) * layout.block_tokens,
             decodes=left > 1,
+            block_tokens=layout.block_tokens,
             token_bytes=layout.token_bytes,
-            # An answer that has begun is not taken back for being slow.
-            slo=UNLIMITED if tracked.generated else request.slo,
+            answer_s=self._answer_s(),
         )
-        fresh = [view for view in views if view.instance_id not in tracked.failed_on]
-        decision = place(demand, fresh, self.config)
-        if isinstance(decision, Rejection) and len(fresh) < len(views):
-            decision = place(demand, views, self.config)
+
+    def _decide(
+        self,
+        tracked: Tracked,
+        demand: Demand,
+        match: PrefixMatch,
+        avoid: Sequence[int],
+        now: float,
+    ) -> Placement | Rejection:
+        """The policies' word on it; books nothing."""
+        decision = place(demand, self.fleet, match, self.config, now, avoid)
         if isinstance(decision, Rejection):
-            self._refuse(tracked, decision, now)
-        else:
-            self._book(tracked, decision, tokens, demand, now)
+            return decision
+        request = tracked.request
+        # An answer that has begun is not taken back for being slow.
+        slo = UNLIMITED if tracked.generated else request.slo
+        promise = Promise(slo, max(now - request.arrived_s, 0.0))
+        refusal = admit(demand, decision, promise, self.fleet, self.forecast, self.config, now)
+        return decision if refusal is None else refusal
 
     def _book(
         self,
         tracked: Tracked,
         placement: Placement,
-        tokens: tuple[int, ...],
+        tokens: Sequence[int],
         demand: Demand,
         now: float,
     ) -> None:
         tracked.num_attempts += 1
         request, record = tracked.request, tracked.record
         attempt = Attempt(
-            work_id=WorkId(f"{request.request_id}/{self._life}{next(self._work_numbers)}"),
+            work_id=WorkId(f"{request.request_id}/{self._life}{demand.number}"),
             prefill=placement.prefill,
             decode=placement.decode,
             fetch_from=placement.fetch_from,
-            prefill_s=placement.prefill_s,
-            booked_tokens=demand.expected_tokens,
+            prefill_ns=to_ns(placement.prefill_s),
+            num_tokens=demand.num_tokens,
+            booked_tokens=self._room(demand, placement),
+            answers=demand.decodes,
+            expected_keys=tracked.keys[placement.held_blocks :],
+            tbt_s=placement.tbt_s,
         )
         tracked.attempt = attempt
         self._works[attempt.work_id] = tracked
-        prefill, decoder = self.instances[attempt.prefill], self.instances[attempt.decoder]
-        prefill.prefills[attempt.work_id] = attempt
-        prefill.expect(tracked.keys, 1)
-        prefill.last_placed_s = decoder.last_placed_s = now
-        if demand.decodes:
-            decoder.decodes[attempt.work_id] = tracked
-        if attempt.fetch_from is not None:
-            self.instances[attempt.fetch_from].num_fetches_served += 1
+        self.books.book(tracked, attempt, now)
+        if attempt.answers:
+            lasts_s = self._decode_s(tracked, attempt)
+            context_tokens = (demand.num_tokens + demand.expected_tokens) // 2
+            begins_s = now + placement.ttft_s
+            attempt.stay = self.forecast.enter(begins_s, lasts_s, context_tokens, now)
+        self._usual_ttft_s.add(placement.ttft_s)
         record.attempts = tracked.num_attempts
         record.placed_s = now
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
-        tracked.explanation.extend(placement.reasons)
-        tracked.explanation.append(self._describe(placement))
+        tracked.explanation.add(placement.chosen)
         self._command(tracked, attempt, placement, tokens, now)
+
+    def _room(self, demand: Demand, placement: Placement) -> int:
+        """To book where the tokens come from. A prefill instance's own queue sees to its room; but
+        on a mixed one, what only prefills there must not take what was promised to others."""
+        mixed = self.instances[placement.prefill].info.role is Role.MIXED
+        return demand.expected_tokens if demand.decodes or mixed else 0
 
     def _command(
         self,
         tracked: Tracked,
         attempt: Attempt,
         placement: Placement,
-        tokens: tuple[int, ...],
+        tokens: Sequence[int],
         now: float,
     ) -> None:
         request = tracked.request
@@ -260,10 +327,11 @@ class Conductor:
             token_ids=tokens,
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.sampling,
-            slo=request.slo,
+            slo=self._local_slo(tracked),
             tenant=request.tenant,
             use_cache=request.use_cache,
             timeout_s=max(request.deadline_s - now, 0.001),
+            keys=request.keys,
         )
         target = fetch = None
         if attempt.decode is not None:
@@ -276,13 +344,24 @@ class Conductor:
             fetch = Fetch(source=source.address, num_blocks=num_blocks)
         self._send(attempt.prefill, StartPrefill(work=work, fetch=fetch, target=target))
 
-    def _describe(self, placement: Placement) -> str:
-        text = f"prefill on {placement.prefill}"
-        if placement.decode is not None:
-            text += f", decode on {placement.decode}"
-        if placement.fetch_from is not None:
-            text += f", fetching {placement.fetch_tokens} tokens from {placement.fetch_from}"
-        return f"{text}; predicted TTFT {placement.ttft_s:.3f} s, TBT {placement.tbt_s:.4f} s"
+    def _local_slo(self, tracked: Tracked) -> Slo:
+        """What the decode instance checks again."""
+        slo, limit = tracked.request.slo, self.config.load_limit
+        if tracked.generated or self.config.admission == "none":
+            return UNLIMITED
+        return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
+
+    def _answer_s(self) -> float:
+        return FIRST_ANSWER_S if self.forecast.usual_s is None else self.forecast.usual_s
+
+    def _decode_s(self, tracked: Tracked, attempt: Attempt) -> float:
+        """How long this answer should decode."""
+        if self.config.decode_prediction == "length":
+            most = tracked.request.sampling.max_tokens
+            attempt.stay_tokens = max(min(int(tracked.predicted_output_tokens), most), 1)
+            return max(attempt.stay_tokens - len(tracked.generated), 1) * attempt.tbt_s
+        usual_s = self.forecast.usual_s
+        return self._expected_output_tokens * attempt.tbt_s if usual_s is None else usual_s
 
     # Reports
 
@@ -292,8 +371,7 @@ class Conductor:
             return
         match report:
             case StepTokens():
-                for item in report.works:
-                    self._on_tokens(instance_id, item, now)
+                self._on_step_tokens(state, report, now)
             case BlocksChanged():
                 if not self.index.apply(
                     instance_id,
@@ -331,7 +409,7 @@ class Conductor:
         record = tracked.record
         match report:
             case PrefillStarted():
-                attempt.started_s = now
+                self.books.start_prefill(attempt, now)
                 if record.prefill_started_s is None:
                     record.prefill_started_s = now
                     record.cached_tokens = min(report.cached_tokens, record.num_prompt_tokens)
@@ -341,27 +419,41 @@ class Conductor:
                 self._on_prefill_done(tracked, attempt, report, now)
             case DecodeAccepted():
                 assert attempt.first_token is not None
-                attempt.stage = Stage.DECODE
-                record.decode_started_s = now
+                self._begin_decoding(tracked, attempt, now)
                 self._deliver(tracked, (attempt.first_token,), None, now)
+                self.fleet.grow(
+                    self.instances[attempt.decoder].row, 1, self.books.add_tokens(attempt, 1)
+                )
             case TransferDone():
                 record.transfer_done_s = now
                 record.corrupt_blocks += report.corrupt_blocks
             case StreamBroken():
                 if attempt.decode is not None:
-                    tracked.explanation.append(f"{instance_id}: {report.error}")
+                    tracked.explanation.add(f"{instance_id}: {report.error}")
                     self._send(attempt.decode, StopReceiving(work_id=attempt.work_id))
             case WorkFailed():
-                text = f"{instance_id}: {report.message}"
-                status = 429 if report.reason == "tbt_slo" else 503
-                tracked.failed_on.add(instance_id)
-                self._retry(tracked, status, report.reason, text, now)
+                self._on_work_failed(tracked, report, instance_id, now)
+
+    def _on_work_failed(
+        self, tracked: Tracked, report: WorkFailed, instance_id: InstanceId, now: float
+    ) -> None:
+        text = f"{instance_id}: {report.message}"
+        tracked.failed_on.add(instance_id)
+        if report.reason != "tbt_slo":
+            self._retry(tracked, 503, report.reason, text, now)
+        elif self.config.admission == "baseline":
+            # Its decode load is looked at here for the first time: this is the decision.
+            tracked.explanation.add(text)
+            self._refuse(tracked, Rejection(429, TBT_SLO_LATE, text, self._answer_s()), now)
+        else:
+            tracked.local_refusal = text
+            self._retry(tracked, 429, TBT_SLO_LATE, text, now)
 
     def _on_prefill_done(
         self, tracked: Tracked, attempt: Attempt, report: PrefillDone, now: float
     ) -> None:
         tracked.record.prefill_done_s = now
-        self._unbook_prefill(tracked, attempt)
+        self._unbook_prefill(tracked, attempt, now)
         if report.finish is not None:
             self._deliver(tracked, (report.token,), report.finish, now)
             self._end(tracked, report.finish.value, now)
@@ -371,24 +463,53 @@ class Conductor:
         attempt.first_token = report.token
         self._send(attempt.decode, StartDecode(work_id=attempt.work_id, token=report.token))
 
-    def _on_tokens(self, instance_id: InstanceId, item: WorkTokens, now: float) -> None:
-        tracked = self._works.get(item.work_id)
-        if tracked is None or tracked.attempt is None:
-            return
-        attempt = tracked.attempt
-        if attempt.stage is Stage.PREFILL:  # a mixed instance: its first token ends the prefill
-            attempt.stage = Stage.DECODE
-            tracked.record.prefill_done_s = tracked.record.decode_started_s = now
-            self._unbook_prefill(tracked, attempt)
-        self._deliver(tracked, item.tokens, item.finish, now)
-        if item.finish is not None:
-            self._end(tracked, item.finish.value, now)
+    def _begin_decoding(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
+        tracked.record.decode_started_s = now
+        self.books.begin_decoding(attempt, now)
+        if attempt.stay is not None:
+            self.forecast.begin(attempt.stay, self._decode_s(tracked, attempt), now)
+
+    def _on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
+        num_tokens = room_tokens = 0
+        ending: list[tuple[Tracked, FinishReason]] = []
+        for item in report.works:
+            tracked = self._works.get(item.work_id)
+            if tracked is None or tracked.attempt is None:
+                continue
+            attempt = tracked.attempt
+            if attempt.stage is Stage.PREFILL:  # a mixed instance: the first token ends the prefill
+                tracked.record.prefill_done_s = now
+                self._unbook_prefill(tracked, attempt, now)
+                self._begin_decoding(tracked, attempt, now)
+            self._deliver(tracked, item.tokens, item.finish, now, report.gap_s)
+            if attempt.answers:
+                num_tokens += len(item.tokens)
+                room_tokens += self.books.add_tokens(attempt, len(item.tokens))
+                if attempt.stay_tokens and len(tracked.generated) >= attempt.stay_tokens:
+                    self._outlives(tracked, attempt, now)
+            if item.finish is not None:
+                ending.append((tracked, item.finish))
+        self.fleet.grow(state.row, num_tokens, room_tokens)
+        for tracked, finish in ending:
+            self._end(tracked, finish.value, now)
+
+    def _outlives(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
+        """An answer is longer than was predicted."""
+        assert attempt.stay is not None
+        generated = len(tracked.generated)
+        attempt.stay_tokens = int(generated * OUTLIVED) + 1
+        self.forecast.prolong(attempt.stay, (attempt.stay_tokens - generated) * attempt.tbt_s, now)
 
     def _deliver(
-        self, tracked: Tracked, tokens: tuple[Token, ...], finish: FinishReason | None, now: float
+        self,
+        tracked: Tracked,
+        tokens: tuple[Token, ...],
+        finish: FinishReason | None,
+        now: float,
+        gap_s: float = 0.0,
     ) -> None:
-        tracked.generated.extend(token.token_id for token in tokens)
-        tracked.record.note_tokens(len(tokens), now)
+        tracked.generated.extend([token.token_id for token in tokens])
+        tracked.record.note_tokens(len(tokens), now, gap_s)
         self._actions.append(
             Deliver(tracked.request.request_id, tokens, finish, tracked.record.cached_tokens)
         )
@@ -407,8 +528,8 @@ class Conductor:
 
     def _retry(self, tracked: Tracked, status: int, reason: str, text: str, now: float) -> None:
         """Places the request anew; after too many attempts it is refused with the last reason."""
-        tracked.explanation.append(text)
-        self._unbook(tracked)
+        tracked.explanation.add(text)
+        self._unbook(tracked, now)
         if tracked.num_attempts >= self.config.max_attempts or now >= tracked.request.deadline_s:
             self._refuse(tracked, Rejection(status, reason, text, 1.0), now)
             return
@@ -416,7 +537,7 @@ class Conductor:
 
     def _refuse(self, tracked: Tracked, rejection: Rejection, now: float) -> None:
         retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
-        tracked.explanation.append(f"refused: {rejection.message}")
+        tracked.explanation.add(f"refused: {rejection.message}")
         self._actions.append(
             Refuse(
                 tracked.request.request_id,
@@ -431,45 +552,45 @@ class Conductor:
     def _end(self, tracked: Tracked, outcome: str, now: float) -> None:
         """Books everything off, whatever the state, and closes the record."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
-        self._unbook(tracked, abort=not finished)
+        if finished:
+            self._learn(tracked, now)
+        self._unbook(tracked, now, abort=not finished)
         del self.requests[tracked.request.request_id]
         if len(self._deadlines) > 2 * len(self.requests) + 64:
             self._deadlines = [d for d in self._deadlines if d[1] in self.requests]
             heapq.heapify(self._deadlines)
-        if finished:
-            error = tracked.record.num_generated_tokens - self._expected_output_tokens
-            self._expected_output_tokens += OUTPUT_MEMORY * error
         tracked.record.finished_s = now
         tracked.record.outcome = outcome
-        tracked.record.explanation = tuple(tracked.explanation)
-        self._actions.append(RequestEnded(tracked.record))
+        self._actions.append(RequestEnded(tracked.record, tracked.explanation))
 
-    def _unbook(self, tracked: Tracked, abort: bool = True) -> None:
+    def _learn(self, tracked: Tracked, now: float) -> None:
+        """How long this answer was, in tokens and in time."""
+        num_tokens, request = tracked.record.num_generated_tokens, tracked.request
+        self._expected_output_tokens += OUTPUT_MEMORY * (num_tokens - self._expected_output_tokens)
+        assert self._layout is not None
+        num_keys = request.num_prompt_tokens // self._layout.block_tokens
+        predicted = tracked.predicted_output_tokens
+        keys = tracked.keys[:num_keys]
+        self.lengths.learn(request.num_prompt_tokens, keys, num_tokens, predicted)
+        attempt = tracked.attempt
+        if attempt is not None and attempt.decoding_since_s is not None and attempt.answers:
+            self.forecast.observe(now - attempt.decoding_since_s)
+
+    def _unbook(self, tracked: Tracked, now: float, abort: bool = True) -> None:
         attempt = tracked.attempt
         if attempt is None:
             return
-        self._unbook_prefill(tracked, attempt)
-        for instance_id in sorted(attempt.instances):
-            state = self.instances.get(instance_id)
-            if state is None:
-                continue
-            state.decodes.pop(attempt.work_id, None)
+        self._unbook_prefill(tracked, attempt, now)
+        self.books.unbook(tracked, attempt, now)
+        for instance_id in sorted({attempt.prefill, attempt.decoder}):
             reserved = instance_id == attempt.decode and attempt.stage is not Stage.DECODE
-            if abort or reserved:
+            if (abort or reserved) and instance_id in self.instances:
                 self._send(instance_id, Abort(work_id=attempt.work_id))
         del self._works[attempt.work_id]
         tracked.attempt = None
 
-    def _unbook_prefill(self, tracked: Tracked, attempt: Attempt) -> None:
-        state = self.instances.get(attempt.prefill)
-        if state is not None and state.prefills.pop(attempt.work_id, None) is not None:
-            state.expect(tracked.keys, -1)
-        elif state is not None:
-            return  # booked off before
-        source = self.instances.get(attempt.fetch_from) if attempt.fetch_from else None
-        if source is not None:
-            source.num_fetches_served -= 1
-            attempt.fetch_from = None
+    def _unbook_prefill(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
+        self.books.end_prefill(tracked, attempt, now)
 
     def _send(self, instance_id: InstanceId, command: Command) -> None:
         self._actions.append(Send(instance_id, command))

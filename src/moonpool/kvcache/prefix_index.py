@@ -4,6 +4,12 @@ Fed by the workers' stored/removed events. Each instance numbers its events, and
 an incarnation; a gap, or an event of another life, makes the index distrust that instance until a
 snapshot arrives. Bounded by what the instances can hold: an event can only name blocks that
 exist.
+
+Blocks that are being computed are *expected*: to a later request they are hits on that instance,
+because it serves in order, but nobody else can fetch them yet.
+
+Every instance has a row, which is its bit in the sets of holders and its place in the arrays that
+`match` returns. A row is free for another instance when its own is removed.
 """
 
 from __future__ import annotations
@@ -11,37 +17,66 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from moonpool.types import BlockKey, InstanceId
+
+Depths = npt.NDArray[np.int64]
+FEW = 8
+"""So many rows are visited one by one; more are spread over the array at once."""
 
 
 @dataclass(slots=True)
 class _Announced:
+    row: int
     bit: int
     incarnation: int
     next_sequence: int = 0
     in_sync: bool = False
     keys: set[BlockKey] = field(default_factory=set)
+    expected: dict[BlockKey, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Blocks of one prompt's prefix, by row: `held` now, and held or expected (`hits`). The two
+    are the same array where nothing is expected; neither may be written to."""
+
+    held: Depths
+    hits: Depths
+    deepest: int  # of `held`
 
 
 class PrefixIndex:
-    """Longest-prefix match over all instances at once, one bit per instance."""
+    """Longest-prefix match over all instances at once."""
 
     def __init__(self) -> None:
         self._holders: dict[BlockKey, int] = {}
+        self._expecting: dict[BlockKey, int] = {}
         self._instances: dict[InstanceId, _Announced] = {}
-        self._instance_of_bit: dict[int, InstanceId] = {}
+        self._bits: list[int] = []  # by row: the one object that stands for this row alone
+        self._free_rows: list[int] = []
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def add_instance(self, instance_id: InstanceId, incarnation: int) -> None:
-        """Begins a life with nothing known: a snapshot must come before events count."""
+    @property
+    def num_rows(self) -> int:
+        """Length of what `match` returns: rows in use, and those free for the next instances."""
+        return len(self._bits)
+
+    def add_instance(self, instance_id: InstanceId, incarnation: int) -> int:
+        """Begins a life with nothing known: a snapshot must come before events count. Returns the
+        instance's row."""
         self.remove_instance(instance_id)
-        bit = 1
-        while bit in self._instance_of_bit:
-            bit <<= 1
-        self._instance_of_bit[bit] = instance_id
-        self._instances[instance_id] = _Announced(bit, incarnation)
+        if self._free_rows:
+            row = self._free_rows.pop()
+        else:
+            row = len(self._bits)
+            self._bits.append(1 << row)
+        self._instances[instance_id] = _Announced(row, self._bits[row], incarnation)
+        return row
 
     def remove_instance(self, instance_id: InstanceId) -> None:
         """Forgets all of an instance's blocks. Unknown instances are fine."""
@@ -49,7 +84,9 @@ class PrefixIndex:
         if announced is None:
             return
         self._drop(announced, list(announced.keys))
-        del self._instance_of_bit[announced.bit]
+        for key in announced.expected:
+            self._take_bit(self._expecting, key, announced.bit)
+        self._free_rows.append(announced.row)
 
     def apply(
         self,
@@ -90,52 +127,142 @@ class PrefixIndex:
         announced.in_sync = True
         return True
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
-        """Blocks of the prefix that each instance holds; instances that hold none are left out."""
-        matched: dict[InstanceId, int] = {}
-        alive = -1
+    def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
+        """These blocks are going to be computed there; each call needs its `unexpect`."""
+        announced = self._instances[instance_id]
+        expected, expecting, bit = announced.expected, self._expecting, announced.bit
+        for key in keys:
+            count = expected.get(key)
+            if count is not None:
+                expected[key] = count + 1
+                continue
+            expected[key] = 1
+            others = expecting.get(key)
+            expecting[key] = bit if others is None else others | bit
+
+    def unexpect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
+        announced = self._instances[instance_id]
+        expected = announced.expected
+        for key in keys:
+            count = expected[key]
+            if count > 1:
+                expected[key] = count - 1
+                continue
+            del expected[key]
+            self._take_bit(self._expecting, key, announced.bit)
+
+    def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
+        """How much of the prefix lies where. The sets of instances that still match only shrink
+        along the prompt, and change a few times, so only their changes cost anything."""
+        held_ends: list[tuple[int, int]] = []
+        hit_ends: list[tuple[int, int]] = []
+        holders, expecting = self._holders.get, self._expecting.get
+        held = hits = -1
+        differ = False
         depth = 0
-        for depth, key in enumerate(keys):
-            holders = self._holders.get(key, 0)
-            lost = alive & ~holders if depth else 0
-            while lost:
-                bit = lost & -lost
-                matched[self._instance_of_bit[bit]] = depth
-                lost ^= bit
-            alive &= holders
-            if not alive:
-                return matched
-        if keys:
-            while alive:
-                bit = alive & -alive
-                matched[self._instance_of_bit[bit]] = depth + 1
-                alive ^= bit
-        return matched
+        for key in keys:
+            holding = holders(key, 0)
+            coming = expecting(key) if self._expecting else None
+            if coming is not None or differ:
+                now_hits = hits & (holding | (coming or 0))
+                if not differ:
+                    hit_ends = held_ends.copy()
+                    differ = True
+                if now_hits != hits:
+                    hit_ends.append((hits, depth))
+                    hits = now_hits
+            now_held = held & holding
+            if now_held != held:
+                held_ends.append((held, depth))
+                held = now_held
+            if not differ:
+                hits = held
+            if not hits:
+                break
+            depth += 1
+        held_ends.append((held, depth))
+        held_depths = self._spread(held_ends)
+        if not differ:
+            return PrefixMatch(held_depths, held_depths, _deepest(held_ends))
+        hit_ends.append((hits, depth))
+        return PrefixMatch(held_depths, self._spread(hit_ends), _deepest(held_ends))
+
+    def holds(self, instance_id: InstanceId, key: BlockKey) -> bool:
+        announced = self._instances.get(instance_id)
+        return announced is not None and key in announced.keys
 
     def num_blocks(self, instance_id: InstanceId) -> int:
         announced = self._instances.get(instance_id)
         return len(announced.keys) if announced else 0
 
+    def num_expected(self, instance_id: InstanceId) -> int:
+        announced = self._instances.get(instance_id)
+        return len(announced.expected) if announced else 0
+
     def validate(self) -> None:
         """Asserts that both directions of the index agree."""
-        rebuilt: dict[BlockKey, int] = {}
+        holders: dict[BlockKey, int] = {}
+        expecting: dict[BlockKey, int] = {}
         for announced in self._instances.values():
+            assert announced.bit is self._bits[announced.row]
+            assert all(count > 0 for count in announced.expected.values())
             for key in announced.keys:
-                rebuilt[key] = rebuilt.get(key, 0) | announced.bit
-        assert rebuilt == self._holders
+                holders[key] = holders.get(key, 0) | announced.bit
+            for key in announced.expected:
+                expecting[key] = expecting.get(key, 0) | announced.bit
+        assert holders == self._holders
+        assert expecting == self._expecting
+        rows = [announced.row for announced in self._instances.values()]
+        assert sorted(rows + self._free_rows) == list(range(len(self._bits)))
+
+    def _spread(self, ends: Sequence[tuple[int, int]]) -> Depths:
+        """`ends` are nested sets of rows, largest first, each with the depth it reached."""
+        depths = np.zeros(len(self._bits), dtype=np.int64)
+        for position, (alive, depth) in enumerate(ends):
+            if depth == 0 or not alive:
+                continue
+            inner = ends[position + 1][0] if position + 1 < len(ends) else 0
+            lost = alive ^ inner
+            if lost.bit_count() <= FEW:
+                while lost:
+                    bit = lost & -lost
+                    depths[bit.bit_length() - 1] = depth
+                    lost ^= bit
+            else:
+                depths[self._rows_of(alive)] = depth  # the inner ones are overwritten in turn
+        return depths
+
+    def _rows_of(self, alive: int) -> npt.NDArray[np.bool_]:
+        num_rows = len(self._bits)
+        data = np.frombuffer(alive.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
+        return np.unpackbits(data, count=num_rows, bitorder="little").view(np.bool_)
 
     def _add(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
+        own, holders, bit = announced.keys, self._holders, announced.bit
         for key in keys:
-            announced.keys.add(key)
-            self._holders[key] = self._holders.get(key, 0) | announced.bit
+            if key in own:
+                continue
+            own.add(key)
+            others = holders.get(key)
+            holders[key] = bit if others is None else others | bit
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
+        own = announced.keys
         for key in keys:
-            if key not in announced.keys:
-                continue
-            announced.keys.remove(key)
-            left = self._holders[key] & ~announced.bit
-            if left:
-                self._holders[key] = left
-            else:
-                del self._holders[key]
+            if key in own:
+                own.remove(key)
+                self._take_bit(self._holders, key, announced.bit)
+
+    def _take_bit(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
+        left = sets[key] ^ bit
+        if not left:
+            del sets[key]
+        elif left.bit_count() == 1:
+            # Most blocks have one holder: they share one number instead of having one each.
+            sets[key] = self._bits[left.bit_length() - 1]
+        else:
+            sets[key] = left
+
+
+def _deepest(ends: Sequence[tuple[int, int]]) -> int:
+    return max((depth for alive, depth in ends if alive > 0), default=0)

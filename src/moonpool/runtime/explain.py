@@ -17,9 +17,7 @@ _NO_INSTANTS = (
 )
 
 
-def describe_record(
-    record: RequestRecord, explanation: tuple[str, ...] | None = None
-) -> dict[str, Any]:
+def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict[str, Any]:
     """Why a request went where it went, and where its time went."""
     since_arrival_s = {
         name.removesuffix("_s"): round(value - record.arrived_s, 6)
@@ -49,7 +47,7 @@ def describe_record(
         },
         "since_arrival_s": since_arrival_s,
         "stages_s": record.stages_s(),
-        "why": list(explanation if explanation is not None else record.explanation),
+        "why": list(explanation),
     }
 
 
@@ -75,9 +73,9 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         "incarnation": str(info.incarnation),
         "address": f"{info.address.tcp_host}:{info.address.tcp_port}",
         "queued_prefills": len(state.prefills),
-        "queue_s": round(state.queue_s(now), 4),
+        "queue_s": round(float(conductor.fleet.queue_s(now)[state.row]), 4),
         "booked_decodes": len(state.decodes),
-        "serving_fetches": state.num_fetches_served,
+        "serving_fetches": len(state.serving),
         "indexed_blocks": conductor.index.num_blocks(info.instance_id),
         "pool": {
             "dtype": info.layout.dtype,

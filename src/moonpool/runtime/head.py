@@ -34,7 +34,6 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.metrics import RequestRecord
 from moonpool.runtime.answers import Answer
 from moonpool.runtime.channel import Channel
 from moonpool.runtime.explain import describe_cluster, describe_record
@@ -70,12 +69,14 @@ class Head:
         self.request_timeout_s = config.api.request_timeout_s
         self._metrics = ServerMetrics(card.model_id)
         self._observer = Observer(self._metrics)
-        self.conductor = Conductor(config.conductor, life=token_hex(4))
+        self.conductor = Conductor(
+            config.conductor, life=token_hex(4), default_slo=self.default_slo
+        )
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
         self._answers: dict[RequestId, Answer] = {}
-        self._ended: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
         self._server: asyncio.Server | None = None
@@ -131,11 +132,11 @@ class Head:
     def explain(self, request_id: str) -> dict[str, Any] | None:
         ended = self._ended.get(request_id)
         if ended is not None:
-            return describe_record(ended)
+            return describe_record(ended.record, ended.explanation.lines())
         tracked = self.conductor.requests.get(RequestId(request_id))
         if tracked is None:
             return None
-        return describe_record(tracked.record, tuple(tracked.explanation))
+        return describe_record(tracked.record, tracked.explanation.lines())
 
     def cluster(self) -> dict[str, Any]:
         return describe_cluster(self.conductor, self.now())
@@ -171,9 +172,10 @@ class Head:
                     if answer is not None:
                         answer.refuse(action)
                 case RequestEnded():
-                    self._on_ended(action.record)
+                    self._on_ended(action)
 
-    def _on_ended(self, record: RequestRecord) -> None:
+    def _on_ended(self, ended: RequestEnded) -> None:
+        record = ended.record
         answer = self._answers.get(record.request_id)
         if answer is not None:
             answer.ended = True
@@ -182,7 +184,7 @@ class Head:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
         record.forget_gaps()
-        self._ended[record.request_id] = record
+        self._ended[record.request_id] = ended
         if len(self._ended) > KEPT_RECORDS:
             self._ended.popitem(last=False)
 

@@ -135,8 +135,8 @@ class Desk:
     def assert_nothing_is_booked(self) -> None:
         assert not self.conductor.requests
         for state in self.conductor.instances.values():
-            assert not (state.prefills or state.decodes or state.expected)
-            assert state.num_fetches_served == 0
+            assert not (state.prefills or state.decodes or state.handed_over or state.serving)
+            assert self.conductor.index.num_expected(state.info.instance_id) == 0
 
 
 def of(actions: list[ConductorAction], kind: type[T]) -> list[T]:
@@ -339,6 +339,16 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
     assert refuse.reason == "no_decode_capacity"
 
 
+def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
+    """Once, an answer that was let in found no blocks, because others were prefilled there."""
+    desk = Desk("m0", num_blocks=10)  # 40 tokens
+    desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
+    (refuse,) = of(desk.ask("b", max_tokens=2), Refuse)
+    assert refuse.reason == "no_decode_capacity"
+    desk.tokens("m0", 50, finish=FinishReason.LENGTH, work="one/1")
+    assert sent(desk.ask("c", max_tokens=2), StartPrefill)
+
+
 def test_no_instance_is_refused() -> None:
     (refuse,) = of(Desk().ask(), Refuse)
     assert (refuse.status, refuse.reason, refuse.retry_after_s) == (503, "no_instance", 5.0)
@@ -364,7 +374,7 @@ def test_what_lies_elsewhere_is_fetched() -> None:
     (_, start) = sent(desk.ask("a", token_ids=prompt), StartPrefill)[0]
     assert start.fetch is not None and start.fetch.source.instance_id == "d0"
     assert start.fetch.num_blocks == 99, "one token must be computed"
-    assert desk.conductor.instances[InstanceId("d0")].num_fetches_served == 1
+    assert len(desk.conductor.instances[InstanceId("d0")].serving) == 1
     private = sent(desk.ask("b", token_ids=prompt, use_cache=False), StartPrefill)[0][1]
     assert private.fetch is None
     desk.handle(InstanceLost(InstanceId("d0"), "it died"))
@@ -404,7 +414,7 @@ def test_the_second_look_at_the_slo_may_refuse() -> None:
     desk.prefilled()
     failed = WorkFailed(work_id=WorkId("r/1"), reason="tbt_slo", message="too slow")
     actions = desk.report("d0", failed)
-    assert (of(actions, Refuse)[0].status, of(actions, Refuse)[0].reason) == (429, "tbt_slo")
+    assert (of(actions, Refuse)[0].status, of(actions, Refuse)[0].reason) == (429, "tbt_slo_late")
     assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
 
 

@@ -4,64 +4,82 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from conductor_instances import info
 
-from moonpool.conductor.placement import Demand, InstanceView, Placement, Rejection, place
+from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.placement import Placement, Rejection, place
+from moonpool.conductor.policies import Demand
 from moonpool.config import ConductorConfig
-from moonpool.types import InstanceId, Role, Slo
+from moonpool.kvcache.prefix_index import PrefixMatch
 
 CONFIG = ConductorConfig()
 TOKEN_BYTES = 1000
 
 
-class LinearCost:
-    """1 ms per token of prefill, 10 ms per decode of a batch, 1 us per transferred byte."""
-
-    def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
-        return 0.001 * (num_tokens - cached_tokens)
-
-    def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        return 0.01 * batch + 1e-6 * context_tokens
-
-    def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
-        return num_bytes * (1e-8 if same_host else 1e-6) * num_sharing
-
-
-def view(name: str, role: Role | None = None, **known: Any) -> InstanceView:
-    letters = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+def view(name: str, **known: Any) -> dict[str, Any]:
+    """An instance as the books have it; a block is a token here. `hit_tokens` are held there or
+    being computed, `source_tokens` held now."""
     values: dict[str, Any] = {
-        "cost": LinearCost(),
+        "name": name,
         "host_id": "",
-        "hit_tokens": 0,
         "source_tokens": 0,
         "queue_s": 0.0,
         "num_fetches_served": 0,
         "decode_batch": 0,
         "decode_context_tokens": 0,
         "room_tokens": 100_000,
-        "next_exit_s": 0.0,
         "last_placed_s": float("-inf"),
-        **known,
     }
-    if "hit_tokens" not in known:
-        values["hit_tokens"] = values["source_tokens"]
-    return InstanceView(instance_id=InstanceId(name), role=role or letters[name[0]], **values)
+    assert set(known) <= {*values, "hit_tokens"}
+    return values | {"hit_tokens": known.get("source_tokens", 0)} | known
 
 
-def demand(num_tokens: int = 1000, ttft_s: float = 30.0, tbt_s: float = 1.0, **k: Any) -> Demand:
-    values: dict[str, Any] = {"expected_tokens": num_tokens + 100, "decodes": True, **k}
-    slo = Slo(ttft_s=ttft_s, tbt_s=tbt_s)
-    return Demand(num_tokens=num_tokens, token_bytes=TOKEN_BYTES, slo=slo, **values)
+def demand(num_tokens: int = 1000, **known: Any) -> Demand:
+    values: dict[str, Any] = {
+        "number": 1,
+        "num_tokens": num_tokens,
+        "expected_tokens": num_tokens + 100,
+        "decodes": True,
+        "block_tokens": 1,
+        "token_bytes": TOKEN_BYTES,
+        "answer_s": 6.0,
+    }
+    return Demand(**(values | known))
 
 
-def placed(wanted: Demand, *views: InstanceView, config: ConductorConfig = CONFIG) -> Placement:
-    decision = place(wanted, views, config)
+def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
+    books = Bookings()
+    fleet = books.fleet
+    for row, known in enumerate(views):
+        books.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
+        fleet.room_tokens[row] = known["room_tokens"]
+        fleet.waiting_ns[row] = known["queue_s"] * 1e9
+        fleet.num_serving[row] = known["num_fetches_served"]
+        fleet.book_decode(row, 0, known["decode_batch"])
+        fleet.booked_context[row] = known["decode_context_tokens"]
+        fleet.last_placed_s[row] = known["last_placed_s"]
+    held = np.array([known["source_tokens"] for known in views], dtype=np.int64)
+    hits = np.array([known["hit_tokens"] for known in views], dtype=np.int64)
+    return books, PrefixMatch(held, hits, int(held.max(initial=0)))
+
+
+def decided(
+    wanted: Demand, *views: dict[str, Any], config: ConductorConfig = CONFIG
+) -> Placement | Rejection:
+    books, match = books_of(*views)
+    return place(wanted, books.fleet, match, config, now=0.0)
+
+
+def placed(wanted: Demand, *views: dict[str, Any], config: ConductorConfig = CONFIG) -> Placement:
+    decision = decided(wanted, *views, config=config)
     assert isinstance(decision, Placement), decision
     return decision
 
 
-def rejected(wanted: Demand, *views: InstanceView, config: ConductorConfig = CONFIG) -> Rejection:
-    decision = place(wanted, views, config)
+def rejected(wanted: Demand, *views: dict[str, Any]) -> Rejection:
+    decision = decided(wanted, *views)
     assert isinstance(decision, Rejection), decision
     return decision
 
@@ -148,10 +166,84 @@ def test_an_instance_does_not_fetch_from_itself() -> None:
     assert placed(demand(), mixed).fetch_from is None
 
 
-def test_the_explanation_names_every_candidate() -> None:
-    decision = placed(demand(), view("p0"), view("p1"), view("d0"))
-    assert len(decision.reasons) == 2
-    assert {reason.split(":")[0] for reason in decision.reasons} == {"p0", "p1"}
+def test_of_many_holders_the_deepest_is_asked() -> None:
+    holders = [view(f"d{n}", source_tokens=1, host_id="h") for n in range(40)]
+    holders[23] = view("d23", source_tokens=700, host_id="h")
+    decision = placed(demand(), *holders, view("p0", host_id="h"))
+    assert (decision.fetch_from, decision.fetch_tokens) == ("d23", 700)
+
+
+def test_the_explanation_names_the_best_candidates() -> None:
+    few = placed(demand(), view("p0", queue_s=1.0), view("p1"), view("d0")).chosen.lines()
+    assert [line.split(":")[0] for line in few[:2]] == ["p1", "p0"]
+    assert few[2].startswith("prefill on p1, decode on d0; predicted TTFT 1.000 s")
+    assert len(few) == 3
+    crowd = [view(f"p{n}", queue_s=9.0 - n) for n in range(9)]
+    many = placed(demand(), *crowd, view("d0")).chosen.lines()
+    assert [line.split(":")[0] for line in many[:4]] == ["p8", "p7", "p6", "p5"]
+    assert many[4].startswith("5 other instances") and len(many) == 6
+
+
+# The other policies
+
+
+def policy(name: Any, seed: int = 0) -> ConductorConfig:
+    return ConductorConfig(placement=name, seed=seed)
+
+
+def test_load_balancing_goes_to_the_shortest_queue() -> None:
+    """What is cached is used there, though nobody looked for it, and is never fetched."""
+    views = (
+        view("p0", source_tokens=900, queue_s=0.2, host_id="h"),
+        view("p1", source_tokens=300, queue_s=0.1, host_id="h"),
+        view("d0"),
+    )
+    decision = placed(demand(), *views, config=policy("load-balancing"))
+    assert (decision.prefill, decision.fetch_from) == ("p1", None)
+    assert decision.ttft_s == pytest.approx(0.1 + 0.7) and decision.hit_tokens == 300
+
+
+def test_cache_aware_weighs_queue_against_hits_but_never_fetches() -> None:
+    views = (
+        view("p0", source_tokens=900, queue_s=0.2, host_id="h"),
+        view("p1", queue_s=0.0, host_id="h"),
+        view("d0", host_id="h"),
+    )
+    decision = placed(demand(), *views, config=policy("cache-aware"))
+    assert (decision.prefill, decision.fetch_from) == ("p0", None)
+    assert decision.ttft_s == pytest.approx(0.2 + 0.1)
+    centric = placed(demand(), *views)
+    assert (centric.prefill, centric.fetch_from) == ("p1", "p0"), "this one fetches"
+
+
+def test_random_is_uniform_and_follows_from_seed_and_number() -> None:
+    views = (view("p0", queue_s=5.0), view("p1"), view("p2"), view("d0"))
+    chosen = [placed(demand(number=n), *views, config=policy("random")).prefill for n in range(900)]
+    assert {name: 250 < chosen.count(name) < 350 for name in ("p0", "p1", "p2")} == {
+        "p0": True,
+        "p1": True,
+        "p2": True,
+    }
+    again = [placed(demand(number=n), *views, config=policy("random")).prefill for n in range(20)]
+    assert again == chosen[:20]
+    other = [
+        placed(demand(number=n), *views, config=policy("random", 1)).prefill for n in range(20)
+    ]
+    assert other != again
+
+
+@pytest.mark.parametrize("name", ["random", "load-balancing", "cache-aware", "kvcache-centric"])
+def test_no_policy_chooses_who_cannot(name: str) -> None:
+    for number in range(20):
+        decision = placed(
+            demand(number=number),
+            view("m0", room_tokens=10, source_tokens=900),
+            view("p0", queue_s=3.0),
+            view("d0", room_tokens=10, source_tokens=900),
+            view("d1", decode_batch=5),
+            config=policy(name),
+        )
+        assert (decision.prefill, decision.decode) == ("p0", "d1")
 
 
 # Decode
@@ -167,6 +259,10 @@ def test_among_near_equals_the_one_that_holds_most() -> None:
     two = view("d1", decode_batch=4, decode_context_tokens=10, source_tokens=512, last_placed_s=2.0)
     assert placed(demand(), view("p0"), one, two).decode == "d1"
     assert placed(demand(), view("p0"), one, view("d1", decode_batch=4)).decode == "d1"
+    assert (
+        placed(demand(), view("p0"), one, view("d1", decode_batch=4, last_placed_s=2.0)).decode
+        == "d0"
+    )
 
 
 def test_an_instance_without_room_is_not_chosen() -> None:
@@ -204,6 +300,13 @@ def test_a_full_mixed_instance_does_not_stand_for_all() -> None:
     assert rejected(demand(), full).reason == "no_decode_capacity"
 
 
+def test_a_prefill_on_a_mixed_instance_needs_room_too() -> None:
+    only_token = demand(decodes=False, expected_tokens=1000)
+    assert placed(only_token, view("p0", room_tokens=0), view("d0")).prefill == "p0"
+    assert rejected(only_token, view("m0", room_tokens=999)).reason == "no_decode_capacity"
+    assert placed(only_token, view("m0", room_tokens=1000)).prefill == "m0"
+
+
 # Refusals
 
 
@@ -216,12 +319,13 @@ def test_nobody_is_up() -> None:
 def test_no_room_says_when_there_may_be_some() -> None:
     views = [
         view("p0"),
-        view("d0", room_tokens=5, decode_batch=3, next_exit_s=12.0),
-        view("d1", room_tokens=5, decode_batch=3, next_exit_s=7.0),
+        view("d0", room_tokens=5, decode_batch=2),
+        view("d1", room_tokens=5, decode_batch=3),
     ]
     refusal = rejected(demand(), *views)
     assert (refusal.status, refusal.reason) == (503, "no_decode_capacity")
-    assert refusal.retry_after_s == 7.0 and "1100 more tokens" in refusal.message
+    assert refusal.retry_after_s == 2.0, "of three answers of 6 s, one ends every 2 s"
+    assert "1100 more tokens" in refusal.message and "in 2.0 s" in refusal.message
 
 
 def test_room_that_no_idle_instance_has() -> None:
@@ -229,38 +333,24 @@ def test_room_that_no_idle_instance_has() -> None:
     assert "not even an idle one" in refusal.message and refusal.retry_after_s > 0
 
 
-def test_too_late_is_refused_with_the_time_it_lacks() -> None:
-    refusal = rejected(demand(ttft_s=2.0), view("p0", queue_s=4.0), view("d0"))
-    assert (refusal.status, refusal.reason) == (429, "ttft_slo")
-    assert refusal.retry_after_s == pytest.approx(4.0 + 1.0 - 2.0)
-    assert "idle" not in refusal.message
+def test_a_prompt_longer_than_any_instance() -> None:
+    refusal = rejected(demand(num_tokens=100_001, expected_tokens=1), view("p0"), view("d0"))
+    assert (refusal.status, refusal.reason) == (503, "no_prefill_capacity")
+    assert "100001 tokens" in refusal.message and "shorten" in refusal.message
 
 
-def test_too_long_for_any_instance_says_so() -> None:
-    refusal = rejected(demand(num_tokens=5000, ttft_s=2.0), view("p0"), view("d0"))
-    assert refusal.reason == "ttft_slo" and "shorten the prompt" in refusal.message
-
-
-def test_too_slow_is_refused_until_a_decode_ends() -> None:
-    busy = view("d0", decode_batch=9, next_exit_s=3.0)
-    refusal = rejected(demand(tbt_s=0.05), view("p0"), busy)
-    assert (refusal.status, refusal.reason) == (429, "tbt_slo")
-    assert refusal.retry_after_s == 3.0 and "idle" not in refusal.message
-    hopeless = rejected(demand(tbt_s=0.001), view("p0"), busy)
-    assert "even on an idle instance" in hopeless.message
-
-
-def test_exactly_the_slo_is_met() -> None:
-    assert placed(demand(ttft_s=1.0), view("p0"), view("d0")).ttft_s == pytest.approx(1.0)
-
-
-def test_without_admission_all_that_fits_is_placed() -> None:
-    lax = ConductorConfig(admission="none")
-    wanted = demand(ttft_s=0.001, tbt_s=0.001)
-    assert placed(wanted, view("p0"), view("d0"), config=lax).prefill == "p0"
-    assert rejected(wanted, view("p0"), view("d0", room_tokens=0), config=lax).status == 503
+def test_those_to_avoid_are_left_out() -> None:
+    books, match = books_of(view("p0"), view("p1", queue_s=1.0), view("d0"), view("d1"))
+    decision = place(demand(), books.fleet, match, CONFIG, 0.0, avoid=(0, 2))
+    assert isinstance(decision, Placement)
+    assert (decision.prefill, decision.decode) == ("p1", "d1")
+    assert isinstance(place(demand(), books.fleet, match, CONFIG, 0.0, avoid=(0, 1)), Rejection)
+    assert list(books.fleet.prefills) == [True, True, False, False], "nothing was written"
 
 
 def test_placing_changes_nothing() -> None:
     views = [view("p0", queue_s=1.0), view("p1"), view("d0", source_tokens=64)]
-    assert place(demand(), views, CONFIG) == place(demand(), views, CONFIG)
+    books, match = books_of(*views)
+    once = place(demand(), books.fleet, match, CONFIG, 0.0)
+    assert place(demand(), books.fleet, match, CONFIG, 0.0) == once
+    assert list(match.held) == [0, 0, 64]

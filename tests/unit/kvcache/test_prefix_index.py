@@ -1,4 +1,5 @@
-"""The Conductor's index against a naive model: incarnations, gaps, snapshots, longest matches."""
+"""The Conductor's index against a naive model: incarnations, gaps, snapshots, longest matches,
+blocks that are being computed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.kvcache.prefix_index import PrefixIndex
+from moonpool.kvcache.prefix_index import Depths, PrefixIndex
 from moonpool.types import BlockKey, InstanceId
 
 NAMES = st.sampled_from(("p0", "p1", "d0"))
@@ -22,6 +23,17 @@ def keys(names: list[int]) -> list[BlockKey]:
     return [key(name) for name in names]
 
 
+def held(index: PrefixIndex, names: list[int]) -> dict[str, int]:
+    return by_name(index, index.match(keys(names)).held)
+
+
+def by_name(index: PrefixIndex, depths: Depths) -> dict[str, int]:
+    """Depths that are not zero; those of rows without an instance must be."""
+    rows = {announced.row: name for name, announced in index._instances.items()}
+    assert len(depths) == index.num_rows
+    return {rows[row]: int(depth) for row, depth in enumerate(depths) if depth}
+
+
 class IndexMachine(RuleBasedStateMachine):
     """The model: per instance its life, the next number, and a set of keys or None (distrusted)."""
 
@@ -31,17 +43,19 @@ class IndexMachine(RuleBasedStateMachine):
         self.lives: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
         self.known: dict[str, set[BlockKey] | None] = {}
+        self.expected: dict[str, list[list[int]]] = {}
 
     @rule(name=NAMES, life=LIVES)
     def add(self, name: str, life: int) -> None:
         self.index.add_instance(InstanceId(name), life)
-        self.lives[name], self.known[name] = life, None
+        self.lives[name], self.known[name], self.expected[name] = life, None, []
 
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
         self.index.remove_instance(InstanceId(name))
         self.lives.pop(name, None)
         self.known.pop(name, None)
+        self.expected.pop(name, None)
 
     @rule(name=NAMES, life=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS)
     def apply(self, name: str, life: int, skip: int, a: list[int], b: list[int]) -> None:
@@ -67,16 +81,28 @@ class IndexMachine(RuleBasedStateMachine):
         if taken:
             self.known[name], self.numbers[name] = set(keys(a)), number
 
+    @rule(name=NAMES, prompt=KEYS)
+    def expect(self, name: str, prompt: list[int]) -> None:
+        if name in self.lives:
+            self.index.expect(InstanceId(name), keys(prompt))
+            self.expected[name].append(prompt)
+
+    @rule(name=NAMES)
+    def unexpect(self, name: str) -> None:
+        if self.expected.get(name):
+            self.index.unexpect(InstanceId(name), keys(self.expected[name].pop(0)))
+
     @rule(prompt=KEYS)
     def match(self, prompt: list[int]) -> None:
-        expected = {}
+        match = self.index.match(keys(prompt))
+        holding, hitting = {}, {}
         for name, known in self.known.items():
-            depth = 0
-            while depth < len(prompt) and key(prompt[depth]) in (known or ()):
-                depth += 1
-            if depth:
-                expected[name] = depth
-        assert self.index.match(keys(prompt)) == expected
+            coming = {key(n) for expected in self.expected[name] for n in expected}
+            holding[name] = _depth(prompt, known or set())
+            hitting[name] = _depth(prompt, (known or set()) | coming)
+        assert by_name(self.index, match.held) == {n: d for n, d in holding.items() if d}
+        assert by_name(self.index, match.hits) == {n: d for n, d in hitting.items() if d}
+        assert match.deepest == max(holding.values(), default=0)
 
     @invariant()
     def agrees(self) -> None:
@@ -87,6 +113,16 @@ class IndexMachine(RuleBasedStateMachine):
             assert (key(name) in self.index._holders) == (key(name) in everything)
         for name, known in self.known.items():
             assert self.index.num_blocks(InstanceId(name)) == len(known or ())
+            assert all(self.index.holds(InstanceId(name), k) for k in known or ())
+            coming = {n for expected in self.expected[name] for n in expected}
+            assert self.index.num_expected(InstanceId(name)) == len(coming)
+
+
+def _depth(prompt: list[int], known: set[BlockKey]) -> int:
+    depth = 0
+    while depth < len(prompt) and key(prompt[depth]) in known:
+        depth += 1
+    return depth
 
 
 IndexMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
@@ -97,11 +133,11 @@ def test_events_before_the_first_snapshot_do_not_count() -> None:
     index = PrefixIndex()
     index.add_instance(InstanceId("a"), 1)
     assert not index.apply(InstanceId("a"), 1, 0, [key(0)], [])
-    assert index.match([key(0)]) == {}
+    assert held(index, [0]) == {}
     assert index.load_snapshot(InstanceId("a"), 1, 1, [key(0)])
-    assert index.match([key(0), key(1)]) == {"a": 1}
+    assert held(index, [0, 1]) == {"a": 1}
     assert index.apply(InstanceId("a"), 1, 1, [key(1)], [])
-    assert index.match([key(0), key(1)]) == {"a": 2}
+    assert held(index, [0, 1]) == {"a": 2}
 
 
 def test_a_gap_makes_all_of_an_instance_distrusted() -> None:
@@ -110,25 +146,60 @@ def test_a_gap_makes_all_of_an_instance_distrusted() -> None:
         index.add_instance(InstanceId(name), 1)
         index.load_snapshot(InstanceId(name), 1, 5, [key(0)])
     assert not index.apply(InstanceId("a"), 1, 6, [key(1)], [])
-    assert index.match([key(0), key(1)]) == {"b": 1}
+    assert held(index, [0, 1]) == {"b": 1}
     assert not index.apply(InstanceId("a"), 1, 5, [key(1)], []), "only a snapshot mends it"
     assert index.load_snapshot(InstanceId("a"), 1, 9, [key(0), key(1)])
     assert index.apply(InstanceId("a"), 1, 9, [], [key(0)])
-    assert index.match([key(0)]) == {"b": 1}
+    assert held(index, [0]) == {"b": 1}
 
 
 def test_more_instances_than_a_machine_word_has_bits() -> None:
     index = PrefixIndex()
     for number in range(130):
         instance_id = InstanceId(f"i{number}")
-        index.add_instance(instance_id, 0)
+        assert index.add_instance(instance_id, 0) == number
         index.load_snapshot(instance_id, 0, 0, keys(list(range(number % 5))))
-    matched = index.match(keys([0, 1, 2, 3]))
-    assert matched == {f"i{n}": n % 5 for n in range(130) if n % 5}
+    assert held(index, [0, 1, 2, 3]) == {f"i{n}": n % 5 for n in range(130) if n % 5}
+    assert index.match(keys([0, 1, 2, 3])).deepest == 4
+
+
+def test_a_row_that_is_free_again_has_nothing() -> None:
+    index = PrefixIndex()
+    for name in ("a", "b"):
+        index.add_instance(InstanceId(name), 0)
+        index.load_snapshot(InstanceId(name), 0, 0, keys([0, 1]))
+    index.expect(InstanceId("a"), keys([0, 1, 2]))
+    index.remove_instance(InstanceId("a"))
+    assert index.add_instance(InstanceId("c"), 0) == 0
+    assert held(index, [0, 1, 2]) == {"b": 2}
+    assert list(index.match(keys([0, 1, 2])).hits) == [0, 2]
+
+
+def test_what_is_computed_twice_is_expected_until_both_are_over() -> None:
+    index = PrefixIndex()
+    index.add_instance(InstanceId("a"), 0)
+    index.expect(InstanceId("a"), keys([0, 1]))
+    index.expect(InstanceId("a"), keys([0]))
+    index.unexpect(InstanceId("a"), keys([0, 1]))
+    assert list(index.match(keys([0, 1])).hits) == [1]
+    index.unexpect(InstanceId("a"), keys([0]))
+    assert list(index.match(keys([0, 1])).hits) == [0]
+
+
+def test_blocks_of_one_holder_share_its_number() -> None:
+    """A million blocks need not have a million sets, also after a second holder came and went."""
+    index = PrefixIndex()
+    for number in range(100):
+        index.add_instance(InstanceId(f"i{number}"), 0)
+        index.load_snapshot(InstanceId(f"i{number}"), 0, 0, [])
+    assert index.apply(InstanceId("i99"), 0, 0, keys([0, 1, 2]), [])
+    assert index.apply(InstanceId("i50"), 0, 0, keys([1]), [])
+    assert index.apply(InstanceId("i50"), 0, 1, [], keys([1]))
+    assert len({id(sets) for sets in index._holders.values()}) == 1
 
 
 def test_nothing_matches_no_keys() -> None:
     index = PrefixIndex()
     index.add_instance(InstanceId("a"), 0)
     index.load_snapshot(InstanceId("a"), 0, 0, [key(0)])
-    assert index.match([]) == {}
+    assert held(index, []) == {} and index.match([]).deepest == 0

@@ -1,0 +1,218 @@
+"""What is booked on the instances, as arrays over their rows: what a placement reads at once.
+
+Each sum is kept up to date by the event that changes it, in constant time, and never added up from
+the requests again (`Conductor.validate` does that, to compare). Sums are whole numbers, seconds
+among them as nanoseconds: adding and taking away leaves no rounding behind. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.types import InstanceId, Slo
+from moonpool.workers.messages import InstanceInfo
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+NEVER_S = float("-inf")
+S_PER_NS = 1e-9
+
+_BOOKED = (
+    "waiting_ns",
+    "room_tokens",
+    "booked_batch",
+    "booked_context",
+    "decoding_batch",
+    "decoding_context",
+    "num_serving",
+)
+_KNOWN = ("capacity_tokens", "host")
+_COEFFICIENTS = ("a", "b", "c", "d", "e", "f", "g", "latency_s", "s_per_shm_byte", "s_per_net_byte")
+_INSTANTS = ("busy_until_s", "last_placed_s")
+_ROLES = ("prefills", "decodes")
+
+
+def to_ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+class Fleet:
+    """Arrays by row; a row without an instance neither prefills nor decodes."""
+
+    waiting_ns: Ints  # predicted prefill time of what is booked and has not started
+    room_tokens: Ints  # of KVCache, not booked
+    booked_batch: Ints  # answers booked here, those still in prefill elsewhere included
+    booked_context: Ints
+    decoding_batch: Ints  # answers that give tokens now
+    decoding_context: Ints
+    num_serving: Ints  # fetches by others
+    capacity_tokens: Ints
+    host: Ints  # equal numbers share memory; 0: unknown
+    a: Floats  # prefill and decode coefficients of `FittedCost`, by its own letters
+    b: Floats
+    c: Floats
+    d: Floats
+    e: Floats
+    f: Floats
+    g: Floats
+    latency_s: Floats
+    s_per_shm_byte: Floats
+    s_per_net_byte: Floats
+    busy_until_s: Floats  # when the prefills that have started should be over
+    last_placed_s: Floats
+    prefills: Bools
+    decodes: Bools
+
+    def __init__(self) -> None:
+        for name in (*_BOOKED, *_KNOWN):
+            setattr(self, name, np.zeros(0, dtype=np.int64))
+        for name in (*_COEFFICIENTS, *_INSTANTS):
+            setattr(self, name, np.zeros(0))
+        for name in _ROLES:
+            setattr(self, name, np.zeros(0, dtype=np.bool_))
+        self.ids: list[InstanceId] = []
+        self.least_capacity_tokens = 0
+        self.num_prefills = self.num_decodes = 0
+        self.total_decoding = self.total_decoding_context = 0
+        self.mixed: Bools | None = None  # instances of both kinds; None: there are none
+        self._hosts: dict[str, int] = {"": 0}
+
+    def __len__(self) -> int:
+        return len(self.prefills)
+
+    def join(self, row: int, info: InstanceInfo) -> None:
+        """An instance with nothing booked takes a row."""
+        while len(self) <= row:
+            self._add_row()
+        self.ids[row] = info.instance_id
+        assert not self.prefills[row] and not self.decodes[row]
+        self._clear(row)
+        cost = info.cost
+        self.a[row], self.b[row], self.c[row], self.d[row] = cost.prefill
+        self.e[row], self.f[row], self.g[row] = cost.decode
+        self.latency_s[row] = cost.transfer_latency_s
+        self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
+        self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
+        self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
+        capacity = info.num_blocks * info.layout.block_tokens
+        if info.engine_tokens:
+            capacity = min(capacity, info.engine_tokens)
+        self.capacity_tokens[row] = self.room_tokens[row] = capacity
+        self.host[row] = self._hosts.setdefault(info.address.host_id, len(self._hosts))
+        self._count_roles()
+
+    def leave(self, row: int) -> None:
+        """Whatever is still booked there goes with it."""
+        self.total_decoding -= int(self.decoding_batch[row])
+        self.total_decoding_context -= int(self.decoding_context[row])
+        self.prefills[row] = self.decodes[row] = False
+        self._clear(row)
+        self._count_roles()
+
+    # Bookings
+
+    def begin_decoding(self, row: int, context_tokens: int) -> None:
+        self.decoding_batch[row] += 1
+        self.decoding_context[row] += context_tokens
+        self.total_decoding += 1
+        self.total_decoding_context += context_tokens
+
+    def end_decoding(self, row: int, context_tokens: int) -> None:
+        self.decoding_batch[row] -= 1
+        self.decoding_context[row] -= context_tokens
+        self.total_decoding -= 1
+        self.total_decoding_context -= context_tokens
+
+    def book_decode(self, row: int, context_tokens: int, num: int = 1) -> None:
+        """`num` -1 books one off."""
+        self.booked_batch[row] += num
+        self.booked_context[row] += num * context_tokens
+
+    def grow(self, row: int, num_tokens: int, extra_room_tokens: int) -> None:
+        """Answers that are decoded here have got so many tokens longer, some than was booked."""
+        self.booked_context[row] += num_tokens
+        self.decoding_context[row] += num_tokens
+        self.total_decoding_context += num_tokens
+        if extra_room_tokens:
+            self.room_tokens[row] -= extra_room_tokens
+
+    # Predictions, for all rows
+
+    def queue_s(self, now: float) -> Floats:
+        """Estimated time until a new prefill starts."""
+        queue_s: Floats = np.maximum(self.busy_until_s - now, 0.0)
+        queue_s += self.waiting_ns * S_PER_NS
+        return queue_s
+
+    def prefill_s(self, num_tokens: int, cached_tokens: Ints) -> Floats:
+        """Time to prefill a prompt of which each row has so much cached."""
+        cached = cached_tokens.astype(np.float64)
+        new = num_tokens - cached
+        seconds: Floats = self.a + new * (self.b + self.c * new + self.d * cached)
+        return seconds
+
+    def booked_tbt_s(self, context_tokens: int) -> Floats:
+        """Time of a step with all answers booked there and one more of so many tokens."""
+        seconds: Floats = (
+            self.e
+            + self.f * (self.booked_batch + 1)
+            + self.g * (self.booked_context + context_tokens)
+        )
+        return seconds
+
+    def tbt_s(self, row: int, batch: float, context_tokens: float) -> float:
+        """Time of a step on this row's kind of instance."""
+        return float(self.e[row] + self.f[row] * batch + self.g[row] * context_tokens)
+
+    # Load: predicted over promised latency
+
+    def prefill_load(self, slo: Slo, now: float) -> float:
+        """Mean over prefill instances of what a request would wait there."""
+        if not self.num_prefills:
+            return 0.0
+        waits_ns = np.rint(self.queue_s(now)[self.prefills] * 1e9).astype(np.int64)
+        return int(waits_ns.sum()) / self.num_prefills * S_PER_NS / slo.ttft_s
+
+    def decode_load(self, slo: Slo) -> float:
+        """Mean over decode instances of the step they take now; the idle ones take none."""
+        if not self.num_decodes:
+            return 0.0
+        steps_s = self.e + self.f * self.decoding_batch + self.g * self.decoding_context
+        steps_s[self.decoding_batch == 0] = 0.0
+        # A sum of whole numbers has no order that could differ between machines.
+        steps_ns = np.rint(steps_s[self.decodes] * 1e9).astype(np.int64)
+        return int(steps_ns.sum()) / self.num_decodes * S_PER_NS / slo.tbt_s
+
+    def spread_decode_load(self, slo: Slo, count: int, context_tokens: int) -> float:
+        """The same for so many answers spread evenly."""
+        if not self.num_decodes or not count:
+            return 0.0
+        rows = self.decodes
+        batch, context = count / self.num_decodes, context_tokens / self.num_decodes
+        steps_s = self.e[rows] + self.f[rows] * batch + self.g[rows] * context
+        steps_ns = np.rint(steps_s * 1e9).astype(np.int64)
+        return int(steps_ns.sum()) / self.num_decodes * S_PER_NS / slo.tbt_s
+
+    def _add_row(self) -> None:
+        for name in (*_BOOKED, *_KNOWN, *_COEFFICIENTS, *_INSTANTS, *_ROLES):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros(1, dtype=old.dtype)]))
+        self.ids.append(InstanceId(""))
+
+    def _clear(self, row: int) -> None:
+        for name in _BOOKED:
+            getattr(self, name)[row] = 0
+        for name in _INSTANTS:
+            getattr(self, name)[row] = NEVER_S
+
+    def _count_roles(self) -> None:
+        self.num_prefills = int(np.count_nonzero(self.prefills))
+        self.num_decodes = int(np.count_nonzero(self.decodes))
+        both = self.prefills & self.decodes
+        self.mixed = both if both.any() else None
+        self.least_capacity_tokens = int(
+            self.capacity_tokens[self.prefills].min(initial=np.iinfo(np.int64).max)
+        )

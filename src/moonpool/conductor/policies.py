@@ -1,0 +1,176 @@
+"""Which prefill instance: one function per policy, each ranking all instances at once.
+
+* random: any of them, by a hash of (seed, number of the decision).
+* load-balancing: the shortest predicted queue. What is cached there is used, but not looked for.
+* cache-aware: the smallest predicted TTFT with what each instance itself holds (Mooncake v3
+  section 6.1; FAST'25 Fig. 5 calls it local).
+* kvcache-centric: Algorithm 1. As cache-aware, but what is missing may be fetched from another
+  instance, which so gets a copy of what is hot.
+
+Algorithm 1 is mended with respect to the paper (v3 page 10, FAST'25 page 8), for these reasons:
+
+* `best_hit / hit` is undefined at hit = 0: 0/0 counts as 1 (nothing to gain), x/0 as infinite.
+* v3 scores with `<` and migrates with `>`, so at equality the score assumes a transfer that never
+  starts. Here the score and the transfer are one decision: what was scored is what is done.
+* The paper fetches whenever the ratio exceeds the threshold. Here the threshold only permits a
+  fetch; it is chosen when the estimate says it is faster than computing the gap (the paper's
+  prose says so too, though with the comparison turned round).
+* TTFT is not the plain sum: a fetch runs while the request waits in the queue, so the longer of
+  the two counts, then the prefill.
+* The first instance won all ties, so an idle cluster sent everything to it. Ties go to the
+  instance that has been idle longest.
+* A holder may be any instance, decode ones included: the last turn's answer lies there.
+* Of the holders only the deepest few are asked, among equals those that serve fewest fetches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonpool.conductor.fleet import Bools, Fleet, Floats, Ints
+from moonpool.config import ConductorConfig
+from moonpool.config import Placement as PolicyName
+from moonpool.kvcache.prefix_index import PrefixMatch
+
+MAX_SOURCES = 3
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What placement needs to know of a request."""
+
+    number: int  # of this decision: the n-th of this Conductor
+    num_tokens: int
+    expected_tokens: int  # room to book where it decodes: prompt and answer, in whole blocks
+    decodes: bool  # False if the first token is also the last
+    block_tokens: int
+    token_bytes: int
+    answer_s: float  # how long an answer takes
+
+    @property
+    def usable_blocks(self) -> int:
+        """At least one token has to be computed."""
+        return (self.num_tokens - 1) // self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One decision's view of the fleet. Arrays are by row; none may be written to."""
+
+    demand: Demand
+    fleet: Fleet
+    match: PrefixMatch
+    config: ConductorConfig
+    queue_s: Floats
+    possible: Bools
+
+    def hit_tokens(self) -> Ints:
+        """Of this prompt, held there or being computed there."""
+        if not self.match.deepest and self.match.hits is self.match.held:
+            return self.match.hits  # zeros
+        usable = np.minimum(self.match.hits, self.demand.usable_blocks)
+        tokens: Ints = usable * self.demand.block_tokens
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """By row; `rank` decides, lowest first. `sources`: rows to fetch from, -1 for none."""
+
+    rank: Floats
+    ttft_s: Floats
+    prefill_s: Floats
+    sources: Ints | None = None
+
+
+def _random(scene: Scene) -> Scores:
+    prefill_s = scene.fleet.prefill_s(scene.demand.num_tokens, scene.hit_tokens())
+    rows = np.flatnonzero(scene.possible)
+    chosen = rows[mix(scene.config.seed, scene.demand.number) * len(rows) >> 64]
+    rank = np.full(len(scene.fleet), np.inf)
+    rank[chosen] = 0.0
+    return Scores(rank, scene.queue_s + prefill_s, prefill_s)
+
+
+def _load_balancing(scene: Scene) -> Scores:
+    prefill_s = scene.fleet.prefill_s(scene.demand.num_tokens, scene.hit_tokens())
+    return Scores(scene.queue_s, scene.queue_s + prefill_s, prefill_s)
+
+
+def _cache_aware(scene: Scene) -> Scores:
+    prefill_s = scene.fleet.prefill_s(scene.demand.num_tokens, scene.hit_tokens())
+    ttft_s = scene.queue_s + prefill_s
+    return Scores(ttft_s, ttft_s, prefill_s)
+
+
+def _kvcache_centric(scene: Scene) -> Scores:
+    hit_tokens = scene.hit_tokens()
+    prefill_s = scene.fleet.prefill_s(scene.demand.num_tokens, hit_tokens)
+    ttft_s = scene.queue_s + prefill_s
+    if not scene.match.deepest:
+        return Scores(ttft_s, ttft_s, prefill_s)
+    sources: Ints = np.full(len(scene.fleet), -1, dtype=np.int64)
+    for source in _deepest_holders(scene):
+        _consider_fetch(scene, source, hit_tokens, ttft_s, prefill_s, sources)
+    return Scores(ttft_s, ttft_s, prefill_s, sources)
+
+
+POLICIES: dict[PolicyName, Callable[[Scene], Scores]] = {
+    "random": _random,
+    "load-balancing": _load_balancing,
+    "cache-aware": _cache_aware,
+    "kvcache-centric": _kvcache_centric,
+}
+
+
+def _deepest_holders(scene: Scene) -> list[int]:
+    held = np.minimum(scene.match.held, scene.demand.usable_blocks)
+    # One number per row, all different, so that every machine finds the same few.
+    num_rows = len(held)
+    order = (held << 20) - np.minimum(scene.fleet.num_serving, (1 << 20) - 1)
+    order = order * num_rows - np.arange(num_rows)
+    if num_rows > MAX_SOURCES:
+        rows = np.argpartition(order, num_rows - MAX_SOURCES)[num_rows - MAX_SOURCES :]
+    else:
+        rows = np.arange(num_rows)
+    rows = rows[np.argsort(-order[rows])]
+    return [int(row) for row in rows if held[row] > 0]
+
+
+def _consider_fetch(
+    scene: Scene, source: int, hit_tokens: Ints, ttft_s: Floats, prefill_s: Floats, sources: Ints
+) -> None:
+    """Improves the last three (mutates) where fetching from this source gives the first token
+    sooner."""
+    fleet, demand = scene.fleet, scene.demand
+    depth = min(int(scene.match.held[source]), demand.usable_blocks) * demand.block_tokens
+    permitted = hit_tokens * scene.config.kvcache_balancing_threshold < depth
+    permitted[source] = False
+    gap_bytes = (depth - hit_tokens) * demand.token_bytes
+    if fleet.host[source]:
+        s_per_byte = np.where(
+            fleet.host == fleet.host[source], fleet.s_per_shm_byte, fleet.s_per_net_byte
+        )
+    else:
+        s_per_byte = fleet.s_per_net_byte
+    sharing = int(fleet.num_serving[source]) + 1
+    transfer_s = fleet.latency_s + gap_bytes * (s_per_byte * sharing)
+    new = demand.num_tokens - depth
+    fetched_s = fleet.a + new * (fleet.b + new * fleet.c + depth * fleet.d)
+    with_fetch_s = np.maximum(scene.queue_s, transfer_s) + fetched_s
+    sooner = permitted & (with_fetch_s < ttft_s)
+    np.copyto(ttft_s, with_fetch_s, where=sooner)
+    np.copyto(prefill_s, fetched_s, where=sooner)
+    sources[sooner] = source
+
+
+def mix(seed: int, number: int) -> int:
+    """64 bits that look random and follow from both (splitmix64)."""
+    bits = (seed * 0xD1342543DE82EF95 + number * 0x9E3779B97F4A7C15) & _MASK
+    bits = ((bits ^ bits >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ bits >> 27) * 0x94D049BB133111EB) & _MASK
+    return bits ^ bits >> 31
