@@ -53,9 +53,7 @@ def time_axis(span_s: float, num_ticks: int = 10) -> Axis:
     """From 0 to just `span_s`, labelled in one unit of time."""
     span_s = max(span_s, 1e-6)
     wanted_s = span_s / num_ticks
-    step_s = next((step for step in _TIME_STEPS_S if step >= wanted_s), 0.0)
-    if not step_s:
-        step_s = _round_up(wanted_s / _DAY_S) * _DAY_S
+    step_s = round_time_s(wanted_s)
     unit, unit_s = "s", 1.0
     for name, seconds in (("min", 60.0), ("h", 3600.0), ("days", _DAY_S)):
         if step_s >= seconds or (step_s * 2 >= seconds and span_s >= 3 * seconds):
@@ -64,7 +62,7 @@ def time_axis(span_s: float, num_ticks: int = 10) -> Axis:
     for number in range(floor(span_s / step_s + 1e-9) + 1):
         at_s = number * step_s
         ticks.append((at_s, f"{at_s / unit_s:g}"))
-    return Axis(0.0, span_s, tuple(ticks), f"time since the first request ({unit})")
+    return Axis(0.0, span_s, tuple(ticks), f"simulated time ({unit})")
 
 
 def latency_axis(low_s: float, high_s: float) -> Axis:
@@ -80,7 +78,13 @@ def latency_axis(low_s: float, high_s: float) -> Axis:
     kept = [value for value in values if first <= value <= last]
     few = len(kept) <= 8
     ticks = tuple((v, duration(v) if few or _is_decade(v) else "") for v in kept)
-    return Axis(first, last, ticks, "seconds, logarithmic", logarithmic=True)
+    return Axis(first, last, ticks, "logarithmic scale", logarithmic=True)
+
+
+def round_time_s(at_least_s: float) -> float:
+    """The next span of time that people use."""
+    step_s = next((step for step in _TIME_STEPS_S if step >= at_least_s), 0.0)
+    return step_s or _round_up(at_least_s / _DAY_S) * _DAY_S
 
 
 def _is_decade(value: float) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from moonpool.report.axis import count_axis, time_axis
 from moonpool.report.figure import Figure, note, table
-from moonpool.report.series import busy_shares, even_edges, thinned
+from moonpool.report.series import busy_shares, thinned, window_edges
 from moonpool.report.span import Limit, Series, over_time
 from moonpool.report.strips import Strip, heat_strips
 from moonpool.report.words import byte_size, duration, percent, short_count, significant, whole
@@ -76,7 +76,7 @@ def instances_figure(simulation: Simulation) -> Figure:
         words = "The run was too short to be sampled twice."
         return Figure(title, how, note(words), wide=True)
     strips = []
-    edges = even_edges(timeline.series(timeline.names[0]), MAX_CELLS)
+    edges = window_edges(timeline.series(timeline.names[0]), MAX_CELLS)
     span_s = simulation.clock.now
     for name in timeline.names:
         node = simulation.nodes[InstanceId(name)]
@@ -90,7 +90,9 @@ def instances_figure(simulation: Simulation) -> Figure:
         mean = percent(min(busy.busy_s / span_s, 1.0))
         strips.append(Strip(name, node.info.role.value, shares, mean, words))
     key = (("heat-key h1", "hardly computing"), ("heat-key h5", "half"), ("heat-key h10", "always"))
-    return Figure(title, how, heat_strips(strips, time_axis(edges[-1]), title), key, wide=True)
+    return Figure(
+        title, how, heat_strips(strips, edges, time_axis(edges[-1]), title), key, wide=True
+    )
 
 
 def busy_share(nodes: list[Node], span_s: float) -> list[float]:
@@ -102,7 +104,7 @@ def roles_figure(simulation: Simulation, figures: dict[str, Any]) -> Figure:
     span_s = max(simulation.clock.now, 1e-9)
     head = (
         *("Instances", "Computing: mean", "least to most", "Steps", "Prompt tokens"),
-        *("Tokens decoded", "Idle gaps", "mean gap", "KVCache held, mean", "bytes x seconds"),
+        *("Tokens decoded", "Idle gaps", "mean gap", "KVCache held, mean", "held × time"),
     )
     rows = []
     for role in Role:

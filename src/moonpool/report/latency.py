@@ -8,7 +8,7 @@ from typing import Any
 from moonpool.metrics import STAGES
 from moonpool.report.axis import latency_axis, share_axis
 from moonpool.report.figure import Figure, note
-from moonpool.report.svg import WIDE, Plot, bars
+from moonpool.report.svg import Plot, bars
 from moonpool.report.words import duration, percent
 from moonpool.sim.histogram import Histogram
 from moonpool.sim.simulation import Simulation
@@ -57,7 +57,7 @@ def stages_figure(figures: dict[str, Any]) -> Figure:
     )
     stages: dict[str, float] = figures["stages_s"]
     if not stages:
-        return Figure(title, how, note("No request was answered."), wide=True)
+        return Figure(title, how, note("No request was answered."))
     total_s = sum(stages.values()) or 1.0
     rows = [
         (
@@ -68,7 +68,18 @@ def stages_figure(figures: dict[str, Any]) -> Figure:
         )
         for name, _, _ in STAGES
     ]
-    return Figure(title, how, bars(rows, title, 120, WIDE), wide=True)
+    return Figure(title, how, bars(rows, title, 120))
+
+
+def compute_figure(simulation: Simulation, figures: dict[str, Any]) -> Figure:
+    mean_s = figures["prefill_compute_s"]["mean"]
+    return _distribution(
+        "Prefill computed per request",
+        f"Seconds an instance spent on the prompt, waiting not included: {duration(mean_s)} in the "
+        "mean. What the cache saves shows here first.",
+        [("c1", "answered requests", simulation.collector.prefill_compute_s)],
+        None,
+    )
 
 
 def foresight_figure(simulation: Simulation, figures: dict[str, Any]) -> Figure:

@@ -52,14 +52,16 @@ def _outcome(config: Config, figures: dict[str, Any]) -> str:
     slo = config.slo
     completed, refused, failed = (figures[name] for name in ("completed", "rejected", "failed"))
     total = figures["requests"]
-    answered = "All were answered" if completed == total else f"{completed:,} were answered"
-    if not completed:
+    answered, of_all = f"{completed:,} were answered", " of all"
+    if completed == total:
+        answered, of_all = "All were answered", ""
+    elif not completed:
         answered = "None was answered"
     lost = [f"{number:,} {word}" for number, word in ((refused, "refused"), (failed, "failed"))]
     bad = [words for words, number in zip(lost, (refused, failed), strict=True) if number]
     end = f"{both(bad)}." if bad else "none was refused."
     return (
-        f"{answered}, {percent(figures['effective_share'])} of all within both SLOs "
+        f"{answered}, {percent(figures['effective_share'])}{of_all} within both SLOs "
         f"(TTFT ≤ {duration(slo.ttft_s)}, TBT ≤ {duration(slo.tbt_s)}); {end}"
     )
 
@@ -75,8 +77,8 @@ def _details(simulation: Simulation, figures: dict[str, Any]) -> str:
     return (
         f"Half of the answers began within {duration(ttft['p50'])}, 99 % within "
         f"{duration(ttft['p99'])}. {percent(figures['cache']['hit_ratio'])} of the prompt tokens "
-        f"came from the cache. Of the {duration(figures['simulated_s'])} that the run took in all, "
-        f"{both(busy)} were spent computing."
+        f"came from the cache. The run took {duration(figures['simulated_s'])} in all, in which "
+        f"{both(busy)} of the time were computing."
     )
 
 
@@ -86,7 +88,11 @@ def _tiles(figures: dict[str, Any]) -> str:
     none = not figures["completed"]
     tiles = (
         ("requests", f"{figures['requests']:,}", f"{figures['completed']:,} answered"),
-        ("both SLOs kept", percent(figures["effective_share"]), f"{figures['effective']:,}"),
+        (
+            "both SLOs kept",
+            percent(figures["effective_share"]),
+            f"{figures['effective']:,} requests",
+        ),
         ("goodput", f"{significant(figures['goodput_rps'])} /s", "within SLOs, per second"),
         ("TTFT, median", _or_dash(ttft["p50"], none), f"p99 {_or_dash(ttft['p99'], none)}"),
         ("TBT, median", _or_dash(tbt["p50"], none), f"p99 {_or_dash(tbt['p99'], none)}"),

@@ -21,7 +21,13 @@ from moonpool.report.cluster import (
 )
 from moonpool.report.figure import Figure
 from moonpool.report.glossary import glossary
-from moonpool.report.latency import foresight_figure, stages_figure, tbt_figure, ttft_figure
+from moonpool.report.latency import (
+    compute_figure,
+    foresight_figure,
+    stages_figure,
+    tbt_figure,
+    ttft_figure,
+)
 from moonpool.report.opening import opening
 from moonpool.report.requests import refusals_figure, requests_figure
 from moonpool.report.settings import settings
@@ -57,10 +63,7 @@ def render_report(
             "</header><main>",
             *(_section(title, drawn) for title, drawn in parts),
             f"<h2>How to get this page again</h2>{settings(simulation, command, trace_name)}",
-            (
-                f"<details><summary>All figures, under the names of --json</summary><pre>{raw}</pre>"
-                "</details>"
-            ),
+            f"<details><summary>All figures, as in --json</summary><pre>{raw}</pre></details>",
             f"<h2>Words</h2>{glossary()}",
             "</main></body></html>",
             "",
@@ -74,26 +77,27 @@ def _felt(simulation: Simulation, figures: dict[str, Any]) -> list[Figure]:
         tbt_figure(simulation),
         requests_figure(simulation),
         stages_figure(figures),
+        refusals_figure(figures),
     ]
 
 
 def _coped(simulation: Simulation, figures: dict[str, Any]) -> list[Figure]:
     return [
         load_figure(simulation),
-        foresight_figure(simulation, figures),
-        refusals_figure(figures),
         instances_figure(simulation),
         roles_figure(simulation, figures),
         queue_figure(simulation),
         running_figure(simulation),
+        compute_figure(simulation, figures),
+        foresight_figure(simulation, figures),
     ]
 
 
 def _moved(simulation: Simulation, figures: dict[str, Any]) -> list[Figure]:
     return [
         cache_figure(figures),
-        held_figure(simulation, figures),
         links_figure(simulation, figures),
+        held_figure(simulation, figures),
         busiest_figure(simulation),
     ]
 

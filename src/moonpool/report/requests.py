@@ -6,7 +6,7 @@ from typing import Any
 
 from moonpool.report.axis import count_axis
 from moonpool.report.figure import Figure, note
-from moonpool.report.series import even_edges, rates
+from moonpool.report.series import rates, window_edges
 from moonpool.report.span import Series, over_time
 from moonpool.report.svg import bars
 from moonpool.report.words import counted, duration, percent, significant
@@ -30,7 +30,7 @@ REASONS = {
 def requests_figure(simulation: Simulation) -> Figure:
     timeline = simulation.timeline
     title = "Requests over time"
-    edges = even_edges(timeline.series("arrived"), MAX_WINDOWS)
+    edges = window_edges(timeline.series("arrived"), MAX_WINDOWS)
     window_s = edges[1] - edges[0]
     how = (
         f"Requests per second, in windows of {duration(window_s)}. Where the answered fall behind "
@@ -41,8 +41,9 @@ def requests_figure(simulation: Simulation) -> Figure:
         Series("arrived", rates(timeline.series("arrived"), edges), "c5", filled=True),
         Series("answered", rates(timeline.series("completed"), edges), "c1"),
         Series("answered within both SLOs", rates(timeline.series("effective"), edges), "c3"),
-        Series("refused", rates(timeline.series("rejected"), edges), "c4"),
     ]
+    if simulation.collector.rejected:
+        parts.append(Series("refused", rates(timeline.series("rejected"), edges), "c4"))
     return over_time(
         title,
         how,

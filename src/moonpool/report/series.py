@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isfinite
 
+from moonpool.report.axis import round_time_s
 from moonpool.report.svg import Points
 
 
@@ -22,11 +23,16 @@ def at_edges(points: Points, edges: Sequence[float]) -> list[float]:
     return values
 
 
-def even_edges(points: Points, most: int) -> list[float]:
-    """The span of the series cut into at most so many windows, none finer than its samples."""
-    number = max(min(most, len(points) - 1), 1)
+def window_edges(points: Points, most: int) -> list[float]:
+    """The span of the series in at most so many windows of a round length, none finer than its
+    samples. The last may be up to half as long again or as short."""
     begin_s, end_s = points[0][0], points[-1][0]
-    return [begin_s + (end_s - begin_s) * n / number for n in range(number + 1)]
+    if len(points) < 2:
+        return [begin_s, begin_s + 1.0]
+    span_s = end_s - begin_s
+    window_s = round_time_s(span_s / min(most, len(points) - 1) * (1 - 1e-9))
+    number = max(round(span_s / window_s), 1)
+    return [*(begin_s + n * window_s for n in range(number)), end_s]
 
 
 def rates(points: Points, edges: Sequence[float]) -> list[tuple[float, float]]:

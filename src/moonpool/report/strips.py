@@ -16,7 +16,7 @@ _ROW, _THICK, _GROUP_GAP = 17.0, 14.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """`shares` are of equal spans of time; a new `group` stands a little apart."""
+    """`shares` are of the windows between the common edges; a new `group` stands a little apart."""
 
     name: str
     group: str
@@ -25,16 +25,17 @@ class Strip:
     words: str  # when pointed at
 
 
-def heat_strips(strips: Sequence[Strip], time: Axis, label: str) -> str:
+def heat_strips(strips: Sequence[Strip], edges: Sequence[float], time: Axis, label: str) -> str:
     parts: list[str] = []
     y = 6.0
+    places = [_LEFT + (_RIGHT - _LEFT) * time.place(edge) for edge in edges]
     for number, strip in enumerate(strips):
         if number and strip.group != strips[number - 1].group:
             y += _GROUP_GAP
         middle = y + _ROW / 2
         parts.append(text(_LEFT - 8, middle + 4, strip.name, anchor="end"))
         parts.append(f"<g><title>{escape(strip.words)}</title>")
-        parts += _paths(strip.shares, middle)
+        parts += _paths(strip.shares, places, middle)
         parts.append("</g>")
         parts.append(text(_RIGHT + 8, middle + 4, strip.note))
         y += _ROW
@@ -46,10 +47,9 @@ def heat_strips(strips: Sequence[Strip], time: Axis, label: str) -> str:
     return drawing(WIDE, round(y + 42), label, parts)
 
 
-def _paths(shares: Sequence[float], y: float) -> list[str]:
+def _paths(shares: Sequence[float], edges: Sequence[float], y: float) -> list[str]:
     """One path per level: far smaller than a rectangle per cell."""
     runs: list[list[str]] = [[] for _ in range(NUM_LEVELS + 1)]
-    edges = [_LEFT + (_RIGHT - _LEFT) * n / max(len(shares), 1) for n in range(len(shares) + 1)]
     begin = 0
     levels = [_level(share) for share in shares]
     for number in range(1, len(levels) + 1):

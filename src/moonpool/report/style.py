@@ -43,6 +43,7 @@ figcaption p { font-size: .85rem; color: var(--soft); margin: .2rem 0 .6rem; max
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg .value, svg .mark { fill: var(--ink); }
+svg .mark, svg .limit { paint-order: stroke; stroke: var(--card); stroke-width: 3px; }
 svg .limit { fill: var(--c4); }
 .grid { stroke: var(--rule); fill: none; }
 .base { stroke: var(--soft); fill: none; }

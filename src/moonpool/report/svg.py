@@ -146,12 +146,11 @@ def bars(
     rows: Sequence[tuple[str, float, str, str]],
     label: str,
     label_width: int = 150,
-    width: int = HALF,
 ) -> str:
     """Rows of (name, value, words, colour), the longest bar filling the width."""
     most = max((value for _, value, _, _ in rows), default=0.0) or 1.0
     longest = max((len(words) for _, _, words, _ in rows), default=0)
-    room = width - label_width - 12 - 6.6 * longest - 8
+    room = HALF - label_width - 12 - 6.6 * longest - 8
     parts = []
     for number, (name, value, words, css) in enumerate(rows):
         y = 6 + 30 * number
@@ -162,4 +161,4 @@ def bars(
             f'height="21" rx="2"/>'
         )
         parts.append(text(label_width + 16 + length, y + 15, words, "value"))
-    return drawing(width, 30 * len(rows) + 6, label, parts)
+    return drawing(HALF, 30 * len(rows) + 6, label, parts)

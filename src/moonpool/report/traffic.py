@@ -67,7 +67,7 @@ def links_figure(simulation: Simulation, figures: dict[str, Any]) -> Figure:
     how = (
         f"{counted(moved['streams'], 'stream')} of KVCache from prefill to decode, sent while it "
         f"was computed, and {moved['fetches']:,} fetches of cached blocks between instances "
-        f"({byte_size(moved['fetched_bytes'])}): {byte_size(moved['bytes'])} over the network, "
+        f"({byte_size(moved['fetched_bytes'])}): {byte_size(moved['bytes'])} have arrived, "
         f"{mean} each in the mean. Used: bytes over what the link could have carried in the run."
     )
     span_s = max(simulation.clock.now, 1e-9)

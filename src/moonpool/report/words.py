@@ -36,16 +36,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Never 0 or 100 % of what is not none or all."""
+    """With one decimal; never 0 or 100 % of what is not none or all."""
     if share <= 0:
         return "0 %"
+    if share < 0.0005:
+        return "under 0.1 %"
     if share == 1:
         return "100 %"
-    if share < 0.001:
-        return "under 0.1 %"
-    if 0.999 < share < 1:
+    if 0.9995 <= share < 1:
         return "over 99.9 %"
-    return f"{significant(share * 100)} %"
+    return f"{share * 100:.1f} %"
 
 
 def duration(seconds: float) -> str:
