@@ -44,8 +44,8 @@ def load_figure(simulation: Simulation) -> Figure:
 def queue_figure(simulation: Simulation) -> Figure:
     return over_time(
         "Prompts waiting",
-        "On all prefill instances, while not being computed: queued, fetching cached blocks, or "
-        "handing over. A queue that keeps growing means that more arrives than can be computed.",
+        f"On all {_role(simulation, Role.PREFILL)} instances, while not being computed: "
+        "queued, fetching cached blocks, or handing over. A queue that keeps growing means that more arrives than can be computed.",
         [Series("prompts", thinned(simulation.timeline.series("prefill_queued")), "c1", True)],
         lambda high: count_axis(high, "prompts"),
         significant,
@@ -55,12 +55,17 @@ def queue_figure(simulation: Simulation) -> Figure:
 def running_figure(simulation: Simulation) -> Figure:
     return over_time(
         "Answers being written",
-        "All decode instances together; the more at once, the better the weights are used, and "
-        "the longer each waits between its tokens.",
+        f"All {_role(simulation, Role.DECODE)} instances together; the more at once, "
+        "the better the weights are used, and the longer each waits between its tokens.",
         [Series("answers", thinned(simulation.timeline.series("decode_running")), "c2", True)],
         lambda high: count_axis(high, "answers"),
         significant,
     )
+
+
+def _role(simulation: Simulation, role: Role) -> str:
+    """The role that does this work: mixed instances where there are none of their own."""
+    return role.value if getattr(simulation.config.cluster, role.value) else Role.MIXED.value
 
 
 def instances_figure(simulation: Simulation) -> Figure:

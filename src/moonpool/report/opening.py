@@ -15,7 +15,9 @@ from moonpool.types import Role
 def opening(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> str:
     """HTML: the summary in words, then the tiles."""
     config = simulation.config
-    first = f"{cluster_words(config)} were sent {_sent(simulation, figures, trace_name)}"
+    cluster = config.cluster
+    sent = f"{_were(cluster.prefill + cluster.decode + cluster.mixed)} sent"
+    first = f"{cluster_words(config)} {sent} {_sent(simulation, figures, trace_name)}"
     if figures["requests"]:
         first += f" {_outcome(config, figures)}"
     paragraphs = [f'<p class="lead">{escape(first)}</p>']
@@ -30,13 +32,13 @@ def cluster_words(config: Config) -> str:
     counts = (("prefill", cluster.prefill), ("decode", cluster.decode), ("mixed", cluster.mixed))
     pools = " + ".join(f"{number:,} {role}" for role, number in counts if number)
     node = f"{hardware.devices_per_node} × {hardware.device}"
-    each = f"each {node}"
     group = hardware.nodes_per_prefill
     if group > 1:
         kind = "prefill" if cluster.prefill else "mixed"
-        each = f"each {node} ({kind}: {group} such nodes, {hardware.parallelism.upper()})"
-    noun = "instance" if cluster.prefill + cluster.decode + cluster.mixed == 1 else "instances"
-    return f"{pools} {noun}, {each} with {hardware.shape},"
+        node += f" ({kind}: {group} such nodes, {hardware.parallelism.upper()})"
+    if cluster.prefill + cluster.decode + cluster.mixed == 1:
+        return f"{pools} instance, {node} with {hardware.shape},"
+    return f"{pools} instances, each {node} with {hardware.shape},"
 
 
 def _sent(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> str:
@@ -52,14 +54,17 @@ def _outcome(config: Config, figures: dict[str, Any]) -> str:
     slo = config.slo
     completed, refused, failed = (figures[name] for name in ("completed", "rejected", "failed"))
     total = figures["requests"]
-    answered, of_all = f"{completed:,} were answered", " of all"
+    answered, of_all = f"{completed:,} {_were(completed)} answered", " of all"
     if completed == total:
         answered, of_all = "All were answered", ""
     elif not completed:
         answered = "None was answered"
-    lost = [f"{number:,} {word}" for number, word in ((refused, "refused"), (failed, "failed"))]
-    bad = [words for words, number in zip(lost, (refused, failed), strict=True) if number]
-    end = f"{both(bad)}." if bad else "none was refused."
+    lost = []
+    if refused:
+        lost.append(f"{refused:,} {_were(refused)} refused")
+    if failed:
+        lost.append(f"{failed:,} failed")
+    end = f"{both(lost)}." if lost else "none was refused."
     return (
         f"{answered}, {percent(figures['effective_share'])}{of_all} within both SLOs "
         f"(TTFT ≤ {duration(slo.ttft_s)}, TBT ≤ {duration(slo.tbt_s)}); {end}"
@@ -73,13 +78,19 @@ def _details(simulation: Simulation, figures: dict[str, Any]) -> str:
         nodes = [node for node in simulation.nodes.values() if node.info.role is role]
         if nodes:
             shares = busy_share(nodes, simulation.clock.now)
-            busy.append(f"{role.value} instances {percent(sum(shares) / len(shares))}")
+            busy.append(
+                f"{role.value} instances were computing {percent(sum(shares) / len(shares))} of it"
+            )
     return (
         f"Half of the answers began within {duration(ttft['p50'])}, 99 % within "
         f"{duration(ttft['p99'])}. {percent(figures['cache']['hit_ratio'])} of the prompt tokens "
-        f"came from the cache. The run took {duration(figures['simulated_s'])} in all, in which "
-        f"{both(busy)} of the time were computing."
+        f"came from the cache. The run took {duration(figures['simulated_s'])} in all; "
+        f"{both(busy)}."
     )
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _tiles(figures: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ h4 { font: 600 .85rem ui-monospace, monospace; margin: 0 0 .3rem; color: var(--s
 figure { margin: 0; padding: .9rem 1rem .7rem; display: flex; flex-direction: column;
   break-inside: avoid; }
 figure > svg, figure > .scroll { margin-top: auto; }
+figure > .bars { margin-block: auto; }
 .wide { grid-column: 1 / -1; }
 figcaption p { font-size: .85rem; color: var(--soft); margin: .2rem 0 .6rem; max-width: 62rem; }
 .key { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: 0 0 .4rem; font-size: .83rem; }

@@ -19,8 +19,9 @@ def tenth(value: float) -> str:
     return text[:-2] if text.endswith(".0") else text
 
 
-def drawing(width: int, height: int, label: str, parts: Iterable[str]) -> str:
-    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
+def drawing(width: int, height: int, label: str, parts: Iterable[str], css: str = "plot") -> str:
+    size = f'viewBox="0 0 {width} {height}"'
+    head = f'<svg class="{css}" {size} role="img" aria-label="{escape(label)}">'
     return "\n".join([head, *parts, "</svg>"])
 
 
@@ -87,8 +88,9 @@ class Plot:
         px, py = self.at_x(x), self.at_y(y)
         dot = f'<circle class="dot {css}" cx="{tenth(px)}" cy="{tenth(py)}" r="3.5"/>'
         fits = px + 8 + 6.4 * len(label) < self._right
-        place = px + 8 if fits else px - 8
-        words = text(place, py + 13, label, "mark", "start" if fits else "end")
+        # A rising curve leaves room to the right below it, and to the left above it.
+        place, height, side = (px + 8, py + 13, "start") if fits else (px - 8, py - 5, "end")
+        words = text(place, height, label, "mark", side)
         self._parts += [dot, words]
 
     def hover(self, columns: Sequence[tuple[float, float, str]]) -> None:
@@ -161,4 +163,4 @@ def bars(
             f'height="21" rx="2"/>'
         )
         parts.append(text(label_width + 16 + length, y + 15, words, "value"))
-    return drawing(HALF, 30 * len(rows) + 6, label, parts)
+    return drawing(HALF, 30 * len(rows) + 6, label, parts, "bars")
