@@ -68,8 +68,8 @@ def _through(*points: tuple[float, float]) -> Quantiles:
 CONVERSATION = GeneratorProfile(
     name="conversation",
     rate_rps=3.4,
-    burst_short_cv2=0.0043,
-    burst_long_cv2=0.0083,
+    burst_short_cv2=0.0056,
+    burst_long_cv2=0.0055,
     first_tokens=_FIRST_TOKENS,
     output_tokens=_OUTPUT_TOKENS,
     max_input_tokens=126_195,

@@ -308,7 +308,5 @@ def _with_bursts(
 
 
 def _weight(window_s: float, stretch_s: float) -> float:
-    """Seconds of correlated rate that a window sees, of a rate redrawn every `stretch_s`."""
-    if window_s <= stretch_s:
-        return window_s * (1 - window_s / (3 * stretch_s))
-    return stretch_s * (1 - stretch_s / (3 * window_s))
+    """Seconds of one rate that a window sees, of a rate redrawn every `stretch_s` from 0 on."""
+    return min(window_s, stretch_s)

@@ -14,18 +14,21 @@ from moonpool.trace.character import Character
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9822b", "#888888"
 _MAX_POINTS = 2_000
 _MAX_WINDOWS = 400
+_MIN_GAP_S = 0.1
 
 
 def plot_character(character: Character, title: str, path: Path) -> None:
     """Writes a PNG. Raises OSError."""
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    num_lines = 2 if character.references else 1  # without hashes there is no sharing to draw
+    figure = Figure(figsize=(11, 3.75 * num_lines), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13)
-    axes = figure.subplots(2, 2)
+    axes = figure.subplots(num_lines, 2, squeeze=False)
     _arrivals(axes[0][0], character)
     _lengths(axes[0][1], character)
-    _popularity(axes[1][0], character)
-    _reuse(axes[1][1], character)
+    if character.references:
+        _popularity(axes[1][0], character)
+        _reuse(axes[1][1], character)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
@@ -70,9 +73,6 @@ def _lengths(axis: Axes, character: Character) -> None:
 
 def _popularity(axis: Axes, character: Character) -> None:
     axis.set(title="Popularity of prompt blocks", xlabel="rank of block", ylabel="references")
-    if not character.references:
-        _nothing(axis, "this trace has no block hashes")
-        return
     ranked = sorted(character.references.values(), reverse=True)
     places = _log_places(len(ranked))
     axis.plot([place + 1 for place in places], [ranked[p] for p in places], ".-", color=_BLUE)
@@ -82,8 +82,12 @@ def _popularity(axis: Axes, character: Character) -> None:
 
 
 def _reuse(axis: Axes, character: Character) -> None:
-    axis.set(title="Time until a block is used again", xlabel="seconds", ylabel="share of re-uses")
-    gaps = [max(0.1, gap) for gap in character.reuse_gaps_s]
+    axis.set(
+        title="Time until a block is used again",
+        xlabel=f"seconds (less than {_MIN_GAP_S} drawn there)",
+        ylabel="share of re-uses",
+    )
+    gaps = [max(_MIN_GAP_S, gap) for gap in character.reuse_gaps_s]
     if not gaps:
         _nothing(axis, "no block is used again")
         return

@@ -163,7 +163,7 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
             if origin is None:
                 origin = row.time
             if keep_index:
-                times.append(row.time - origin)  # exact: dated times are too long for a double
+                times.append(row.time - origin)
                 offsets.append(offset)
                 numbers.append(number)
                 continue
@@ -175,8 +175,10 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
     scan.first_time, scan.last_time = origin or 0.0, last
     if keep_index and origin is not None:
         scan.index = _Index(times, offsets, numbers)
-        scan.first_time = origin + float(scan.index.times[0])
-        scan.last_time = origin + float(scan.index.times[-1])
+        # Dated times are integers, too long for a float.
+        exact = int if isinstance(origin, int) else float
+        scan.first_time = origin + exact(scan.index.times[0])
+        scan.last_time = origin + exact(scan.index.times[-1])
         scan.head_times = array("d", scan.index.times[:SAMPLE_ROWS].tolist())
     return scan
 
