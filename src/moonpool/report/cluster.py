@@ -45,7 +45,8 @@ def queue_figure(simulation: Simulation) -> Figure:
     return over_time(
         "Prompts waiting",
         f"On all {_role(simulation, Role.PREFILL)} instances, while not being computed: "
-        "queued, fetching cached blocks, or handing over. A queue that keeps growing means that more arrives than can be computed.",
+        "queued, fetching cached blocks, or handing over. A queue that keeps growing means that "
+        "more arrives than can be computed.",
         [Series("prompts", thinned(simulation.timeline.series("prefill_queued")), "c1", True)],
         lambda high: count_axis(high, "prompts"),
         significant,

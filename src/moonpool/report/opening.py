@@ -7,7 +7,7 @@ from typing import Any
 
 from moonpool.config import Config
 from moonpool.report.cluster import busy_share
-from moonpool.report.words import both, counted, duration, percent, significant
+from moonpool.report.words import GAP, both, counted, duration, percent, significant
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
@@ -31,7 +31,7 @@ def cluster_words(config: Config) -> str:
     cluster, hardware = config.cluster, config.hardware
     counts = (("prefill", cluster.prefill), ("decode", cluster.decode), ("mixed", cluster.mixed))
     pools = " + ".join(f"{number:,} {role}" for role, number in counts if number)
-    node = f"{hardware.devices_per_node} × {hardware.device}"
+    node = f"{hardware.devices_per_node}{GAP}×{GAP}{hardware.device}"
     group = hardware.nodes_per_prefill
     if group > 1:
         kind = "prefill" if cluster.prefill else "mixed"
@@ -67,7 +67,7 @@ def _outcome(config: Config, figures: dict[str, Any]) -> str:
     end = f"{both(lost)}." if lost else "none was refused."
     return (
         f"{answered}, {percent(figures['effective_share'])}{of_all} within both SLOs "
-        f"(TTFT ≤ {duration(slo.ttft_s)}, TBT ≤ {duration(slo.tbt_s)}); {end}"
+        f"(TTFT{GAP}≤{GAP}{duration(slo.ttft_s)}, TBT{GAP}≤{GAP}{duration(slo.tbt_s)}); {end}"
     )
 
 
@@ -82,7 +82,7 @@ def _details(simulation: Simulation, figures: dict[str, Any]) -> str:
                 f"{role.value} instances were computing {percent(sum(shares) / len(shares))} of it"
             )
     return (
-        f"Half of the answers began within {duration(ttft['p50'])}, 99 % within "
+        f"Half of the answers began within {duration(ttft['p50'])}, 99{GAP}% within "
         f"{duration(ttft['p99'])}. {percent(figures['cache']['hit_ratio'])} of the prompt tokens "
         f"came from the cache. The run took {duration(figures['simulated_s'])} in all; "
         f"{both(busy)}."
@@ -104,7 +104,7 @@ def _tiles(figures: dict[str, Any]) -> str:
             percent(figures["effective_share"]),
             f"{figures['effective']:,} requests",
         ),
-        ("goodput", f"{significant(figures['goodput_rps'])} /s", "within SLOs, per second"),
+        ("goodput", f"{significant(figures['goodput_rps'])}{GAP}/s", "within SLOs, per second"),
         ("TTFT, median", _or_dash(ttft["p50"], none), f"p99 {_or_dash(ttft['p99'], none)}"),
         ("TBT, median", _or_dash(tbt["p50"], none), f"p99 {_or_dash(tbt['p99'], none)}"),
         ("from the cache", percent(cache["hit_ratio"]), "of prompt tokens"),

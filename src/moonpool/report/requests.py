@@ -17,7 +17,7 @@ REASONS = {
     "ttft_slo": "the first token would have come too late",
     "decode_load": "decode was too loaded when it arrived",
     "decode_load_predicted": "decode would have been too loaded after its prefill",
-    "tbt_slo": "the decode instance found no room within the SLO, after prefill",
+    "tbt_slo": "the decode instance itself saw that its answers would become too slow",
     "no_blocks": "no free blocks of KVCache where it was sent",
     "no_prefill_capacity": "no prefill instance had room",
     "no_decode_capacity": "no decode instance had room for the answer",

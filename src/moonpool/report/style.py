@@ -82,10 +82,12 @@ pre { background: var(--card); border: 1px solid var(--rule); border-radius: 7px
 .glossary dd { margin: 0; color: var(--soft); }
 details { margin-top: 1.2rem; } summary { cursor: pointer; font-size: .87rem; color: var(--soft); }
 details pre { margin-top: .6rem; }
-@media (max-width: 760px) { .figures { grid-template-columns: minmax(0, 1fr); }
-  .lead { font-size: 1.12rem; } }
-@media print { @page { margin: 12mm; } body { padding: 0; max-width: none; font-size: 11px;
-    background: none; }
+@media screen and (max-width: 760px) { .figures { grid-template-columns: minmax(0, 1fr); }
+  .lead { font-size: 1.12rem; } figure { overflow-x: auto; } .wide > svg { min-width: 640px; } }
+@media print { @page { margin: 12mm; } :root { font-size: 10.5px; } body { padding: 0;
+    max-width: none; font-size: 1rem; background: none; }
+  th, td { padding: .2rem .3rem; font-size: .9em; } td { white-space: normal; }
+  .tiles { grid-template-columns: repeat(8, minmax(0, 1fr)); }
   h2 { break-after: avoid; margin-top: 1.4rem; } .tip, details { display: none; }
   .figures { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .6rem; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }

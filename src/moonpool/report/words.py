@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import isfinite
 
+GAP = "\u00a0"  # keeps a unit with its number
+
 _BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -38,44 +40,44 @@ def counted(number: int, noun: str) -> str:
 def percent(share: float) -> str:
     """With one decimal; never 0 or 100 % of what is not none or all."""
     if share <= 0:
-        return "0 %"
+        return f"0{GAP}%"
     if share < 0.0005:
-        return "under 0.1 %"
+        return f"under 0.1{GAP}%"
     if share == 1:
-        return "100 %"
+        return f"100{GAP}%"
     if 0.9995 <= share < 1:
-        return "over 99.9 %"
-    return f"{share * 100:.1f} %"
+        return f"over 99.9{GAP}%"
+    return f"{share * 100:.1f}{GAP}%"
 
 
 def duration(seconds: float) -> str:
     """In the unit that leaves one to three digits before the point."""
     size = abs(seconds)
     if size == 0:
-        return "0 s"
+        return f"0{GAP}s"
     if size < 0.9995e-3:
-        return f"{significant(seconds * 1e6)} µs"
+        return f"{significant(seconds * 1e6)}{GAP}µs"
     if size < 0.9995:
-        return f"{significant(seconds * 1e3)} ms"
+        return f"{significant(seconds * 1e3)}{GAP}ms"
     if size < 120:
-        return f"{significant(seconds)} s"
+        return f"{significant(seconds)}{GAP}s"
     if size < 7200:
-        return f"{significant(seconds / 60)} min"
-    return f"{significant(seconds / 3600)} h"
+        return f"{significant(seconds / 60)}{GAP}min"
+    return f"{significant(seconds / 3600)}{GAP}h"
 
 
 def byte_size(num_bytes: float) -> str:
     for unit, name in _BYTES:
         if num_bytes >= unit:
-            return f"{significant(num_bytes / unit)} {name}"
-    return f"{significant(num_bytes)} B"
+            return f"{significant(num_bytes / unit)}{GAP}{name}"
+    return f"{significant(num_bytes)}{GAP}B"
 
 
 def short_count(value: float) -> str:
     """`13.7 M`: for axes and bars."""
     for unit, name in _COUNTS:
         if abs(value) >= unit:
-            return f"{significant(value / unit)} {name}"
+            return f"{significant(value / unit)}{GAP}{name}"
     return significant(value)
 
 
