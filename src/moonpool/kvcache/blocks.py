@@ -8,6 +8,9 @@ A block is always in exactly one of three states:
 
 Every hold has a named owner (a request, a peer's read), and `release(owner)` ends all of its
 holds, so nothing can be forgotten one by one. A sealed block (one with a key) is immutable.
+
+An owner's blocks are taken to be a prompt's, in its order; the eviction policy learns from that
+which block continues which.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.kvcache.eviction import Eviction, LruEviction
+from moonpool.kvcache.eviction import Eviction
+from moonpool.kvcache.lru import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 
@@ -36,18 +40,21 @@ class BlockPool:
     def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._free: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
         self._evictable: Eviction = eviction if eviction is not None else LruEviction()
-        self._num_holds = [0] * num_blocks
-        self._key_of: dict[BlockId, BlockKey] = {}
+        self._free: list[BlockId] = []
+        # Tables grow with the blocks ever used: a simulated cluster has many pools, hardly filled.
+        self._num_holds: list[int] = []
+        self._key_of: list[BlockKey | None] = []
         self._block_of: dict[BlockKey, BlockId] = {}
+        self._twin_key: dict[BlockId, BlockKey] = {}  # of held blocks whose name was taken
         self._held_by: dict[str, list[BlockId]] = {}
         self._net_changes: dict[BlockKey, bool] = {}
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self._evictable)
+        unused = self.num_blocks - len(self._num_holds)
+        return unused + len(self._free) + len(self._evictable)
 
     @property
     def num_held(self) -> int:
@@ -56,7 +63,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks with a name, held or not."""
-        return len(self._key_of)
+        return len(self._block_of)
 
     def owners(self) -> dict[str, int]:
         """Number of holds of each owner."""
@@ -69,56 +76,85 @@ class BlockPool:
         """Blocks of the longest run of `keys` held here, from the first key on. Mutates nothing;
         the result is safe only until the next call that allocates: acquire it at once."""
         blocks: list[BlockId] = []
+        find = self._block_of.get
         for key in keys:
-            block_id = self._block_of.get(key)
+            block_id = find(key)
             if block_id is None:
                 break
             blocks.append(block_id)
         return blocks
 
     def acquire(self, owner: str, block_ids: Iterable[BlockId]) -> None:
-        """Adds a hold on each block. Mutates."""
-        for block_id in block_ids:
-            if self._num_holds[block_id] == 0:
-                assert block_id in self._evictable, "only named blocks can be acquired"
-                self._evictable.remove(block_id)
-            self._num_holds[block_id] += 1
-            self._held_by.setdefault(owner, []).append(block_id)
+        """Adds a hold on each block; they are in the order of their prompt. Mutates."""
+        blocks = list(block_ids)
+        if not blocks:
+            return
+        holds, names = self._num_holds, self._key_of
+        idle = []
+        for block_id in blocks:
+            assert block_id < len(holds) and names[block_id] is not None, "only named blocks"
+            if not holds[block_id]:
+                idle.append(block_id)
+            holds[block_id] += 1
+        self._evictable.remove(idle)
+        self._evictable.touch(blocks)
+        self._held_by.setdefault(owner, []).extend(blocks)
 
     def allocate(self, owner: str, num_blocks: int) -> list[BlockId] | None:
         """Holds `num_blocks` nameless blocks, evicting cached ones if need be; all or nothing."""
         assert num_blocks >= 0
         if num_blocks > self.num_available:
             return None
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
+        free = self._free
+        blocks = [free.pop() for _ in range(min(num_blocks, len(free)))]
+        holds = self._num_holds
         for block_id in blocks:
-            self._num_holds[block_id] = 1
+            holds[block_id] = 1
+        if len(blocks) < num_blocks:
+            blocks.extend(self._first_used(num_blocks - len(blocks)))
+        if len(blocks) < num_blocks:
+            blocks.extend(self._evict(num_blocks - len(blocks)))
         if blocks:
             self._held_by.setdefault(owner, []).extend(blocks)
         return blocks
 
-    def seal(self, block_id: BlockId, key: BlockKey) -> bool:
-        """Names a held block by its content. False if another block has that name already; then
-        this one stays nameless, and is free again when released."""
-        assert self._num_holds[block_id] > 0 and block_id not in self._key_of
+    def seal(self, block_id: BlockId, key: BlockKey, depth: int = 0) -> bool:
+        """Names a held block by its content; `depth` is its place in its prompt. False if another
+        block has that name already; then this one stays nameless, and is free again when
+        released."""
+        assert self._num_holds[block_id] > 0 and self._key_of[block_id] is None
         if key in self._block_of:
+            self._twin_key[block_id] = key
             return False
+        self._twin_key.pop(block_id, None)
         self._key_of[block_id] = key
         self._block_of[key] = block_id
+        self._evictable.store(block_id, key, depth)
         self._note(key, stored=True)
         return True
 
     def release(self, owner: str) -> None:
         """Ends all holds of `owner` (none is fine). Later blocks of a prefix become evictable
         first, because a block is useless once its predecessor is gone."""
-        for block_id in reversed(self._held_by.pop(owner, [])):
-            self._num_holds[block_id] -= 1
-            if self._num_holds[block_id] > 0:
-                continue
-            if block_id in self._key_of:
-                self._evictable.add(block_id)
-            else:
+        blocks = self._held_by.pop(owner, None)
+        if blocks is None:
+            return
+        holds, keys = self._num_holds, self._key_of
+        run: list[BlockId] = []  # from the last block of the prompt to the first
+        for block_id in reversed(blocks):
+            holds[block_id] -= 1
+            if not holds[block_id]:
+                if keys[block_id] is not None:
+                    run.append(block_id)
+                    continue
                 self._free.append(block_id)
+            if run:
+                self._evictable.add(run[::-1], self._named(block_id))
+                run = []
+            if self._twin_key and not holds[block_id]:
+                self._twin_key.pop(block_id, None)
+        if run:
+            self._evictable.add(run[::-1], None)
 
     def take_changes(self) -> PoolChanges:
         """Net changes of names since the last call."""
@@ -130,26 +166,49 @@ class BlockPool:
 
     def validate(self) -> None:
         """Asserts that the sums balance and that every block is in exactly one state."""
-        holds = [0] * self.num_blocks
+        num_used = len(self._num_holds)
+        assert num_used == len(self._key_of) <= self.num_blocks
+        holds = [0] * num_used
         for blocks in self._held_by.values():
             for block_id in blocks:
                 holds[block_id] += 1
         assert holds == self._num_holds
         free = set(self._free)
         assert len(free) == len(self._free)
-        for block_id in map(BlockId, range(self.num_blocks)):
+        for block_id in map(BlockId, range(num_used)):
             states = (block_id in free, holds[block_id] > 0, block_id in self._evictable)
             assert sum(states) == 1, (block_id, states)
-            assert not (states[0] and block_id in self._key_of)
-            assert not (states[2] and block_id not in self._key_of)
-        assert {b: k for k, b in self._block_of.items()} == self._key_of
+            named = self._key_of[block_id] is not None
+            assert not (states[0] and named)
+            assert not (states[2] and not named)
+        names = {key: b for b, key in enumerate(self._key_of) if key is not None}
+        assert names == self._block_of
+        assert all(holds[b] > 0 and self._key_of[b] is None for b in self._twin_key)
 
-    def _evict(self) -> BlockId:
-        block_id = self._evictable.pop()
-        key = self._key_of.pop(block_id)
-        del self._block_of[key]
-        self._note(key, stored=False)
-        return block_id
+    def _first_used(self, num_blocks: int) -> list[BlockId]:
+        start = len(self._num_holds)
+        num_blocks = min(num_blocks, self.num_blocks - start)
+        self._num_holds.extend([1] * num_blocks)
+        self._key_of.extend([None] * num_blocks)
+        return [BlockId(b) for b in range(start, start + num_blocks)]
+
+    def _evict(self, num_blocks: int) -> list[BlockId]:
+        blocks = self._evictable.pop(num_blocks)
+        for block_id in blocks:
+            self._num_holds[block_id] = 1
+            key = self._key_of[block_id]
+            assert key is not None
+            self._key_of[block_id] = None
+            del self._block_of[key]
+            self._note(key, stored=False)
+        return blocks
+
+    def _named(self, block_id: BlockId) -> BlockId | None:
+        """The cached block with this one's content: itself, or its twin if its name was taken."""
+        if self._key_of[block_id] is not None:
+            return block_id
+        key = self._twin_key.get(block_id)
+        return None if key is None else self._block_of.get(key)
 
     def _note(self, key: BlockKey, stored: bool) -> None:
         # A name that came and went between two reports is no news.

@@ -1,26 +1,52 @@
-"""Which cached block goes first when room is needed. Sees only blocks that nobody holds."""
+"""Which cached blocks go first when room is needed. Chooses only among blocks that nobody holds.
+
+A policy is told what the pool sees, in the pool's words, and keeps its own books from it:
+
+    store   a held block got its name, at this place in its prompt
+    touch   named blocks are used again, a prompt's in order
+    remove  evictable blocks are held again
+    add     blocks lost their last holder and are evictable from now on
+    pop     room is needed
+
+It reads no clock: time is what went through the cache. A policy's memory is bounded by a small
+multiple of the pool's blocks.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Protocol
 
-from moonpool.types import BlockId
+from moonpool.kvcache.length_aware import LengthAwareEviction
+from moonpool.kvcache.lfu import LfuEviction
+from moonpool.kvcache.lru import LruEviction
+from moonpool.kvcache.predictive import PredictiveEviction
+from moonpool.types import BlockId, BlockKey
 
 
 class Eviction(Protocol):
     """Order of the evictable blocks. Every method mutates, but `__len__` and `__contains__`."""
 
-    def add(self, block_id: BlockId) -> None:
-        """The block has just been released by its last holder."""
+    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+        """A held block is named `key` from now on; it is the `depth`-th block of its prompt."""
         ...
 
-    def remove(self, block_id: BlockId) -> None:
-        """The block is held again, or has lost its name."""
+    def touch(self, block_ids: Sequence[BlockId]) -> None:
+        """Blocks with names are used again, evictable until now or not."""
         ...
 
-    def pop(self) -> BlockId:
-        """Removes and returns the block to evict. Raises KeyError if there is none."""
+    def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
+        """A run of one prompt's blocks, in its order, was let go by its last holder. `parent` is
+        the block before the first, where that one stays for the time being."""
+        ...
+
+    def remove(self, block_ids: Sequence[BlockId]) -> None:
+        """Evictable blocks are held again. Raises KeyError if one was not evictable."""
+        ...
+
+    def pop(self, num_blocks: int) -> list[BlockId]:
+        """Removes and returns the blocks to evict, in order; they lose their names. Raises KeyError
+        if there are not so many."""
         ...
 
     def __len__(self) -> int: ...
@@ -28,24 +54,15 @@ class Eviction(Protocol):
     def __contains__(self, block_id: object) -> bool: ...
 
 
-class LruEviction:
-    """The least recently released block goes first."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[BlockId, None] = OrderedDict()
-
-    def add(self, block_id: BlockId) -> None:
-        assert block_id not in self._order
-        self._order[block_id] = None
-
-    def remove(self, block_id: BlockId) -> None:
-        del self._order[block_id]
-
-    def pop(self) -> BlockId:
-        return self._order.popitem(last=False)[0]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._order
+def make_eviction(name: str, num_blocks: int) -> Eviction:
+    """The policy that the configuration calls `name`, for a pool of `num_blocks`."""
+    match name:
+        case "lru":
+            return LruEviction()
+        case "lfu":
+            return LfuEviction()
+        case "length-aware":
+            return LengthAwareEviction()
+        case "predictive":
+            return PredictiveEviction(num_blocks)
+    raise ValueError(f"unknown eviction {name!r}; known are lru, lfu, length-aware and predictive")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonpool.kvcache.blocks import BlockPool
-from moonpool.kvcache.eviction import LruEviction
+from moonpool.kvcache.lru import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6
@@ -173,9 +174,89 @@ def test_free_blocks_cannot_be_acquired() -> None:
 
 def test_lru_refuses_a_block_twice() -> None:
     order = LruEviction()
-    order.add(BlockId(1))
+    order.add([BlockId(1)], None)
     with pytest.raises(AssertionError):
-        order.add(BlockId(1))
-    order.remove(BlockId(1))
+        order.add([BlockId(1)], None)
+    order.remove([BlockId(1)])
     with pytest.raises(KeyError):
-        order.pop()
+        order.pop(1)
+
+
+class Recorder(LruEviction):
+    """Keeps what the pool tells its policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[object, ...]] = []
+
+    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+        self.heard.append(("store", block_id, key, depth))
+
+    def touch(self, block_ids: Sequence[BlockId]) -> None:
+        self.heard.append(("touch", list(block_ids)))
+
+    def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
+        self.heard.append(("add", list(block_ids), parent))
+        super().add(block_ids, parent)
+
+    def take(self) -> list[tuple[object, ...]]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+def test_the_policy_hears_of_names_uses_and_runs() -> None:
+    policy = Recorder()
+    pool = BlockPool(8, policy)
+    a, b, c = pool.allocate("first", 3) or []
+    for depth, block in enumerate((a, b, c)):
+        pool.seal(block, key(depth), depth)
+    assert policy.take() == [("store", x, key(d), d) for d, x in enumerate((a, b, c))]
+    pool.acquire("second", [a, b])
+    assert policy.take() == [("touch", [a, b])]
+    pool.release("first")
+    assert policy.take() == [("add", [c], b)]
+    pool.release("second")
+    assert policy.take() == [("add", [a, b], None)]
+
+
+def test_a_block_whose_name_was_taken_stands_for_its_twin() -> None:
+    """Two prompts with one beginning are computed at once: what continues the second's copy of it
+    continues the first's block in the eyes of the policy."""
+    policy = Recorder()
+    pool = BlockPool(8, policy)
+    (first,) = pool.allocate("first", 1) or []
+    copy, rest = pool.allocate("second", 2) or []
+    assert pool.seal(first, key(0), 0)
+    assert not pool.seal(copy, key(0), 0)
+    assert pool.seal(rest, key(1), 1)
+    pool.validate()
+    policy.take()
+    pool.release("second")
+    assert policy.take() == [("add", [rest], first)]
+    pool.validate()
+    assert pool.num_available == 7
+
+
+def test_a_name_can_be_given_once_its_first_block_is_gone() -> None:
+    pool = BlockPool(2)
+    (first,) = pool.allocate("first", 1) or []
+    (copy,) = pool.allocate("second", 1) or []
+    assert pool.seal(first, key(0))
+    assert not pool.seal(copy, key(0))
+    pool.release("first")
+    assert pool.allocate("third", 1) == [first]
+    assert pool.seal(copy, key(0), 5)
+    pool.validate()
+    pool.release("second")
+    assert pool.match([key(0)]) == [copy]
+
+
+def test_a_large_pool_costs_nothing_until_it_is_used() -> None:
+    pool = BlockPool(1 << 40)
+    assert pool.num_available == 1 << 40
+    blocks = pool.allocate("a", 3)
+    assert blocks == [0, 1, 2]
+    assert pool.num_held == 3
+    pool.release("a")
+    pool.validate()
+    assert pool.num_available == 1 << 40

@@ -1,0 +1,49 @@
+"""LengthAware (Mooncake v3, Table 1): like LFU, but among equals the block deepest in its prompt
+goes first.
+
+The paper says only "like LFU, prioritising blocks that occur later in requests". Keeping late
+blocks would throw away prefixes before what hangs on them, so late ones must go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.kvcache.ranked import RankedBlocks
+from moonpool.types import BlockId, BlockKey
+
+
+class LengthAwareEviction:
+    def __init__(self) -> None:
+        self._num_uses: dict[BlockId, int] = {}
+        self._depth: dict[BlockId, int] = {}
+        self._blocks = RankedBlocks()
+
+    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+        self._num_uses[block_id] = 1
+        self._depth[block_id] = depth
+
+    def touch(self, block_ids: Sequence[BlockId]) -> None:
+        num_uses = self._num_uses
+        for block_id in block_ids:
+            num_uses[block_id] += 1
+
+    def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
+        for block_id in reversed(block_ids):
+            self._blocks.add(block_id, (self._num_uses[block_id], -self._depth[block_id]))
+
+    def remove(self, block_ids: Sequence[BlockId]) -> None:
+        for block_id in block_ids:
+            self._blocks.remove(block_id)
+
+    def pop(self, num_blocks: int) -> list[BlockId]:
+        popped = [self._blocks.pop() for _ in range(num_blocks)]
+        for block_id in popped:
+            del self._num_uses[block_id], self._depth[block_id]
+        return popped
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._blocks

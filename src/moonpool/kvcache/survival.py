@@ -1,0 +1,168 @@
+"""How soon blocks of each class are used again, learned online, and what that makes them worth.
+
+Time is counted in touches (blocks that went through the cache), in epochs of `epoch_touches`. For
+each class and range of ages it keeps, decaying, how many blocks were let go and how many of them
+were used again at that age, whether still cached or not. From the two follows the survival curve
+of the class, and from it the worth of a block that has reached an age unused:
+
+    worth(age) = max over t of  P(used within t | age) / E[room x time it takes until then | age]
+
+the hits per unit of cache that it brings if it is kept for the best time from now on. (The Gittins
+index of the block; LHD's hit density is the same with t fixed.) A falling hazard makes it the
+hazard, and the order that of LRU; a hazard that rises first makes the middle-aged worth more than
+the new.
+
+A class with little history has its family's curve, made higher or lower as a whole by what was seen
+of the class; a family with little history is drawn towards all blocks.
+"""
+
+from __future__ import annotations
+
+AGE_LIMITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+"""Upper ends of the ranges of ages, in epochs; the last range has none."""
+NUM_AGES = len(AGE_LIMITS) + 1
+MAX_AGE = AGE_LIMITS[-1]
+PRIOR_BLOCKS = 4000.0
+"""Blocks of its own history that weigh as much as the family's in the shape of a class's curve."""
+PRIOR_HITS = 100.0
+"""Hits of its own history that weigh as much as the family's in the curve's height."""
+PRIOR_REUSE = 0.03
+"""Before anything was seen: the share of blocks used again before the first limit, and between
+each age and its double. Such a hazard falls with age, so that the order is that of LRU."""
+
+
+def _age_table() -> tuple[int, ...]:
+    table = []
+    for age in range(MAX_AGE + 1):
+        table.append(next((i for i, end in enumerate(AGE_LIMITS) if age < end), NUM_AGES - 1))
+    return tuple(table)
+
+
+def _prior() -> tuple[float, ...]:
+    shares, start = [], 0
+    for end in AGE_LIMITS:
+        shares.append(PRIOR_REUSE * ((end - start) / start if start else 1.0))
+        start = end
+    return tuple(shares)
+
+
+AGE_RANGE = _age_table()
+"""The range in which an age lies, by whole epochs up to MAX_AGE."""
+_DELAYS = tuple((a + b) // 2 for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
+_WIDTHS = tuple(b - a for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
+_PRIOR = _prior()
+
+
+class _History:
+    """What was seen of one class."""
+
+    __slots__ = ("exposed", "family", "released_by", "released_now", "reused", "reused_now")
+
+    def __init__(self, family: int, period: int) -> None:
+        self.family = family
+        self.released_now = [0] * period  # by epoch since the last lesson
+        self.reused_now = [0] * NUM_AGES  # since the last lesson, by age
+        # All blocks ever let go until the end of each of the latest epochs.
+        self.released_by = [0] * (MAX_AGE + period + 1)
+        self.exposed = [0.0] * (NUM_AGES - 1)  # let go long enough ago to have reached the age
+        self.reused = [0.0] * (NUM_AGES - 1)
+
+    def learn(self, decay: float) -> None:
+        period = len(self.released_now)
+        released_by = self.released_by
+        for count in self.released_now:
+            released_by.append(released_by[-1] + count)
+        del released_by[:period]
+        self.released_now = [0] * period
+        exposed, reused, reused_now = self.exposed, self.reused, self.reused_now
+        for age, delay in enumerate(_DELAYS):
+            fresh = released_by[-1 - delay] - released_by[-1 - delay - period]
+            exposed[age] = exposed[age] * decay + fresh
+            reused[age] = reused[age] * decay + reused_now[age]
+        self.reused_now = [0] * NUM_AGES
+
+
+class ReuseModel:
+    """Classes are numbered in the order of `add_class`. It learns every `period` epochs."""
+
+    def __init__(self, period: int, decay: float) -> None:
+        assert period > 0 and 0 < decay < 1
+        self._histories: list[_History] = []
+        self._period = period
+        self._decay = decay
+        self._epoch = 0  # since the last lesson
+
+    def add_class(self, family: int) -> int:
+        self._histories.append(_History(family, self._period))
+        return len(self._histories) - 1
+
+    def note_release(self, class_id: int, num_blocks: int) -> None:
+        self._histories[class_id].released_now[self._epoch] += num_blocks
+
+    def note_reuse(self, class_id: int, age_range: int, num_blocks: int) -> None:
+        self._histories[class_id].reused_now[age_range] += num_blocks
+
+    def end_epoch(self) -> bool:
+        """True if the worths have changed."""
+        self._epoch += 1
+        if self._epoch < self._period:
+            return False
+        self._epoch = 0
+        for history in self._histories:
+            history.learn(self._decay)
+        return True
+
+    def worths(self) -> list[list[float]]:
+        """By class and range of ages."""
+        families: dict[int, tuple[list[float], list[float]]] = {}
+        total = ([0.0] * len(_PRIOR), [0.0] * len(_PRIOR))
+        for history in self._histories:
+            family = families.setdefault(history.family, ([0.0] * len(_PRIOR), [0.0] * len(_PRIOR)))
+            for sums in (family, total):
+                for age in range(len(_PRIOR)):
+                    sums[0][age] += history.reused[age]
+                    sums[1][age] += history.exposed[age]
+        overall = _shares(total[0], total[1], _PRIOR)
+        shares = {name: _shares(*sums, overall) for name, sums in families.items()}
+        return [_worths(_own_shares(h, shares[h.family])) for h in self._histories]
+
+
+def _shares(
+    reused: list[float], exposed: list[float], prior: tuple[float, ...] | list[float]
+) -> list[float]:
+    """Of all blocks let go, the share used again in each range of ages."""
+    return [
+        (hits + PRIOR_BLOCKS * expected) / (blocks + PRIOR_BLOCKS)
+        for hits, blocks, expected in zip(reused, exposed, prior, strict=True)
+    ]
+
+
+def _own_shares(history: _History, family: list[float]) -> list[float]:
+    """Those of the class: the family's curve, higher or lower as a whole where little was seen, and
+    the class's own curve where much was."""
+    expected = sum(blocks * share for blocks, share in zip(history.exposed, family, strict=True))
+    factor = (sum(history.reused) + PRIOR_HITS) / (expected + PRIOR_HITS)
+    return _shares(history.reused, history.exposed, [share * factor for share in family])
+
+
+def _worths(shares: list[float]) -> list[float]:
+    """The worth at the beginning of each range: the steepest slope, from there on, of the curve of
+    hits against room x time, which is that of its concave hull."""
+    survivors = 1.0
+    costs, gains = [], []
+    for share, width in zip(shares, _WIDTHS, strict=True):
+        gain = min(share, 0.98 * survivors)
+        costs.append((survivors - gain / 2) * width)
+        gains.append(gain)
+        survivors -= gain
+    worths = [0.0] * NUM_AGES
+    hull: list[tuple[float, float]] = []  # of what follows: (gain, cost), steepest last
+    for age in range(len(shares) - 1, -1, -1):
+        gain, cost = gains[age], costs[age]
+        while hull and hull[-1][0] * cost > gain * hull[-1][1]:
+            next_gain, next_cost = hull.pop()
+            gain += next_gain
+            cost += next_cost
+        hull.append((gain, cost))
+        worths[age] = gain / cost
+    return worths

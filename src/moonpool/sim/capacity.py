@@ -1,0 +1,203 @@
+"""Hit ratio by eviction policy and capacity: a sequence of prompts, one at a time, no clock.
+
+Every prompt goes through a real BlockPool by the calls that an instance makes: match, acquire,
+allocate, seal, release. Streams; what it holds is the pool. A prompt that is larger than the pool
+keeps as many of its first blocks as fit. Belady's optimum needs the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple
+
+from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.eviction import make_eviction
+from moonpool.trace.keys import prompt_keys
+from moonpool.trace.row import TraceRow
+from moonpool.types import BlockKey
+
+Routing = Literal["first", "least-loaded", "round-robin"]
+"""Of prompts to caches: the longest match, ties to the first or to the one that computed least; or
+in turn."""
+
+UNBOUNDED_BLOCKS = 1 << 40
+_OWNER = "prompt"
+_REPORT_EVERY = 1024  # prompts; a pool's news must be taken, or they pile up
+
+
+class Prompt(NamedTuple):
+    """The names of a prompt's blocks, in order, and its length."""
+
+    keys: Sequence[BlockKey]
+    num_tokens: int
+
+
+class HitRatios(NamedTuple):
+    """What was found in the cache. `any` also counts blocks whose predecessor was not there."""
+
+    num_prompts: int
+    num_blocks: int
+    num_tokens: int
+    hit_blocks: int
+    any_hit_blocks: int
+    hit_tokens: int
+
+    @property
+    def by_prefix(self) -> float:
+        return self.hit_blocks / max(1, self.num_blocks)
+
+    @property
+    def by_block(self) -> float:
+        return self.any_hit_blocks / max(1, self.num_blocks)
+
+    @property
+    def by_token(self) -> float:
+        return self.hit_tokens / max(1, self.num_tokens)
+
+
+def prompts_of(
+    rows: Iterable[TraceRow],
+    trace_block_tokens: int,
+    block_tokens: int,
+    count_partial: bool = False,
+) -> Iterator[Prompt]:
+    """A trace's prompts in blocks of `block_tokens`. Full blocks only, as they are served, or also
+    the last, partial one, as the literature counts them. Raises ValueError where the sizes do not
+    fit."""
+    if count_partial and block_tokens > trace_block_tokens:
+        raise ValueError(
+            f"partial blocks can be counted up to the trace's own {trace_block_tokens} tokens, not"
+            f" of {block_tokens}; count full blocks only"
+        )
+    for row in rows:
+        num_tokens = row.input_tokens
+        if count_partial:
+            num_tokens = -(-num_tokens // block_tokens) * block_tokens
+        keys = prompt_keys(row.hash_ids, num_tokens, trace_block_tokens, block_tokens)
+        yield Prompt(keys, row.input_tokens)
+
+
+class PromptCache:
+    """One cache of `capacity_blocks` (None: without bound) and what it has yielded so far."""
+
+    def __init__(self, policy: str, capacity_blocks: int | None, block_tokens: int) -> None:
+        num_blocks = UNBOUNDED_BLOCKS if capacity_blocks is None else capacity_blocks
+        self.pool = BlockPool(num_blocks, make_eviction(policy, num_blocks))
+        self._block_tokens = block_tokens
+        self._num_prompts = self._num_blocks = self._num_tokens = 0
+        self._hit_blocks = self._any_hit_blocks = self._hit_tokens = 0
+
+    def num_cached(self, prompt: Prompt) -> int:
+        """Blocks of its prefix that are here now."""
+        return len(self.pool.match(prompt.keys))
+
+    def serve(self, prompt: Prompt) -> int:
+        """Uses what is cached and stores the rest; returns the tokens that were cached."""
+        pool, keys = self.pool, prompt.keys
+        cached = pool.match(keys)
+        pool.acquire(_OWNER, cached)
+        num_hits = len(cached)
+        new = pool.allocate(_OWNER, min(len(keys) - num_hits, pool.num_available))
+        assert new is not None
+        num_stored = 0
+        for depth, block_id in enumerate(new, num_hits):
+            num_stored += pool.seal(block_id, keys[depth], depth)
+        pool.release(_OWNER)
+        self._num_prompts += 1
+        if self._num_prompts % _REPORT_EVERY == 0:
+            pool.take_changes()
+        hit_tokens = min(num_hits * self._block_tokens, prompt.num_tokens)
+        self._num_blocks += len(keys)
+        self._num_tokens += prompt.num_tokens
+        self._hit_blocks += num_hits
+        self._any_hit_blocks += num_hits + len(new) - num_stored
+        self._hit_tokens += hit_tokens
+        return hit_tokens
+
+    def ratios(self) -> HitRatios:
+        return HitRatios(
+            self._num_prompts,
+            self._num_blocks,
+            self._num_tokens,
+            self._hit_blocks,
+            self._any_hit_blocks,
+            self._hit_tokens,
+        )
+
+
+def hit_ratios(
+    prompts: Iterable[Prompt], policy: str, capacity_blocks: int | None, block_tokens: int = 512
+) -> HitRatios:
+    """Of one cache with this eviction policy. `block_tokens` is what a block of `prompts` holds."""
+    cache = PromptCache(policy, capacity_blocks, block_tokens)
+    for prompt in prompts:
+        cache.serve(prompt)
+    return cache.ratios()
+
+
+def belady_hit_ratio(prompts: Iterable[Prompt], capacity_blocks: int) -> float:
+    """The most that any policy could reach that stores every block: the block whose next use is
+    farthest off goes first. By block, whether or not its predecessors are cached."""
+    touches = [key for prompt in prompts for key in prompt.keys]
+    never = len(touches)
+    next_use = [never] * never
+    seen: dict[BlockKey, int] = {}
+    for place in range(never - 1, -1, -1):
+        next_use[place] = seen.get(touches[place], never)
+        seen[touches[place]] = place
+    due: dict[BlockKey, int] = {}  # next use of what is cached
+    farthest: list[tuple[int, BlockKey]] = []
+    num_hits = 0
+    for key, next_place in zip(touches, next_use, strict=True):
+        if key in due:
+            num_hits += 1
+        elif len(due) >= capacity_blocks:
+            while True:
+                place, victim = heappop(farthest)
+                if due.get(victim) == -place:
+                    break
+            del due[victim]
+        due[key] = next_place
+        heappush(farthest, (-next_place, key))
+    return num_hits / max(1, never)
+
+
+class SplitRatios(NamedTuple):
+    """Of several caches together. `imbalance`: the most that one of them had to compute, in tokens,
+    over the mean; it is the number of caches where one does all."""
+
+    ratios: HitRatios
+    imbalance: float
+
+
+def split_hit_ratios(
+    prompts: Iterable[Prompt],
+    num_caches: int,
+    capacity_blocks: int,
+    routing: Routing,
+    ignored_blocks: int = 0,
+    policy: str = "lru",
+    block_tokens: int = 512,
+) -> SplitRatios:
+    """Each prompt goes to one of `num_caches`, each of `capacity_blocks`, that share nothing. A
+    match of at most `ignored_blocks` counts as none: all prompts may begin alike."""
+    caches = [PromptCache(policy, capacity_blocks, block_tokens) for _ in range(num_caches)]
+    computed_tokens = [0] * num_caches
+    for number, prompt in enumerate(prompts):
+        if routing == "round-robin":
+            chosen = number % num_caches
+        else:
+            matches = [cache.num_cached(prompt) for cache in caches]
+            longest = max(matches)
+            if longest <= ignored_blocks:
+                tied = list(range(num_caches))
+            else:
+                tied = [i for i, match in enumerate(matches) if match == longest]
+            loads = computed_tokens
+            chosen = tied[0] if routing == "first" else min(tied, key=lambda i: loads[i])
+        computed_tokens[chosen] += prompt.num_tokens - caches[chosen].serve(prompt)
+    columns = zip(*(cache.ratios() for cache in caches), strict=True)
+    total = sum(computed_tokens)
+    imbalance = max(computed_tokens) * num_caches / total if total else 1.0
+    return SplitRatios(HitRatios(*(sum(column) for column in columns)), imbalance)
