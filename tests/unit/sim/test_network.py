@@ -303,6 +303,28 @@ def test_a_chain_of_bottlenecks_is_followed_to_its_end() -> None:
     assert [flow.rate_bytes_per_s for flow in flows] == [0.0, 10.0, 20.0, 80.0]
 
 
+def test_who_is_overtaken_on_a_full_link_is_rated_too() -> None:
+    """h gains on m1 what k loses on m2, in one instant: l stays full, yet g is owed more there."""
+    bench = Bench(l=13.0, m1=16.0, m2=7.0, q=12.0)
+    g, h, k = (bench.send(path, path, 10**6) for path in ("l", "m1 l", "m2 l"))
+    for number in range(4):
+        bench.send(f"over m1 {number}", "q m1", 10**6)
+    assert [flow.rate_bytes_per_s for flow in (g, h, k)] == [4.5, 4.0, 4.5]
+    for number in range(20):
+        bench.send(f"on q {number}", "q", 10**6)
+    for number in range(3):
+        bench.send(f"on m2 {number}", "m2", 10**6)
+    assert [flow.rate_bytes_per_s for flow in (g, h, k)] == [5.625, 5.625, 1.75]
+
+
+def test_started_and_cancelled_in_one_instant_it_was_never_there() -> None:
+    bench = Bench(out=100.0)
+    bench.send("stays", "out", 1000)
+    bench.send("gone", "out", 1000).cancel()
+    bench.clock.run()
+    assert bench.ended_s == {"stays": 10.0} and bench.link["out"].bytes_carried == 1000
+
+
 def test_cancel_gives_the_bandwidth_back_and_calls_nobody() -> None:
     bench = Bench(out=100.0)
     gone = bench.send("gone", "out", 1000)
@@ -423,11 +445,13 @@ def test_who_is_not_concerned_is_not_rerated() -> None:
 
 def test_with_room_to_spare_only_the_new_one_is_rated() -> None:
     bench = Bench(out=100.0)
-    for number in range(9):
-        bench.send(str(number), "out", 1000, limit=10.0)
-    assert bench.network._rerate_timer is None and bench.network.num_rerated == 9
+    flows = [bench.send(str(number), "out", 1000, limit=10.0) for number in range(10)]
+    assert bench.network._rerate_timer is None and bench.network.num_rerated == 10
+    flows[3].cancel()
+    bench.send("in its place", "out", 1000, limit=10.0)
+    assert bench.network._rerate_timer is None and bench.network.num_rerated == 11
     bench.clock.run()
-    assert set(bench.ended_s.values()) == {100.0} and bench.network.num_rerated == 9
+    assert set(bench.ended_s.values()) == {100.0} and bench.network.num_rerated == 11
 
 
 def test_many_starts_and_ends_at_one_instant_are_shared_out_once() -> None:
