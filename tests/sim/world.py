@@ -291,7 +291,7 @@ class World:
         assert not conductor.requests and not conductor._works
         for state in conductor.instances.values():
             assert not (state.prefills or state.decodes or state.serving)
-            assert conductor.index.num_expected(state.info.instance_id) == 0
+            assert not conductor.index.expected(state.info.instance_id)
 
     def _check_ending(self, request_id: RequestId, truth: Truth) -> None:
         record = self.ended[request_id].record

@@ -15,6 +15,7 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.config import Admission, ConductorConfig, Placement, choices
 from moonpool.engine.machine import cpu_name
 
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
@@ -83,6 +84,35 @@ def head(concurrency: tuple[int, ...], json_file: str | None) -> None:
     except (ServerError, httpx.HTTPError) as error:
         fail(f"the server failed: {type(error).__name__}: {error}")
     _finish(found, json_file)
+
+
+@bench.command()
+@click.option(
+    "--instances", multiple=True, type=COUNT, default=(16, 100, 1000, 3000), show_default=True
+)
+@click.option("--blocks", type=COUNT, default=1000, show_default=True, help="Per instance.")
+@click.option("--in-flight", type=COUNT, default=10, show_default=True, help="Per instance.")
+@click.option("--decisions", type=COUNT, default=500, show_default=True)
+@click.option("--placement", type=click.Choice(choices(Placement)), default="kvcache-centric")
+@click.option("--admission", type=click.Choice(choices(Admission)), default="predictive")
+@JSON
+def conductor(
+    instances: tuple[int, ...],
+    blocks: int,
+    in_flight: int,
+    decisions: int,
+    placement: Placement,
+    admission: Admission,
+    json_file: str | None,
+) -> None:
+    """Microseconds per decision, ending, token and block event, against the number of instances."""
+    from moonpool.bench.conductor import bench_conductor
+
+    if min(instances) < 2:
+        fail("--instances must be at least 2: one for prefill and one for decode")
+    config = ConductorConfig(placement=placement, admission=admission)
+    found = bench_conductor(instances, blocks, in_flight, decisions, config, click.echo)
+    _finish(found | {"blocks_per_instance": blocks, "decisions": decisions}, json_file)
 
 
 def _finish(found: dict[str, Any], json_file: str | None) -> None:

@@ -14,7 +14,7 @@ The decode instance's own check stays on in all but the first. Pure functions; n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from moonpool.conductor.decode_forecast import DecodeForecast
 from moonpool.conductor.fleet import Fleet
@@ -28,8 +28,7 @@ WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
 """Times at which a projection is looked at again, to say when to come back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(msgspec.Struct, frozen=True):
     """What was promised to a request, and how long it has waited already."""
 
     slo: Slo
@@ -67,8 +66,7 @@ def admit(
     return _slow_then(promise.slo, pool, tbt_s, placement.ttft_s, forecast, config, now)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
+class _Pool(msgspec.Struct, frozen=True):
     """The decode pool as its mean: all answers spread evenly over its instances, on the kind of
     instance that was chosen, and this request with them."""
 

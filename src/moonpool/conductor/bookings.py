@@ -35,6 +35,9 @@ class Bookings:
         state = self.instances.pop(instance_id, None)
         if state is None:
             return None
+        for tracked in state.prefills.values():
+            assert tracked.attempt is not None
+            self.index.unexpect(instance_id, tracked.attempt.expected_keys)
         self.index.remove_instance(instance_id)
         self.fleet.leave(state.row)
         for attempt in state.serving.values():
@@ -162,7 +165,7 @@ class Bookings:
             )
             assert fleet.busy_until_s[row] == state.busy_until_s()
             assert set(state.started) <= set(state.prefills)
-            assert self.index.num_expected(instance_id) == len(book.expected)
+            assert self.index.expected(instance_id) == book.expected
         assert fleet.total_decoding == sum(b.decoding for b in books.values())
         assert fleet.total_decoding_context == sum(b.decoding_context for b in books.values())
 

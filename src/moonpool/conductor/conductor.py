@@ -112,6 +112,7 @@ class Conductor:
         self._expected_output_tokens = FIRST_EXPECTED_OUTPUT_TOKENS
         self._usual_ttft_s = RunningMean(0.0)
         self._layout: BlockLayout | None = None  # of all instances
+        self._token_bytes = 0
         self._actions: list[ConductorAction] = []
 
     def handle(self, event: ConductorEvent, now: float) -> list[ConductorAction]:
@@ -156,7 +157,7 @@ class Conductor:
     def _on_instance_joined(self, info: InstanceInfo, now: float) -> None:
         if info.instance_id in self.instances:
             self._on_instance_lost(info.instance_id, "it joined anew", now)
-        self._layout = info.layout
+        self._layout, self._token_bytes = info.layout, info.layout.token_bytes
         self._ask_for_all_blocks(self.books.join(info))
 
     def _ask_for_all_blocks(self, state: InstanceState) -> None:
@@ -246,7 +247,7 @@ class Conductor:
             expected_tokens=layout.blocks_for(expected) * layout.block_tokens,
             decodes=left > 1,
             block_tokens=layout.block_tokens,
-            token_bytes=layout.token_bytes,
+            token_bytes=self._token_bytes,
             answer_s=self._answer_s(),
         )
 

@@ -78,6 +78,7 @@ class Fleet:
         self.num_prefills = self.num_decodes = 0
         self.total_decoding = self.total_decoding_context = 0
         self.mixed: Bools | None = None  # instances of both kinds; None: there are none
+        self.num_on_host: dict[int, int] = {}
         self._hosts: dict[str, int] = {"": 0}
 
     def __len__(self) -> int:
@@ -101,7 +102,9 @@ class Fleet:
         if info.engine_tokens:
             capacity = min(capacity, info.engine_tokens)
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
-        self.host[row] = self._hosts.setdefault(info.address.host_id, len(self._hosts))
+        host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
+        self.host[row] = host
+        self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
         self._count_roles()
 
     def leave(self, row: int) -> None:
@@ -109,6 +112,8 @@ class Fleet:
         self.total_decoding -= int(self.decoding_batch[row])
         self.total_decoding_context -= int(self.decoding_context[row])
         self.prefills[row] = self.decodes[row] = False
+        self.num_on_host[int(self.host[row])] -= 1
+        self.host[row] = 0
         self._clear(row)
         self._count_roles()
 
@@ -165,7 +170,7 @@ class Fleet:
 
     def tbt_s(self, row: int, batch: float, context_tokens: float) -> float:
         """Time of a step on this row's kind of instance."""
-        return float(self.e[row] + self.f[row] * batch + self.g[row] * context_tokens)
+        return self.e.item(row) + self.f.item(row) * batch + self.g.item(row) * context_tokens
 
     # Load: predicted over promised latency
 

@@ -12,8 +12,8 @@ the prefill runs; so it must have room now. On a mixed instance a prefill takes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from moonpool.conductor.explanation import Candidate, Chosen
@@ -28,8 +28,7 @@ TBT_TIE = 1.05
 NUM_EXPLAINED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Both halves, chosen together, before any work."""
 
     prefill: InstanceId
@@ -46,8 +45,7 @@ class Placement:
     chosen: Chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(msgspec.Struct, frozen=True):
     status: int
     reason: str  # for machines
     message: str  # for people
@@ -71,7 +69,7 @@ def place(
     has_room: Bools = fleet.room_tokens >= demand.expected_tokens
     if demand.num_tokens > fleet.least_capacity_tokens:
         possible = fleet.prefills & (fleet.capacity_tokens >= demand.num_tokens)
-        if not possible.any():
+        if not np.count_nonzero(possible):
             return _too_long(demand, fleet)
     else:
         possible = fleet.prefills
@@ -81,7 +79,9 @@ def place(
     if avoid:
         possible = possible.copy()
         possible[list(avoid)] = able[list(avoid)] = False
-    if not possible.any() or (demand.decodes and not able.any()):
+    # Counting is what numpy does soonest with so few.
+    num_possible = np.count_nonzero(possible)
+    if not num_possible or (demand.decodes and not np.count_nonzero(able)):
         return _no_room(demand, fleet)
     scene = Scene(demand, fleet, match, config, fleet.queue_s(now), possible)
     scores = POLICIES[config.placement](scene)
@@ -93,53 +93,59 @@ def place(
         tbts_s = fleet.booked_tbt_s(demand.expected_tokens)
         if not fleet.decodes[best]:
             decoder = _select_decode(able, tbts_s, scene, fleet)
-        tbt_s = float(tbts_s[decoder])
-    return _describe(scene, scores, rank, best, decoder, tbt_s)
+        tbt_s = tbts_s.item(decoder)
+    return _describe(scene, scores, rank, best, decoder, tbt_s, int(num_possible))
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
     """The lowest rank; among equals the shortest queue, then the one idle longest."""
-    ties = np.flatnonzero(rank == rank.min())
+    ties = (rank == rank.item(rank.argmin())).nonzero()[0]
     if len(ties) > 1:
         queues_s = queue_s[ties]
-        ties = ties[queues_s == queues_s.min()]
+        ties = ties[queues_s == queues_s.item(queues_s.argmin())]
         return int(ties[last_placed_s[ties].argmin()])
     return int(ties[0])
 
 
 def _select_decode(able: Bools, tbts_s: Floats, scene: Scene, fleet: Fleet) -> int:
     tbts_s = np.where(able, tbts_s, np.inf)
-    near = np.flatnonzero(tbts_s <= tbts_s.min() * TBT_TIE)
+    near = (tbts_s <= tbts_s.item(tbts_s.argmin()) * TBT_TIE).nonzero()[0]
     if len(near) > 1 and scene.match.deepest:
         held = np.minimum(scene.match.hits[near], scene.demand.usable_blocks)
-        near = near[held == held.max()]
+        near = near[held == held.item(held.argmax())]
     return int(near[fleet.last_placed_s[near].argmin()])
 
 
 def _describe(
-    scene: Scene, scores: Scores, rank: Floats, best: int, decoder: int, tbt_s: float
+    scene: Scene,
+    scores: Scores,
+    rank: Floats,
+    best: int,
+    decoder: int,
+    tbt_s: float,
+    num_possible: int,
 ) -> Placement:
+    """Uses up `rank`."""
     ids, demand = scene.fleet.ids, scene.demand
     candidates = [_candidate(scene, scores, best)]
-    rank = rank.copy()
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):
         row = int(rank.argmin())
-        if rank[row] == np.inf:
+        if rank.item(row) == np.inf:
             break
         candidates.append(_candidate(scene, scores, row))
         rank[row] = np.inf
     taken = candidates[0]
     decode = ids[decoder] if demand.decodes and decoder != best else None
     fetch_tokens = taken.hit_tokens if taken.fetch_from is not None else 0
-    num_others = int(np.count_nonzero(scene.possible)) - len(candidates)
+    num_others = num_possible - len(candidates)
     return Placement(
         prefill=ids[best],
         decode=decode,
         fetch_from=taken.fetch_from,
         fetch_tokens=fetch_tokens,
         hit_tokens=taken.hit_tokens,
-        held_blocks=int(scene.match.held[best]),
+        held_blocks=scene.match.held.item(best),
         decoder_row=decoder,
         queue_s=taken.queue_s,
         prefill_s=taken.prefill_s,
@@ -152,15 +158,16 @@ def _describe(
 def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
     ids, source = scene.fleet.ids, -1
     if scores.sources is not None:
-        source = int(scores.sources[row])
-    hit_blocks = int(scene.match.held[source]) if source >= 0 else int(scene.match.hits[row])
+        source = scores.sources.item(row)
+    match = scene.match
+    hit_blocks = match.held.item(source) if source >= 0 else match.hits.item(row)
     return Candidate(
         instance_id=ids[row],
-        queue_s=float(scene.queue_s[row]),
+        queue_s=scene.queue_s.item(row),
         hit_tokens=min(hit_blocks, scene.demand.usable_blocks) * scene.demand.block_tokens,
         fetch_from=ids[source] if source >= 0 else None,
-        prefill_s=float(scores.prefill_s[row]),
-        ttft_s=float(scores.ttft_s[row]),
+        prefill_s=scores.prefill_s.item(row),
+        ttft_s=scores.ttft_s.item(row),
     )
 
 

@@ -26,8 +26,8 @@ Algorithm 1 is mended with respect to the paper (v3 page 10, FAST'25 page 8), fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from moonpool.conductor.fleet import Bools, Fleet, Floats, Ints
@@ -39,8 +39,7 @@ MAX_SOURCES = 3
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What placement needs to know of a request."""
 
     number: int  # of this decision: the n-th of this Conductor
@@ -57,8 +56,7 @@ class Demand:
         return (self.num_tokens - 1) // self.block_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
+class Scene(msgspec.Struct, frozen=True):
     """One decision's view of the fleet. Arrays are by row; none may be written to."""
 
     demand: Demand
@@ -77,8 +75,7 @@ class Scene:
         return tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(msgspec.Struct, frozen=True):
     """By row; `rank` decides, lowest first. `sources`: rows to fetch from, -1 for none."""
 
     rank: Floats
@@ -89,7 +86,7 @@ class Scores:
 
 def _random(scene: Scene) -> Scores:
     prefill_s = scene.fleet.prefill_s(scene.demand.num_tokens, scene.hit_tokens())
-    rows = np.flatnonzero(scene.possible)
+    rows = scene.possible.nonzero()[0]
     chosen = rows[mix(scene.config.seed, scene.demand.number) * len(rows) >> 64]
     rank = np.full(len(scene.fleet), np.inf)
     rank[chosen] = 0.0
@@ -128,17 +125,29 @@ POLICIES: dict[PolicyName, Callable[[Scene], Scores]] = {
 
 
 def _deepest_holders(scene: Scene) -> list[int]:
-    held = np.minimum(scene.match.held, scene.demand.usable_blocks)
-    # One number per row, all different, so that every machine finds the same few.
-    num_rows = len(held)
-    order = (held << 20) - np.minimum(scene.fleet.num_serving, (1 << 20) - 1)
-    order = order * num_rows - np.arange(num_rows)
-    if num_rows > MAX_SOURCES:
-        rows = np.argpartition(order, num_rows - MAX_SOURCES)[num_rows - MAX_SOURCES :]
-    else:
-        rows = np.arange(num_rows)
-    rows = rows[np.argsort(-order[rows])]
-    return [int(row) for row in rows if held[row] > 0]
+    """Rows worth asking, best first: the deepest; of equals the one that serves fewest fetches."""
+    held, serving = scene.match.held, scene.fleet.num_serving
+    rows = scene.match.few
+    if scene.match.crowd and (not rows or any(serving.item(row) for row in rows)):
+        crowd = (held == scene.match.crowd).nonzero()[0]
+        rows = (*rows, int(crowd[serving[crowd].argmin()]))
+    usable = scene.demand.usable_blocks
+    asked = sorted((-min(held.item(row), usable), serving.item(row), row) for row in rows)
+    chosen: list[tuple[int, int, int]] = []
+    for one in asked:
+        if not any(_dominates(scene.fleet, other, one) for other in chosen):
+            chosen.append(one)
+            if len(chosen) == MAX_SOURCES:
+                break
+    return [row for _, _, row in chosen]
+
+
+def _dominates(fleet: Fleet, one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    """Whether the other (depth, fetches served, row) is nearer to nobody than the one."""
+    if one[1] > other[1]:
+        return False
+    host = fleet.host.item(other[2])
+    return fleet.num_on_host[host] == 1 or host == fleet.host.item(one[2]) or host == 0
 
 
 def _consider_fetch(
@@ -147,17 +156,15 @@ def _consider_fetch(
     """Improves the last three (mutates) where fetching from this source gives the first token
     sooner."""
     fleet, demand = scene.fleet, scene.demand
-    depth = min(int(scene.match.held[source]), demand.usable_blocks) * demand.block_tokens
+    depth = min(scene.match.held.item(source), demand.usable_blocks) * demand.block_tokens
     permitted = hit_tokens * scene.config.kvcache_balancing_threshold < depth
     permitted[source] = False
     gap_bytes = (depth - hit_tokens) * demand.token_bytes
-    if fleet.host[source]:
-        s_per_byte = np.where(
-            fleet.host == fleet.host[source], fleet.s_per_shm_byte, fleet.s_per_net_byte
-        )
-    else:
-        s_per_byte = fleet.s_per_net_byte
-    sharing = int(fleet.num_serving[source]) + 1
+    host = fleet.host.item(source)
+    s_per_byte = fleet.s_per_net_byte
+    if host and fleet.num_on_host[host] > 1:
+        s_per_byte = np.where(fleet.host == host, fleet.s_per_shm_byte, s_per_byte)
+    sharing = fleet.num_serving.item(source) + 1
     transfer_s = fleet.latency_s + gap_bytes * (s_per_byte * sharing)
     new = demand.num_tokens - depth
     fetched_s = fleet.a + new * (fleet.b + new * fleet.c + depth * fleet.d)

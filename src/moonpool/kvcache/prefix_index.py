@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,17 +36,18 @@ class _Announced:
     next_sequence: int = 0
     in_sync: bool = False
     keys: set[BlockKey] = field(default_factory=set)
-    expected: dict[BlockKey, int] = field(default_factory=dict)
+    again: dict[BlockKey, int] = field(default_factory=dict)  # expected, and once more, ...
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """Blocks of one prompt's prefix, by row: `held` now, and held or expected (`hits`). The two
     are the same array where nothing is expected; neither may be written to."""
 
     held: Depths
     hits: Depths
     deepest: int  # of `held`
+    few: tuple[int, ...] = ()  # rows: the largest set of deepest holders that has a FEW at most
+    crowd: int = 0  # how deep the next larger set of holders goes; 0: there is none
 
 
 class PrefixIndex:
@@ -79,13 +81,12 @@ class PrefixIndex:
         return row
 
     def remove_instance(self, instance_id: InstanceId) -> None:
-        """Forgets all of an instance's blocks. Unknown instances are fine."""
+        """Forgets all of an instance's blocks; none may be expected of it. Unknown instances are
+        fine."""
         announced = self._instances.pop(instance_id, None)
         if announced is None:
             return
         self._drop(announced, list(announced.keys))
-        for key in announced.expected:
-            self._take_bit(self._expecting, key, announced.bit)
         self._free_rows.append(announced.row)
 
     def apply(
@@ -128,28 +129,31 @@ class PrefixIndex:
         return True
 
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
-        """These blocks are going to be computed there; each call needs its `unexpect`."""
+        """These blocks are going to be computed there; each call needs its `unexpect`, before the
+        instance is removed."""
         announced = self._instances[instance_id]
-        expected, expecting, bit = announced.expected, self._expecting, announced.bit
+        expecting, bit = self._expecting, announced.bit
         for key in keys:
-            count = expected.get(key)
-            if count is not None:
-                expected[key] = count + 1
-                continue
-            expected[key] = 1
             others = expecting.get(key)
-            expecting[key] = bit if others is None else others | bit
+            if others is None:
+                expecting[key] = bit
+            elif others & bit:
+                announced.again[key] = announced.again.get(key, 0) + 1
+            else:
+                expecting[key] = others | bit
 
     def unexpect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
         announced = self._instances[instance_id]
-        expected = announced.expected
+        expecting, bit, again = self._expecting, announced.bit, announced.again
         for key in keys:
-            count = expected[key]
-            if count > 1:
-                expected[key] = count - 1
-                continue
-            del expected[key]
-            self._take_bit(self._expecting, key, announced.bit)
+            if again and key in again:
+                again[key] -= 1
+                if not again[key]:
+                    del again[key]
+            elif expecting[key] is bit:
+                del expecting[key]
+            else:
+                self._take_bit(expecting, key, bit)
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """How much of the prefix lies where. The sets of instances that still match only shrink
@@ -181,11 +185,19 @@ class PrefixIndex:
                 break
             depth += 1
         held_ends.append((held, depth))
-        held_depths = self._spread(held_ends)
-        if not differ:
-            return PrefixMatch(held_depths, held_depths, _deepest(held_ends))
-        hit_ends.append((hits, depth))
-        return PrefixMatch(held_depths, self._spread(hit_ends), _deepest(held_ends))
+        hit_depths = held_depths = self._spread(held_ends)
+        if differ:
+            hit_ends.append((hits, depth))
+            hit_depths = self._spread(hit_ends)
+        deepest = few = crowd = 0
+        for alive, depth in reversed(held_ends):
+            if alive > 0:
+                deepest = deepest or depth
+                if alive.bit_count() > FEW:
+                    crowd = depth
+                    break
+                few = alive
+        return PrefixMatch(held_depths, hit_depths, deepest, _rows(few), crowd)
 
     def holds(self, instance_id: InstanceId, key: BlockKey) -> bool:
         announced = self._instances.get(instance_id)
@@ -195,23 +207,24 @@ class PrefixIndex:
         announced = self._instances.get(instance_id)
         return len(announced.keys) if announced else 0
 
-    def num_expected(self, instance_id: InstanceId) -> int:
-        announced = self._instances.get(instance_id)
-        return len(announced.expected) if announced else 0
+    def expected(self, instance_id: InstanceId) -> set[BlockKey]:
+        """All that is being computed there. Slow: for checks."""
+        bit = self._instances[instance_id].bit
+        return {key for key, rows in self._expecting.items() if rows & bit}
 
     def validate(self) -> None:
         """Asserts that both directions of the index agree."""
         holders: dict[BlockKey, int] = {}
-        expecting: dict[BlockKey, int] = {}
+        used = 0
         for announced in self._instances.values():
             assert announced.bit is self._bits[announced.row]
-            assert all(count > 0 for count in announced.expected.values())
+            used |= announced.bit
             for key in announced.keys:
                 holders[key] = holders.get(key, 0) | announced.bit
-            for key in announced.expected:
-                expecting[key] = expecting.get(key, 0) | announced.bit
+            for key, count in announced.again.items():
+                assert count > 0 and self._expecting[key] & announced.bit
         assert holders == self._holders
-        assert expecting == self._expecting
+        assert all(rows and not rows & ~used for rows in self._expecting.values())
         rows = [announced.row for announced in self._instances.values()]
         assert sorted(rows + self._free_rows) == list(range(len(self._bits)))
 
@@ -224,10 +237,8 @@ class PrefixIndex:
             inner = ends[position + 1][0] if position + 1 < len(ends) else 0
             lost = alive ^ inner
             if lost.bit_count() <= FEW:
-                while lost:
-                    bit = lost & -lost
-                    depths[bit.bit_length() - 1] = depth
-                    lost ^= bit
+                for row in _rows(lost):
+                    depths[row] = depth
             else:
                 depths[self._rows_of(alive)] = depth  # the inner ones are overwritten in turn
         return depths
@@ -264,5 +275,10 @@ class PrefixIndex:
             sets[key] = left
 
 
-def _deepest(ends: Sequence[tuple[int, int]]) -> int:
-    return max((depth for alive, depth in ends if alive > 0), default=0)
+def _rows(alive: int) -> tuple[int, ...]:
+    rows = []
+    while alive:
+        bit = alive & -alive
+        rows.append(bit.bit_length() - 1)
+        alive ^= bit
+    return tuple(rows)

@@ -136,7 +136,7 @@ class Desk:
         assert not self.conductor.requests
         for state in self.conductor.instances.values():
             assert not (state.prefills or state.decodes or state.handed_over or state.serving)
-            assert self.conductor.index.num_expected(state.info.instance_id) == 0
+            assert not self.conductor.index.expected(state.info.instance_id)
 
 
 def of(actions: list[ConductorAction], kind: type[T]) -> list[T]:

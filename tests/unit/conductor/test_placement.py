@@ -12,7 +12,7 @@ from moonpool.conductor.bookings import Bookings
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
 from moonpool.config import ConductorConfig
-from moonpool.kvcache.prefix_index import PrefixMatch
+from moonpool.kvcache.prefix_index import FEW, Depths, PrefixMatch
 
 CONFIG = ConductorConfig()
 TOKEN_BYTES = 1000
@@ -62,7 +62,18 @@ def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
         fleet.last_placed_s[row] = known["last_placed_s"]
     held = np.array([known["source_tokens"] for known in views], dtype=np.int64)
     hits = np.array([known["hit_tokens"] for known in views], dtype=np.int64)
-    return books, PrefixMatch(held, hits, int(held.max(initial=0)))
+    return books, match_of(held, hits)
+
+
+def match_of(held: Depths, hits: Depths) -> PrefixMatch:
+    """As the index gives it."""
+    few: tuple[int, ...] = ()
+    for depth in sorted({int(depth) for depth in held if depth}, reverse=True):
+        rows = tuple(int(row) for row in np.flatnonzero(held >= depth))
+        if len(rows) > FEW:
+            return PrefixMatch(held, hits, int(held.max()), few, depth)
+        few = rows
+    return PrefixMatch(held, hits, int(held.max(initial=0)), few)
 
 
 def decided(
@@ -171,6 +182,16 @@ def test_of_many_holders_the_deepest_is_asked() -> None:
     holders[23] = view("d23", source_tokens=700, host_id="h")
     decision = placed(demand(), *holders, view("p0", host_id="h"))
     assert (decision.fetch_from, decision.fetch_tokens) == ("d23", 700)
+
+
+def test_a_holder_that_serves_many_stands_aside_for_the_crowd() -> None:
+    crowd = [view(f"d{n}", source_tokens=690, num_fetches_served=n % 5 + 1) for n in range(40)]
+    crowd[23] = view("d23", source_tokens=690)
+    idle = view("d99", source_tokens=700)
+    far = view("p0", queue_s=0.8)
+    assert placed(demand(), *crowd, idle, far).fetch_from == "d99"
+    busy = view("d99", source_tokens=700, num_fetches_served=9)
+    assert placed(demand(), *crowd, busy, far).fetch_from == "d23"
 
 
 def test_the_explanation_names_the_best_candidates() -> None:

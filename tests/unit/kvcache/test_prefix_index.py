@@ -47,15 +47,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, life=LIVES)
     def add(self, name: str, life: int) -> None:
+        self.forget_expected(name)
         self.index.add_instance(InstanceId(name), life)
         self.lives[name], self.known[name], self.expected[name] = life, None, []
 
+    def forget_expected(self, name: str) -> None:
+        for prompt in self.expected.pop(name, []):
+            self.index.unexpect(InstanceId(name), keys(prompt))
+
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
+        self.forget_expected(name)
         self.index.remove_instance(InstanceId(name))
         self.lives.pop(name, None)
         self.known.pop(name, None)
-        self.expected.pop(name, None)
 
     @rule(name=NAMES, life=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS)
     def apply(self, name: str, life: int, skip: int, a: list[int], b: list[int]) -> None:
@@ -103,6 +108,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert by_name(self.index, match.held) == {n: d for n, d in holding.items() if d}
         assert by_name(self.index, match.hits) == {n: d for n, d in hitting.items() if d}
         assert match.deepest == max(holding.values(), default=0)
+        few = [self.index._instances[InstanceId(n)].row for n, d in holding.items() if d]
+        assert sorted(match.few) == sorted(few)
 
     @invariant()
     def agrees(self) -> None:
@@ -114,8 +121,8 @@ class IndexMachine(RuleBasedStateMachine):
         for name, known in self.known.items():
             assert self.index.num_blocks(InstanceId(name)) == len(known or ())
             assert all(self.index.holds(InstanceId(name), k) for k in known or ())
-            coming = {n for expected in self.expected[name] for n in expected}
-            assert self.index.num_expected(InstanceId(name)) == len(coming)
+            coming = {key(n) for expected in self.expected[name] for n in expected}
+            assert self.index.expected(InstanceId(name)) == coming
 
 
 def _depth(prompt: list[int], known: set[BlockKey]) -> int:
@@ -160,7 +167,12 @@ def test_more_instances_than_a_machine_word_has_bits() -> None:
         assert index.add_instance(instance_id, 0) == number
         index.load_snapshot(instance_id, 0, 0, keys(list(range(number % 5))))
     assert held(index, [0, 1, 2, 3]) == {f"i{n}": n % 5 for n in range(130) if n % 5}
-    assert index.match(keys([0, 1, 2, 3])).deepest == 4
+    match = index.match(keys([0, 1, 2, 3]))
+    assert (match.deepest, match.few, match.crowd) == (4, (), 4), "26 instances hold them all"
+    index.add_instance(InstanceId("more"), 0)
+    index.load_snapshot(InstanceId("more"), 0, 0, keys([0, 1, 2, 3, 4]))
+    match = index.match(keys([0, 1, 2, 3, 4]))
+    assert (match.deepest, match.few, match.crowd) == (5, (130,), 4)
 
 
 def test_a_row_that_is_free_again_has_nothing() -> None:
@@ -169,6 +181,7 @@ def test_a_row_that_is_free_again_has_nothing() -> None:
         index.add_instance(InstanceId(name), 0)
         index.load_snapshot(InstanceId(name), 0, 0, keys([0, 1]))
     index.expect(InstanceId("a"), keys([0, 1, 2]))
+    index.unexpect(InstanceId("a"), keys([0, 1, 2]))
     index.remove_instance(InstanceId("a"))
     assert index.add_instance(InstanceId("c"), 0) == 0
     assert held(index, [0, 1, 2]) == {"b": 2}
