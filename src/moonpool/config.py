@@ -20,6 +20,7 @@ Batching = Literal["chunked", "prefill-first", "whole-prompts", "alternating"]
 DecodePrediction = Literal["duration", "length"]
 Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Device = Literal["cpu", "cuda", "auto"]
 
 
 class ConfigError(ValueError):
@@ -84,14 +85,20 @@ class InstanceConfig(Struct, frozen=True):
     eviction: EvictionName = "lru"
     batching: Batching = "chunked"
     max_steps_in_flight: int = 1  # more than one: stages of a pipeline
+    engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
 
 
 class EngineConfig(Struct, frozen=True):
+    """`device`: what computes. On "cuda", weights and KVCache are in the memory of the first GPU
+    that a worker sees; the arena, which the messenger moves, stays in the host's. "auto" is "cuda"
+    if the head sees a GPU."""
+
     chunk_tokens: int = 512
     max_sequences: int = 128
     batching: Batching = "chunked"
     threads: int = 0  # per worker process; 0: cores / workers, at least 1
+    device: Device = "cpu"
 
 
 class HardwareConfig(Struct, frozen=True):

@@ -169,6 +169,7 @@ class Simulation:
             prefix_caching=config.pool.prefix_caching,
             eviction=config.pool.eviction,
             batching=config.engine.batching,
+            engine_tokens=hardware.engine_tokens,
             max_steps_in_flight=stages + 1 if stages > 1 else 1,
             max_repeats=MAX_REPEATS if stages == 1 else 1,
         )

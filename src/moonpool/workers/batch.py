@@ -46,6 +46,7 @@ class Batch:
     def __init__(self, config: InstanceConfig, holdings: Holdings, outbox: Outbox) -> None:
         self.waiting: deque[ActiveWork] = deque()
         self.running: list[ActiveWork] = []
+        self.joining: deque[ActiveWork] = deque()
         self.steps: deque[Step] = deque()
         self._config = config
         self._plan = PLANNERS[config.batching]()
@@ -56,17 +57,35 @@ class Batch:
 
     @property
     def context_tokens(self) -> int:
-        """Sum of the lengths of all running works."""
-        return sum(len(active.tokens) for active in self.running)
+        """Sum of the lengths of all works that run or are about to."""
+        return sum(len(w.tokens) for w in self.running) + sum(len(w.tokens) for w in self.joining)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the engine's own memory takes so many tokens more. Answers grow beyond what was
+        looked at here; the little that makes is left to the engine's reserve."""
+        limit_tokens = self._config.engine_tokens
+        return not limit_tokens or self.context_tokens + num_tokens <= limit_tokens
 
     def wait(self, active: ActiveWork) -> None:
         self.waiting.append(active)
         self.stop_repeating()
 
     def join(self, active: ActiveWork) -> None:
-        active.phase = Phase.RUNNING
-        self.running.append(active)
-        self.stop_repeating()
+        """All of its KVCache is here: it runs as soon as the engine has room for it."""
+        self.joining.append(active)
+        self._let_join()
+
+    def _let_join(self) -> None:
+        limit_tokens = self._config.engine_tokens
+        while self.joining:
+            active = self.joining[0]
+            running_tokens = sum(len(w.tokens) for w in self.running) if limit_tokens else 0
+            if limit_tokens and self.running and running_tokens + len(active.tokens) > limit_tokens:
+                return
+            self.joining.popleft()
+            active.phase = Phase.RUNNING
+            self.running.append(active)
+            self.stop_repeating()
 
     def leave(self, active: ActiveWork) -> None:
         if active in self.waiting:
@@ -75,6 +94,9 @@ class Batch:
             self.running.remove(active)
             active.phase = Phase.WAITING
             self.stop_repeating()
+            self._let_join()
+        elif active in self.joining:
+            self.joining.remove(active)
 
     def stop_repeating(self) -> None:
         """What should run next is no longer what runs now."""
@@ -217,6 +239,8 @@ class Batch:
     def _hold(self, active: ActiveWork, fetching: list[ActiveWork]) -> bool:
         """Holds what a waiting work needs, if there is room."""
         num_blocks = self._layout.blocks_for(len(active.tokens))
+        if self.running and not self.has_room(len(active.tokens)):
+            return False
         if self._holdings.hold_prefix(active, num_blocks) is not None:
             return True
         if self.running or not self._give_up_fetched(fetching):

@@ -228,17 +228,28 @@ class Instance:
         active = self.works.get(command.work_id)
         if active is None or active.closing or active.has_first_token:
             return
-        running = self._batch.running
-        contexts = self._batch.context_tokens + len(active.tokens)
-        step_s = self.cost.decode_step_s(len(running) + 1, contexts)
-        if running and step_s > active.work.slo.tbt_s:
-            text = f"one more request would raise the time between tokens to {step_s:.3f} s"
-            self._fail(active, "tbt_slo", text)
+        refusal = self._late_refusal(active)
+        if refusal:
+            self._fail(active, "tbt_slo", refusal)
             return
         active.has_first_token = True
         active.tokens.append(command.token.token_id)
         self._outbox.tell(DecodeAccepted(work_id=active.work_id))
         self._join_if_ready(active)
+
+    def _late_refusal(self, active: ActiveWork) -> str:
+        """Why one more decode would break a promise; "" if it would not. Idle instances accept."""
+        batch = self._batch
+        num_running = len(batch.running) + len(batch.joining)
+        if not num_running or active.work.slo.tbt_s == float("inf"):
+            return ""
+        contexts = batch.context_tokens + len(active.tokens)
+        step_s = self.cost.decode_step_s(num_running + 1, contexts)
+        if step_s > active.work.slo.tbt_s:
+            return f"one more request would raise the time between tokens to {step_s:.3f} s"
+        if not batch.has_room(len(active.tokens)):
+            return f"the engine's memory would have to hold {contexts} tokens at once"
+        return ""
 
     def _on_stop_receiving(self, work_id: WorkId) -> None:
         active = self.works.get(work_id)

@@ -73,7 +73,8 @@ def test_every_request_ends_and_nothing_is_left(placement: str, admission: str) 
 
 def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     settings = config()
-    simulation, figures = run(settings, arrivals(1))
+    request = Arrival(0.0, 2000, 40, private_keys(0, 2000, BLOCK))
+    simulation, figures = run(settings, [request])
     truth = simulation.hardware.prefill.truth
     layout = simulation.hardware.layout
     prefill_s = simulation.hardware.prefill.belief.prefill_s(2000, 0)
@@ -82,7 +83,7 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     assert figures["prefill_compute_s"]["mean"] == pytest.approx(prefill_s, rel=1e-4)
     assert figures["transfer"]["bytes"] == layout.blocks_for(2000) * layout.block_bytes
     assert figures["tbt_s"]["p50"] == pytest.approx(truth.step_s((), 1, 2000), rel=0.1)
-    assert (figures["output_tokens"], figures["cache"]["hit_tokens"]) == (2, 0)
+    assert (figures["output_tokens"], figures["cache"]["hit_tokens"]) == (40, 0)
 
 
 def test_steps_advanced_together_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.transfers import ReceiveEnded
 from moonpool.types import BlockKey, Role, SamplingParams, Slo, Token
 from moonpool.workers.actions import (
     RunStep,
@@ -23,6 +25,8 @@ from moonpool.workers.instance import Instance
 from moonpool.workers.messages import (
     Abort,
     BlocksChanged,
+    ReserveDecode,
+    StartDecode,
     StartPrefill,
     StepTokens,
     Work,
@@ -192,3 +196,58 @@ def _work(name: str, num_tokens: int) -> Work:
         use_cache=False,
         timeout_s=100.0,
     )
+
+
+def test_what_the_engine_has_no_room_for_waits() -> None:
+    bench = Bench(engine_tokens=60, chunk_tokens=100)
+    bench.start("a", 40, max_tokens=3)
+    bench.start("b", 30)
+    bench.start("c", 10)
+    bench.end()
+    assert bench.works_of(bench.steps[-1]) == {"a": (40, 1)}, "c does not pass b"
+    bench.end()
+    bench.end()
+    assert bench.works_of(bench.steps[-1]) == {"b": (16, 14), "c": (0, 10)}, "a block is cached"
+    alone = Bench(engine_tokens=60, chunk_tokens=100)
+    alone.start("a", 70)
+    assert alone.works_of(alone.steps[-1]) == {"a": (0, 70)}, "alone, it is let in"
+
+
+def test_received_works_wait_for_the_engines_room_in_their_order() -> None:
+    config = InstanceConfig(engine_tokens=60)
+    instance = Instance(config, LAYOUT, 32, Role.DECODE, COST, (EOS,))
+    begun: list[dict[str, int]] = []
+
+    def handle(event: Any) -> None:
+        for action in instance.handle(event, 0.0):
+            if isinstance(action, RunStep):
+                begun.append({e.work_id: e.start for e in action.entries})
+        instance.validate()
+
+    unlimited = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
+    for name, num_tokens in (("a", 40), ("b", 30), ("c", 10)):
+        work = msgspec.structs.replace(_work(name, num_tokens), slo=unlimited)
+        handle(ReserveDecode(work=work))
+        handle(ReceiveEnded(stream_id=name))
+        handle(StartDecode(work_id=WorkId(name), token=Token(7)))
+    handle(StepEnded((Token(7),), 0.01))
+    assert begun == [{"a": 40}, {"a": 41}], "b waits, and c behind it"
+    handle(Abort(work_id=WorkId("b")))
+    handle(StepEnded((Token(7),), 0.01))
+    assert begun[-1] == {"a": 42, "c": 10}
+    handle(Abort(work_id=WorkId("a")))
+    handle(Abort(work_id=WorkId("c")))
+    handle(StepEnded((Token(7), Token(7)), 0.01))
+    assert not instance.works and instance.pool.owners() == {}
+
+
+def test_a_promise_of_latency_refuses_late_what_the_engine_has_no_room_for() -> None:
+    config = InstanceConfig(engine_tokens=60)
+    instance = Instance(config, LAYOUT, 32, Role.DECODE, COST, (EOS,))
+    told = []
+    for name, num_tokens in (("a", 40), ("b", 30)):
+        instance.handle(ReserveDecode(work=_work(name, num_tokens)), 0.0)
+        instance.handle(ReceiveEnded(stream_id=name), 0.0)
+        told += instance.handle(StartDecode(work_id=WorkId(name), token=Token(7)), 0.0)
+    (failed,) = [a.report for a in told if isinstance(a, Tell) and isinstance(a.report, WorkFailed)]
+    assert (failed.work_id, failed.reason) == ("b", "tbt_slo") and "71 tokens" in failed.message
