@@ -20,9 +20,10 @@ MAX_CELLS = 160
 def load_figure(simulation: Simulation) -> Figure:
     timeline, config = simulation.timeline, simulation.config.conductor
     how = (
-        "Predicted latency over promised latency: 1 is as slow as the SLO allows. Prefill is the "
-        "wait of a request that arrives now; decode the time between tokens now; projected decode "
-        "what it will be when a prefill that begins now has ended."
+        "Predicted over promised latency, the mean over a pool's instances: at 1 it is as slow as "
+        "the SLO allows. Prefill: the wait for a first token. Decode: the time between tokens with "
+        "the answers of this moment; projected: with those of the moment when a prefill that is "
+        "placed now will usually have ended."
     )
     parts = [
         Series("prefill pool", thinned(timeline.series("prefill_load")), "c1"),

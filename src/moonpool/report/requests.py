@@ -17,10 +17,11 @@ REASONS = {
     "ttft_slo": "the first token would have come too late",
     "decode_load": "decode was too loaded when it arrived",
     "decode_load_predicted": "decode would have been too loaded after its prefill",
-    "tbt_slo": "the decode instance itself saw that its answers would become too slow",
-    "no_blocks": "no free blocks of KVCache where it was sent",
+    "tbt_slo_late": "after its prefill, the decode instance saw answers become too slow",
+    "no_blocks": "the instance it was sent to had no free blocks",
     "no_prefill_capacity": "no prefill instance had room",
     "no_decode_capacity": "no decode instance had room for the answer",
+    "instance_lost": "its instance was lost, too often",
     "no_instance": "no instance was up",
     "no_prefill_instance": "no prefill instance was up",
     "no_decode_instance": "no decode instance was up",
@@ -61,7 +62,8 @@ def refusals_figure(figures: dict[str, Any]) -> Figure:
     if not total:
         return Figure(title, "Refusals by reason.", note("None was refused."))
     wasted_s = figures["wasted_prefill_s"]
-    how = f"{counted(total, 'request')} were turned away; {_waste(figures, wasted_s)}"
+    were = "was" if total == 1 else "were"
+    how = f"{counted(total, 'request')} {were} turned away; {_waste(figures, wasted_s)}"
     known = [f"{name}: {REASONS[name]}." for name in reasons if name in REASONS]
     rows = [
         (name, float(number), f"{number:,} ({percent(number / total)})", "c4")

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import Config
+from moonpool.config import parse_config
 from moonpool.report.figure import table
 from moonpool.report.words import byte_size, counted
+from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
@@ -23,7 +24,7 @@ AGAIN = (
 
 def settings(simulation: Simulation, command: str, trace_name: str) -> str:
     given = msgspec.to_builtins(simulation.config)
-    default = msgspec.to_builtins(Config())
+    default = msgspec.to_builtins(parse_config("", defaults=DEFAULTS))
     groups = [_group(name, given[name], default[name]) for name in TABLES]
     timeout = "request_timeout_s"
     groups.append(_group("api", *({timeout: one["api"][timeout]} for one in (given, default))))
