@@ -1,0 +1,158 @@
+"""Who is turned away: the four policies, on loads that are set by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conductor_instances import info
+
+from moonpool.conductor.admission import Promise, admit
+from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.placement import Placement, Rejection, place
+from moonpool.conductor.policies import Demand
+from moonpool.config import ConductorConfig
+from moonpool.kvcache.prefix_index import PrefixMatch
+from moonpool.types import Slo
+
+NAMES = ("p0", "d0", "d1")
+DEMAND = Demand(
+    number=1,
+    num_tokens=1000,  # 1 s of prefill
+    expected_tokens=1000,  # 1 ms more per step, beside 10 ms per answer
+    decodes=True,
+    block_tokens=1,
+    token_bytes=1,
+    answer_s=20.0,
+)
+
+
+class Scene:
+    """One prefill and two decode instances."""
+
+    def __init__(self, queue_s: float = 0.0, decoding: tuple[int, int] = (0, 0)) -> None:
+        self.books = Bookings()
+        for name in NAMES:
+            self.books.join(info(name, num_blocks=100_000))
+        self.books.fleet.waiting_ns[0] = queue_s * 1e9
+        for row, count in enumerate(decoding, start=1):
+            for _ in range(count):
+                self.books.fleet.begin_decoding(row, 0)
+
+    def enter(self, count: int, begins_s: float, lasts_s: float) -> None:
+        for _ in range(count):
+            self.books.forecast.enter(begins_s, lasts_s, 0, 0.0)
+
+    def decide(
+        self,
+        admission: Any,
+        ttft_s: float = 30.0,
+        tbt_s: float = 1.0,
+        waited_s: float = 0.0,
+        demand: Demand = DEMAND,
+        **config: Any,
+    ) -> Rejection | None:
+        settings = ConductorConfig(admission=admission, **config)
+        none = np.zeros(len(NAMES), dtype=np.int64)
+        fleet = self.books.fleet
+        placement = place(demand, fleet, PrefixMatch(none, none, 0), settings, 0.0)
+        assert isinstance(placement, Placement)
+        promise = Promise(Slo(ttft_s=ttft_s, tbt_s=tbt_s), waited_s)
+        return admit(demand, placement, promise, fleet, self.books.forecast, settings, 0.0)
+
+    def refuse(self, admission: Any, **known: Any) -> Rejection:
+        refusal = self.decide(admission, **known)
+        assert refusal is not None
+        assert refusal.status == 429
+        return refusal
+
+
+def test_none_refuses_nothing() -> None:
+    scene = Scene(queue_s=100.0, decoding=(50, 50))
+    assert scene.decide("none", ttft_s=0.001, tbt_s=0.001) is None
+
+
+@pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
+def test_too_late_is_refused_with_the_time_it_lacks(admission: str) -> None:
+    refusal = Scene(queue_s=4.0).refuse(admission, ttft_s=2.0)
+    assert refusal.reason == "ttft_slo"
+    assert refusal.retry_after_s == pytest.approx(4.0 + 1.0 - 2.0)
+    assert "5.00 s exceeds the SLO of 2 s" in refusal.message and "idle" not in refusal.message
+    assert Scene(queue_s=1.0).decide(admission, ttft_s=2.0) is None, "exactly the SLO is met"
+
+
+def test_too_long_for_any_instance_says_so() -> None:
+    refusal = Scene(queue_s=4.0).refuse("early", ttft_s=0.5)
+    assert refusal.reason == "ttft_slo" and "shorten the prompt" in refusal.message
+
+
+def test_time_already_spent_counts() -> None:
+    scene = Scene(queue_s=4.0)
+    assert scene.decide("early", ttft_s=8.0, waited_s=3.0) is None
+    assert scene.refuse("early", ttft_s=8.0, waited_s=3.1).reason == "ttft_slo"
+
+
+def test_the_limit_is_of_load_not_of_latency() -> None:
+    scene = Scene(queue_s=1.0)  # 2 s to the first token
+    assert scene.decide("baseline", ttft_s=4.0, load_limit=0.5) is None
+    assert "0.4 of the SLO" in scene.refuse("baseline", ttft_s=4.0, load_limit=0.4).message
+    assert scene.decide("baseline", ttft_s=1.0, load_limit=2.0) is None
+    busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
+    assert busy.decide("early", tbt_s=0.06) is None
+    assert busy.refuse("early", tbt_s=0.06, load_limit=0.8).reason == "decode_load"
+
+
+def test_baseline_does_not_look_at_the_decode_load() -> None:
+    assert Scene(decoding=(50, 50)).decide("baseline", tbt_s=0.02) is None
+
+
+def test_early_sees_what_decodes_now_and_nothing_else() -> None:
+    scene = Scene(decoding=(6, 2))  # 4 each on average, and this one: 51 ms
+    assert scene.decide("early", tbt_s=0.052) is None
+    refusal = scene.refuse("early", tbt_s=0.050)
+    assert refusal.reason == "decode_load"
+    assert "0.051 s with the 8 answers that decode now on 2 instances" in refusal.message
+    assert 0 < refusal.retry_after_s < 20.0
+    scene = Scene()
+    scene.enter(50, begins_s=0.5, lasts_s=100.0)
+    assert scene.decide("early", tbt_s=0.050) is None, "they will all be there when it is"
+
+
+def test_predictive_sees_what_will_decode_when_the_prefill_ends() -> None:
+    coming = Scene()
+    coming.enter(8, begins_s=0.5, lasts_s=3.0)
+    refusal = coming.refuse("predictive", tbt_s=0.050)
+    assert refusal.reason == "decode_load_predicted"
+    assert "0.051 s with the 8 answers that should decode on 2 instances in 1.00 s" in (
+        refusal.message
+    )
+    assert refusal.retry_after_s == 4.0, "of 1, 2, 4 s the first by which they are over"
+    assert coming.decide("predictive", tbt_s=0.052) is None
+    later = Scene()
+    later.enter(8, begins_s=1.5, lasts_s=3.0)
+    assert later.decide("predictive", tbt_s=0.050) is None, "this one begins before them"
+    leaving = Scene(decoding=(50, 50))
+    leaving.enter(100, begins_s=0.0, lasts_s=0.75)
+    assert leaving.decide("predictive", tbt_s=0.050) is None, "they are over by then"
+    assert leaving.refuse("early", tbt_s=0.050).reason == "decode_load"
+
+
+@pytest.mark.parametrize("admission", ["early", "predictive"])
+def test_a_hopeless_slo_is_said_to_be(admission: str) -> None:
+    refusal = Scene().refuse(admission, tbt_s=0.010)
+    assert "even on an idle instance: raise the SLO" in refusal.message
+
+
+@pytest.mark.parametrize("admission", ["early", "predictive"])
+def test_one_token_has_no_decode(admission: str) -> None:
+    single = Demand(
+        number=1,
+        num_tokens=1000,
+        expected_tokens=1000,
+        decodes=False,
+        block_tokens=1,
+        token_bytes=1,
+        answer_s=20.0,
+    )
+    assert Scene(decoding=(50, 50)).decide(admission, tbt_s=0.001, demand=single) is None

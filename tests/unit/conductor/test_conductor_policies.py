@@ -1,0 +1,224 @@
+"""What the Conductor makes of keys, of refusals by decode instances, and of what it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from conductor_desk import Desk, of, sent
+
+from moonpool.conductor.actions import (
+    ConductorAction,
+    InstanceLost,
+    Refuse,
+    RequestEnded,
+)
+from moonpool.conductor.admission import UNLIMITED
+from moonpool.types import (
+    BlockKey,
+    FinishReason,
+    InstanceId,
+    RequestId,
+    Slo,
+    Token,
+)
+from moonpool.workers.messages import (
+    BlocksSnapshot,
+    DecodeAccepted,
+    PrefillStarted,
+    ReserveDecode,
+    StartPrefill,
+    StepTokens,
+    WorkFailed,
+    WorkId,
+    WorkTokens,
+)
+
+
+class Unread(Sequence[int]):
+    """Token ids of which only the number may be asked."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("the tokens were read")
+
+
+def names(*numbers: int) -> tuple[BlockKey, ...]:
+    return tuple(BlockKey(bytes([number]) * 16) for number in numbers)
+
+
+def test_keys_given_stand_for_the_tokens() -> None:
+    desk = Desk("p0", "p1", "d0")
+    desk.report("p1", BlocksSnapshot(next_sequence=0, keys=names(1, 2)))
+    prompt = Unread(15)
+    ((name, start),) = sent(desk.ask("a", token_ids=prompt, keys=names(1, 2, 3)), StartPrefill)
+    assert name == "p1", "where two of its blocks are"
+    assert start.work.token_ids is prompt and start.work.keys == names(1, 2, 3)
+    expecting = desk.conductor.index.expected(InstanceId("p1"))
+    assert expecting == set(names(3)), "what is there already need not come"
+    work = sent(desk.ask("b", token_ids=Unread(15), keys=names(9), use_cache=False), StartPrefill)
+    assert work[0][1].work.keys == names(9)
+    assert not desk.conductor.index.expected(InstanceId("p0"))
+
+
+def test_keys_stay_those_of_the_prompt_when_an_answer_goes_on() -> None:
+    desk = Desk("p0", "d0", "d1")
+    (_, start) = sent(desk.ask(token_ids=range(10), keys=names(1, 2)), StartPrefill)[0]
+    assert start.work.token_ids == range(10)
+    assert start.target is not None
+    first = start.target.instance_id
+    desk.prefilled()
+    desk.report(first, DecodeAccepted(work_id=WorkId("r/1")))
+    desk.tokens(first, *range(51, 54))
+    (_, start) = sent(desk.handle(InstanceLost(first, "it died")), StartPrefill)[0]
+    assert start.work.token_ids == (*range(10), 50, 51, 52, 53)
+    assert start.work.keys == names(1, 2) and start.work.num_prompt_tokens == 10
+    assert start.work.slo == UNLIMITED, "it is not taken back for being slow"
+
+
+def test_prompts_of_tokens_are_named_by_the_workers_themselves() -> None:
+    (_, start) = sent(Desk("p0", "d0").ask(), StartPrefill)[0]
+    assert start.work.keys is None
+
+
+def test_several_steps_in_one_report_keep_their_gaps() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    desk.decoding()
+    desk.now = 1.0
+    item = WorkTokens(work_id=WorkId("r/1"), tokens=(Token(1), Token(2), Token(3)))
+    desk.report("d0", StepTokens(works=(item,), gap_s=0.25))
+    assert desk.conductor.requests[RequestId("r")].record.gaps_s == [0.5, 0.25, 0.25]
+
+
+def fail(desk: Desk, reason: str = "tbt_slo", work: str = "r/1") -> list[ConductorAction]:
+    failed = WorkFailed(work_id=WorkId(work), reason=reason, message="too slow")
+    return desk.report("d0", failed)
+
+
+def test_baseline_takes_the_decode_instance_s_word_as_the_last() -> None:
+    desk = Desk("p0", "d0", "d1", admission="baseline")
+    desk.ask()
+    desk.prefilled()
+    actions = fail(desk)
+    assert not sent(actions, StartPrefill), "it is not placed again"
+    (refuse,) = of(actions, Refuse)
+    assert (refuse.status, refuse.reason) == (429, "tbt_slo_late")
+    record = of(actions, RequestEnded)[0].record
+    assert record.outcome == "tbt_slo_late" and record.prefill_done_s is not None
+    desk.assert_nothing_is_booked()
+    desk.ask("s")
+    assert sent(fail(desk, "engine_error", "s/2"), StartPrefill), "other failures are tried again"
+
+
+def test_early_tries_another_decode_instance_and_still_says_late() -> None:
+    desk = Desk("p0", "d0", "d1", admission="early")
+    desk.ask(tbt_s=0.0125)
+    desk.prefilled()
+    ((_, reserve),) = sent(fail(desk), ReserveDecode)
+    assert reserve.work.work_id == "r/2"
+    for number in range(4):  # meanwhile the pool fills up
+        desk.ask(f"o{number}")
+        desk.prefilled(f"o{number}/{number + 3}")
+        for name in ("d0", "d1"):
+            attempt = desk.conductor.requests[RequestId(f"o{number}")].attempt
+            if attempt is not None and attempt.decoder == name:
+                desk.report(name, DecodeAccepted(work_id=attempt.work_id))
+    desk.prefilled("r/2")
+    failed = WorkFailed(work_id=WorkId("r/2"), reason="tbt_slo", message="too slow")
+    (refuse,) = of(desk.report("d1", failed), Refuse)
+    assert (refuse.status, refuse.reason) == (429, "tbt_slo_late")
+    assert "elsewhere" in refuse.message
+
+
+def test_without_admission_no_instance_checks_an_slo_either() -> None:
+    (_, start) = sent(Desk("p0", "d0", admission="none").ask(tbt_s=0.001), StartPrefill)[0]
+    assert start.work.slo == UNLIMITED
+    (_, start) = sent(Desk("p0", "d0", load_limit=0.5).ask(tbt_s=1.0), StartPrefill)[0]
+    assert start.work.slo.tbt_s == 0.5, "the second look is at the same load"
+
+
+def test_a_new_attempt_has_less_time_left() -> None:
+    desk = Desk("p0", "p1", "d0")
+    first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
+    desk.now = 4.995  # and 10 ms to prefill
+    (refuse,) = of(desk.handle(InstanceLost(InstanceId(first), "it died")), Refuse)
+    assert refuse.reason == "ttft_slo" and "5.00" in refuse.message
+
+
+def test_the_queue_is_what_waits_and_what_is_left_of_what_runs() -> None:
+    desk = Desk("p0", "d0")
+    for number in (1, 2, 3):
+        prompt = tuple(range(1000 * number, 1000 * number + 100))  # 0.1 s each
+        desk.ask(f"r{number}", token_ids=prompt)
+    queue_s = lambda: float(desk.conductor.fleet.queue_s(desk.now)[0])  # noqa: E731
+    assert queue_s() == pytest.approx(0.3)
+    started = PrefillStarted(work_id=WorkId("r1/1"), cached_tokens=0, fetched_tokens=0)
+    desk.report("p0", started)
+    desk.now = 0.06
+    assert queue_s() == pytest.approx(0.24)
+    started = PrefillStarted(work_id=WorkId("r2/2"), cached_tokens=0, fetched_tokens=0)
+    desk.report("p0", started)  # beside the first: they share the instance
+    assert queue_s() == pytest.approx(0.24)
+    desk.now = 0.08
+    desk.prefilled("r1/1")
+    assert queue_s() == pytest.approx(0.2)
+    desk.now = 5.0
+    assert queue_s() == pytest.approx(0.1), "what should be over long since counts for nothing"
+
+
+def test_loads_are_told_for_now_and_for_then() -> None:
+    desk = Desk("p0", "d0", "d1")
+    desk.conductor.default_slo = Slo(ttft_s=1.0, tbt_s=0.1)
+    assert desk.conductor.loads(0.0) == (0.0, 0.0, 0.0)
+    desk.ask(token_ids=tuple(range(500)))
+    loads = desk.conductor.loads(0.0)
+    assert loads.prefill == pytest.approx(0.5) and loads.decode == 0.0
+    assert loads.decode_projected == pytest.approx((0.01 + 0.0005) / 0.1)
+    desk.now = 0.5
+    work = desk.conductor.requests[RequestId("r")].attempt
+    assert work is not None
+    desk.prefilled()
+    desk.report(work.decoder, DecodeAccepted(work_id=WorkId("r/1")))
+    loads = desk.conductor.loads(0.5)
+    assert loads.prefill == 0.0 and loads.decode == pytest.approx(0.011 / 0.1 / 2)
+
+
+@pytest.mark.parametrize("prediction", ["duration", "length"])
+def test_how_long_answers_are_is_learned_from_them(prediction: str) -> None:
+    desk = Desk("p0", "d0", decode_prediction=prediction)
+    for number in range(1, 40):
+        desk.ask(f"r{number}", max_tokens=50)
+        desk.prefilled(f"r{number}/{number}")
+        desk.report("d0", DecodeAccepted(work_id=WorkId(f"r{number}/{number}")))
+        desk.now += 0.5
+        desk.tokens("d0", *range(9), work=f"r{number}/{number}", finish=FinishReason.STOP)
+    assert desk.conductor.forecast.usual_s == pytest.approx(0.5)
+    assert desk.conductor.lengths.predict(10, (), 0) == pytest.approx(10.0)
+    assert desk.conductor.lengths.error.count == 39
+    desk.ask("new", max_tokens=50)
+    attempt = desk.conductor.requests[RequestId("new")].attempt
+    assert attempt is not None and attempt.stay is not None
+    lasts_s = 0.25 * (attempt.stay.ends - attempt.stay.begins)
+    expected_s = {"duration": 0.5, "length": 10 * 0.011}[prediction]
+    assert abs(lasts_s - expected_s) <= 0.25
+
+
+def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:
+    desk = Desk("p0", "d0", decode_prediction="length")
+    desk.conductor.lengths.learn(10, (), 4, 4.0)
+    desk.ask(max_tokens=500)
+    desk.decoding()
+    attempt = desk.conductor.requests[RequestId("r")].attempt
+    assert attempt is not None and attempt.stay_tokens == 4
+    desk.now = 2.0
+    assert desk.conductor.forecast.project(2.0, 2.0)[0] == 0
+    desk.tokens("d0", *range(100))
+    assert attempt.stay_tokens == 152
+    assert desk.conductor.forecast.project(2.0, 2.0)[0] == 1

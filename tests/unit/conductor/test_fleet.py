@@ -1,0 +1,71 @@
+"""Sums over instances, and the loads made of them."""
+
+from __future__ import annotations
+
+import pytest
+from conductor_instances import COST, info
+
+from moonpool.conductor.fleet import Fleet
+from moonpool.types import Slo
+
+SLO = Slo(ttft_s=10.0, tbt_s=0.1)
+
+
+def fleet_of(*names: str) -> Fleet:
+    fleet = Fleet()
+    for row, name in enumerate(names):
+        fleet.join(row, info(name))
+    return fleet
+
+
+def test_room_is_what_pool_and_engine_both_have() -> None:
+    fleet = Fleet()
+    fleet.join(0, info("d0", num_blocks=1000))
+    fleet.join(1, info("d1", num_blocks=1000, engine_tokens=300))
+    fleet.join(2, info("d2", num_blocks=1000, engine_tokens=3000))
+    assert list(fleet.room_tokens) == [1000, 300, 1000]
+
+
+def test_queues_shrink_as_time_passes_but_never_below_what_waits() -> None:
+    fleet = fleet_of("p0", "p1")
+    fleet.busy_until_s[0], fleet.waiting_ns[0] = 5.0, 2_000_000_000
+    assert list(fleet.queue_s(3.0)) == [4.0, 0.0]
+    assert list(fleet.queue_s(9.0)) == [2.0, 0.0]
+
+
+def test_predictions_are_those_of_the_cost_model() -> None:
+    fleet = fleet_of("p0", "d0")
+    fleet.book_decode(1, 500)
+    fleet.book_decode(1, 700)
+    assert fleet.booked_tbt_s(300)[1] == pytest.approx(COST.decode_step_s(3, 1500))
+    cached = fleet.host * 0 + 40
+    assert fleet.prefill_s(100, cached)[0] == pytest.approx(COST.prefill_s(100, 40))
+
+
+def test_prefill_load_is_the_mean_wait() -> None:
+    fleet = fleet_of("p0", "p1", "d0")
+    fleet.waiting_ns[0], fleet.waiting_ns[2] = 3_000_000_000, 9_000_000_000
+    assert fleet.prefill_load(SLO, 0.0) == pytest.approx(0.15)
+    assert fleet_of("d0").prefill_load(SLO, 0.0) == 0.0
+
+
+def test_decode_load_is_the_mean_step() -> None:
+    fleet = fleet_of("d0", "d1", "p0")
+    for _ in range(6):
+        fleet.begin_decoding(0, 1000)
+    assert fleet.decode_load(SLO) == pytest.approx((0.06 + 0.006) / 0.1 / 2)
+    assert fleet.spread_decode_load(SLO, 6, 6000) == pytest.approx((0.03 + 0.003) / 0.1)
+    for _ in range(6):
+        fleet.end_decoding(0, 1000)
+    assert fleet.decode_load(SLO) == 0.0, "an idle instance takes no steps"
+
+
+def test_an_instance_takes_what_is_booked_with_it() -> None:
+    fleet = fleet_of("d0", "d1")
+    fleet.begin_decoding(0, 100)
+    fleet.begin_decoding(1, 10)
+    fleet.leave(0)
+    assert (fleet.total_decoding, fleet.total_decoding_context) == (1, 10)
+    assert fleet.num_decodes == 1 and fleet.room_tokens[0] == 0
+    fleet.join(0, info("p0"))
+    assert (fleet.num_prefills, fleet.decoding_batch[0]) == (1, 0)

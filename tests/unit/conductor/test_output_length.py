@@ -1,0 +1,57 @@
+"""How long answers get, learned from those before."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.conductor import output_length
+from moonpool.conductor.output_length import FIRST_GUESS_TOKENS, OutputLengths
+from moonpool.types import BlockKey
+
+
+def key(name: int) -> BlockKey:
+    return BlockKey(name.to_bytes(16, "little"))
+
+
+def test_knowing_nothing_it_guesses() -> None:
+    assert OutputLengths().predict(1000, [key(1)], 1) == FIRST_GUESS_TOKENS
+
+
+def test_prompts_of_one_length_get_answers_of_one_length() -> None:
+    lengths = OutputLengths()
+    for _ in range(50):
+        lengths.learn(1000, [], 20, 0.0)
+        lengths.learn(20_000, [], 900, 0.0)
+    assert lengths.predict(1010, [], 0) == pytest.approx(20.0)
+    assert lengths.predict(20_100, [], 0) == pytest.approx(900.0)
+    assert lengths.predict(5, [], 0) == pytest.approx(lengths.mean.value), "never seen: the mean"
+
+
+def test_the_next_turn_resembles_the_last() -> None:
+    lengths = OutputLengths()
+    for _ in range(100):
+        lengths.learn(1000, [key(99)], 100, 0.0)
+    lengths.learn(1000, [key(1), key(2)], 500, 0.0)
+    usual = lengths.predict(1000, [key(7)], 0)
+    turn = [key(1), key(2), key(3), key(4)]  # the prompt and the answer before, and a question
+    assert lengths.predict(1000, turn, 3) == pytest.approx((usual + 500) / 2)
+    assert lengths.predict(1000, turn, 1) == usual, "only what is shared is looked at"
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_length, "MAX_PREFIXES", 3)
+    lengths = OutputLengths()
+    for name in range(10):
+        lengths.learn(1000, [key(name)], 1000 * (name + 1), 0.0)
+        lengths.learn(1000, [key(0)], 7, 0.0)
+    assert len(lengths._by_prefix) == 3
+    assert key(0) in lengths._by_prefix, "in use"
+    assert key(9) in lengths._by_prefix and key(1) not in lengths._by_prefix
+
+
+def test_the_error_has_a_sign() -> None:
+    lengths = OutputLengths()
+    lengths.learn(1000, [], 100, 150.0)
+    lengths.learn(1000, [], 100, 30.0)
+    assert lengths.error.mean == pytest.approx(-10.0)
+    assert lengths.error.mean_absolute == pytest.approx(60.0)
