@@ -94,9 +94,9 @@ class Batch:
             self.running.remove(active)
             active.phase = Phase.WAITING
             self.stop_repeating()
-            self._let_join()
-        elif active in self.joining:
+        if active in self.joining:
             self.joining.remove(active)
+        self._let_join()
 
     def stop_repeating(self) -> None:
         """What should run next is no longer what runs now."""
