@@ -16,6 +16,7 @@ from moonpool.types import Role
 
 TABLES = ("cluster", "hardware", "pool", "slo", "engine", "conductor")
 """Those that a simulation reads. Others may hold secrets, and never come here."""
+LIVE_ONLY = ("threads", "device")  # of [engine]
 AGAIN = (
     "The same command with the same trace gives this page again, byte for byte. "
     "Settings in bold differ from the defaults."
@@ -25,6 +26,8 @@ AGAIN = (
 def settings(simulation: Simulation, command: str, trace_name: str) -> str:
     given = msgspec.to_builtins(simulation.config)
     default = msgspec.to_builtins(parse_config("", defaults=DEFAULTS))
+    for name in LIVE_ONLY:
+        given["engine"].pop(name, None)
     groups = [_group(name, given[name], default[name]) for name in TABLES]
     timeout = "request_timeout_s"
     groups.append(_group("api", *({timeout: one["api"][timeout]} for one in (given, default))))
