@@ -65,8 +65,8 @@ def links_figure(simulation: Simulation, figures: dict[str, Any]) -> Figure:
     number = moved["streams"] + moved["fetches"]
     mean = duration(moved["seconds"] / number) if number else "-"
     how = (
-        f"{counted(moved['streams'], 'stream')} of KVCache from prefill to decode, sent while it "
-        f"was computed, and {moved['fetches']:,} fetches of cached blocks between instances "
+        f"{counted(moved['streams'], 'stream')} of KVCache from prefill to decode, and "
+        f"{moved['fetches']:,} fetches of cached blocks between instances "
         f"({byte_size(moved['fetched_bytes'])}): {byte_size(moved['bytes'])} have arrived, "
         f"{mean} each in the mean. Used: bytes over what the link could have carried in the run."
     )
@@ -96,8 +96,9 @@ def busiest_figure(simulation: Simulation) -> Figure:
     links = sorted(simulation.network.links.values(), key=lambda link: -link.bytes_carried)
     links = [link for link in links if link.bytes_carried][:NUM_BUSIEST]
     how = (
-        "By bytes carried; in brackets, the share of the run in which something was on its way. A "
-        "link in use all the time makes transfers wait for each other."
+        "By bytes carried; in brackets, the share of the run in which something was on its way, "
+        "often no faster than it was computed. Transfers wait for each other only where the share "
+        "used, in the table, is high."
     )
     if not links:
         return Figure(title, how, note("Nothing was transferred."))
