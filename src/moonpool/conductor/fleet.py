@@ -2,7 +2,8 @@
 
 Each sum is kept up to date by the event that changes it, in constant time, and never added up from
 the requests again (`Conductor.validate` does that, to compare). Sums are whole numbers, seconds
-among them as nanoseconds: adding and taking away leaves no rounding behind. Nothing here decides.
+among them as nanoseconds: adding and taking away leaves no rounding behind. They are kept as
+float64, exact up to 2**53, so that no prediction has to convert an array. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from moonpool.types import InstanceId, Slo
 from moonpool.workers.messages import InstanceInfo
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 NEVER_S = float("-inf")
@@ -42,15 +42,15 @@ def to_ns(seconds: float) -> int:
 class Fleet:
     """Arrays by row; a row without an instance neither prefills nor decodes."""
 
-    waiting_ns: Ints  # predicted prefill time of what is booked and has not started
-    room_tokens: Ints  # of KVCache, not booked
-    booked_batch: Ints  # answers booked here, those still in prefill elsewhere included
-    booked_context: Ints
-    decoding_batch: Ints  # answers that give tokens now
-    decoding_context: Ints
-    num_serving: Ints  # fetches by others
-    capacity_tokens: Ints
-    host: Ints  # equal numbers share memory; 0: unknown
+    waiting_ns: Floats  # predicted prefill time of what is booked and has not started
+    room_tokens: Floats  # of KVCache, not booked
+    booked_batch: Floats  # answers booked here, those still in prefill elsewhere included
+    booked_context: Floats
+    decoding_batch: Floats  # answers that give tokens now
+    decoding_context: Floats
+    num_serving: Floats  # fetches by others
+    capacity_tokens: Floats
+    host: Floats  # equal numbers share memory; 0: unknown
     a: Floats  # prefill and decode coefficients of `FittedCost`, by its own letters
     b: Floats
     c: Floats
@@ -67,18 +67,17 @@ class Fleet:
     decodes: Bools
 
     def __init__(self) -> None:
-        for name in (*_BOOKED, *_KNOWN):
-            setattr(self, name, np.zeros(0, dtype=np.int64))
-        for name in (*_COEFFICIENTS, *_INSTANTS):
+        for name in (*_BOOKED, *_KNOWN, *_COEFFICIENTS, *_INSTANTS):
             setattr(self, name, np.zeros(0))
         for name in _ROLES:
             setattr(self, name, np.zeros(0, dtype=np.bool_))
         self.ids: list[InstanceId] = []
-        self.least_capacity_tokens = 0
+        self.least_capacity_tokens = 0.0
+        self.infinite: Floats = np.zeros(0)  # a template to copy
         self.num_prefills = self.num_decodes = 0
         self.total_decoding = self.total_decoding_context = 0
         self.mixed: Bools | None = None  # instances of both kinds; None: there are none
-        self.num_on_host: dict[int, int] = {}
+        self.num_on_host: dict[float, int] = {}
         self._hosts: dict[str, int] = {"": 0}
 
     def __len__(self) -> int:
@@ -112,7 +111,7 @@ class Fleet:
         self.total_decoding -= int(self.decoding_batch[row])
         self.total_decoding_context -= int(self.decoding_context[row])
         self.prefills[row] = self.decodes[row] = False
-        self.num_on_host[int(self.host[row])] -= 1
+        self.num_on_host[self.host.item(row)] -= 1
         self.host[row] = 0
         self._clear(row)
         self._count_roles()
@@ -152,19 +151,18 @@ class Fleet:
         queue_s += self.waiting_ns * S_PER_NS
         return queue_s
 
-    def prefill_s(self, num_tokens: int, cached_tokens: Ints) -> Floats:
+    def prefill_s(self, num_tokens: int, cached_tokens: Floats) -> Floats:
         """Time to prefill a prompt of which each row has so much cached."""
-        cached = cached_tokens.astype(np.float64)
-        new = num_tokens - cached
-        seconds: Floats = self.a + new * (self.b + self.c * new + self.d * cached)
+        new = num_tokens - cached_tokens
+        seconds: Floats = self.a + new * (self.b + self.c * new + self.d * cached_tokens)
         return seconds
 
     def booked_tbt_s(self, context_tokens: int) -> Floats:
         """Time of a step with all answers booked there and one more of so many tokens."""
         seconds: Floats = (
             self.e
-            + self.f * (self.booked_batch + 1)
-            + self.g * (self.booked_context + context_tokens)
+            + self.f * (self.booked_batch + 1.0)
+            + self.g * (self.booked_context + float(context_tokens))
         )
         return seconds
 
@@ -218,6 +216,5 @@ class Fleet:
         self.num_decodes = int(np.count_nonzero(self.decodes))
         both = self.prefills & self.decodes
         self.mixed = both if both.any() else None
-        self.least_capacity_tokens = int(
-            self.capacity_tokens[self.prefills].min(initial=np.iinfo(np.int64).max)
-        )
+        self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
+        self.infinite = np.full(len(self), np.inf)

@@ -85,7 +85,8 @@ def place(
         return _no_room(demand, fleet)
     scene = Scene(demand, fleet, match, config, fleet.queue_s(now), possible)
     scores = POLICIES[config.placement](scene)
-    rank = np.where(possible, scores.rank, np.inf)
+    rank = fleet.infinite.copy()
+    np.copyto(rank, scores.rank, where=possible)
     best = _first(rank, scene.queue_s, fleet.last_placed_s)
     tbt_s = 0.0
     decoder = best
@@ -108,8 +109,9 @@ def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
 
 
 def _select_decode(able: Bools, tbts_s: Floats, scene: Scene, fleet: Fleet) -> int:
-    tbts_s = np.where(able, tbts_s, np.inf)
-    near = (tbts_s <= tbts_s.item(tbts_s.argmin()) * TBT_TIE).nonzero()[0]
+    able_s = fleet.infinite.copy()
+    np.copyto(able_s, tbts_s, where=able)
+    near = (able_s <= able_s.item(able_s.argmin()) * TBT_TIE).nonzero()[0]
     if len(near) > 1 and scene.match.deepest:
         held = np.minimum(scene.match.hits[near], scene.demand.usable_blocks)
         near = near[held == held.item(held.argmax())]
@@ -145,7 +147,7 @@ def _describe(
         fetch_from=taken.fetch_from,
         fetch_tokens=fetch_tokens,
         hit_tokens=taken.hit_tokens,
-        held_blocks=scene.match.held.item(best),
+        held_blocks=int(scene.match.held.item(best)),
         decoder_row=decoder,
         queue_s=taken.queue_s,
         prefill_s=taken.prefill_s,
@@ -164,7 +166,7 @@ def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
     return Candidate(
         instance_id=ids[row],
         queue_s=scene.queue_s.item(row),
-        hit_tokens=min(hit_blocks, scene.demand.usable_blocks) * scene.demand.block_tokens,
+        hit_tokens=int(min(hit_blocks, scene.demand.usable_blocks)) * scene.demand.block_tokens,
         fetch_from=ids[source] if source >= 0 else None,
         prefill_s=scores.prefill_s.item(row),
         ttft_s=scores.ttft_s.item(row),

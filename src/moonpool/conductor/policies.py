@@ -29,12 +29,14 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from moonpool.conductor.fleet import Bools, Fleet, Floats, Ints
+from moonpool.conductor.fleet import Bools, Fleet, Floats
 from moonpool.config import ConductorConfig
 from moonpool.config import Placement as PolicyName
 from moonpool.kvcache.prefix_index import PrefixMatch
 
+Rows = npt.NDArray[np.int64]
 MAX_SOURCES = 3
 _MASK = (1 << 64) - 1
 
@@ -66,12 +68,12 @@ class Scene(msgspec.Struct, frozen=True):
     queue_s: Floats
     possible: Bools
 
-    def hit_tokens(self) -> Ints:
+    def hit_tokens(self) -> Floats:
         """Of this prompt, held there or being computed there."""
         if not self.match.deepest and self.match.hits is self.match.held:
             return self.match.hits  # zeros
-        usable = np.minimum(self.match.hits, self.demand.usable_blocks)
-        tokens: Ints = usable * self.demand.block_tokens
+        usable = np.minimum(self.match.hits, float(self.demand.usable_blocks))
+        tokens: Floats = usable * float(self.demand.block_tokens)
         return tokens
 
 
@@ -81,7 +83,7 @@ class Scores(msgspec.Struct, frozen=True):
     rank: Floats
     ttft_s: Floats
     prefill_s: Floats
-    sources: Ints | None = None
+    sources: Rows | None = None
 
 
 def _random(scene: Scene) -> Scores:
@@ -110,7 +112,7 @@ def _kvcache_centric(scene: Scene) -> Scores:
     ttft_s = scene.queue_s + prefill_s
     if not scene.match.deepest:
         return Scores(ttft_s, ttft_s, prefill_s)
-    sources: Ints = np.full(len(scene.fleet), -1, dtype=np.int64)
+    sources: Rows = np.full(len(scene.fleet), -1, dtype=np.int64)
     for source in _deepest_holders(scene):
         _consider_fetch(scene, source, hit_tokens, ttft_s, prefill_s, sources)
     return Scores(ttft_s, ttft_s, prefill_s, sources)
@@ -124,6 +126,10 @@ POLICIES: dict[PolicyName, Callable[[Scene], Scores]] = {
 }
 
 
+_Source = tuple[float, float, int]
+"""Depth, negative, to be sorted by; fetches served; row."""
+
+
 def _deepest_holders(scene: Scene) -> list[int]:
     """Rows worth asking, best first: the deepest; of equals the one that serves fewest fetches."""
     held, serving = scene.match.held, scene.fleet.num_serving
@@ -133,7 +139,7 @@ def _deepest_holders(scene: Scene) -> list[int]:
         rows = (*rows, int(crowd[serving[crowd].argmin()]))
     usable = scene.demand.usable_blocks
     asked = sorted((-min(held.item(row), usable), serving.item(row), row) for row in rows)
-    chosen: list[tuple[int, int, int]] = []
+    chosen: list[_Source] = []
     for one in asked:
         if not any(_dominates(scene.fleet, other, one) for other in chosen):
             chosen.append(one)
@@ -142,8 +148,8 @@ def _deepest_holders(scene: Scene) -> list[int]:
     return [row for _, _, row in chosen]
 
 
-def _dominates(fleet: Fleet, one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    """Whether the other (depth, fetches served, row) is nearer to nobody than the one."""
+def _dominates(fleet: Fleet, one: _Source, other: _Source) -> bool:
+    """Whether the other one, which is no deeper, is neither less busy nor nearer to anybody."""
     if one[1] > other[1]:
         return False
     host = fleet.host.item(other[2])
@@ -151,20 +157,25 @@ def _dominates(fleet: Fleet, one: tuple[int, int, int], other: tuple[int, int, i
 
 
 def _consider_fetch(
-    scene: Scene, source: int, hit_tokens: Ints, ttft_s: Floats, prefill_s: Floats, sources: Ints
+    scene: Scene,
+    source: int,
+    hit_tokens: Floats,
+    ttft_s: Floats,
+    prefill_s: Floats,
+    sources: Rows,
 ) -> None:
     """Improves the last three (mutates) where fetching from this source gives the first token
     sooner."""
     fleet, demand = scene.fleet, scene.demand
-    depth = min(scene.match.held.item(source), demand.usable_blocks) * demand.block_tokens
+    depth = float(min(scene.match.held.item(source), demand.usable_blocks) * demand.block_tokens)
     permitted = hit_tokens * scene.config.kvcache_balancing_threshold < depth
     permitted[source] = False
-    gap_bytes = (depth - hit_tokens) * demand.token_bytes
+    gap_bytes = (depth - hit_tokens) * float(demand.token_bytes)
     host = fleet.host.item(source)
     s_per_byte = fleet.s_per_net_byte
     if host and fleet.num_on_host[host] > 1:
         s_per_byte = np.where(fleet.host == host, fleet.s_per_shm_byte, s_per_byte)
-    sharing = fleet.num_serving.item(source) + 1
+    sharing = fleet.num_serving.item(source) + 1.0
     transfer_s = fleet.latency_s + gap_bytes * (s_per_byte * sharing)
     new = demand.num_tokens - depth
     fetched_s = fleet.a + new * (fleet.b + new * fleet.c + depth * fleet.d)
@@ -172,7 +183,7 @@ def _consider_fetch(
     sooner = permitted & (with_fetch_s < ttft_s)
     np.copyto(ttft_s, with_fetch_s, where=sooner)
     np.copyto(prefill_s, fetched_s, where=sooner)
-    sources[sooner] = source
+    np.copyto(sources, source, where=sooner)
 
 
 def mix(seed: int, number: int) -> int:

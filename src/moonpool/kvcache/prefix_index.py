@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from moonpool.types import BlockKey, InstanceId
 
-Depths = npt.NDArray[np.int64]
+Depths = npt.NDArray[np.float64]
+"""Whole numbers, as floats because they go into predictions."""
 FEW = 8
 """So many rows are visited one by one; more are spread over the array at once."""
 
@@ -230,7 +231,7 @@ class PrefixIndex:
 
     def _spread(self, ends: Sequence[tuple[int, int]]) -> Depths:
         """`ends` are nested sets of rows, largest first, each with the depth it reached."""
-        depths = np.zeros(len(self._bits), dtype=np.int64)
+        depths = np.zeros(len(self._bits))
         for position, (alive, depth) in enumerate(ends):
             if depth == 0 or not alive:
                 continue

@@ -54,7 +54,7 @@ class Scene:
         **config: Any,
     ) -> Rejection | None:
         settings = ConductorConfig(admission=admission, **config)
-        none = np.zeros(len(NAMES), dtype=np.int64)
+        none = np.zeros(len(NAMES))
         fleet = self.books.fleet
         placement = place(demand, fleet, PrefixMatch(none, none, 0), settings, 0.0)
         assert isinstance(placement, Placement)

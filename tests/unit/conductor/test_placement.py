@@ -60,8 +60,8 @@ def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
         fleet.book_decode(row, 0, known["decode_batch"])
         fleet.booked_context[row] = known["decode_context_tokens"]
         fleet.last_placed_s[row] = known["last_placed_s"]
-    held = np.array([known["source_tokens"] for known in views], dtype=np.int64)
-    hits = np.array([known["hit_tokens"] for known in views], dtype=np.int64)
+    held = np.array([known["source_tokens"] for known in views], dtype=np.float64)
+    hits = np.array([known["hit_tokens"] for known in views], dtype=np.float64)
     return books, match_of(held, hits)
 
 
