@@ -72,6 +72,7 @@ class PredictiveEviction:
         self._ghosts: OrderedDict[BlockKey, tuple[int, int, int]] = OrderedDict()
         self._class_ids: dict[tuple[int, int, int], int] = {}
         self._queues: list[OrderedDict[_Segment, None]] = []  # by class and range of ages
+        self._worths: list[float] = []
         self._by_worth: list[int] = []  # cells, least first
         self._place: list[int] = []  # of each cell in `_by_worth`
         self._first = 0  # no cell before this place in `_by_worth` has a segment
@@ -284,6 +285,7 @@ class PredictiveEviction:
         if class_id is None:
             class_id = self._class_ids[name] = self._model.add_class(own)
             self._queues.extend(OrderedDict() for _ in range(NUM_AGES))
+            self._worths.extend(self._model.worths_of(class_id))
             self._rank()
         return class_id
 
@@ -298,7 +300,7 @@ class PredictiveEviction:
             learned = self._model.end_epoch()
             self._age_segments()
             if learned:
-                self._rank()
+                self._learn()
 
     def _age_segments(self) -> None:
         for cell in range(len(self._queues) - 1, -1, -1):
@@ -313,8 +315,12 @@ class PredictiveEviction:
                 self._queues[segment.cell][segment] = None
         self._first = 0
 
+    def _learn(self) -> None:
+        self._worths = [worth for ages in self._model.worths() for worth in ages]
+        self._rank()
+
     def _rank(self) -> None:
-        worths = [worth for ages in self._model.worths() for worth in ages]
+        worths = self._worths
         # Among equals the older go first.
         cells = range(len(worths))
         self._by_worth = sorted(cells, key=lambda cell: (worths[cell], -(cell % NUM_AGES), cell))

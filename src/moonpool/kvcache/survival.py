@@ -18,6 +18,9 @@ of the class; a family with little history is drawn towards all blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import add
+
 AGE_LIMITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 """Upper ends of the ranges of ages, in epochs; the last range has none."""
 NUM_AGES = len(AGE_LIMITS) + 1
@@ -91,6 +94,8 @@ class ReuseModel:
         self._period = period
         self._decay = decay
         self._epoch = 0  # since the last lesson
+        self._overall: Sequence[float] = _PRIOR
+        self._family_shares: dict[int, list[float]] = {}
 
     def add_class(self, family: int) -> int:
         self._histories.append(_History(family, self._period))
@@ -113,22 +118,42 @@ class ReuseModel:
         return True
 
     def worths(self) -> list[list[float]]:
-        """By class and range of ages."""
-        families: dict[int, tuple[list[float], list[float]]] = {}
-        total = ([0.0] * len(_PRIOR), [0.0] * len(_PRIOR))
+        """By class and range of ages, from all that was learned."""
+        total = _Sums()
+        sums: dict[int, _Sums] = {}
         for history in self._histories:
-            family = families.setdefault(history.family, ([0.0] * len(_PRIOR), [0.0] * len(_PRIOR)))
-            for sums in (family, total):
-                for age in range(len(_PRIOR)):
-                    sums[0][age] += history.reused[age]
-                    sums[1][age] += history.exposed[age]
-        overall = _shares(total[0], total[1], _PRIOR)
-        shares = {name: _shares(*sums, overall) for name, sums in families.items()}
-        return [_worths(_own_shares(h, shares[h.family])) for h in self._histories]
+            sums.setdefault(history.family, _Sums()).add(history)
+            total.add(history)
+        self._overall = _shares(total.reused, total.exposed, _PRIOR)
+        self._family_shares = {
+            family: _shares(part.reused, part.exposed, self._overall)
+            for family, part in sums.items()
+        }
+        return [self.worths_of(class_id) for class_id in range(len(self._histories))]
+
+    def worths_of(self, class_id: int) -> list[float]:
+        """Of one class by range of ages; its family is taken as it was at the last `worths`."""
+        history = self._histories[class_id]
+        family = self._family_shares.get(history.family, self._overall)
+        return _worths(_own_shares(history, family))
+
+
+class _Sums:
+    """Of the histories of several classes."""
+
+    __slots__ = ("exposed", "reused")
+
+    def __init__(self) -> None:
+        self.exposed = [0.0] * (NUM_AGES - 1)
+        self.reused = [0.0] * (NUM_AGES - 1)
+
+    def add(self, history: _History) -> None:
+        self.exposed = list(map(add, self.exposed, history.exposed))
+        self.reused = list(map(add, self.reused, history.reused))
 
 
 def _shares(
-    reused: list[float], exposed: list[float], prior: tuple[float, ...] | list[float]
+    reused: Sequence[float], exposed: Sequence[float], prior: Sequence[float]
 ) -> list[float]:
     """Of all blocks let go, the share used again in each range of ages."""
     return [
@@ -137,7 +162,7 @@ def _shares(
     ]
 
 
-def _own_shares(history: _History, family: list[float]) -> list[float]:
+def _own_shares(history: _History, family: Sequence[float]) -> list[float]:
     """Those of the class: the family's curve, higher or lower as a whole where little was seen, and
     the class's own curve where much was."""
     expected = sum(blocks * share for blocks, share in zip(history.exposed, family, strict=True))

@@ -1,0 +1,235 @@
+"""The predictive policy beside LRU on workloads of different kinds, and what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.eviction import make_eviction
+from moonpool.kvcache.predictive import GHOSTS_PER_BLOCK, PredictiveEviction
+from moonpool.kvcache.survival import AGE_LIMITS, NUM_AGES, ReuseModel
+from moonpool.types import BlockId, BlockKey
+
+Names = list[object]
+
+
+class Chains:
+    """Keys of blocks, an equal one for an equal whole prefix."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, object], int] = {}
+
+    def prompt(self, names: Names) -> list[BlockKey]:
+        keys, parent = [], -1
+        for name in names:
+            parent = self._numbers.setdefault((parent, name), len(self._numbers))
+            keys.append(BlockKey(parent.to_bytes(8, "big")))
+        return keys
+
+
+def some(name: object, count: int) -> Names:
+    return [(name, place) for place in range(count)]
+
+
+def scan(rng: Random) -> Iterator[Names]:
+    """Nothing comes back but the first two blocks."""
+    for number in range(1500):
+        yield [*some("system", 2), *some(number, rng.randint(5, 30))]
+
+
+def popular_documents(rng: Random, tag: str = "") -> Iterator[Names]:
+    sizes = [rng.randint(2, 20) for _ in range(400)]
+    weights = [1 / (rank + 1) for rank in range(400)]
+    for number, document in enumerate(rng.choices(range(400), weights, k=2500)):
+        document_blocks = some((tag, document), sizes[document])
+        yield [*some("system", 2), *document_blocks, *some((tag, number, "?"), rng.randint(1, 4))]
+
+
+def sessions(rng: Random) -> Iterator[Names]:
+    live: list[Names] = []
+    for number in range(2500):
+        if not live or (len(live) < 40 and rng.random() < 0.5):
+            live.append([*some("system", 3), *some(number, rng.randint(2, 20))])
+            session = live[-1]
+        else:
+            session = rng.choice(live)
+            session.extend(some(("turn", number), rng.randint(1, 3)))
+        yield list(session)
+        if rng.random() < 0.3:
+            live.remove(session)
+
+
+def loop(rng: Random) -> Iterator[Names]:
+    for number in range(2000):
+        yield some(number % 120, 10)
+
+
+def agents(rng: Random) -> Iterator[Names]:
+    """Quick steps that build on each other behind one of twenty long beginnings, then no more."""
+    live: list[tuple[Names, int]] = []
+    for number in range(2500):
+        while len(live) < 8:
+            beginning = some(("kind", rng.randrange(20)), 12)
+            live.append(([*beginning, *some(("job", number, len(live)), 2)], rng.randint(3, 12)))
+        chosen = rng.randrange(len(live))
+        names, steps_left = live.pop(chosen)
+        names.extend(some(("step", number), rng.randint(1, 3)))
+        yield list(names)
+        if steps_left > 1:
+            live.append((names, steps_left - 1))
+
+
+def a_shift_of_kind(rng: Random) -> Iterator[Names]:
+    yield from loop(rng)
+    yield from sessions(rng)
+    yield from popular_documents(rng)
+
+
+def a_shift_of_popularity(rng: Random) -> Iterator[Names]:
+    for tag in ("monday", "tuesday", "wednesday"):
+        yield from popular_documents(rng, tag)
+
+
+KINDS: tuple[Callable[[Random], Iterator[Names]], ...] = (
+    scan,
+    popular_documents,
+    sessions,
+    loop,
+    agents,
+    a_shift_of_kind,
+    a_shift_of_popularity,
+)
+
+
+def hit_ratio(policy: str, prompts: list[list[BlockKey]], capacity: int) -> float:
+    pool = BlockPool(capacity, make_eviction(policy, capacity))
+    num_hits = 0
+    for keys in prompts:
+        cached = pool.match(keys)
+        pool.acquire("a", cached)
+        new = pool.allocate("a", min(len(keys) - len(cached), pool.num_available))
+        for depth, block in enumerate(new or [], len(cached)):
+            pool.seal(block, keys[depth], depth)
+        pool.release("a")
+        num_hits += len(cached)
+    return num_hits / sum(len(keys) for keys in prompts)
+
+
+def prompts_of(kind: Callable[[Random], Iterator[Names]]) -> list[list[BlockKey]]:
+    chains = Chains()
+    return [chains.prompt(names) for names in kind(Random(5))]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_it_loses_nothing_to_lru_on_any_kind_of_workload(
+    kind: Callable[[Random], Iterator[Names]],
+) -> None:
+    prompts = prompts_of(kind)
+    for capacity in (100, 300, 1000):
+        lru = hit_ratio("lru", prompts, capacity)
+        assert hit_ratio("predictive", prompts, capacity) > lru - 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "capacity", "gain"),
+    [
+        (popular_documents, 300, 0.05),
+        (loop, 1000, 0.5),
+        (a_shift_of_kind, 1000, 0.05),
+        (a_shift_of_popularity, 300, 0.05),
+    ],
+)
+def test_it_gains_where_the_past_tells_the_future(
+    kind: Callable[[Random], Iterator[Names]], capacity: int, gain: float
+) -> None:
+    prompts = prompts_of(kind)
+    lru = hit_ratio("lru", prompts, capacity)
+    assert hit_ratio("predictive", prompts, capacity) > lru + gain
+
+
+def rewritten(rng: Random) -> Iterator[Names]:
+    """Every prompt comes back once, twenty others later, with its last blocks rewritten."""
+    for number in range(500):
+        yield [*some(number, 10), *some((number, "draft"), 4)]
+        if number >= 20:
+            yield [*some(number - 20, 10), *some((number, "final"), 4)]
+
+
+def test_blocks_left_behind_make_room_for_those_that_will_come_back() -> None:
+    prompts = prompts_of(rewritten)
+    possible = 10 * 480 / sum(len(keys) for keys in prompts)
+    assert hit_ratio("lru", prompts, 320) < 0.1 * possible
+    assert hit_ratio("predictive", prompts, 320) > 0.8 * possible
+
+
+def test_what_was_evicted_is_remembered_within_bounds() -> None:
+    policy = PredictiveEviction(10)
+    pool = BlockPool(10, policy)
+    for number in range(200):
+        (block,) = pool.allocate("a", 1) or []
+        pool.seal(block, BlockKey(number.to_bytes(8, "big")))
+        pool.release("a")
+    assert len(policy._ghosts) == GHOSTS_PER_BLOCK * 10
+    (block,) = pool.allocate("a", 1) or []
+    pool.seal(block, BlockKey((180).to_bytes(8, "big")))
+    assert policy._num_uses[block] == 2
+
+
+def test_an_order_without_history_is_lrus() -> None:
+    worths = ReuseModel(period=1, decay=0.99)
+    class_id = worths.add_class(0)
+    by_age = worths.worths_of(class_id)
+    assert len(by_age) == NUM_AGES
+    assert all(younger > older for younger, older in pairwise(by_age[1:]))
+    assert by_age[-1] == 0
+
+
+def learn(model: ReuseModel, class_id: int, age_range: int, share: float) -> None:
+    """Blocks of the class are let go in every epoch; this share is used again at that age."""
+    for epoch in range(400):
+        model.note_release(class_id, 1000)
+        if epoch >= AGE_LIMITS[age_range]:
+            model.note_reuse(class_id, age_range, int(1000 * share))
+        model.end_epoch()
+
+
+def test_blocks_are_worth_most_shortly_before_their_time() -> None:
+    model = ReuseModel(period=1, decay=0.99)
+    class_id = model.add_class(0)
+    learn(model, class_id, age_range=9, share=0.5)
+    by_age = model.worths()[class_id]
+    assert max(by_age) == by_age[9]
+    assert by_age[0] < by_age[4] < by_age[8] < by_age[9]
+    assert by_age[10] < 0.1 * by_age[9]
+    # Half of them come within 12 to 16 epochs of age: 0.5 hits for 4 epochs of about 0.75 blocks.
+    assert by_age[9] == pytest.approx(0.5 / (4 * 0.75), rel=0.1)
+
+
+def test_a_class_that_comes_back_more_often_is_worth_more() -> None:
+    model = ReuseModel(period=4, decay=0.9)
+    often, seldom, unknown = (model.add_class(0) for _ in range(3))
+    for _ in range(400):
+        for class_id, hits in ((often, 500), (seldom, 50)):
+            model.note_release(class_id, 1000)
+            model.note_reuse(class_id, 3, hits)
+        model.end_epoch()
+    worths = model.worths()
+    assert worths[often][0] > 3 * worths[seldom][0]
+    assert worths[often][0] > worths[unknown][0] > worths[seldom][0]
+
+
+def test_a_run_given_back_in_parts_keeps_its_order() -> None:
+    policy = PredictiveEviction(100)
+    blocks = [BlockId(b) for b in range(8)]
+    for block in blocks:
+        policy.store(block, BlockKey(block.to_bytes(8, "big")), block)
+    policy.add(blocks[3:], blocks[2])
+    policy.add(blocks[:3], None)
+    assert policy.pop(6) == [7, 6, 5, 4, 3, 2]
+    policy.remove([BlockId(0)])
+    assert list(policy.pop(1)) == [1]
+    assert len(policy) == 0
