@@ -76,6 +76,10 @@ def test_lru_by_hand() -> None:
     assert lru_hit_ratios(rows, [2, 3]) == {2: 3 / 8, 3: 5 / 8}
 
 
+def test_a_known_block_behind_an_unknown_one_is_no_hit() -> None:
+    assert lru_hit_ratios([TraceRow(0, 1, 1, (1,)), TraceRow(0, 600, 1, (0, 1))], [5]) == {5: 0.0}
+
+
 @needs_conversation
 def test_the_conversation_trace_against_published_figures() -> None:
     figures = figures_of(open_trace(CONVERSATION, spread_ticks=False))

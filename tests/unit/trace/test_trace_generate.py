@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -25,6 +25,7 @@ from moonpool.trace.fit import fit
 from moonpool.trace.generate import generate
 from moonpool.trace.profile import (
     NUM_CLASSES,
+    Branches,
     GeneratorProfile,
     SharedPrompts,
     ToolCalls,
@@ -84,6 +85,43 @@ def test_a_follow_up_contains_the_prompt_and_the_answer_before_it() -> None:
     lengths = {row.input_tokens for row in generate(CHATTY, num_requests=2_000)}
     assert min(lengths) == 700
     assert {(length - 700) % 160 for length in lengths} <= {0, 1024 % 160}
+
+
+def test_a_cut_history_keeps_its_first_blocks_only() -> None:
+    profile = msgspec.structs.replace(
+        CHATTY,
+        rate_rps=0.05,
+        first_tokens=(8_192.0,),
+        shared=None,
+        continue_share=(0.0,),
+        branches=Branches(class_share=(1.0,) * NUM_CLASSES, kept_share=(0.25,), new_share=(0.5,)),
+    )
+    rows = list(generate(profile, num_requests=400))
+    firsts = {row.hash_ids[0]: row for row in rows if row.input_tokens == 8_192}
+    cut = [row for row in rows if row.input_tokens == 4 * 512 + 6_144 // 2]
+    assert len(firsts) + len(cut) >= 399 and len(cut) > 50
+    for row in cut:
+        before = firsts.get(row.hash_ids[0])
+        if before is not None:
+            assert row.hash_ids[:4] == before.hash_ids[:4]
+            assert not set(row.hash_ids[4:]) & set(before.hash_ids)
+
+
+def test_a_shared_prompt_longer_than_the_longest_prompt_is_cut() -> None:
+    profile = msgspec.structs.replace(CHATTY, max_input_tokens=900)
+    for row in generate(profile, num_requests=200):
+        assert row.input_tokens <= 900
+        assert len(row.hash_ids) == -(-row.input_tokens // 512)
+
+
+def test_a_trace_that_cannot_be_finished_is_not_left_behind(tmp_path: Path) -> None:
+    def broken() -> Iterator[TraceRow]:
+        yield TraceRow(0.0, 1, 1)
+        raise TraceError("no more")
+
+    with pytest.raises(TraceError, match="no more"):
+        write_trace(broken(), tmp_path / "a.jsonl")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tool_calls_answer_briefly_and_go_on_soon() -> None:

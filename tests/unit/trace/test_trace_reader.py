@@ -19,9 +19,10 @@ from sample_traces import (
     write,
 )
 
+from moonpool.trace.parsed import Parsed
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.trace.ticks import find_tick
+from moonpool.trace.ticks import find_tick, spread
 
 AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST_HEAD = (
@@ -145,6 +146,12 @@ def test_unsorted_files_come_in_order_of_time_and_ties_in_order_of_the_file(tmp_
     assert not trace.info.is_sorted
 
 
+def test_many_ties_of_an_unsorted_file_stay_in_order(tmp_path: Path) -> None:
+    text = "".join(line(500 - 500 * (n % 2), 1, 1, [n]) for n in range(200))
+    rows = list(open_trace(write(tmp_path, "a.jsonl", text), spread_ticks=False))
+    assert [row.hash_ids[0] for row in rows] == [*range(1, 200, 2), *range(0, 200, 2)]
+
+
 def test_unsorted_azure_keeps_its_100_ns(tmp_path: Path) -> None:
     text = AZURE_HEAD + "2023-11-16 10:00:00.0000002,2,1\n2023-11-16 10:00:00.0000001,1,1\n"
     rows = list(open_trace(write(tmp_path, "a.csv", text)))
@@ -169,6 +176,11 @@ def test_rows_are_spread_evenly_over_ticks_in_the_files_order(tmp_path: Path) ->
     assert min(gaps) > 0.49 and max(gaps) < 0.51
     bare = list(open_trace(path, spread_ticks=False))
     assert [row.arrived_s for row in bare[:5]] == [0.0, 0.0, 0.0, 0.0, 2.001]
+
+
+def test_a_tick_that_came_early_takes_no_rows_past_the_next() -> None:
+    rows = [Parsed(time, 1, 1) for time in (0, 0, 10, 10, 14, 14)]
+    assert [row.time for row in spread(rows, 10)] == [0, 5, 10, 12, 14, 19]
 
 
 def test_two_requests_of_one_millisecond_are_no_tick() -> None:
