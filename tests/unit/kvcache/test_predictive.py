@@ -209,6 +209,20 @@ def test_blocks_are_worth_most_shortly_before_their_time() -> None:
     assert by_age[9] == pytest.approx(0.5 / (4 * 0.75), rel=0.1)
 
 
+def test_reuse_is_counted_against_the_blocks_of_its_own_time() -> None:
+    """Load grows by a twentieth per epoch; what comes back is half of what was let go long ago."""
+    model = ReuseModel(period=1, decay=0.99)
+    class_id = model.add_class(0)
+    released = [100.0]
+    for epoch in range(200):
+        model.note_release(class_id, int(released[-1]))
+        if epoch >= 14:
+            model.note_reuse(class_id, 9, int(released[epoch - 14] / 2))
+        released.append(released[-1] * 1.05)
+        model.end_epoch()
+    assert model.worths()[class_id][9] == pytest.approx(0.5 / (4 * 0.75), rel=0.15)
+
+
 def test_a_class_that_comes_back_more_often_is_worth_more() -> None:
     model = ReuseModel(period=4, decay=0.9)
     often, seldom, unknown = (model.add_class(0) for _ in range(3))
@@ -233,3 +247,19 @@ def test_a_run_given_back_in_parts_keeps_its_order() -> None:
     policy.remove([BlockId(0)])
     assert list(policy.pop(1)) == [1]
     assert len(policy) == 0
+
+
+def test_a_block_from_which_others_continue_waits_for_them() -> None:
+    policy = PredictiveEviction(100)
+    earlier, run = range(10, 16), range(6)
+    for block in (*earlier, *run):
+        policy.store(BlockId(block), BlockKey(block.to_bytes(8, "big")), block % 10)
+    branch = BlockId(6)
+    policy.store(branch, BlockKey(b"branches"), 3)
+    policy.touch([branch])
+    # All are alike but the branch; without history what was first of its kind goes first.
+    policy.add([BlockId(b) for b in earlier], None)
+    policy.add([branch], BlockId(2))
+    policy.add([BlockId(b) for b in run], None)
+    assert policy.pop(6) == list(reversed(earlier))
+    assert policy.pop(7) == [5, 4, 3, 6, 2, 1, 0]
