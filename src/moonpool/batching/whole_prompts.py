@@ -14,7 +14,7 @@ def plan_whole_prompts(
     max_sequences: int,
 ) -> BatchPlan:
     """All decodes, and beside them prompts whole, as many as the budget takes. The first one always
-    runs, so a budget below any prompt gives one a step: Orca at its best (SARATHI section 5.2)."""
+    runs, so a budget below any prompt gives one a step: Orca at its best, as SARATHI has it."""
     assert token_budget > 0 and max_sequences > 0
     entries = [PlanEntry(c.request_id, c.num_uncomputed) for c in decodes][:max_sequences]
     tokens_left = token_budget - len(entries)

@@ -48,3 +48,52 @@ def shape_of(name: str) -> ModelShape:
 
 def device_of(name: str) -> Device:
     return BUILT_IN.device(name)
+
+
+GPT3_ENGINE_OVERHEAD_S = 0.0
+"""SARATHI's pipelines were simulated from profiles of operators: nothing was added to a step. With
+the default of 3 ms a stage, a pipeline would pay for it eight times where one node pays once."""
+
+PIPELINE_REQUESTS, PIPELINE_QUICK_REQUESTS = 10_000, 1_000
+"""The paper's number, and one whose gains are up to a fifth smaller: the pipeline fills and drains
+but once."""
+
+
+def gpt3_stage() -> RooflineCost:
+    """GPT-3 on one server of 8 devices, by operators alone."""
+    device, shape = device_of(GPT3_A100), shape_of("gpt3-175b")
+    return RooflineCost(device, shape, 8, 1, GPT3_ENGINE_OVERHEAD_S)
+
+
+SARATHI_SERVE_A100 = "A100-PCIE"
+"""Sarathi-Serve names Azure NC96ads v4: PCIe devices, pairs of which are joined by NVLink."""
+
+SATURATED_OVERHEAD = 0.02
+"""A budget whose chunks lengthen a prompt by no more than this needs not be larger. Sarathi-Serve
+says only that chunks of 2048 cost close to nothing, and that more would buy nothing."""
+
+LARGEST_BUDGET_TOKENS = 8192
+BUDGET_STEP_TOKENS = 128
+"""Budgets are searched up to the longest prompt of its chat data, in tiles."""
+
+ABLATION_DRAWS, ABLATION_QUICK_DRAWS = 5, 1
+"""Workloads drawn for Sarathi-Serve's Table 4. The paper ran one of 128 requests, of which a median
+TTFT near saturation varies by half; ours is the median of several such runs."""
+
+
+# Mooncake
+
+MOONCAKE_NODES = 16
+"""Of FAST'25's cluster in all its experiments of section 5.2 and 5.4."""
+
+MOONCAKE_PREFILL, MOONCAKE_DECODE = 8, 8
+"""The split is printed nowhere but in Fig 15; Fig 11's most replicated keys stop at 8 replicas,
+which is a whole prefill pool of 8, and v3 names 8P+8D."""
+
+MOONCAKE_QUICK_REQUESTS = 1_000
+
+VLLM_CHUNK_TOKENS = 512
+VLLM_PROMPT_TOKENS = 131_072
+VLLM_SEQUENCES = 256
+"""vLLM v0.5.1's own defaults: tokens of a step with chunked prefill, and without it (the model's
+longest prompt), and sequences at a time. The paper names the version and no setting."""

@@ -25,6 +25,16 @@ EXPERIMENTS = {
         "SARATHI Tables 2-4, Figs 7, 8, 13",
         "Decodes that ride on prefill chunks",
     ),
+    "sarathi-pipeline-bubbles": Experiment(
+        "sarathi_pipeline_bubbles",
+        "SARATHI, GPT-3 with pipelines",
+        "Pipeline bubbles with whole prompts and with chunks",
+    ),
+    "sarathi-serve-budgets": Experiment(
+        "sarathi_serve_budgets",
+        "Sarathi-Serve section 4.3, Tables 1-4",
+        "Token budgets: what they take, and what they do",
+    ),
 }
 
 

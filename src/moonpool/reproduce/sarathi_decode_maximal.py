@@ -100,8 +100,8 @@ CHOSEN_INPUTS = (
         "(cost.hardware); the tables below the second one are not fitted"
     ),
     (
-        f"{WORKLOAD_BATCHES} batches of equal requests, all waiting at the start: the paper does"
-        " not say how many, and its gains are those of a steady state"
+        f"{WORKLOAD_BATCHES} batches of equal requests, all waiting at the start: the paper does "
+        "not say how many, and its gains are those of a steady state"
     ),
     (
         "the baseline runs whole prompts and decodes in steps of their own, B requests at a "
@@ -114,8 +114,8 @@ NOTES = (
     (
         "Fig 13 cannot be right together with Fig 7: by Fig 7 a step of 128 tokens takes 55 ms "
         "and by Table 2 a whole prompt of 1024 takes 234.8, so chunks of 128 cost 8 x 55 / "
-        "234.8 = 1.87 times as much, not more than 2; and a chunk of 64 cannot take longer than"
-        " one of 128, so at most 16 x 55 / 234.8 = 3.75 times, not 5 times."
+        "234.8 = 1.87 times as much, not more than 2; and a chunk of 64 cannot take longer than "
+        "one of 128, so at most 16 x 55 / 234.8 = 3.75 times, not 5 times."
     ),
     (
         "The printed balance C/(B-1) does not give the printed P:D; (C-(B-1))/(B-1) does: "
