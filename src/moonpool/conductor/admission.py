@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.conductor.decode_forecast import DecodeForecast
+from moonpool.conductor.decode_forecast import Forecast
 from moonpool.conductor.fleet import Fleet
 from moonpool.conductor.placement import Placement, Rejection
 from moonpool.conductor.policies import Demand
@@ -40,7 +40,7 @@ def admit(
     placement: Placement,
     promise: Promise,
     fleet: Fleet,
-    forecast: DecodeForecast,
+    forecast: Forecast,
     config: ConductorConfig,
     now: float,
 ) -> Rejection | None:
@@ -52,8 +52,7 @@ def admit(
         return late
     pool = _Pool(fleet, placement.decoder_row, demand.expected_tokens)
     if config.admission == "early":
-        batch, context_tokens = fleet.total_decoding, fleet.total_decoding_context
-        tbt_s = pool.tbt_s(batch, context_tokens)
+        tbt_s = pool.tbt_s(fleet.total_decoding, fleet.total_decoding_context)
         if tbt_s <= promise.slo.tbt_s * config.load_limit:
             return None
         return _slow_now(demand, promise.slo, pool, tbt_s, config.load_limit)
@@ -74,7 +73,7 @@ class _Pool(msgspec.Struct, frozen=True):
     row: int
     own_tokens: int
 
-    def tbt_s(self, batch: int, context_tokens: int) -> float:
+    def tbt_s(self, batch: float, context_tokens: float) -> float:
         num = self.fleet.num_decodes
         return self.fleet.tbt_s(self.row, batch / num + 1, context_tokens / num + self.own_tokens)
 
@@ -112,15 +111,15 @@ def _slow_then(
     pool: _Pool,
     tbt_s: float,
     ttft_s: float,
-    forecast: DecodeForecast,
+    forecast: Forecast,
     config: ConductorConfig,
     now: float,
 ) -> Rejection:
     limit_s = slo.tbt_s * config.load_limit
     batch = forecast.project(now + ttft_s, now)[0]
     text = (
-        f"predicted time between tokens {tbt_s:.3f} s with the {batch} answers that should decode"
-        f" on {pool.fleet.num_decodes} instances in {ttft_s:.2f} s, when this prefill ends,"
+        f"predicted time between tokens {tbt_s:.3f} s with the {batch:.1f} answers expected to"
+        f" decode on {pool.fleet.num_decodes} instances in {ttft_s:.2f} s, when this prefill ends,"
         f" exceeds {_share(config.load_limit)}the SLO of {slo.tbt_s:g} s"
     )
     wait_s = WAITS_S[-1]

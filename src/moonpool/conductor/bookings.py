@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moonpool.conductor.decode_forecast import DecodeForecast, Stay
+from moonpool.conductor.decode_forecast import Forecast, Stay
 from moonpool.conductor.fleet import Fleet
 from moonpool.conductor.state import Attempt, InstanceState, Stage, Tracked
 from moonpool.kvcache.prefix_index import PrefixIndex
@@ -17,10 +17,10 @@ from moonpool.workers.messages import InstanceInfo
 
 
 class Bookings:
-    def __init__(self) -> None:
+    def __init__(self, forecast: Forecast) -> None:
         self.fleet = Fleet()
         self.index = PrefixIndex()
-        self.forecast = DecodeForecast()
+        self.forecast = forecast
         self.instances: dict[InstanceId, InstanceState] = {}
 
     def join(self, info: InstanceInfo) -> InstanceState:

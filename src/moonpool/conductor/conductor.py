@@ -33,11 +33,13 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.admission import UNLIMITED, Promise, admit
 from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.decode_forecast import DecodeForecast
 from moonpool.conductor.fleet import to_ns
 from moonpool.conductor.output_length import OutputLengths, RunningMean
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
 from moonpool.conductor.state import Attempt, InstanceState, Stage, Tracked
+from moonpool.conductor.survival_forecast import SurvivalForecast
 from moonpool.config import ConductorConfig, SloConfig
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
@@ -100,7 +102,8 @@ class Conductor:
         remain. `default_slo` is the unit of `loads`."""
         self.config = config
         self.default_slo = default_slo
-        self.books = Bookings()
+        by_length = config.decode_prediction == "length"
+        self.books = Bookings(DecodeForecast() if by_length else SurvivalForecast())
         self.index, self.fleet = self.books.index, self.books.fleet
         self.forecast, self.lengths = self.books.forecast, OutputLengths()
         self.instances = self.books.instances

@@ -1,18 +1,17 @@
-"""How many answers will be decoding at a time to come (Mooncake v3 section 7.4).
+"""How many answers will be decoding at a time to come (Mooncake v3 section 7.4), each with its own
+expected end.
 
 Every request under way is a *stay* in the decode pool, from the instant its prefill should end (or
 ended) until the instant its answer should. Stays are counted in buckets of time by beginning and by
-end, so that a projection adds up buckets, not requests. Which duration a stay is given is the
-caller's choice: the mean of those observed (`usual_s`, the paper's t_d, but learned), or its own.
-
-An answer that lasts longer than its stay counts as gone, as in the paper: on average as many last
-longer as end sooner.
+end, so that a projection adds up buckets, not requests. An answer that lasts longer than its stay
+counts as gone, unless the caller prolongs it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from moonpool.conductor.output_length import RunningMean
 from moonpool.conductor.prediction_error import PredictionError
@@ -30,6 +29,25 @@ class Stay:
     ends: int
     context_tokens: int
     decoding: bool = False
+
+
+class Forecast(Protocol):
+    """What the Conductor asks of a forecast, whatever it goes by."""
+
+    error: PredictionError
+
+    @property
+    def usual_s(self) -> float | None: ...
+    def enter(
+        self, begins_s: float, duration_s: float, context_tokens: int, now: float
+    ) -> Stay: ...
+    def begin(self, stay: Stay, duration_s: float, now: float) -> None: ...
+    def prolong(self, stay: Stay, duration_s: float, now: float) -> None: ...
+    def leave(self, stay: Stay, now: float) -> None: ...
+    def observe(self, duration_s: float) -> None: ...
+    def project(self, at_s: float, now: float) -> tuple[float, float]: ...
+    def note_projection(self, at_s: float, count: float) -> None: ...
+    def validate(self, stays: list[Stay]) -> None: ...
 
 
 class _Ring:
@@ -78,13 +96,13 @@ class _Ring:
 class DecodeForecast:
     """Counts stays. Never looks at a request, an instance or an SLO."""
 
-    def __init__(self, first_guess_s: float = 10.0) -> None:
+    def __init__(self) -> None:
         self.error = PredictionError()  # of the number decoding
-        self._usual = RunningMean(first_guess_s)
+        self._usual = RunningMean(0.0)
         self._begins, self._ends = _Ring(), _Ring()
         self._num_stays = self._stay_tokens = 0
         self._num_decoding = 0
-        self._said: deque[tuple[int, int]] = deque(maxlen=NUM_BUCKETS)
+        self._said: deque[tuple[int, float]] = deque(maxlen=NUM_BUCKETS)
 
     @property
     def usual_s(self) -> float | None:
@@ -125,7 +143,7 @@ class DecodeForecast:
         """An answer was decoded to its end in this time."""
         self._usual.add(duration_s)
 
-    def project(self, at_s: float, now: float) -> tuple[int, int]:
+    def project(self, at_s: float, now: float) -> tuple[float, float]:
         """Number of answers decoding at `at_s`, of requests placed until now, and their tokens."""
         self._advance(now)
         last = self._begins.first + min(max(int((at_s - now) / BUCKET_S), 0), NUM_BUCKETS - 1)
@@ -137,7 +155,7 @@ class DecodeForecast:
         tokens = self._stay_tokens - (later_tokens - begun_tokens) - past_tokens - over_tokens
         return count, tokens
 
-    def note_projection(self, at_s: float, count: int) -> None:
+    def note_projection(self, at_s: float, count: float) -> None:
         """This was said of that time, and will be compared with what comes."""
         bucket = int(at_s / BUCKET_S)
         if not self._said or bucket > self._said[-1][0]:

@@ -189,7 +189,7 @@ class Fleet:
         steps_ns = np.rint(steps_s[self.decodes] * 1e9).astype(np.int64)
         return int(steps_ns.sum()) / self.num_decodes * S_PER_NS / slo.tbt_s
 
-    def spread_decode_load(self, slo: Slo, count: int, context_tokens: int) -> float:
+    def spread_decode_load(self, slo: Slo, count: float, context_tokens: float) -> float:
         """The same for so many answers spread evenly."""
         if not self.num_decodes or not count:
             return 0.0

@@ -10,6 +10,7 @@ from conductor_instances import info
 
 from moonpool.conductor.admission import Promise, admit
 from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.decode_forecast import DecodeForecast
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
 from moonpool.config import ConductorConfig
@@ -32,7 +33,7 @@ class Scene:
     """One prefill and two decode instances."""
 
     def __init__(self, queue_s: float = 0.0, decoding: tuple[int, int] = (0, 0)) -> None:
-        self.books = Bookings()
+        self.books = Bookings(DecodeForecast())
         for name in NAMES:
             self.books.join(info(name, num_blocks=100_000))
         self.books.fleet.waiting_ns[0] = queue_s * 1e9
@@ -124,7 +125,7 @@ def test_predictive_sees_what_will_decode_when_the_prefill_ends() -> None:
     coming.enter(8, begins_s=0.5, lasts_s=3.0)
     refusal = coming.refuse("predictive", tbt_s=0.050)
     assert refusal.reason == "decode_load_predicted"
-    assert "0.051 s with the 8 answers that should decode on 2 instances in 1.00 s" in (
+    assert "0.051 s with the 8.0 answers expected to decode on 2 instances in 1.00 s" in (
         refusal.message
     )
     assert refusal.retry_after_s == 4.0, "of 1, 2, 4 s the first by which they are over"

@@ -205,9 +205,11 @@ def test_how_long_answers_are_is_learned_from_them(prediction: str) -> None:
     desk.ask("new", max_tokens=50)
     attempt = desk.conductor.requests[RequestId("new")].attempt
     assert attempt is not None and attempt.stay is not None
-    lasts_s = 0.25 * (attempt.stay.ends - attempt.stay.begins)
-    expected_s = {"duration": 0.5, "length": 10 * 0.011}[prediction]
-    assert abs(lasts_s - expected_s) <= 0.25
+    begins_s = desk.now + 0.01
+    there = [desk.conductor.forecast.project(begins_s + s, desk.now)[0] for s in (0.2, 2.0)]
+    # 10 tokens of 11 ms, or half a second
+    assert there[0] == {"duration": 1.0, "length": 0.0}[prediction]
+    assert there[1] < 0.2, "the first guess of 20 s at most is not forgotten yet"
 
 
 def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:

@@ -11,6 +11,7 @@ from conductor_instances import info
 from moonpool.conductor.bookings import Bookings
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
+from moonpool.conductor.survival_forecast import SurvivalForecast
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import FEW, Depths, PrefixMatch
 
@@ -50,7 +51,7 @@ def demand(num_tokens: int = 1000, **known: Any) -> Demand:
 
 
 def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
-    books = Bookings()
+    books = Bookings(SurvivalForecast())
     fleet = books.fleet
     for row, known in enumerate(views):
         books.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
