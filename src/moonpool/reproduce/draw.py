@@ -78,7 +78,11 @@ def _draw_bars(
     left = -0.4 + width * (place + 0.5)
     at = [groups.index(str(name)) + left for name in series.at]
     drawn = axes.bar(at, series.values, width, color=colour, label=label)
-    axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+    axes.bar_label(drawn, [_short(value) for value in series.values], fontsize=7)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _draw_curve(axes: Axes, series: Series, colour: str, label: str) -> None:

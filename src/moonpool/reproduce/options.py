@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TRACE_FILES = {
-    "conversation": "conversation_trace.jsonl",
-    "toolagent": "toolagent_trace.jsonl",
-    "synthetic": "synthetic_trace.jsonl",
-    "mooncake": "mooncake_trace.jsonl",
+from moonpool.trace.catalogue import PUBLIC_TRACES
+
+DOWNLOADS = {
+    "conversation": "mooncake-conversation",
+    "toolagent": "mooncake-toolagent",
+    "synthetic": "mooncake-synthetic",
+    "mooncake": "mooncake-arxiv",
 }
-"""Names as `moonpool trace download` takes them, and the files that it writes."""
+"""The papers' short names of traces, and those that `moonpool trace download` knows them by."""
+TRACE_FILES = {short: PUBLIC_TRACES[name].file_name for short, name in DOWNLOADS.items()}
 TRACE_FOLDER = "traces"
 
 
@@ -51,6 +54,7 @@ class Options:
             if path.is_file():
                 return path
         raise MissingTraceError(
-            f"the {name} trace is not here: get it by `moonpool trace download {name}`, or name "
-            f"the file by --trace or its folder by MOONPOOL_TRACES"
+            f"the {name} trace is not here: get it by `moonpool trace download "
+            f"{DOWNLOADS[name]} --to {TRACE_FOLDER}`, or name the file by --trace or its folder by "
+            "MOONPOOL_TRACES"
         )

@@ -269,7 +269,7 @@ def _panels(runs: Runs) -> tuple[Panel, ...]:
         ),
     )
     cdf = Panel(
-        f"Bubbles of a request (paper: medians {6.29} apart)",
+        "Bubbles of a request (paper: medians 6.29 times apart)",
         "bubble time, all stages and micro-batches (s)",
         "share of requests at or below",
         tuple(

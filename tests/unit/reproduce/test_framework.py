@@ -107,7 +107,9 @@ def test_a_trace_is_found_in_the_first_folder_that_has_it(tmp_path: Path) -> Non
     (second / "conversation_trace.jsonl").write_text("{}\n")
     options = Options(folders=(first, second))
     assert options.find_trace("conversation") == second / "conversation_trace.jsonl"
-    with pytest.raises(MissingTraceError, match="moonpool trace download toolagent"):
+    with pytest.raises(
+        MissingTraceError, match="moonpool trace download mooncake-toolagent --to traces"
+    ):
         options.find_trace("toolagent")
 
 
@@ -165,7 +167,7 @@ def test_all_goes_on_without_a_trace_and_says_so(
     assert done.exit_code == 1
     assert "Made up" in done.output
     assert "needs-trace was left out" in done.output
-    assert "moonpool trace download conversation" in done.output
+    assert "moonpool trace download mooncake-conversation" in done.output
 
 
 def test_the_folder_of_the_environment_is_looked_into(
