@@ -168,8 +168,10 @@ class PredictiveEviction:
 
     def _pop_end(self, segment: _Segment, num_wanted: int, popped: list[BlockId]) -> None:
         """Takes up to so many blocks from the segment's end, none that others continue."""
-        keys, num_uses = self._keys, self._num_uses
-        class_id, released_at = segment.class_id, segment.released_at
+        keys = self._keys
+        # All of a segment were used equally often, so one memory serves them all.
+        num_uses = self._num_uses[segment.blocks[segment.start]]
+        ghost = (num_uses, segment.class_id, segment.released_at)
         while num_wanted:
             num_wanted -= 1
             segment.end -= 1
@@ -179,7 +181,7 @@ class PredictiveEviction:
             key = keys[block_id]
             assert key is not None
             keys[block_id] = None
-            self._ghosts[key] = (num_uses[block_id], class_id, released_at)
+            self._ghosts[key] = ghost
             if segment.start == segment.end:
                 self._dequeue(segment)
                 self._unlink(segment.parent)
