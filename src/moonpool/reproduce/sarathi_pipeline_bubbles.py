@@ -120,8 +120,8 @@ NOTES = (
     (
         "The baseline's loss follows from two numbers. If a share s of the steps has a prompt "
         "and takes r times a decode step, and 8 follow each other round, stages are busy for "
-        "about (s r + 1 - s) / (r - (r - 1) (1 - s)^8) of the time: with s = 0.13 and r = 8 a "
-        "third, as run. The paper's 1.91 needs a half, so r of 3: its decode steps must have "
+        "about (s r + 1 - s) / (r - (r - 1) (1 - s)^8) of the time: with s = 0.12 and r = 7.5 "
+        "a third, as run. The paper's 1.91 needs a half, so r of 3: its decode steps must have "
         "been slower against its prompts than this roofline has them. With decode attention at "
         "half the speed and 600 requests, r is 6.4 and the gain 1.83 instead of 2.08; at a "
         "quarter, 4.5 and 1.55."
