@@ -34,6 +34,10 @@ RELEARN_EVERY = 16
 RARE = 1e-4
 """Keeps those older than any seen before where they are."""
 
+ONE = 1024.0
+"""Shares are whole numbers of this: sums of whole numbers are exact in any order, so that every
+machine finds the same."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -55,6 +59,7 @@ class SurvivalForecast:
         self._lasted[:FIRST_GUESS_BUCKETS] = FIRST_GUESS_WEIGHT / FIRST_GUESS_BUCKETS
         self._num_new = 0
         self._survival = self._learn()
+        self._shares: dict[int, tuple[Floats, Floats]] = {}  # by buckets ahead
         self._said: deque[tuple[int, float]] = deque(maxlen=NUM_BUCKETS)
 
     @property
@@ -96,26 +101,21 @@ class SurvivalForecast:
             if self._lasted.sum() > 2 * MEMORY_ANSWERS:
                 self._lasted *= 0.5
             self._survival, self._num_new = self._learn(), 0
+            self._shares.clear()
 
     def project(self, at_s: float, now: float) -> tuple[float, float]:
         """Answers expected to be decoding at `at_s`, of requests placed until now, and their
         tokens."""
         self._advance(now)
         ahead = min(max(int(at_s / BUCKET_S) - self._now, 0), NUM_BUCKETS - 1)
-        survival, last = self._survival, NUM_BUCKETS - 1
-        later = np.concatenate([survival[ahead:], np.full(ahead, survival[last])])
-        # The ring from `start` on is the oldest first; what begins from now on is the youngest.
-        start = (self._now + 1) % NUM_BUCKETS
-        stays = np.roll((later / survival)[::-1], start)
-        weighed = self._decoding * stays
-        weighed[:, 0] += self._old * stays[start]
-        coming = np.zeros(NUM_BUCKETS)
-        coming[: ahead + 1] = survival[ahead::-1]
-        weighed += self._coming * np.roll(coming, self._now % NUM_BUCKETS)
-        weighed[:, 0] += self._overdue * survival[ahead]
-        # A sum of whole numbers has no order that could differ between machines.
-        sums = np.rint(weighed * 1e3).astype(np.int64).sum(axis=1)
-        return int(sums[0]) / 1e3, int(sums[1]) / 1e3
+        shares = self._shares.get(ahead)
+        if shares is None:
+            shares = self._shares[ahead] = self._share(ahead)
+        staying, beginning = shares
+        sums = self._old * staying[0] + self._overdue * beginning[0]
+        sums += _weigh(self._decoding, (self._now + 1) % NUM_BUCKETS, staying)
+        sums += _weigh(self._coming, self._now % NUM_BUCKETS, beginning)
+        return sums.item(0) / ONE, sums.item(1) / ONE
 
     def note_projection(self, at_s: float, count: float) -> None:
         """This was said of that time, and will be compared with what comes."""
@@ -160,8 +160,24 @@ class SurvivalForecast:
             self._decoding[:, place] = 0.0
         self._now = bucket
 
+    def _share(self, ahead: int) -> tuple[Floats, Floats]:
+        """Of those that decode now, the oldest first, and of those that begin in each bucket from
+        now to then, the share that is there then; in whole numbers of 1 / ONE."""
+        survival = self._survival
+        later = np.concatenate([survival[ahead:], np.full(ahead, survival[-1])])
+        return np.rint((later / survival)[::-1] * ONE), np.rint(survival[ahead::-1] * ONE)
+
     def _learn(self) -> Floats:
         """Share of answers that last at least so many buckets."""
         lasting = np.cumsum(self._lasted[::-1])[::-1]
         survival: Floats = lasting / lasting[0] + RARE
         return survival
+
+
+def _weigh(ring: Floats, start: int, shares: Floats) -> Floats:
+    """Sums of the ring's columns from `start` on, each times its share."""
+    num_straight = min(NUM_BUCKETS - start, len(shares))
+    sums: Floats = ring[:, start : start + num_straight] @ shares[:num_straight]
+    if num_straight < len(shares):
+        sums += ring[:, : len(shares) - num_straight] @ shares[num_straight:]
+    return sums
