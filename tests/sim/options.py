@@ -20,6 +20,7 @@ class Options:
     max_sequences: int
     max_repeats: int
     prefix_caching: bool
+    eviction: str
     admission: str
     placement: str
     decode_prediction: str
@@ -83,6 +84,7 @@ def draw_options(rng: random.Random) -> Options:
         max_sequences=rng.choice((1, 2, 4, 16)),
         max_repeats=rng.choice((1, 1, 3, 16)),
         prefix_caching=rng.random() < 0.9,
+        eviction=rng.choice(("lru", "lfu", "length-aware", "predictive")),
         admission=policies.choice(("none", "baseline", "early", "predictive")),
         placement=policies.choice(
             ("random", "load-balancing", "cache-aware", *["kvcache-centric"] * 3)

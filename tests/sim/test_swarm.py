@@ -96,8 +96,8 @@ def _ignore_corruption(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _seal_too_much(original: Callable[..., bool]) -> Callable[..., bool]:
-    def defective(self: BlockPool, block_id: int, key: bytes) -> bool:
-        return original(self, block_id, key[:1] * 16)  # type: ignore[arg-type]
+    def defective(self: BlockPool, block_id: int, key: bytes, depth: int) -> bool:
+        return original(self, block_id, key[:1] * 16, depth)
 
     return defective
 

@@ -74,6 +74,7 @@ class World:
             max_sequences=opts.max_sequences,
             max_repeats=opts.max_repeats,
             prefix_caching=opts.prefix_caching,
+            eviction=opts.eviction,  # type: ignore[arg-type]
         )
         self.conductor = self._new_conductor()
         self.truths: dict[RequestId, Truth] = {}

@@ -73,7 +73,8 @@ class Simulation:
         self.seed = seed
         self.clock = Clock()
         self.network = Network(self.clock)
-        self.conductor = Conductor(config.conductor)
+        slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self.conductor = Conductor(config.conductor, default_slo=slo)
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
         self.last_arrival_s = 0.0
@@ -81,7 +82,7 @@ class Simulation:
         self._noise = noise
         self._layer_wise = layer_wise
         self._rng = Random(seed)
-        self._slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self._slo = slo
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._num_output_tokens: dict[RequestId, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())

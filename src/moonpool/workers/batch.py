@@ -228,7 +228,7 @@ class Batch:
             if Pending.FETCH in active.pending:
                 fetching.append(self.waiting.popleft())  # others pass it meanwhile
                 continue
-            if not self._hold(active, fetching):
+            if not self._hold(active):
                 break
             self.waiting.popleft()
             self._holdings.pool.release(active.fetch_owner)
@@ -236,21 +236,21 @@ class Batch:
             spare -= active.num_uncomputed
         self.waiting.extendleft(reversed(fetching))
 
-    def _hold(self, active: ActiveWork, fetching: list[ActiveWork]) -> bool:
+    def _hold(self, active: ActiveWork) -> bool:
         """Holds what a waiting work needs, if there is room."""
         num_blocks = self._layout.blocks_for(len(active.tokens))
         if self.running and not self.has_room(len(active.tokens)):
             return False
         if self._holdings.hold_prefix(active, num_blocks) is not None:
             return True
-        if self.running or not self._give_up_fetched(fetching):
+        if self.running or not self._give_up_fetched():
             return False
         return self._holdings.hold_prefix(active, num_blocks) is not None
 
-    def _give_up_fetched(self, fetching: list[ActiveWork]) -> bool:
+    def _give_up_fetched(self) -> bool:
         """Lets go of what was fetched for works that wait: the first of them may need the room, and
         the others cannot run before it. True if there was any."""
-        owners = [w.fetch_owner for w in self.waiting if w not in fetching]
+        owners = [w.fetch_owner for w in self.waiting if Pending.FETCH not in w.pending]
         held = self._holdings.pool.owners()
         for owner in reversed(owners):
             self._holdings.pool.release(owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moonpool.config import InstanceConfig
 from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import BlockId
@@ -16,7 +17,7 @@ class Holdings:
 
     def __init__(self, config: InstanceConfig, layout: BlockLayout, num_blocks: int) -> None:
         self.layout = layout
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, make_eviction(config.eviction, num_blocks))
         self._prefix_caching = config.prefix_caching
         self._next_sequence = 0
 
@@ -86,7 +87,7 @@ class Holdings:
         # Without tokens there are no names past those that were given.
         num_named = min(num_full, len(active.keys))
         for index in range(active.num_sealed, num_named):
-            self.pool.seal(active.block_ids[index], active.keys[index])
+            self.pool.seal(active.block_ids[index], active.keys[index], index)
         active.num_sealed = max(num_named, active.num_sealed)
 
     def take_changes(self) -> BlocksChanged | None:

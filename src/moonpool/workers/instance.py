@@ -342,7 +342,7 @@ class Instance:
         self._outbox.count("failed_fetches", 1 if event.error else 0)
         for offset in range(event.num_blocks):
             index = active.fetch_first_index + offset
-            self.pool.seal(active.fetched_blocks[offset], active.keys[index])
+            self.pool.seal(active.fetched_blocks[offset], active.keys[index], index)
         # Only what has a name is worth holding while the work waits.
         self.pool.release(active.fetch_owner)
         self.pool.acquire(active.fetch_owner, self._holdings.cached_prefix(active))
