@@ -34,7 +34,7 @@ RELEARN_EVERY = 16
 RARE = 1e-4
 """Keeps those older than any seen before where they are."""
 
-ONE = 1024.0
+ONE = float(1 << 20)
 """Shares are whole numbers of this: sums of whole numbers are exact in any order, so that every
 machine finds the same."""
 
@@ -170,7 +170,7 @@ class SurvivalForecast:
     def _learn(self) -> Floats:
         """Share of answers that last at least so many buckets."""
         lasting = np.cumsum(self._lasted[::-1])[::-1]
-        survival: Floats = lasting / lasting[0] + RARE
+        survival: Floats = (lasting / lasting[0] + RARE) / (1.0 + RARE)
         return survival
 
 

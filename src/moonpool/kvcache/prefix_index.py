@@ -159,36 +159,11 @@ class PrefixIndex:
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """How much of the prefix lies where. The sets of instances that still match only shrink
         along the prompt, and change a few times, so only their changes cost anything."""
-        held_ends: list[tuple[int, int]] = []
-        hit_ends: list[tuple[int, int]] = []
         holders, expecting = self._holders.get, self._expecting.get
-        held = hits = -1
-        differ = False
-        depth = 0
-        for key in keys:
-            holding = holders(key, 0)
-            coming = expecting(key) if self._expecting else None
-            if coming is not None or differ:
-                now_hits = hits & (holding | (coming or 0))
-                if not differ:
-                    hit_ends = held_ends.copy()
-                    differ = True
-                if now_hits != hits:
-                    hit_ends.append((hits, depth))
-                    hits = now_hits
-            now_held = held & holding
-            if now_held != held:
-                held_ends.append((held, depth))
-                held = now_held
-            if not differ:
-                hits = held
-            if not hits:
-                break
-            depth += 1
-        held_ends.append((held, depth))
+        held_ends = _shrink(holders(key, 0) for key in keys)
         hit_depths = held_depths = self._spread(held_ends)
-        if differ:
-            hit_ends.append((hits, depth))
+        if not self._expecting.keys().isdisjoint(keys):
+            hit_ends = _shrink(holders(key, 0) | expecting(key, 0) for key in keys)
             hit_depths = self._spread(hit_ends)
         deepest = few = crowd = 0
         for alive, depth in reversed(held_ends):
@@ -259,11 +234,15 @@ class PrefixIndex:
             holders[key] = bit if others is None else others | bit
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
-        own = announced.keys
+        own, holders, bit = announced.keys, self._holders, announced.bit
         for key in keys:
-            if key in own:
-                own.remove(key)
-                self._take_bit(self._holders, key, announced.bit)
+            if key not in own:
+                continue
+            own.remove(key)
+            if holders[key] is bit:
+                del holders[key]
+            else:
+                self._take_bit(holders, key, bit)
 
     def _take_bit(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
         left = sets[key] ^ bit
@@ -274,6 +253,23 @@ class PrefixIndex:
             sets[key] = self._bits[left.bit_length() - 1]
         else:
             sets[key] = left
+
+
+def _shrink(sets: Iterable[int]) -> list[tuple[int, int]]:
+    """The intersections of the first sets, of the first two and so on: each of them once, with the
+    number of sets it goes on for."""
+    ends: list[tuple[int, int]] = []
+    alive, depth = -1, 0
+    for one in sets:
+        left = alive & one
+        if left != alive:
+            ends.append((alive, depth))
+            alive = left
+            if not left:
+                return ends
+        depth += 1
+    ends.append((alive, depth))
+    return ends
 
 
 def _rows(alive: int) -> tuple[int, ...]:
