@@ -37,5 +37,7 @@ def read_text(path: str, what: str) -> str:
     """A small text file's content. Ends the command if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"cannot read {what} {path}: {error}")
+    except OSError as error:
+        fail(f"cannot read {what} {path}: {error.strerror}")
+    except UnicodeDecodeError:
+        fail(f"cannot read {what} {path}: it is not UTF-8 text")

@@ -15,7 +15,7 @@ from moonpool.types import Role
 def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     """All figures but `wall_s` follow from trace, configuration and seed."""
     found = simulation.collector
-    simulated_s = simulation.clock.now
+    simulated_s = max(simulation.last_end_s, 1e-9)
     arriving_s = max(simulation.last_arrival_s, 1e-9)
     nodes = list(simulation.nodes.values())
     return {
@@ -50,7 +50,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         },
         "transfer": _transfers(nodes),
         "utilisation": {
-            role.value: rounded(_utilisation(nodes, role, arriving_s))
+            role.value: rounded(_utilisation(nodes, role, simulated_s))
             for role in Role
             if any(node.info.role is role for node in nodes)
         },
@@ -77,7 +77,7 @@ def _transfers(nodes: list[Node]) -> dict[str, Any]:
 
 
 def _utilisation(nodes: list[Node], role: Role, span_s: float) -> float:
-    """Share of the time in which requests arrived that the role's engines computed."""
+    """Share of the time until the last answer in which the role's engines computed."""
     busy = [node.engine.figures.busy_s for node in nodes if node.info.role is role]
     return sum(busy) / (len(busy) * span_s)
 

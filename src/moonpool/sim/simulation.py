@@ -78,6 +78,7 @@ class Simulation:
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
         self.last_arrival_s = 0.0
+        self.last_end_s = 0.0
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._noise = noise
         self._layer_wise = layer_wise
@@ -241,6 +242,7 @@ class Simulation:
 
     def _end(self, ended: RequestEnded) -> None:
         record = ended.record
+        self.last_end_s = self.clock.now
         del self._num_output_tokens[record.request_id]
         self.collector.note_ended(record)
 

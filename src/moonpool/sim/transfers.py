@@ -40,6 +40,7 @@ class TransferFigures:
     seconds: float = 0.0
     num_fetches: int = 0
     fetched_bytes: int = 0
+    fetching_s: float = 0.0
     num_streams: int = 0
 
 
@@ -281,6 +282,7 @@ class SimMessenger:
         figures.num_fetches += 1
         figures.num_bytes += num_bytes
         figures.fetched_bytes += num_bytes
+        figures.fetching_s += seconds
         figures.seconds += seconds
         self._tell(
             FetchEnded(

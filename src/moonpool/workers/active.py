@@ -79,7 +79,7 @@ class ActiveWork:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that no step computes or has computed yet."""
-        return len(self.tokens) - self.num_scheduled
+        return self.tokens.size - self.num_scheduled
 
     @property
     def decoding(self) -> bool:

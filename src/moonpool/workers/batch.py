@@ -58,7 +58,7 @@ class Batch:
     @property
     def context_tokens(self) -> int:
         """Sum of the lengths of all works that run or are about to."""
-        return sum(len(w.tokens) for w in self.running) + sum(len(w.tokens) for w in self.joining)
+        return sum(w.tokens.size for w in self.running) + sum(w.tokens.size for w in self.joining)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether the engine's own memory takes so many tokens more. Answers grow beyond what was
@@ -107,7 +107,7 @@ class Batch:
     def too_large(self) -> list[ActiveWork]:
         """Running works that have outgrown the instance."""
         capacity_tokens = self._holdings.pool.num_blocks * self._layout.block_tokens
-        return [w for w in self.running if len(w.tokens) > capacity_tokens]
+        return [w for w in self.running if w.tokens.size > capacity_tokens]
 
     def end_step(self) -> Step:
         """The oldest step is over."""
@@ -128,11 +128,13 @@ class Batch:
         decodes: list[Candidate] = []
         prefills: list[Candidate] = []
         works: dict[RequestId, ActiveWork] = {}
+        block_tokens = self._layout.block_tokens
         for active in self.running:
-            num_blocks = self._layout.blocks_for(len(active.tokens))
-            if not active.num_uncomputed or num_blocks > len(active.block_ids):
+            num_tokens = active.tokens.size
+            num_uncomputed = num_tokens - active.num_scheduled
+            if not num_uncomputed or num_tokens > len(active.block_ids) * block_tokens:
                 continue  # all of it is under way, or it must wait for room
-            candidate = Candidate(RequestId(active.work_id), active.num_uncomputed)
+            candidate = Candidate(RequestId(active.work_id), num_uncomputed)
             works[candidate.request_id] = active
             (decodes if active.decoding else prefills).append(candidate)
         config = self._config
@@ -194,7 +196,9 @@ class Batch:
     def _make_room_for_decodes(self) -> None:
         """Every running work gets the blocks its tokens need; the youngest make way if there are
         none."""
-        for active in list(self.running):
+        block_tokens = self._layout.block_tokens
+        lacking = [w for w in self.running if w.tokens.size > len(w.block_ids) * block_tokens]
+        for active in lacking:
             if active.phase is not Phase.RUNNING or not active.num_uncomputed:
                 continue  # made way for an older one, or all of it is under way
             while not self._holdings.grow(active, len(active.tokens)):

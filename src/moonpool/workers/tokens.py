@@ -10,16 +10,17 @@ class Tokens(Sequence[int]):
     """Prompt and generated tokens as one sequence that grows at its end. A prompt may be a million
     tokens long, or a `range` that stands for tokens nobody needs to know: it is only sliced."""
 
-    __slots__ = ("_first_generated", "_generated", "_prompt")
+    __slots__ = ("_first_generated", "_generated", "_prompt", "size")
 
     def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
         """`prompt` may hold generated tokens after its first `num_prompt_tokens` (a fault came)."""
         self._prompt = prompt
         self._first_generated = num_prompt_tokens
         self._generated: list[int] = []
+        self.size = len(prompt)  # as `len`, for those who ask at every step
 
     def __len__(self) -> int:
-        return len(self._prompt) + len(self._generated)
+        return self.size
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -28,25 +29,29 @@ class Tokens(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         size = len(self._prompt)
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
+            start, stop, step = index.indices(self.size)
             assert step == 1
             if stop <= size:
                 return self._prompt[start:stop]
             if start >= size:
                 return self._generated[start - size : stop - size]
             return (*self._prompt[start:], *self._generated[: stop - size])
-        position = index + len(self) if index < 0 else index
+        position = index + self.size if index < 0 else index
         return self._prompt[position] if position < size else self._generated[position - size]
 
     def append(self, token_id: int) -> None:
         self._generated.append(token_id)
+        self.size += 1
 
     def extend(self, token_ids: Iterable[int]) -> None:
         self._generated.extend(token_ids)
+        self.size = len(self._prompt) + len(self._generated)
 
     def pop(self) -> int:
         """Takes back the newest token, which must not be of the prompt."""
-        return self._generated.pop()
+        token_id = self._generated.pop()
+        self.size -= 1
+        return token_id
 
     @property
     def generated(self) -> Sequence[int]:
@@ -57,4 +62,4 @@ class Tokens(Sequence[int]):
 
     @property
     def num_generated(self) -> int:
-        return len(self) - self._first_generated
+        return self.size - self._first_generated
