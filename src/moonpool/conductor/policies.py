@@ -76,6 +76,12 @@ class Scene(msgspec.Struct, frozen=True):
         tokens: Floats = usable * float(self.demand.block_tokens)
         return tokens
 
+    def of_possible(self, values: Floats) -> Floats:
+        """A copy that is infinite where the request cannot be prefilled."""
+        kept: Floats = self.fleet.infinite.copy()
+        np.copyto(kept, values, where=self.possible)
+        return kept
+
 
 class Scores(msgspec.Struct, frozen=True):
     """By row; `rank` decides, lowest first. `sources`: rows to fetch from, -1 for none."""
@@ -109,12 +115,14 @@ def _cache_aware(scene: Scene) -> Scores:
 def _kvcache_centric(scene: Scene) -> Scores:
     hit_tokens = scene.hit_tokens()
     prefill_s = scene.fleet.prefill_s(scene.demand.num_tokens, hit_tokens)
-    ttft_s = scene.queue_s + prefill_s
+    ttft_s = scene.of_possible(scene.queue_s + prefill_s)
     if not scene.match.deepest:
         return Scores(ttft_s, ttft_s, prefill_s)
+    waits_s = scene.of_possible(scene.queue_s)
+    least_wait_s = waits_s.item(waits_s.argmin())
     sources: Rows = np.full(len(scene.fleet), -1, dtype=np.int64)
     for source in _deepest_holders(scene):
-        _consider_fetch(scene, source, hit_tokens, ttft_s, prefill_s, sources)
+        _consider_fetch(scene, source, least_wait_s, hit_tokens, ttft_s, prefill_s, sources)
     return Scores(ttft_s, ttft_s, prefill_s, sources)
 
 
@@ -159,16 +167,23 @@ def _dominates(fleet: Fleet, one: _Source, other: _Source) -> bool:
 def _consider_fetch(
     scene: Scene,
     source: int,
+    least_wait_s: float,
     hit_tokens: Floats,
     ttft_s: Floats,
     prefill_s: Floats,
     sources: Rows,
 ) -> None:
     """Improves the last three (mutates) where fetching from this source gives the first token
-    sooner."""
+    sooner; unless it cannot change who is best."""
     fleet, demand = scene.fleet, scene.demand
     depth = float(min(scene.match.held.item(source), demand.usable_blocks) * demand.block_tokens)
+    new = demand.num_tokens - depth
+    fetched_s = fleet.a + new * (fleet.b + new * fleet.c + depth * fleet.d)
+    soonest_s = least_wait_s + fetched_s.item(fetched_s.argmin())
+    if soonest_s >= ttft_s.item(ttft_s.argmin()):
+        return  # nobody could be sooner than the best is already
     permitted = hit_tokens * scene.config.kvcache_balancing_threshold < depth
+    permitted &= scene.possible
     permitted[source] = False
     gap_bytes = (depth - hit_tokens) * float(demand.token_bytes)
     host = fleet.host.item(source)
@@ -177,8 +192,6 @@ def _consider_fetch(
         s_per_byte = np.where(fleet.host == host, fleet.s_per_shm_byte, s_per_byte)
     sharing = fleet.num_serving.item(source) + 1.0
     transfer_s = fleet.latency_s + gap_bytes * (s_per_byte * sharing)
-    new = demand.num_tokens - depth
-    fetched_s = fleet.a + new * (fleet.b + new * fleet.c + depth * fleet.d)
     with_fetch_s = np.maximum(scene.queue_s, transfer_s) + fetched_s
     sooner = permitted & (with_fetch_s < ttft_s)
     np.copyto(ttft_s, with_fetch_s, where=sooner)
