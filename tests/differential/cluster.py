@@ -16,8 +16,10 @@ from torch import Tensor
 from moonpool.bench.solo import FREE
 from moonpool.config import InstanceConfig
 from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import KvCache, Ops
+from moonpool.engine.cuda.mirror import Mirror
+from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, make_layout
+from moonpool.engine.slices import ROWS_INNER
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.messenger import Messenger
@@ -25,6 +27,8 @@ from moonpool.runtime.engine_thread import sequence_step
 from moonpool.runtime.transfers import perform_transfer, send_layer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
+    ExpectStream,
+    FetchBlocks,
     RunStep,
     StepEnded,
     Tell,
@@ -77,7 +81,7 @@ class Node:
         self, name: str, role: Role, dtype: str, ops: Ops, options: dict[str, Any], inbox: Any
     ) -> None:
         model = open_model(MODEL, dtype)
-        self.layout = make_layout(model, options.get("block_tokens", 16))
+        self.layout = make_layout(model, options.get("block_tokens", 16), ops)
         self.arena = Arena(self.layout, 256)
         flat = torch.frombuffer(
             self.arena.buffer, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -85,7 +89,13 @@ class Node:
         # Blocks begin full of NaN: reading one byte too many shows.
         flat.fill_(float("nan"))
         shape = (256, self.layout.num_layers, self.layout.slice_elements)
-        self.engine = Engine(model, ops, KvCache(flat.view(shape), self.layout))
+        arena = KvCache(flat.view(shape), self.layout)
+        if self.layout.inner == ROWS_INNER:  # of a GPU, which has blocks of its own
+            cache = empty_cache(self.layout, 256, ops.device)
+            cache.blocks.fill_(float("nan"))
+            self.engine = Engine(model, ops, cache, Mirror(cache, arena.blocks))
+        else:
+            self.engine = Engine(model, ops, arena)
         self.messenger = Messenger(
             self.arena,
             self.layout,
@@ -159,6 +169,10 @@ class MiniCluster:
             case Tell():
                 self._hear(action.report)
             case _:
+                if node.engine.mirror is not None and isinstance(
+                    action, FetchBlocks | ExpectStream
+                ):
+                    node.engine.mirror.arriving(action.block_ids)
                 perform_transfer(node.messenger, node.layout.num_layers, action)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:

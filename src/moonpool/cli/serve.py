@@ -17,7 +17,7 @@ import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
 from moonpool.cli.settings import read_config
-from moonpool.config import Admission, Config, Dtype, Placement, choices
+from moonpool.config import Admission, Config, Device, Dtype, Placement, choices
 
 log = logging.getLogger("moonpool")
 
@@ -45,6 +45,7 @@ FLAG_KEYS = {
     "max_num_batched_tokens": ("engine", "chunk_tokens"),
     "max_num_seqs": ("engine", "max_sequences"),
     "threads": ("engine", "threads"),
+    "device": ("engine", "device"),
     "host": ("api", "host"),
     "port": ("api", "port"),
     "api_key": ("api", "api_keys"),
@@ -87,6 +88,7 @@ def config_options(command: Any) -> Any:
         click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
         click.option("--max-num-seqs", type=int, help="Requests of one step."),
         click.option("--threads", type=int, help="CPU threads per worker."),
+        click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
         click.option("--host", help="Address of the HTTP API."),
         click.option("--port", type=int, help="Port of the HTTP API."),
         click.option("--api-key", multiple=True, help="Accepted bearer key; one tenant each."),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.ops import HeadShape, KvCache, Linear, Ops, QkNorm, StepMeta
+from moonpool.engine.ops import HeadShape, KvCache, Linear, Ops, QkNorm, RopeTable, StepMeta
 from moonpool.engine.rope import rope_table
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import LayerDone
@@ -40,6 +40,17 @@ class _Layer:
     qk_norm: QkNorm | None
 
 
+class _Placed:
+    """Weights, loaded straight to a device."""
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self._weights = weights
+        self._device = device
+
+    def load(self, name: str) -> Tensor:
+        return self._weights.load(name).to(self._device)
+
+
 class DecoderModel:
     """Weights packed by `ops`, and the way of a step's rows through them.
 
@@ -52,7 +63,9 @@ class DecoderModel:
         self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._ops = ops
         self._scale = spec.head_dim**-0.5
-        self._rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
+        rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
+        self._rope = RopeTable(rope.cos.to(ops.device), rope.sin.to(ops.device))
+        weights = _Placed(weights, ops.device)
         self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
         self._layers = [_pack_layer(spec, weights, ops, i) for i in range(spec.num_layers)]
         self._embedding = weights.load("model.embed_tokens.weight")

@@ -94,6 +94,8 @@ class Ops(Protocol):
 
     name: str
     arithmetic: str
+    inner: str  # of the slices they read and write
+    device: torch.device  # of the blocks, the weights and every [T, ...]; `StepMeta` is on the CPU
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in]. The caller drops its own copy afterwards."""
@@ -143,8 +145,10 @@ class Ops(Protocol):
         ...
 
 
-def empty_cache(layout: BlockLayout, num_blocks: int) -> KvCache:
-    """A private (not shared) arena of zeroed blocks, for tests and benchmarks."""
+def empty_cache(
+    layout: BlockLayout, num_blocks: int, device: torch.device | None = None
+) -> KvCache:
+    """Zeroed blocks of the engine's own, not shared with the messenger; on the CPU by default."""
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
-    blocks = torch.zeros(num_blocks, layout.num_layers, layout.slice_elements, dtype=dtype)
-    return KvCache(blocks, layout)
+    shape = (num_blocks, layout.num_layers, layout.slice_elements)
+    return KvCache(torch.zeros(shape, dtype=dtype, device=device), layout)

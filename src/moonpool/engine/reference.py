@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.engine.ops import HeadShape, KvCache, Linear, QkNorm, RopeTable, StepMeta
-from moonpool.engine.slices import read_rows, write_rows
+from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
 KEY_TILE = 128
@@ -25,6 +25,8 @@ class ReferenceOps:
     """`Ops` in plain torch, for float32 and bfloat16, on any CPU."""
 
     name = "reference"
+    inner = INNER
+    device = torch.device("cpu")
     arithmetic = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:

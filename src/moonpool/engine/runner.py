@@ -19,6 +19,8 @@ from torch import Tensor
 
 from moonpool.engine import native
 from moonpool.engine.builtin import LoadedModel
+from moonpool.engine.cuda.choice import Model, choose_device_ops, with_graphs
+from moonpool.engine.cuda.mirror import Mirror
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
 from moonpool.engine.reference import ReferenceOps
@@ -39,27 +41,33 @@ class StepError(ValueError):
 class Engine:
     """One model, its operations and the blocks it works in. Steps run one at a time."""
 
-    def __init__(self, model: LoadedModel, ops: Ops, cache: KvCache) -> None:
+    def __init__(
+        self, model: LoadedModel, ops: Ops, cache: KvCache, mirror: Mirror | None = None
+    ) -> None:
         self.spec: ModelSpec = model.spec
         self.layout: BlockLayout = cache.layout
         self.ops_name = ops.name
         self.num_blocks = cache.blocks.shape[0]
-        expected = make_layout(model, cache.layout.block_tokens)
-        if msgspec.structs.replace(cache.layout, arithmetic="") != expected:
+        expected = make_layout(model, cache.layout.block_tokens, ops)
+        arithmetic = cache.layout.arithmetic
+        if cache.layout != msgspec.structs.replace(expected, arithmetic=arithmetic):
             raise ValueError(
                 f"the KVCache is laid out as {cache.layout}, the model needs {expected}"
             )
         check_layout(cache.layout)
         self._cache = cache
+        self._device = ops.device
+        self.mirror = mirror
         with torch.inference_mode():
-            self._model = DecoderModel(model.spec, model.weights, ops)
+            self._model: Model = with_graphs(DecoderModel(model.spec, model.weights, ops), ops)
 
     def step(
         self, sequences: Sequence[SequenceStep], on_layer: LayerDone | None = None
     ) -> StepResult:
         """Computes all new tokens' KVCache, and draws where asked. Raises `StepError`.
 
-        `on_layer(i)` is called, in this thread, once layer i of the whole step is in its blocks.
+        `on_layer(i)` is called, in this thread, once layer i of the whole step is in its blocks,
+        and in those of the `mirror` if there is one.
         """
         began_s = time.perf_counter()
         drawing = [i for i, sequence in enumerate(sequences) if sequence.draw is not None]
@@ -84,9 +92,16 @@ class Engine:
         token_ids, meta, row_ends = self._plan(sequences)
         wanted = None
         if drawing:
-            wanted = torch.from_numpy(row_ends[drawing] - 1)
+            wanted = torch.from_numpy(row_ends[drawing] - 1).to(self._device)
+        layer_done = on_layer
+        if self.mirror is not None:
+            layer_done = self.mirror.begin(sequences, announced=on_layer is not None)
         with torch.inference_mode():
-            return self._model.forward(token_ids, self._cache, meta, wanted, on_layer)
+            token_ids = token_ids.to(self._device)
+            logits = self._model.forward(token_ids, self._cache, meta, wanted, layer_done)
+        if self.mirror is not None:
+            self.mirror.end(on_layer)
+        return logits
 
     def _plan(
         self, sequences: Sequence[SequenceStep]
@@ -166,15 +181,17 @@ def make_layout(model: LoadedModel, block_tokens: int, ops: Ops | None = None) -
         num_layers=model.spec.num_layers,
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,
-        inner=INNER,
+        inner=INNER if ops is None else ops.inner,
         arithmetic="" if ops is None else ops.arithmetic,
     )
     check_layout(layout)
     return layout
 
 
-def choose_ops(dtype: str) -> Ops:
+def choose_ops(dtype: str, device: str = "cpu") -> Ops:
     """The fastest operations this machine and installation have for `dtype`; logs which and why."""
+    if device != "cpu":
+        return choose_device_ops(torch.device(device))
     missing = native.available()
     if missing is not None:
         logger.warning("%s runs on plain torch, slowly: %s", dtype, missing)

@@ -45,7 +45,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
         if _is_plainly_greedy(draw):
             tokens.append(Token(best[i]))
         else:
-            row = logits[i].numpy().astype(np.float64)
+            row = logits[i].cpu().numpy().astype(np.float64)
             tokens.append(_draw(row, draw, positions[i]))
     return tokens
 

@@ -18,6 +18,7 @@ from moonpool.engine.ops import KvCache
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 
 INNER = "paired-v1"
+ROWS_INNER = "rows-v1"  # what GPUs work on: see `engine.cuda.slices`
 LANE_BYTES = 4
 
 
@@ -28,7 +29,7 @@ def pack(layout: BlockLayout) -> int:
 
 def check_layout(layout: BlockLayout) -> None:
     """Refuses, with ValueError, a layout the engine's slices cannot have."""
-    if layout.inner != INNER:
+    if layout.inner not in (INNER, ROWS_INNER):
         raise ValueError(f"KVCache layout {layout.inner!r} is unknown here: use {INNER!r}")
     if layout.block_tokens % 16:
         raise ValueError(f"block_tokens is {layout.block_tokens}: make it a multiple of 16")

@@ -18,6 +18,7 @@ from moonpool.api.options import ApiOptions
 from moonpool.api.server import PortError, http_server, listen
 from moonpool.config import Config
 from moonpool.engine.builtin import open_model
+from moonpool.engine.cuda.choice import resolve_device
 from moonpool.engine.dtype import resolve_dtype
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
@@ -134,10 +135,12 @@ async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.E
 
 
 def _resolved(config: Config) -> Config:
-    """The dtype is settled here, so that all instances agree on it."""
-    dtype = resolve_dtype(config.model.dtype)
+    """Device and dtype are settled here, so that all instances agree on them."""
+    device = resolve_device(config.engine.device)
+    engine = msgspec.structs.replace(config.engine, device=device)
+    dtype = resolve_dtype(config.model.dtype, device)
     model = msgspec.structs.replace(config.model, dtype=dtype)
-    return msgspec.structs.replace(config, model=model)
+    return msgspec.structs.replace(config, model=model, engine=engine)
 
 
 def _make_head(config: Config, secret: bytes) -> Head:

@@ -14,7 +14,15 @@ from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.transfers import send_layer
 from moonpool.types import RequestId
-from moonpool.workers.actions import RunStep, StepEnded, StepEntry, StepFailed
+from moonpool.workers.actions import (
+    ExpectStream,
+    FetchBlocks,
+    RunStep,
+    StepEnded,
+    StepEntry,
+    StepFailed,
+    WorkerAction,
+)
 
 log = logging.getLogger("moonpool.engine")
 
@@ -36,7 +44,8 @@ class EngineThread:
         self._eos = eos_token_ids
         self._num_threads = num_threads
         self._post = post
-        self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[RunStep | FetchBlocks | ExpectStream | None]
+        self._steps = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -46,6 +55,12 @@ class EngineThread:
         """At most one step is outstanding: the instance's state machine sees to it."""
         self._steps.put(step)
 
+    def before_transfer(self, action: WorkerAction) -> None:
+        """To be called with every action before it is performed: if it lets the messenger write
+        blocks, the engine learns of it before any step that is submitted later."""
+        if isinstance(action, FetchBlocks | ExpectStream) and self._engine.mirror is not None:
+            self._steps.put(action)
+
     def stop(self, timeout_s: float) -> None:
         self._steps.put(None)
         self._thread.join(timeout_s)
@@ -53,6 +68,10 @@ class EngineThread:
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
         while (step := self._steps.get()) is not None:
+            if not isinstance(step, RunStep):
+                assert self._engine.mirror is not None
+                self._engine.mirror.arriving(step.block_ids)
+                continue
             try:
                 outcome: StepEnded | StepFailed = self._compute(step)
             except Exception as error:

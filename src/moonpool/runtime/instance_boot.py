@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -12,10 +13,13 @@ import torch
 
 from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import KvCache
+from moonpool.engine.builtin import LoadedModel, open_model
+from moonpool.engine.calibrate import measure_samples
+from moonpool.engine.cuda.choice import check_device, free_bytes
+from moonpool.engine.cuda.mirror import Mirror, lock_pages
+from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.messenger.messenger import Messenger
@@ -27,6 +31,11 @@ from moonpool.workers.messages import InstanceInfo, InstanceLoad
 
 DEFAULT_POOL_TOKENS = 65_536
 MEMORY_SHARE = 0.25
+GPU_SHARE = 0.8
+"""Of a GPU's free memory, for weights and KVCache; the rest is for what steps need in between."""
+WARM_UP_S = 20.0
+
+log = logging.getLogger("moonpool.worker")
 
 
 class BootError(Exception):
@@ -91,12 +100,17 @@ def boot_instance(
     torch.set_num_threads(threads)
     try:
         model = open_model(setup.model.name, setup.model.dtype)
-        ops = choose_ops(model.dtype)
+        check_device(setup.engine.device)
+        ops = choose_ops(model.dtype, setup.engine.device)
         layout = make_layout(model, setup.pool.block_tokens, ops)
-        arena = Arena(layout, _num_blocks(setup, layout))
-        engine = Engine(model, ops, _cache_over(arena, layout))
+        arena = Arena(layout, _num_blocks(setup, layout, model))
+        engine = _engine(model, ops, _cache_over(arena, layout))
     except (ArenaError, ValueError) as error:  # a model's errors are ValueErrors
         raise BootError(str(error)) from None
+    except torch.OutOfMemoryError as error:
+        raise BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens") from None
+    if engine.mirror is not None:
+        measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
     cost = refine_profile(engine, threads)
     messenger = Messenger(
         arena,
@@ -140,10 +154,24 @@ def _state_machine(
     return Instance(config, layout, num_blocks, role, cost, eos_token_ids)
 
 
-def _num_blocks(setup: Setup, layout: BlockLayout) -> int:
+def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
+    """On the CPU the engine works in the arena itself; on a GPU, in blocks of its own there."""
+    if ops.device.type == "cpu":
+        return Engine(model, ops, arena)
+    cache = empty_cache(arena.layout, len(arena.blocks), ops.device)
+    if not lock_pages(arena.blocks):
+        log.warning("the arena cannot be page-locked: copies between it and the GPU are slow")
+    return Engine(model, ops, cache, Mirror(cache, arena.blocks))
+
+
+def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel) -> int:
     tokens = setup.pool.dram_tokens_per_instance
     if not tokens:
         share_bytes = MEMORY_SHARE * available_memory_bytes() / setup.num_instances
+        if setup.engine.device == "cuda":
+            weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
+            free_share_bytes = GPU_SHARE * free_bytes() / setup.num_instances
+            share_bytes = min(share_bytes, free_share_bytes - weights_bytes)
         tokens = min(DEFAULT_POOL_TOKENS, int(share_bytes / layout.token_bytes))
     return max(layout.blocks_for(tokens), 1)
 

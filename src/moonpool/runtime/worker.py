@@ -243,6 +243,7 @@ class Worker:
                 case RunStep():
                     self._engine.submit(action)
                 case _:
+                    self._engine.before_transfer(action)
                     perform_transfer(booted.messenger, booted.layout.num_layers, action)
         # Last, so that the engine computes the next step while the tokens of this one are sent.
         reports = [action.report for action in actions if isinstance(action, Tell)]

@@ -13,7 +13,7 @@ from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Call, Kernels
 from moonpool.engine.native.memory import PackedMemory
 from moonpool.engine.native.sources import library_name
 from moonpool.engine.ops import HeadShape, KvCache, QkNorm, RopeTable, StepMeta
-from moonpool.engine.slices import LANE_BYTES, check_layout
+from moonpool.engine.slices import INNER, LANE_BYTES, check_layout
 
 PANEL = 32
 """Outputs side by side in a packed weight; linear.cpp has the same number."""
@@ -89,6 +89,8 @@ class NativeOps:
     """
 
     name = "native"
+    inner = INNER
+    device = torch.device("cpu")
 
     def __init__(self, isa: str | None = None) -> None:
         self.isa, self._kernels = open_kernels(isa)
