@@ -97,3 +97,16 @@ VLLM_PROMPT_TOKENS = 131_072
 VLLM_SEQUENCES = 256
 """vLLM v0.5.1's own defaults: tokens of a step with chunked prefill, and without it (the model's
 longest prompt), and sequences at a time. The paper names the version and no setting."""
+
+MOONCAKE_SPEEDS, MOONCAKE_QUICK_SPEEDS = (1.0, 1.2, 1.4), (1.0,)
+"""Replay speeds at which FAST'25's placements are compared. No figure of its section 5.2 prints its
+load, so the trace's own speed is the one to quote, and the others show what hangs on it."""
+
+MOONCAKE_BUSY_SPEED = 1.5
+"""The replay speed at which plain vLLM is within the limits of Fig. 1 as often as the paper's."""
+
+MOONCAKE_RATE_STEPS = 6
+"""Halvings of the range in which Fig. 15's rate is looked for: to a tenth of the trace's own."""
+
+V3_SPEED = 1.4
+"""Of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""

@@ -35,6 +35,72 @@ EXPERIMENTS = {
         "Sarathi-Serve section 4.3, Tables 1-4",
         "Token budgets: what they take, and what they do",
     ),
+    "mooncake-table1": Experiment(
+        "mooncake_table1",
+        "Mooncake v3 Table 1",
+        "Hit ratio by eviction policy and capacity",
+        "conversation",
+    ),
+    "mooncake-hit-ratio": Experiment(
+        "mooncake_hit_ratio",
+        "Mooncake FAST'25 Figs 9, 10",
+        "Hit ratio by capacity, and local caches against one pool",
+        "conversation",
+    ),
+    "mooncake-prefill-time": Experiment(
+        "mooncake_prefill_time",
+        "Mooncake FAST'25 Fig. 8",
+        "GPU time of a prompt",
+        "conversation",
+    ),
+    "mooncake-placement": Experiment(
+        "mooncake_placement",
+        "Mooncake FAST'25 Fig. 5",
+        "Mean TTFT under four placements",
+        "conversation",
+    ),
+    "mooncake-v3-fig8": Experiment(
+        "mooncake_v3_fig8",
+        "Mooncake v3 Fig. 8",
+        "TTFT under four placements, v3",
+    ),
+    "mooncake-effective": Experiment(
+        "mooncake_effective",
+        "Mooncake FAST'25 Figs 1, 6, 7",
+        "Requests within a limit on the time between tokens",
+        "conversation",
+    ),
+    "mooncake-replicas": Experiment(
+        "mooncake_replicas",
+        "Mooncake FAST'25 Fig. 11",
+        "Replicas of the most used blocks",
+        "conversation",
+    ),
+    "mooncake-network": Experiment(
+        "mooncake_network",
+        "Mooncake FAST'25 Fig. 13",
+        "Network bandwidth",
+    ),
+    "mooncake-latency": Experiment(
+        "mooncake_latency",
+        "Mooncake FAST'25 Fig. 14",
+        "One request, phase by phase",
+    ),
+    "mooncake-layer-wise": Experiment(
+        "mooncake_layer_wise",
+        "Mooncake v3 Fig. 7",
+        "Storing KVCache layer by layer",
+    ),
+    "mooncake-ratio": Experiment(
+        "mooncake_ratio",
+        "Mooncake FAST'25 Fig. 15",
+        "Prefill and decode nodes out of 16",
+    ),
+    "mooncake-reuse": Experiment(
+        "mooncake_reuse",
+        "Mooncake FAST'25 Eq. 1, 2",
+        "When reusing a prefix is worth its transfer",
+    ),
 }
 
 

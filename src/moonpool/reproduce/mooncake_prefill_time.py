@@ -1,0 +1,114 @@
+"""FAST'25 Fig. 8: the GPU time that a prompt takes, Mooncake against vLLM."""
+
+from __future__ import annotations
+
+from moonpool.reproduce.constants import MOONCAKE_NODES
+from moonpool.reproduce.finding import Check, Finding, Row
+from moonpool.reproduce.mooncake_runs import SYSTEMS, VLLM_INPUTS, Served, System, serve, system
+from moonpool.reproduce.mooncake_workload import TITLES, find_workload, read_workload
+from moonpool.reproduce.options import Options
+from moonpool.reproduce.plot import Panel, bars
+
+PAPER: dict[str, dict[System, float]] = {  # mean, s
+    "conversation": {
+        "Mooncake": 1.062,
+        "vLLM": 1.661,
+        "vLLM prefix caching": 1.523,
+        "vLLM chunked prefill": 2.021,
+    },
+    "synthetic": {
+        "Mooncake": 0.733,
+        "vLLM": 2.022,
+        "vLLM prefix caching": 1.896,
+        "vLLM chunked prefill": 2.436,
+    },
+}
+TOLERANCE = 0.10
+Found = dict[str, dict[System, Served]]
+
+
+def run(options: Options) -> Finding:
+    workloads = [read_workload(options, "conversation"), find_workload(options, "synthetic")]
+    found: Found = {}
+    for workload in workloads:
+        found[workload.name] = {}
+        for name in SYSTEMS:
+            options.progress(f"{workload.title}, {name}")
+            overrides = system(name, MOONCAKE_NODES)
+            found[workload.name][name] = serve(workload, overrides, options.seed)
+    return Finding(
+        name="mooncake-prefill-time",
+        title="GPU time of a prompt",
+        source="Mooncake, FAST'25 Fig. 8",
+        paper_inputs=("16 nodes; vLLM v0.5.1 plain, with prefix caching, with chunked prefill",),
+        chosen_inputs=(
+            *(workload.origin for workload in workloads),
+            "Mooncake: 8 prefill and 8 decode nodes, none turned away; each trace's own speed",
+            *VLLM_INPUTS,
+            (
+                "GPU time of a prompt: its share, by tokens, of the steps it was in; a chunk's "
+                "step has decodes in it, whose time is counted too, as it is for the paper's vLLM"
+            ),
+        ),
+        rows=_rows(found, {workload.name for workload in workloads if workload.is_original}),
+        checks=_checks(found["conversation"]),
+        notes=NOTES,
+        panels=tuple(_panel(name, by) for name, by in found.items()),
+    )
+
+
+NOTES = (
+    (
+        "Prefill times are those measured for Fig. 14 (one request at a time): an independent "
+        "source for these means."
+    ),
+    (
+        "Of vLLM's prefix cache the paper says only that it holds little; ours has all memory that "
+        "the weights leave, per instance, and a queue-based router that does not look for hits."
+    ),
+)
+
+
+def _rows(found: Found, original: set[str]) -> tuple[Row, ...]:
+    rows = []
+    for workload, by in found.items():
+        title = TITLES[workload] + ("" if workload in original else "-like")
+        for name, served in by.items():
+            note = f"hits {served.hit_ratio:.3f}"
+            paper = PAPER[workload][name]
+            rows.append(Row(f"{title}, {name}", "s", paper, served.prefill_s, note))
+        papers = PAPER[workload]
+        rows.append(
+            Row(
+                f"{title}, Mooncake over vLLM",
+                "x",
+                papers["Mooncake"] / papers["vLLM"],
+                by["Mooncake"].prefill_s / by["vLLM"].prefill_s,
+            )
+        )
+    return tuple(rows)
+
+
+def _checks(found: dict[System, Served]) -> tuple[Check, ...]:
+    papers = PAPER["conversation"]
+    close = all(abs(found[name].prefill_s / papers[name] - 1) <= TOLERANCE for name in SYSTEMS[:2])
+    means = [found[name].prefill_s for name in sorted(SYSTEMS, key=lambda name: papers[name])]
+    return (
+        Check("conversation: Mooncake and plain vLLM within 10 %", close),
+        Check(
+            "conversation: Mooncake < prefix caching < plain < chunked prefill",
+            means == sorted(means),
+        ),
+    )
+
+
+def _panel(workload: str, by: dict[System, Served]) -> Panel:
+    return Panel(
+        TITLES[workload],
+        "system, 16 nodes",
+        "mean prefill GPU time (s)",
+        (
+            bars("Fig. 8", "paper", {name: PAPER[workload][name] for name in by}),
+            bars("simulated", "ours", {name: served.prefill_s for name, served in by.items()}),
+        ),
+    )
