@@ -50,19 +50,17 @@ def admit(
     late = _too_late(placement, promise, config.load_limit)
     if late is not None or config.admission == "baseline" or not demand.decodes:
         return late
-    pool = _Pool(fleet, placement.decoder_row, demand.expected_tokens)
+    pool = _Pool(fleet, placement.decoder_row, demand.expected_tokens, promise.slo.tbt_s)
     if config.admission == "early":
-        tbt_s = pool.tbt_s(fleet.total_decoding, fleet.total_decoding_context)
-        if tbt_s <= promise.slo.tbt_s * config.load_limit:
+        if pool.load(fleet.total_decoding, fleet.total_decoding_context) <= config.load_limit:
             return None
-        return _slow_now(demand, promise.slo, pool, tbt_s, config.load_limit)
+        return _slow_now(demand, pool, config.load_limit)
     at_s = now + placement.ttft_s
     batch, context_tokens = forecast.project(at_s, now)
     forecast.note_projection(at_s, batch)
-    tbt_s = pool.tbt_s(batch, context_tokens)
-    if tbt_s <= promise.slo.tbt_s * config.load_limit:
+    if pool.load(batch, context_tokens) <= config.load_limit:
         return None
-    return _slow_then(promise.slo, pool, tbt_s, placement.ttft_s, forecast, config, now)
+    return _slow_then(pool, placement.ttft_s, forecast, config.load_limit, now)
 
 
 class _Pool(msgspec.Struct, frozen=True):
@@ -72,14 +70,34 @@ class _Pool(msgspec.Struct, frozen=True):
     fleet: Fleet
     row: int
     own_tokens: int
+    promised_s: float
 
     def tbt_s(self, batch: float, context_tokens: float) -> float:
         num = self.fleet.num_decodes
         return self.fleet.tbt_s(self.row, batch / num + 1, context_tokens / num + self.own_tokens)
 
-    @property
-    def alone_s(self) -> float:
-        return self.fleet.tbt_s(self.row, 1, self.own_tokens)
+    def memory(self, context_tokens: float) -> float:
+        """Share of the engine's own memory that would be taken."""
+        tokens = context_tokens / self.fleet.num_decodes + self.own_tokens
+        return tokens / self.fleet.engine_tokens.item(self.row)
+
+    def load(self, batch: float, context_tokens: float) -> float:
+        """Predicted over promised latency, or memory taken over what there is: an engine without
+        room lets answers wait, and breaks the promise too."""
+        return max(self.tbt_s(batch, context_tokens) / self.promised_s, self.memory(context_tokens))
+
+    def describe(self, batch: float, context_tokens: float, limit: float) -> str:
+        """The load in words, and what it exceeds."""
+        tbt_s = self.tbt_s(batch, context_tokens)
+        if tbt_s / self.promised_s >= self.memory(context_tokens):
+            what = f"predicted time between tokens {tbt_s:.3f} s"
+            than = f"the SLO of {self.promised_s:g} s"
+        else:
+            what = f"{self.memory(context_tokens):.0%} of the engine's memory"
+            than = "what there is"
+        hopeless = " even on an idle instance: raise the SLO" if self.load(0, 0) > limit else ""
+        number = f"the {batch:.3g} answers on {self.fleet.num_decodes} instances"
+        return f"{what} with {number} exceeds {_share(limit)}{than}{hopeless}"
 
 
 def _too_late(placement: Placement, promise: Promise, limit: float) -> Rejection | None:
@@ -93,47 +111,30 @@ def _too_late(placement: Placement, promise: Promise, limit: float) -> Rejection
     return Rejection(429, "ttft_slo", text, ttft_s - promised_s * limit)
 
 
-def _slow_now(demand: Demand, slo: Slo, pool: _Pool, tbt_s: float, limit: float) -> Rejection:
-    batch = pool.fleet.total_decoding
-    text = (
-        f"predicted time between tokens {tbt_s:.3f} s with the {batch} answers that decode now on"
-        f" {pool.fleet.num_decodes} instances exceeds {_share(limit)}the SLO of {slo.tbt_s:g} s"
-    )
-    if pool.alone_s > slo.tbt_s * limit:
-        text += _HOPELESS
+def _slow_now(demand: Demand, pool: _Pool, limit: float) -> Rejection:
+    batch, context_tokens = pool.fleet.total_decoding, pool.fleet.total_decoding_context
+    text = f"{pool.describe(batch, context_tokens, limit)}: that is the load now"
     # Answers end evenly over the time that one takes; the load falls in proportion.
-    excess = (tbt_s - slo.tbt_s * limit) / max(tbt_s - pool.alone_s, 1e-9)
+    load, alone = pool.load(batch, context_tokens), pool.load(0, 0)
+    excess = (load - limit) / max(load - alone, 1e-9)
     return Rejection(429, "decode_load", text, demand.answer_s * min(excess, 1.0))
 
 
 def _slow_then(
-    slo: Slo,
-    pool: _Pool,
-    tbt_s: float,
-    ttft_s: float,
-    forecast: Forecast,
-    config: ConductorConfig,
-    now: float,
+    pool: _Pool, ttft_s: float, forecast: Forecast, limit: float, now: float
 ) -> Rejection:
-    limit_s = slo.tbt_s * config.load_limit
-    batch = forecast.project(now + ttft_s, now)[0]
+    projected = forecast.project(now + ttft_s, now)
     text = (
-        f"predicted time between tokens {tbt_s:.3f} s with the {batch:.1f} answers expected to"
-        f" decode on {pool.fleet.num_decodes} instances in {ttft_s:.2f} s, when this prefill ends,"
-        f" exceeds {_share(config.load_limit)}the SLO of {slo.tbt_s:g} s"
+        f"{pool.describe(*projected, limit)}: that is the load projected to the end of this"
+        f" prefill in {ttft_s:.2f} s"
     )
     wait_s = WAITS_S[-1]
-    if pool.alone_s > limit_s:
-        text += _HOPELESS
-    else:
+    if pool.load(0, 0) <= limit:
         for later_s in WAITS_S:
-            if pool.tbt_s(*forecast.project(now + ttft_s + later_s, now)) <= limit_s:
+            if pool.load(*forecast.project(now + ttft_s + later_s, now)) <= limit:
                 wait_s = later_s
                 break
     return Rejection(429, "decode_load_predicted", text, wait_s)
-
-
-_HOPELESS = " even on an idle instance: raise the SLO"
 
 
 def _share(limit: float) -> str:

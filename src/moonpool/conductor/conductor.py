@@ -218,9 +218,6 @@ class Conductor:
         if isinstance(decision, Rejection) and avoid:
             decision = self._decide(tracked, demand, match, (), now)
         if isinstance(decision, Rejection):
-            if tracked.local_refusal:  # what it was refused for first, and paid for
-                text = f"{tracked.local_refusal}; elsewhere: {decision.message}"
-                decision = Rejection(429, TBT_SLO_LATE, text, decision.retry_after_s)
             self._refuse(tracked, decision, now)
             return
         tracked.predicted_output_tokens = self.lengths.predict(
@@ -445,13 +442,10 @@ class Conductor:
         tracked.failed_on.add(instance_id)
         if report.reason != "tbt_slo":
             self._retry(tracked, 503, report.reason, text, now)
-        elif self.config.admission == "baseline":
-            # Its decode load is looked at here for the first time: this is the decision.
+        else:
+            # Not placed again: the pool is full, and more prefills for nothing would not empty it.
             tracked.explanation.add(text)
             self._refuse(tracked, Rejection(429, TBT_SLO_LATE, text, self._answer_s()), now)
-        else:
-            tracked.local_refusal = text
-            self._retry(tracked, 429, TBT_SLO_LATE, text, now)
 
     def _on_prefill_done(
         self, tracked: Tracked, attempt: Attempt, report: PrefillDone, now: float

@@ -29,7 +29,7 @@ _BOOKED = (
     "decoding_context",
     "num_serving",
 )
-_KNOWN = ("capacity_tokens", "host")
+_KNOWN = ("capacity_tokens", "engine_tokens", "host")
 _COEFFICIENTS = ("a", "b", "c", "d", "e", "f", "g", "latency_s", "s_per_shm_byte", "s_per_net_byte")
 _INSTANTS = ("busy_until_s", "last_placed_s")
 _ROLES = ("prefills", "decodes")
@@ -49,7 +49,8 @@ class Fleet:
     decoding_batch: Floats  # answers that give tokens now
     decoding_context: Floats
     num_serving: Floats  # fetches by others
-    capacity_tokens: Floats
+    capacity_tokens: Floats  # of the whole pool
+    engine_tokens: Floats  # of them, in the engine's own memory at once
     host: Floats  # equal numbers share memory; 0: unknown
     a: Floats  # prefill and decode coefficients of `FittedCost`, by its own letters
     b: Floats
@@ -98,9 +99,9 @@ class Fleet:
         self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
-        if info.engine_tokens:
-            capacity = min(capacity, info.engine_tokens)
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
+        # Without a limit of its own, an engine takes what the pool takes, and that is booked.
+        self.engine_tokens[row] = info.engine_tokens or np.inf
         host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
         self.host[row] = host
         self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
@@ -180,24 +181,31 @@ class Fleet:
         return int(waits_ns.sum()) / self.num_prefills * S_PER_NS / slo.ttft_s
 
     def decode_load(self, slo: Slo) -> float:
-        """Mean over decode instances of the step they take now; the idle ones take none."""
+        """Mean over decode instances of the step they take now, or of the share of the engine's
+        memory that is taken, whichever is nearer to its limit; the idle ones have none."""
         if not self.num_decodes:
             return 0.0
-        steps_s = self.e + self.f * self.decoding_batch + self.g * self.decoding_context
-        steps_s[self.decoding_batch == 0] = 0.0
-        # A sum of whole numbers has no order that could differ between machines.
-        steps_ns = np.rint(steps_s[self.decodes] * 1e9).astype(np.int64)
-        return int(steps_ns.sum()) / self.num_decodes * S_PER_NS / slo.tbt_s
+        loads = self._loads(slo, self.decoding_batch, self.decoding_context)
+        loads[self.decoding_batch == 0] = 0.0
+        return self._mean_of_decodes(loads)
 
     def spread_decode_load(self, slo: Slo, count: float, context_tokens: float) -> float:
         """The same for so many answers spread evenly."""
         if not self.num_decodes or not count:
             return 0.0
-        rows = self.decodes
-        batch, context = count / self.num_decodes, context_tokens / self.num_decodes
-        steps_s = self.e[rows] + self.f[rows] * batch + self.g[rows] * context
-        steps_ns = np.rint(steps_s * 1e9).astype(np.int64)
-        return int(steps_ns.sum()) / self.num_decodes * S_PER_NS / slo.tbt_s
+        num = self.num_decodes
+        return self._mean_of_decodes(self._loads(slo, count / num, context_tokens / num))
+
+    def _loads(self, slo: Slo, batch: Floats | float, context_tokens: Floats | float) -> Floats:
+        steps_s = self.e + self.f * batch + self.g * context_tokens
+        memory = context_tokens / np.maximum(self.engine_tokens, 1.0)
+        loads: Floats = np.maximum(steps_s / slo.tbt_s, memory)
+        return loads
+
+    def _mean_of_decodes(self, loads: Floats) -> float:
+        # A sum of whole numbers has no order that could differ between machines.
+        billionths = np.rint(loads[self.decodes] * 1e9).astype(np.int64)
+        return int(billionths.sum()) / self.num_decodes * 1e-9
 
     def _add_row(self) -> None:
         for name in (*_BOOKED, *_KNOWN, *_COEFFICIENTS, *_INSTANTS, *_ROLES):

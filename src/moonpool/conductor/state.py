@@ -62,7 +62,6 @@ class Tracked:
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
-    local_refusal: str = ""  # a decode instance's own, by its SLO, of an attempt's prefilled work
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances come first
 
 

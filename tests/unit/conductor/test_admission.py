@@ -113,7 +113,7 @@ def test_early_sees_what_decodes_now_and_nothing_else() -> None:
     assert scene.decide("early", tbt_s=0.052) is None
     refusal = scene.refuse("early", tbt_s=0.050)
     assert refusal.reason == "decode_load"
-    assert "0.051 s with the 8 answers that decode now on 2 instances" in refusal.message
+    assert "0.051 s with the 8 answers on 2 instances exceeds" in refusal.message
     assert 0 < refusal.retry_after_s < 20.0
     scene = Scene()
     scene.enter(50, begins_s=0.5, lasts_s=100.0)
@@ -125,9 +125,8 @@ def test_predictive_sees_what_will_decode_when_the_prefill_ends() -> None:
     coming.enter(8, begins_s=0.5, lasts_s=3.0)
     refusal = coming.refuse("predictive", tbt_s=0.050)
     assert refusal.reason == "decode_load_predicted"
-    assert "0.051 s with the 8.0 answers expected to decode on 2 instances in 1.00 s" in (
-        refusal.message
-    )
+    assert "0.051 s with the 8 answers on 2 instances exceeds the SLO" in refusal.message
+    assert "projected to the end of this prefill in 1.00 s" in refusal.message
     assert refusal.retry_after_s == 4.0, "of 1, 2, 4 s the first by which they are over"
     assert coming.decide("predictive", tbt_s=0.052) is None
     later = Scene()
@@ -157,3 +156,15 @@ def test_one_token_has_no_decode(admission: str) -> None:
         answer_s=20.0,
     )
     assert Scene(decoding=(50, 50)).decide(admission, tbt_s=0.001, demand=single) is None
+
+
+def test_an_engine_that_would_be_full_is_a_load_too() -> None:
+    scene = Scene(decoding=(6, 2))
+    fleet = scene.books.fleet
+    fleet.grow(1, 3000, 0)
+    assert scene.decide("early", tbt_s=0.5) is None
+    fleet.engine_tokens[:] = 1500 + DEMAND.expected_tokens
+    assert scene.decide("early", tbt_s=0.5) is None, "exactly full"
+    fleet.engine_tokens[:] -= 1
+    refusal = scene.refuse("early", tbt_s=0.5)
+    assert refusal.reason == "decode_load" and "100% of the engine's memory" in refusal.message

@@ -27,7 +27,6 @@ from moonpool.workers.messages import (
     BlocksSnapshot,
     DecodeAccepted,
     PrefillStarted,
-    ReserveDecode,
     StartPrefill,
     StepTokens,
     WorkFailed,
@@ -102,8 +101,9 @@ def fail(desk: Desk, reason: str = "tbt_slo", work: str = "r/1") -> list[Conduct
     return desk.report("d0", failed)
 
 
-def test_baseline_takes_the_decode_instance_s_word_as_the_last() -> None:
-    desk = Desk("p0", "d0", "d1", admission="baseline")
+@pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
+def test_the_decode_instance_s_word_is_the_last(admission: str) -> None:
+    desk = Desk("p0", "d0", "d1", admission=admission)
     desk.ask()
     desk.prefilled()
     actions = fail(desk)
@@ -115,26 +115,6 @@ def test_baseline_takes_the_decode_instance_s_word_as_the_last() -> None:
     desk.assert_nothing_is_booked()
     desk.ask("s")
     assert sent(fail(desk, "engine_error", "s/2"), StartPrefill), "other failures are tried again"
-
-
-def test_early_tries_another_decode_instance_and_still_says_late() -> None:
-    desk = Desk("p0", "d0", "d1", admission="early")
-    desk.ask(tbt_s=0.0125)
-    desk.prefilled()
-    ((_, reserve),) = sent(fail(desk), ReserveDecode)
-    assert reserve.work.work_id == "r/2"
-    for number in range(4):  # meanwhile the pool fills up
-        desk.ask(f"o{number}")
-        desk.prefilled(f"o{number}/{number + 3}")
-        for name in ("d0", "d1"):
-            attempt = desk.conductor.requests[RequestId(f"o{number}")].attempt
-            if attempt is not None and attempt.decoder == name:
-                desk.report(name, DecodeAccepted(work_id=attempt.work_id))
-    desk.prefilled("r/2")
-    failed = WorkFailed(work_id=WorkId("r/2"), reason="tbt_slo", message="too slow")
-    (refuse,) = of(desk.report("d1", failed), Refuse)
-    assert (refuse.status, refuse.reason) == (429, "tbt_slo_late")
-    assert "elsewhere" in refuse.message
 
 
 def test_without_admission_no_instance_checks_an_slo_either() -> None:

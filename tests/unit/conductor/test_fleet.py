@@ -18,12 +18,19 @@ def fleet_of(*names: str) -> Fleet:
     return fleet
 
 
-def test_room_is_what_pool_and_engine_both_have() -> None:
+def test_room_is_the_pools_and_load_the_engines() -> None:
+    """What the engine has no room for waits in the pool; that it would have to wait is load."""
     fleet = Fleet()
     fleet.join(0, info("d0", num_blocks=1000))
     fleet.join(1, info("d1", num_blocks=1000, engine_tokens=300))
-    fleet.join(2, info("d2", num_blocks=1000, engine_tokens=3000))
-    assert list(fleet.room_tokens) == [1000, 300, 1000]
+    assert list(fleet.room_tokens) == [1000, 1000]
+    fleet.begin_decoding(1, 270)
+    step = COST.decode_step_s(1, 270) / SLO.tbt_s
+    assert step < 0.9
+    assert fleet.decode_load(SLO) == pytest.approx(0.9 / 2)
+    fleet.end_decoding(1, 270)
+    fleet.begin_decoding(0, 270)
+    assert fleet.decode_load(SLO) == pytest.approx(step / 2)
 
 
 def test_queues_shrink_as_time_passes_but_never_below_what_waits() -> None:
