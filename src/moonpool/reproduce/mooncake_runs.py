@@ -15,7 +15,11 @@ from msgspec import structs
 from moonpool.config import parse_config
 from moonpool.cost.calibrated import DEVICE, NUM_DEVICES, SHAPE
 from moonpool.cost.node import kv_capacity_tokens
+from moonpool.metrics import RequestRecord
 from moonpool.reproduce.constants import (
+    MOONCAKE_QUICK_RATE_STEPS,
+    MOONCAKE_RATE_STEPS,
+    RATE_SPEEDS,
     VLLM_CHUNK_TOKENS,
     VLLM_PROMPT_TOKENS,
     VLLM_SEQUENCES,
@@ -23,8 +27,11 @@ from moonpool.reproduce.constants import (
     shape_of,
 )
 from moonpool.reproduce.mooncake_workload import Workload
+from moonpool.reproduce.options import Options
+from moonpool.sim.collector import Collector
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware import Hardware, build_hardware
+from moonpool.sim.histogram import Histogram
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
@@ -78,6 +85,30 @@ class Served:
     def utilisation(self, role: str) -> float:
         share: float = self.figures["utilisation"][role]
         return share
+
+
+class HandoverApart(Collector):
+    """Judges requests once more, as if the first token came when the decode node has the KVCache:
+    the gap behind it counts as TTFT, not as time between tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_effective_apart = 0
+        self.ttft_apart_s = Histogram()
+        self.tbt_apart_s = Histogram()
+
+    def note_ended(self, record: RequestRecord) -> None:
+        super().note_ended(record)
+        if record.first_token_s is not None and record.gap_runs:
+            (first_gap_s, _), *later = record.gap_runs
+            record = replace(
+                record, first_token_s=record.first_token_s + first_gap_s, gap_runs=later
+            )
+        self.num_effective_apart += record.effective
+        if record.ttft_s is not None:
+            self.ttft_apart_s.add(record.ttft_s)
+        if record.tbt_top10_mean_s is not None:
+            self.tbt_apart_s.add(max(record.tbt_top10_mean_s, 0.0))
 
 
 def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
@@ -136,6 +167,19 @@ def serve(
         )
     )
     return Served(simulation, summarise(simulation, 0.0))
+
+
+def speed_with(options: Options, measure: Callable[[float], float], wanted: float) -> float:
+    """The replay speed at which a figure that grows with the speed is as wanted, by halving."""
+    low, high = RATE_SPEEDS
+    for step in range(MOONCAKE_QUICK_RATE_STEPS if options.quick else MOONCAKE_RATE_STEPS):
+        options.progress(f"the rate, step {step + 1}")
+        middle = (low + high) / 2
+        if measure(middle) < wanted:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 def with_nic(hardware: Hardware, bytes_per_s: float) -> Hardware:
