@@ -105,11 +105,14 @@ load, so the trace's own speed is the one to quote, and the others show what han
 MOONCAKE_BUSY_SPEED = 1.5
 """The replay speed at which plain vLLM is within the limits of Fig. 1 as often as the paper's."""
 
-RATE_SPEEDS = (1.0, 9.0)
+SYNTHETIC_RPS = 3.16
+"""Of the synthetic trace FAST'25 prints no rate. This is the one at which computing all prompts
+anew takes the mean TTFT of its Fig. 13, 2.62 s on 8 prefill nodes: queueing and prefill alone."""
+
+RATE_SPEEDS = (0.5, 4.5)
 MOONCAKE_RATE_STEPS, MOONCAKE_QUICK_RATE_STEPS = 8, 2
-"""Figs 13 and 15 print no rate, and of their trace we do not know its own. So it is inferred from
-one of the figure's own points, once, and holds for all others: between these multiples of the
-trace's speed, by so many halvings."""
+"""Figs 13 and 15 print no rate. It is inferred from one of the figure's own points, once, and holds
+for all others: between these multiples of the trace's speed, by so many halvings."""
 
 V3_SPEED = 1.4
 """Of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""

@@ -81,8 +81,9 @@ NOTES = (
     ),
     (
         "Chunked prefill with vLLM's own 512 tokens a step cannot be as bad as the paper's: by its "
-        "Fig. 14 a chunk of 512 tokens takes 56 ms, and a step with decodes 65 ms. Steps of 2048 "
-        "tokens, which take over 200 ms, look like the paper's."
+        "Fig. 14 a chunk of 512 tokens takes 56 ms, and a step with decodes 65 ms, at any load. "
+        f"It takes larger steps and more load to come near: {BIG_CHUNK_TOKENS:,} tokens a step at "
+        f"{MOONCAKE_BUSY_SPEED:g} x speed. What the paper set is not printed."
     ),
 )
 
@@ -91,18 +92,15 @@ def _variants(options: Options, conversation: Workload) -> dict[str, tuple[Syste
     """The conversation trace otherwise than in the main runs: by what is otherwise, the system that
     it is to be compared with, and the run."""
     found: dict[str, tuple[System, Served]] = {}
-    for name in SYSTEMS[:2]:
+    for name, chunk_tokens in ((SYSTEMS[0], 0), (SYSTEMS[1], 0), (SYSTEMS[3], BIG_CHUNK_TOKENS)):
         label = f"{name} at {MOONCAKE_BUSY_SPEED:g} x speed"
-        options.progress(label)
         overrides = system(name, MOONCAKE_NODES)
+        if chunk_tokens:
+            label += f", {chunk_tokens:,} tokens a step"
+            overrides["engine"]["chunk_tokens"] = chunk_tokens
+        options.progress(label)
         served = serve(conversation, overrides, options.seed, MOONCAKE_BUSY_SPEED)
         found[label] = (name, served)
-    chunked = SYSTEMS[3]
-    label = f"{chunked}, {BIG_CHUNK_TOKENS:,} tokens a step"
-    options.progress(label)
-    overrides = system(chunked, MOONCAKE_NODES)
-    overrides["engine"]["chunk_tokens"] = BIG_CHUNK_TOKENS
-    found[label] = (chunked, serve(conversation, overrides, options.seed))
     return found
 
 
@@ -140,18 +138,20 @@ TTFT_SLO_S: float = DEFAULTS["slo"]["ttft_s"]
 
 
 def _checks(found: Found) -> tuple[Check, ...]:
-    def others(by: dict[System, Served], limit_s: float) -> float:
-        return max(by[name].share_within(limit_s) for name in SYSTEMS[1:])
+    def beats(others: tuple[System, ...]) -> bool:
+        return all(
+            by["Mooncake"].share_within(limit_s) > by[name].share_within(limit_s)
+            for by in found.values()
+            for limit_s in LIMITS_S
+            for name in others
+        )
 
     return (
         Check(
-            "Mooncake is within each limit more often than any vLLM, on all three workloads",
-            all(
-                by["Mooncake"].share_within(limit_s) > others(by, limit_s)
-                for by in found.values()
-                for limit_s in LIMITS_S
-            ),
+            "Mooncake is within each limit more often than vLLM, plain or with prefix caching",
+            beats(SYSTEMS[1:3]),
         ),
+        Check("also more often than with chunked prefill", beats(SYSTEMS[3:])),
         Check(
             "Mooncake keeps 100 ms for nine requests in ten, on all three",
             all(by["Mooncake"].share_within(0.1) >= 0.9 for by in found.values()),

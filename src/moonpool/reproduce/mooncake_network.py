@@ -179,7 +179,6 @@ def _ttft_panel(found: dict[int, Point], recompute_s: float) -> Panel:
             ),
             Series("nothing reused", "ours", "line", ends, (recompute_s,) * 2),
         ),
-        log_x=True,
     )
 
 
@@ -198,6 +197,5 @@ def _transfer_panel(found: dict[int, Point]) -> Panel:
             Series("real", "ours", "line", at, tuple(p.real_s for p in found.values())),
             Series("ideal", "ours", "line", at, tuple(p.ideal_s for p in found.values())),
         ),
-        log_x=True,
         log_y=True,
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from moonpool.reproduce.constants import MOONCAKE_QUICK_REQUESTS
+from moonpool.reproduce.constants import MOONCAKE_QUICK_REQUESTS, SYNTHETIC_RPS
 from moonpool.reproduce.options import (
     TRACE_FILES,
     ExperimentError,
@@ -80,13 +80,15 @@ def _generated(options: Options, name: str) -> Workload:
     number, mean_input, mean_output = TABLE_2[name]
     if options.quick:
         number = MOONCAKE_QUICK_REQUESTS
-    rows = list(generate(BUILT_IN[name], num_requests=number, seed=options.seed))
+    rate = SYNTHETIC_RPS if name == "synthetic" else None
+    rows = list(generate(BUILT_IN[name], num_requests=number, seed=options.seed, rate_rps=rate))
     ours_input = sum(row.input_tokens for row in rows) / number
     ours_output = sum(row.output_tokens for row in rows) / number
     origin = (
         f"{TITLES[name]}-like: generated to the published means, the original is not at hand; "
         f"{number:,} requests, mean input {ours_input:,.0f} (Table 2: {mean_input:,}), output "
         f"{ours_output:,.0f} ({mean_output:,})"
+        + ("" if rate is None else f", {rate:g} a second (by Fig. 13; not published)")
     )
     return Workload(name, rows, BLOCK_TOKENS, False, origin)
 
