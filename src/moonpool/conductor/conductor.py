@@ -79,6 +79,9 @@ OUTPUT_MEMORY = 0.02
 """Weight of the newest answer in the running mean of answer lengths (`max_tokens` says little)."""
 FIRST_ANSWER_S = 10.0
 """How long an answer takes, as long as none has ended."""
+SECOND_LOOK = 1.1
+"""The decode instance turns away what has been prefilled only when it is so far beyond the limit:
+within it, the first look was as right as a projection can be, and the prefill is spent."""
 OUTLIVED = 1.5
 """An answer that outlives its predicted length is taken to be so many times as long."""
 DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
@@ -333,6 +336,7 @@ class Conductor:
             use_cache=request.use_cache,
             timeout_s=max(request.deadline_s - now, 0.001),
             keys=request.keys,
+            tolerance=1.0 if self.config.admission == "baseline" else SECOND_LOOK,
         )
         target = fetch = None
         if attempt.decode is not None:

@@ -60,10 +60,11 @@ class Batch:
         """Sum of the lengths of all works that run or are about to."""
         return sum(w.tokens.size for w in self.running) + sum(w.tokens.size for w in self.joining)
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether the engine's own memory takes so many tokens more. Answers grow beyond what was
-        looked at here; the little that makes is left to the engine's reserve."""
-        limit_tokens = self._config.engine_tokens
+    def has_room(self, num_tokens: int, tolerance: float = 1.0) -> bool:
+        """Whether the engine's own memory takes so many tokens more, or will soon: `tolerance`
+        counts what waits for it. Answers grow beyond what was looked at here; the little that makes
+        is left to the engine's reserve."""
+        limit_tokens = self._config.engine_tokens * tolerance
         return not limit_tokens or self.context_tokens + num_tokens <= limit_tokens
 
     def wait(self, active: ActiveWork) -> None:

@@ -239,15 +239,15 @@ class Instance:
 
     def _late_refusal(self, active: ActiveWork) -> str:
         """Why one more decode would break a promise; "" if it would not. Idle instances accept."""
-        batch = self._batch
+        batch, work = self._batch, active.work
         num_running = len(batch.running) + len(batch.joining)
-        if not num_running or active.work.slo.tbt_s == float("inf"):
+        if not num_running or work.slo.tbt_s == float("inf"):
             return ""
         contexts = batch.context_tokens + len(active.tokens)
         step_s = self.cost.decode_step_s(num_running + 1, contexts)
-        if step_s > active.work.slo.tbt_s:
+        if step_s > work.slo.tbt_s * work.tolerance:
             return f"one more request would raise the time between tokens to {step_s:.3f} s"
-        if not batch.has_room(len(active.tokens)):
+        if not batch.has_room(len(active.tokens), work.tolerance):
             return f"the engine's memory would have to hold {contexts} tokens at once"
         return ""
 

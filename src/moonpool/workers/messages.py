@@ -40,6 +40,7 @@ class Work(Struct, frozen=True):
     use_cache: bool
     timeout_s: float
     keys: tuple[BlockKey, ...] | None = None
+    tolerance: float = 1.0  # of the decode instance's own check: so many times what was promised
 
 
 class Fetch(Struct, frozen=True):

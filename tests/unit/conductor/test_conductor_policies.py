@@ -124,6 +124,14 @@ def test_without_admission_no_instance_checks_an_slo_either() -> None:
     assert start.work.slo.tbt_s == 0.5, "the second look is at the same load"
 
 
+@pytest.mark.parametrize(
+    ("admission", "tolerance"), [("baseline", 1.0), ("early", 1.1), ("predictive", 1.1)]
+)
+def test_only_a_first_look_is_strict(admission: str, tolerance: float) -> None:
+    (_, start) = sent(Desk("p0", "d0", admission=admission).ask(), StartPrefill)[0]
+    assert start.work.tolerance == tolerance
+
+
 def test_a_new_attempt_has_less_time_left() -> None:
     desk = Desk("p0", "p1", "d0")
     first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
