@@ -68,7 +68,11 @@ def run(options: Options) -> Finding:
         ),
         checks=_checks(found),
         notes=NOTES,
-        panels=tuple(_panel(name, by, number) for name, by in found.items() for number in range(3)),
+        panels=tuple(
+            _panel(workload, found[workload.name], number)
+            for workload in workloads
+            for number in range(len(LIMITS_S))
+        ),
     )
 
 
@@ -159,12 +163,12 @@ def _checks(found: Found) -> tuple[Check, ...]:
     )
 
 
-def _panel(workload: str, by: dict[System, Served], number: int) -> Panel:
+def _panel(workload: Workload, by: dict[System, Served], number: int) -> Panel:
     limit_s = LIMITS_S[number]
-    papers: dict[str, float] = {name: PAPER[workload][name][number] for name in by}
+    papers: dict[str, float] = {name: PAPER[workload.name][name][number] for name in by}
     ours: dict[str, float] = {name: 100 * s.share_within(limit_s) for name, s in by.items()}
     return Panel(
-        f"{TITLES[workload]}: TBT <= {1000 * limit_s:g} ms",
+        f"{workload.title}: TBT <= {1000 * limit_s:g} ms",
         "system, 16 nodes",
         "requests (%)",
         (bars("Figs 1, 6, 7", "paper", papers), bars("simulated", "ours", ours)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moonpool.reproduce.constants import MOONCAKE_NODES
 from moonpool.reproduce.finding import Check, Finding, Row
 from moonpool.reproduce.mooncake_runs import SYSTEMS, VLLM_INPUTS, Served, System, serve, system
-from moonpool.reproduce.mooncake_workload import TITLES, find_workload, read_workload
+from moonpool.reproduce.mooncake_workload import TITLES, Workload, find_workload, read_workload
 from moonpool.reproduce.options import Options
 from moonpool.reproduce.plot import Panel, bars
 
@@ -53,7 +53,7 @@ def run(options: Options) -> Finding:
         rows=_rows(found, {workload.name for workload in workloads if workload.is_original}),
         checks=_checks(found["conversation"]),
         notes=NOTES,
-        panels=tuple(_panel(name, by) for name, by in found.items()),
+        panels=tuple(_panel(workload, found[workload.name]) for workload in workloads),
     )
 
 
@@ -107,13 +107,13 @@ def _checks(found: dict[System, Served]) -> tuple[Check, ...]:
     )
 
 
-def _panel(workload: str, by: dict[System, Served]) -> Panel:
+def _panel(workload: Workload, by: dict[System, Served]) -> Panel:
     return Panel(
-        TITLES[workload],
+        workload.title,
         "system, 16 nodes",
         "mean prefill GPU time (s)",
         (
-            bars("Fig. 8", "paper", {name: PAPER[workload][name] for name in by}),
+            bars("Fig. 8", "paper", {name: PAPER[workload.name][name] for name in by}),
             bars("simulated", "ours", {name: served.prefill_s for name, served in by.items()}),
         ),
     )

@@ -10,7 +10,6 @@ from moonpool.reproduce.constants import MOONCAKE_DECODE, MOONCAKE_PREFILL
 from moonpool.reproduce.finding import Check, Finding, Row
 from moonpool.reproduce.mooncake_runs import cluster, serve
 from moonpool.reproduce.mooncake_workload import (
-    TITLES,
     Workload,
     find_workload,
     read_workload,
@@ -163,4 +162,4 @@ def _panel(workload: Workload, samples: list[Sample]) -> Panel:
         Series(band, "ours", "line", at, tuple(sample.replicas[band] for sample in samples))
         for band in BANDS
     ]
-    return Panel(TITLES[workload.name], "time (s)", "replicas (nodes)", (*papers, *ours))
+    return Panel(workload.title, "time (s)", "replicas (nodes)", (*papers, *ours))
