@@ -116,3 +116,14 @@ for all others: between these multiples of the trace's speed, by so many halving
 
 V3_SPEED = 1.4
 """Of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""
+
+OVERLOAD_SPEED, OVERLOAD_SPEEDS = 2.0, (2.0, 2.5, 3.0)
+"""v3's Table 3 is at twice the speed; the others show what hangs on it."""
+
+OVERLOAD_TBT_S = 0.035
+"""Time between tokens in v3's Table 3. It says 0.1 s, at which the decode pool of FAST'25's
+measurements is never full; this is what it gives on average at twice the trace's speed."""
+
+FLUCTUATION_PREFILL, FLUCTUATION_DECODE, FLUCTUATION_SPEED = 16, 4, 5.0
+"""Of v3's Fig. 9, which says 20 machines: the split at which both pools are full with the paper's
+own limits, and the speed that offers both a fifth more than they can do."""

@@ -64,6 +64,18 @@ EXPERIMENTS = {
         "Mooncake v3 Fig. 8",
         "TTFT under four placements, v3",
     ),
+    "mooncake-v3-fig9": Experiment(
+        "mooncake_v3_fig9",
+        "Mooncake v3 Fig. 9",
+        "Loads of both pools with and without prediction",
+        "conversation",
+    ),
+    "mooncake-v3-table3": Experiment(
+        "mooncake_v3_table3",
+        "Mooncake v3 Table 3",
+        "Requests rejected in overload",
+        "conversation",
+    ),
     "mooncake-effective": Experiment(
         "mooncake_effective",
         "Mooncake FAST'25 Figs 1, 6, 7",

@@ -150,6 +150,8 @@ def _state_machine(
         chunk_tokens=setup.engine.chunk_tokens,
         max_sequences=setup.engine.max_sequences,
         prefix_caching=setup.pool.prefix_caching,
+        eviction=setup.pool.eviction,
+        batching=setup.engine.batching,
     )
     return Instance(config, layout, num_blocks, role, cost, eos_token_ids)
 

@@ -25,7 +25,7 @@ from moonpool.workers.actions import (
 )
 from moonpool.workers.active import ActiveWork, Pending, Phase
 from moonpool.workers.holdings import Holdings
-from moonpool.workers.messages import PrefillStarted
+from moonpool.workers.messages import DecodeAccepted, PrefillStarted
 from moonpool.workers.outbox import Outbox
 
 Planner = Callable[[list[Candidate], list[Candidate], int, int], BatchPlan]
@@ -86,6 +86,7 @@ class Batch:
             self.joining.popleft()
             active.phase = Phase.RUNNING
             self.running.append(active)
+            self._outbox.tell(DecodeAccepted(work_id=active.work_id))
             self.stop_repeating()
 
     def leave(self, active: ActiveWork) -> None:

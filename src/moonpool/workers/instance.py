@@ -44,7 +44,6 @@ from moonpool.workers.batch import Batch
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import (
     Abort,
-    DecodeAccepted,
     InstanceLoad,
     PrefillDone,
     ReserveDecode,
@@ -234,7 +233,6 @@ class Instance:
             return
         active.has_first_token = True
         active.tokens.append(command.token.token_id)
-        self._outbox.tell(DecodeAccepted(work_id=active.work_id))
         self._join_if_ready(active)
 
     def _late_refusal(self, active: ActiveWork) -> str:

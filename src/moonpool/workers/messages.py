@@ -132,7 +132,9 @@ class PrefillDone(Struct, frozen=True, tag=True):
 
 
 class DecodeAccepted(Struct, frozen=True, tag=True):
-    """The local check of the SLO passed: the work will decode here (Mooncake step 4)."""
+    """The local check of the SLO passed and the KVCache is here: the work decodes now (Mooncake
+    step 4). Only then is its first token seen, so that waiting for the KVCache counts as time to
+    the first token and not as time between tokens."""
 
     work_id: WorkId
 
