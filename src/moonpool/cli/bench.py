@@ -115,6 +115,37 @@ def conductor(
     _finish(found | {"blocks_per_instance": blocks, "decisions": decisions}, json_file)
 
 
+@bench.command()
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=(COUNT, COUNT),
+    default=((16, 12_031), (100, 25_000), (1000, 100_000)),
+    show_default=True,
+    help="Instances and requests. The default takes some minutes.",
+)
+@JSON
+def simulator(sizes: tuple[tuple[int, int], ...], json_file: str | None) -> None:
+    """Time and memory of a simulation against its size."""
+    from moonpool.bench.simulator import SimulatorBenchError, bench_simulator
+
+    if min(instances for instances, _ in sizes) < 2:
+        fail("--size needs at least 2 instances: one for prefill and one for decode")
+    runs = []
+    try:
+        for found in bench_simulator(sizes):
+            click.echo(
+                f"{found['instances']:>6} instances {found['requests']:>9,} requests"
+                f" {found['wall_s']:>9.1f} s {found['us_per_request']:>7.0f} us each,"
+                f" {found['peak_mib']:,} MiB"
+            )
+            runs.append(found)
+    except SimulatorBenchError as error:
+        fail(str(error))
+    _finish({"runs": runs}, json_file)
+
+
 def _finish(found: dict[str, Any], json_file: str | None) -> None:
     """Figures without their origin are worth nothing: command, commit and machine go along."""
     found["origin"] = {

@@ -2,8 +2,8 @@
 
 Sources, by the letter at the end of each device's `source`: (S) the vendor's sheet, (V) constants
 fitted to Vidur's measured kernels, (M) Mooncake's testbed, (D) DistServe's and (A) SARATHI's
-published measurements, (L) Lamina, (=) taken over from the nearest device measured: an assumption.
-Every figure can be changed by configuration (`cost.catalogue`).
+published measurements, (L) Lamina, (H) measured by `benchmarks/gpu/roofline.py`, (=) taken over
+from the nearest device measured: an assumption. Every figure can be changed by configuration (`cost.catalogue`).
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ _H100_GEMM = Gemm(launch_s=6e-6, bandwidth_share=0.94, flops_share=0.74, sharpne
 _A40_GEMM = Gemm(launch_s=4e-6, bandwidth_share=0.82, flops_share=0.78, tile_tokens=64, sharpness=2)
 _A100_ATTENTION = Attention(flops_share=0.65, bandwidth_share=0.6)
 _H100_ATTENTION = Attention(flops_share=0.6, bandwidth_share=0.7)
+# On the H200 no cliff at 128 rows is left; attention is the fastest of flash and cuDNN.
+_H200_GEMM = Gemm(
+    launch_s=3.375e-6, bandwidth_share=0.86, flops_share=0.69, tile_tokens=32, sharpness=4
+)
+_H200_ATTENTION = Attention(launch_s=9.5e-6, flops_share=0.5, bandwidth_share=0.94)
 _A40_ATTENTION = Attention(flops_share=0.28, bandwidth_share=0.77)
 
 _AMPERE = (
@@ -243,13 +248,13 @@ _HOPPER_AND_LATER = (
         memory_bytes_per_s=4800e9,
         memory_bytes=141 * 10**9,
         nvlink_bytes_per_s=450e9,
-        pcie_bytes_per_s=64e9,
+        pcie_bytes_per_s=55e9,
         nic_bytes_per_s=50e9,
         all_reduce=_H100_DGX,
-        gemm=_H100_GEMM,
-        attention=_H100_ATTENTION,
+        gemm=_H200_GEMM,
+        attention=_H200_ATTENTION,
         price=_price(4.50, "2026-05", "top of specialty, bottom of hyperscaler clouds"),
-        source="peaks S; the rest = H100-SXM's",
+        source="peaks S; products, attention and PCIe H; the rest = H100-SXM's",
     ),
     Device(
         name="H20",
