@@ -3,7 +3,8 @@
 Sources, by the letter at the end of each device's `source`: (S) the vendor's sheet, (V) constants
 fitted to Vidur's measured kernels, (M) Mooncake's testbed, (D) DistServe's and (A) SARATHI's
 published measurements, (L) Lamina, (H) measured by `benchmarks/gpu/roofline.py`, (=) taken over
-from the nearest device measured: an assumption. Every figure can be changed by configuration (`cost.catalogue`).
+from the nearest device measured: an assumption. Every figure can be changed by configuration
+(`cost.catalogue`).
 """
 
 from __future__ import annotations

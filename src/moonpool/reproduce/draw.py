@@ -58,6 +58,8 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.set_xscale("log")
     if panel.log_y:
         axes.set_yscale("log")
+    if panel.y_limits is not None:
+        axes.set_ylim(panel.y_limits)
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)

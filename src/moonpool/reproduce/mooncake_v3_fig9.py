@@ -130,4 +130,5 @@ def _panel(name: str, served: Served) -> Panel:
         at, loads = tuple(t for t, _ in points), tuple(load for _, load in points)
         series.append(Series(label, "ours", "line", at, loads))
     title = f"{name[0].upper()}{name[1:]}"
-    return Panel(title, "time (s)", "load (1 = its limit)", tuple(series))
+    limits = (0.0, 1.05)
+    return Panel(title, "time (s)", "load (1 = its limit)", tuple(series), y_limits=limits)

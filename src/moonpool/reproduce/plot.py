@@ -39,6 +39,7 @@ class Panel:
     series: tuple[Series, ...]
     log_x: bool = False
     log_y: bool = False
+    y_limits: tuple[float, float] | None = None  # None: what the values need
 
 
 def bars(label: str, whose: Whose, values: dict[str, float]) -> Series:
