@@ -15,7 +15,6 @@ from msgspec import structs
 from moonpool.config import parse_config
 from moonpool.cost.calibrated import DEVICE, NUM_DEVICES, SHAPE
 from moonpool.cost.node import kv_capacity_tokens
-from moonpool.metrics import RequestRecord
 from moonpool.reproduce.constants import (
     MOONCAKE_QUICK_RATE_STEPS,
     MOONCAKE_RATE_STEPS,
@@ -28,10 +27,8 @@ from moonpool.reproduce.constants import (
 )
 from moonpool.reproduce.mooncake_workload import Workload
 from moonpool.reproduce.options import Options
-from moonpool.sim.collector import Collector
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware import Hardware, build_hardware
-from moonpool.sim.histogram import Histogram
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
@@ -85,30 +82,6 @@ class Served:
     def utilisation(self, role: str) -> float:
         share: float = self.figures["utilisation"][role]
         return share
-
-
-class HandoverApart(Collector):
-    """Judges requests once more, as if the first token came when the decode node has the KVCache:
-    the gap behind it counts as TTFT, not as time between tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_effective_apart = 0
-        self.ttft_apart_s = Histogram()
-        self.tbt_apart_s = Histogram()
-
-    def note_ended(self, record: RequestRecord) -> None:
-        super().note_ended(record)
-        if record.first_token_s is not None and record.gap_runs:
-            (first_gap_s, _), *later = record.gap_runs
-            record = replace(
-                record, first_token_s=record.first_token_s + first_gap_s, gap_runs=later
-            )
-        self.num_effective_apart += record.effective
-        if record.ttft_s is not None:
-            self.ttft_apart_s.add(record.ttft_s)
-        if record.tbt_top10_mean_s is not None:
-            self.tbt_apart_s.add(max(record.tbt_top10_mean_s, 0.0))
 
 
 def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
