@@ -103,6 +103,12 @@ EXPERIMENTS = {
         "Mooncake v3 Fig. 7",
         "Storing KVCache layer by layer",
     ),
+    "mooncake-cpp": Experiment(
+        "mooncake_cpp",
+        "Mooncake v3 section 5.1",
+        "Prefill instances of several nodes",
+        "conversation",
+    ),
     "mooncake-ratio": Experiment(
         "mooncake_ratio",
         "Mooncake FAST'25 Fig. 15",
