@@ -6,8 +6,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -25,6 +26,9 @@ from moonpool.config import (
     Placement,
     choices,
 )
+
+if TYPE_CHECKING:
+    from moonpool.cost.fitted import FittedCost
 
 FLAG_KEYS: FlagKeys = {
     "prefill": ("cluster", "prefill"),
@@ -50,7 +54,21 @@ FLAG_KEYS: FlagKeys = {
     "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
     "parallelism": ("hardware", "parallelism"),
 }
-FACTOR = click.FloatRange(min=0.01, max=100.0)
+
+
+class _Number(click.FloatRange):
+    """As click's, but for NaN, which is neither above nor below a limit."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
+
+
+FACTOR = _Number(min=0.01, max=100.0)
 
 
 def cluster_options(command: Any) -> Any:
@@ -106,7 +124,7 @@ def cluster_options(command: Any) -> Any:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--noise",
-    type=click.FloatRange(0, 0.99),
+    type=_Number(min=0, max=0.99),
     default=0.0,
     show_default=True,
     help="Share by which each step departs from its true cost.",
@@ -167,6 +185,7 @@ def simulate(
     from moonpool.trace.row import TraceError
 
     config = read_cluster(config_file, flags, cost, seed)
+    _check_folders(json_file, report_file)
     began_s = time.perf_counter()
     try:
         trace = open_trace(trace_file, limit=requests, speed=speed)
@@ -231,7 +250,23 @@ def open_hardware(
             profile = msgspec.json.decode(text, type=FittedCost)
         except msgspec.DecodeError as error:
             fail(f"{config.hardware.cost} is no profile of `moonpool profile --json`: {error}")
+        _check_profile(profile, config.hardware.cost)
     return build_hardware(config, profile, catalogue, prefill_belief, decode_belief)
+
+
+def _check_profile(profile: FittedCost, path: str) -> None:
+    times = (*profile.prefill, *profile.decode, profile.transfer_latency_s)
+    if min(times) < 0:
+        fail(f"{path} holds a negative time: measure it again with `moonpool profile --json`")
+    if min(profile.shared_memory_bytes_per_s, profile.network_bytes_per_s) <= 0:
+        fail(f"{path} holds a bandwidth of 0 or less: measure it again with `moonpool profile`")
+
+
+def _check_folders(*paths: str | None) -> None:
+    """Before the work, rather than after it."""
+    for path in paths:
+        if path is not None and not Path(path).parent.is_dir():
+            fail(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
 def with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:

@@ -73,6 +73,14 @@ class SimEngine:
         self._num_under_way = 0
         self._repeated: _Repeated | None = None
 
+    @property
+    def busy_s(self) -> float:
+        """Of one stage until now: of what is under way, the part that is done."""
+        now = self._clock.now
+        if self._repeated is not None:
+            return self.figures.busy_s + now - self._repeated.began_s
+        return self.figures.busy_s - max(self._free_s[0] - now, 0.0)
+
     def submit(self, step: RunStep) -> tuple[float, float]:
         """Begins a step; returns when its first stage starts and its last one ends."""
         now = self._clock.now
@@ -128,7 +136,7 @@ class SimEngine:
             self._set_timer(repeated)
 
     def forget(self, work_id: WorkId) -> None:
-        """The work has ended, perhaps before its prompt was computed."""
+        """The work has ended before its prompt was computed."""
         self._began.pop(work_id, None)
 
     def _begin_repeated(self, step: RunStep) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import InstanceInfo, Report
+from moonpool.workers.messages import Abort, InstanceInfo, Report, WorkFailed
 
 
 class Node:
@@ -52,9 +52,13 @@ class Node:
     def post(self, event: WorkerEvent) -> None:
         """One event for the state machine; performs what it asks for."""
         self.note_occupation()
+        if isinstance(event, Abort):
+            self.engine.forget(event.work_id)
         for action in self.instance.handle(event, self._clock.now):
             match action:
                 case Tell():
+                    if isinstance(action.report, WorkFailed):
+                        self.engine.forget(action.report.work_id)
                     self._tell(action.report)
                 case RunStep():
                     self._run(action)

@@ -16,7 +16,8 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     """All figures but `wall_s` follow from trace, configuration and seed."""
     found = simulation.collector
     simulated_s = max(simulation.last_end_s, 1e-9)
-    arriving_s = max(simulation.last_arrival_s, 1e-9)
+    # Where all come at once, there is no time of arrivals to count by.
+    arriving_s = simulation.last_arrival_s or simulated_s
     nodes = list(simulation.nodes.values())
     return {
         "requests": found.num_requests,

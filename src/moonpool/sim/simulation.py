@@ -89,6 +89,7 @@ class Simulation:
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
         self._more = True
+        self._ticking = False
         cluster = config.cluster
         for role, count in (
             (Role.PREFILL, cluster.prefill),
@@ -103,7 +104,6 @@ class Simulation:
         """Serves all arrivals to their end; they must come in order of time."""
         self._arrivals = iter(arrivals)
         self._schedule_next()
-        self.clock.after(0.0, Priority.TICK, self._tick)
         self.clock.after(0.0, Priority.TICK, self._sample)
         self.clock.run()
         for node in self.nodes.values():
@@ -208,6 +208,7 @@ class Simulation:
             keys=arrival.keys,
         )
         self._post(RequestArrived(request))
+        self._keep_ticking()
         self._schedule_next()
 
     def _output_of(self, work_id: WorkId) -> int:
@@ -252,10 +253,17 @@ class Simulation:
     def _working(self) -> bool:
         return self._more or bool(self._num_output_tokens)
 
+    def _keep_ticking(self) -> None:
+        """Deadlines can only pass while somebody waits; a trace may be silent for years."""
+        if self._num_output_tokens and not self._ticking:
+            self._ticking = True
+            next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
+            self.clock.at(next_s, Priority.TICK, self._tick)
+
     def _tick(self) -> None:
+        self._ticking = False
         self._post(Tick())
-        if self._working:
-            self.clock.after(TICK_S, Priority.TICK, self._tick)
+        self._keep_ticking()
 
     def _sample(self) -> None:
         now = self.clock.now
@@ -285,7 +293,7 @@ class Simulation:
             ),
         )
         names = self.node_timeline.names
-        busy = [self.nodes[InstanceId(name)].engine.figures.busy_s for name in names]
+        busy = [self.nodes[InstanceId(name)].engine.busy_s for name in names]
         self.node_timeline.add(now, tuple(busy))
         if self._working:
             self.clock.after(self.timeline.interval_s, Priority.TICK, self._sample)

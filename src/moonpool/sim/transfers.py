@@ -198,15 +198,15 @@ class SimMessenger:
         self._tell(
             SendEnded(stream_id=stream.stream_id, num_bytes=stream.num_bytes, seconds=seconds)
         )
-        receiver._network.start(
-            (receiver._links.pcie,), stream.num_bytes, lambda _: receiver._on_loaded(stream)
+        stream.flows.append(
+            receiver._network.start(
+                (receiver._links.pcie,), stream.num_bytes, lambda _: receiver._on_loaded(stream)
+            )
         )
 
     def _on_loaded(self, stream: _Stream) -> None:
         """The received KVCache is in the accelerators' memory."""
-        if self._incoming.pop(stream.stream_id, None) is None:
-            return  # given up meanwhile
-        del self._expected[stream.stream_id]
+        del self._incoming[stream.stream_id], self._expected[stream.stream_id]
         self._post(
             ReceiveEnded(
                 stream_id=stream.stream_id,

@@ -160,3 +160,29 @@ def test_chunks_flow_through_a_pipeline_and_bubbles_are_counted() -> None:
     bench.clock.run()
     assert bench.engine.figures.bubble_s == pytest.approx(2.0)
     assert bench.engine.figures.num_bubbles == 1
+
+
+def test_busy_time_is_that_until_now_whatever_is_under_way() -> None:
+    bench = Bench({"p": 9, "d": 60})
+    clock, engine = bench.clock, bench.engine
+    engine.submit(RunStep((prefill("p", 0, 1000),)))
+    took_s = COST.prefill_s(1000, 0)
+    clock.run(until=0.25)
+    assert engine.busy_s == pytest.approx(0.25)
+    clock.run(until=took_s + 1.0)
+    assert engine.busy_s == pytest.approx(took_s)
+    engine.submit(RunStep((decode("d", 1000),), 50))
+    clock.run(until=took_s + 1.5)
+    assert engine.busy_s == pytest.approx(took_s + 0.5)
+    clock.run()
+    assert engine.busy_s == engine.figures.busy_s > took_s + 0.5
+
+
+def test_busy_time_of_a_pipeline_is_that_of_its_first_stage() -> None:
+    bench = Bench({"p": 9, "q": 9}, stages=4)
+    for name in ("p", "q"):
+        bench.engine.submit(RunStep((prefill(name, 0, 1000),)))
+    stage_s = bench.engine.figures.busy_s / 2
+    for stages, busy_stages in ((0.5, 0.5), (1.5, 1.5), (3.0, 2.0)):
+        bench.clock.run(until=stages * stage_s)
+        assert bench.engine.busy_s == pytest.approx(busy_stages * stage_s)

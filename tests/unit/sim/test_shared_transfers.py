@@ -175,3 +175,18 @@ def test_a_stream_nobody_expects_or_that_never_begins() -> None:
     bench.messengers["c"].cancel_stream("v")
     bench.clock.run()
     assert bench.of("c", ReceiveEnded)[0][1].error
+
+
+def test_what_the_receiver_gives_up_while_it_is_loaded_takes_no_more_of_its_pcie() -> None:
+    """All was sent in 10 ms; loading it would last until 15 ms."""
+    bench = Bench()
+    bench.open()
+    bench.messengers["a"].send("w", list(enumerate(BLOCKS)))
+    bench.messengers["a"].finish_stream("w")
+    bench.clock.at(0.012, Priority.MESSAGE, bench.messengers["b"].cancel_stream, "w")
+    bench.clock.run()
+    ((at_s, ended),) = bench.of("b", ReceiveEnded)
+    assert at_s == pytest.approx(0.012) and ended.error
+    ((_, sent),) = bench.of("a", SendEnded)
+    assert not sent.error
+    assert bench.network.links["b pcie"].bytes_carried == pytest.approx(4000)

@@ -181,3 +181,33 @@ def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed() -> None:
         outputs.add(done.stdout)
     assert len(outputs) == 1
     assert json.loads(outputs.pop())["requests"] == 150
+
+
+def test_what_is_given_up_at_its_deadline_leaves_nothing_either() -> None:
+    settings = config(api={"request_timeout_s": 1.5}, conductor={"admission": "none"})
+    simulation, figures = run(settings, arrivals(60, gap_s=0.1))
+    assert figures["failed"] > 20
+    assert_nothing_left(simulation)
+    # A prompt that was begun and given up must not be remembered for ever.
+    assert [len(node.engine._began) for node in simulation.nodes.values()] == [0] * 4
+
+
+def test_a_silent_year_costs_next_to_nothing() -> None:
+    year_s = 365 * 86_400.0
+    first = Arrival(0.0, 2000, 40, private_keys(0, 2000, BLOCK))
+    last = Arrival(year_s, 2000, 40, private_keys(1, 2000, BLOCK))
+    late = config(api={"request_timeout_s": 0.2})
+    for settings, outcome in ((config(), "completed"), (late, "failed")):
+        simulation, figures = run(settings, [first, last])
+        assert figures[outcome] == 2
+        # Deadlines are looked at as if there had been no silence: at the next whole second.
+        if outcome == "failed":
+            assert simulation.last_end_s == year_s + 1.0
+        assert simulation.clock.num_run < 20_000
+
+
+def test_goodput_of_requests_that_come_at_once_counts_until_their_last_answer() -> None:
+    together = [Arrival(0.0, 2000, 40, private_keys(n, 2000, BLOCK)) for n in range(3)]
+    simulation, figures = run(config(), together)
+    assert figures["effective"] == 3
+    assert figures["goodput_rps"] == pytest.approx(3 / simulation.last_end_s, rel=1e-5)
