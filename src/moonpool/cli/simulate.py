@@ -71,6 +71,10 @@ class _Number(click.FloatRange):
 FACTOR = _Number(min=0.01, max=100.0)
 
 
+OF_THE_RUN = ("speed", "noise", "prefill_belief", "decode_belief", "layer_wise", "catalogue_file")
+"""What a run depends on beside its configuration and seed; `--json` names it."""
+
+
 def cluster_options(command: Any) -> Any:
     """What describes the cluster, its policies and its hardware."""
     options = [
@@ -203,6 +207,8 @@ def simulate(
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
+    params = click.get_current_context().params
+    figures["run"] = {"trace": Path(trace_file).name} | {key: params[key] for key in OF_THE_RUN}
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:

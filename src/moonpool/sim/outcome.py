@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.config import Config
 from moonpool.sim.histogram import rounded
 from moonpool.sim.node import Node
 from moonpool.sim.simulation import Simulation
@@ -62,8 +63,14 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "wall_s": round(wall_s, 3),
         "events": simulation.clock.num_run,
         "seed": simulation.seed,
-        "config": msgspec.to_builtins(simulation.config),
+        "config": _without_secrets(simulation.config),
     }
+
+
+def _without_secrets(config: Config) -> dict[str, Any]:
+    tables: dict[str, Any] = msgspec.to_builtins(config)
+    tables["api"]["api_keys"] = len(config.api.api_keys)
+    return tables
 
 
 def _transfers(nodes: list[Node]) -> dict[str, Any]:

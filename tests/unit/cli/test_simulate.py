@@ -46,6 +46,7 @@ FIGURES = {
     "simulated_s": None,
     "wall_s": None,
     "seed": None,
+    "run": {"trace", "speed", "noise"},
     "config": set(Config.__struct_fields__),
 }
 """Of design.md, and what each holds at least."""
@@ -99,6 +100,14 @@ def test_figures_are_printed_and_written_by_the_designs_names(trace: str, tmp_pa
     assert f"{found['ttft_s']['p50']:.3g}" in done.stdout
     names = set(re.findall(r"^\| `([a-z_0-9]+)[`{]", SIMULATING, re.M))
     assert names == set(found), "the page names the figures"
+
+
+def test_a_figures_file_keeps_secrets_and_says_what_ran(trace: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('[api]\napi_keys = ["a-secret", "another"]\n')
+    found = figures_of(tmp_path, "--trace", trace, "--config", str(config), "--speed", "2")
+    assert found["config"]["api"]["api_keys"] == 2 and "a-secret" not in json.dumps(found)
+    assert found["run"]["trace"] == "t.jsonl" and found["run"]["speed"] == 2.0
 
 
 def test_the_same_seed_gives_the_same_bytes_but_for_wall_s(trace: str, tmp_path: Path) -> None:
