@@ -125,7 +125,7 @@ def cluster_options(command: Any) -> Any:
     "--speed", type=FACTOR, default=1.0, show_default=True, help="Replay this much faster."
 )
 @click.option("--requests", type=COUNT, help="Only the first so many.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, help="Of noise and random placement; 0 unless configured.")
 @click.option(
     "--noise",
     type=_Number(min=0, max=0.99),
@@ -166,7 +166,7 @@ def simulate(
     catalogue_file: str | None,
     speed: float,
     requests: int | None,
-    seed: int,
+    seed: int | None,
     noise: float,
     prefill_belief: float,
     decode_belief: float,
@@ -194,7 +194,7 @@ def simulate(
     try:
         trace = open_trace(trace_file, limit=requests, speed=speed)
         hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
-        simulation = Simulation(config, hardware, seed, noise, layer_wise)
+        simulation = Simulation(config, hardware, config.conductor.seed, noise, layer_wise)
         rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
         simulation.run(
             make_arrivals(
@@ -222,20 +222,22 @@ def simulate(
 
 
 def read_cluster(
-    config_file: str | None, flags: dict[str, Any], cost: str | None, seed: int
+    config_file: str | None, flags: dict[str, Any], cost: str | None, seed: int | None
 ) -> Config:
     """The paper's cluster, changed by file and flags. `cost` may name a profile's file."""
     from moonpool.sim.defaults import DEFAULTS
 
+    defaults = DEFAULTS
     if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
-        flags["prefill"] = flags["decode"] = 0
+        # Instead of the paper's instances, but beside those that the file names.
+        defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
     if cost is not None:
         flags["cost"] = cost
     elif flags["device"] is not None or flags["shape"] is not None:
         flags["cost"] = "roofline"
-    flags["seed"] = seed or None
+    flags["seed"] = seed
     keys = {**FLAG_KEYS, "cost": ("hardware", "cost"), "seed": ("conductor", "seed")}
-    return read_config(config_file, flags, keys, DEFAULTS)
+    return read_config(config_file, flags, keys, defaults)
 
 
 def open_hardware(

@@ -8,6 +8,9 @@ from moonpool.sim.arrival import Arrival
 from moonpool.trace.keys import private_keys, prompt_keys
 from moonpool.trace.row import TraceError, TraceRow
 
+LATEST_S = 1e9
+"""Beyond, a float tells apart instants a microsecond from each other no more."""
+
 
 def make_arrivals(
     rows: Iterable[TraceRow],
@@ -15,9 +18,14 @@ def make_arrivals(
     block_tokens: int,
     largest_tokens: int,
 ) -> Iterator[Arrival]:
-    """One by one. Raises TraceError where the two block sizes do not fit, or no instance could ever
-    hold a request, which may have `largest_tokens` in all."""
+    """One by one. Raises TraceError where the two block sizes do not fit, times are too far apart,
+    or no instance could ever hold a request, which may have `largest_tokens` in all."""
     for number, row in enumerate(rows):
+        if row.arrived_s > LATEST_S:
+            raise TraceError(
+                f"request {number + 1} arrives {row.arrived_s:.3g} s after the first, in more than"
+                " 30 years: check the unit of the trace's times, or replay it with --speed"
+            )
         if row.input_tokens + row.output_tokens > largest_tokens:
             raise TraceError(
                 f"request {number + 1} has {row.input_tokens + row.output_tokens:,} tokens and no"

@@ -64,3 +64,33 @@ def test_a_missing_folder_is_noticed_before_the_run(
     result = simulate(trace, option, str(tmp_path / "no" / "file"))
     assert result.exit_code == 1
     assert result.output.startswith("moonpool: cannot write") and result.output.count("\n") == 1
+
+
+def test_times_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    """Once, this ran for ever: a second later was the same time."""
+    path = tmp_path / "far.jsonl"
+    path.write_text("".join(json.dumps(ROW | {"timestamp": t}) + "\n" for t in (0, 10**22)))
+    result = simulate(str(path))
+    assert result.exit_code == 1
+    assert result.output.startswith("moonpool: request 2 arrives 1e+19 s after the first")
+
+
+def figures_of(trace: str, tmp_path: Path, *options: str) -> dict[str, Any]:
+    found = tmp_path / "figures.json"
+    assert simulate(trace, "--json", str(found), *options).exit_code == 0
+    figures: dict[str, Any] = json.loads(found.read_text())
+    return figures
+
+
+def test_flags_change_what_the_file_says_and_nothing_else(trace: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[cluster]\nprefill = 3\ndecode = 2\n[conductor]\nseed = 7\n")
+    beside = figures_of(trace, tmp_path, "--config", str(file), "--mixed", "1")
+    counts = beside["config"]["cluster"]
+    assert (counts["prefill"], counts["decode"], counts["mixed"]) == (3, 2, 1)
+    assert beside["seed"] == 7
+    file.write_text("[conductor]\nseed = 7\n")
+    alone = figures_of(trace, tmp_path, "--config", str(file), "--mixed", "1", "--seed", "0")
+    counts = alone["config"]["cluster"]
+    assert (counts["prefill"], counts["decode"], counts["mixed"]) == (0, 0, 1)
+    assert (alone["seed"], alone["config"]["conductor"]["seed"]) == (0, 0)
