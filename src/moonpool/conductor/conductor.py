@@ -243,6 +243,8 @@ class Conductor:
         expected = num_tokens
         if left > 1:
             expected += min(left, int(self._expected_output_tokens))
+            # The answer may be shorter: no request is refused for ever that could just fit.
+            expected = min(expected, max(self.fleet.most_decode_tokens, num_tokens + 1))
         return Demand(
             number=next(self._work_numbers),
             num_tokens=num_tokens,

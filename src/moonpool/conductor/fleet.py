@@ -75,7 +75,7 @@ class Fleet:
         self.ids: list[InstanceId] = []
         self.least_capacity_tokens = 0.0
         self.infinite: Floats = np.zeros(0)  # a template to copy
-        self.num_prefills = self.num_decodes = 0
+        self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.total_decoding = self.total_decoding_context = 0
         self.mixed: Bools | None = None  # instances of both kinds; None: there are none
         self.num_on_host: dict[float, int] = {}
@@ -224,5 +224,6 @@ class Fleet:
         self.num_decodes = int(np.count_nonzero(self.decodes))
         both = self.prefills & self.decodes
         self.mixed = both if both.any() else None
+        self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))
         self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
         self.infinite = np.full(len(self), np.inf)

@@ -103,15 +103,18 @@ class SimEngine:
             else:
                 chunks.append(self._chunk(entry, length))
                 owners.append(entry.work_id)
-        stage_s = self._cost.step_s(chunks, batch, context_tokens) * self._noise()
+        factor = self._noise()
+        stage_s = self._cost.step_s(chunks, batch, context_tokens) * factor
         start_s, end_s = self._run_stages(stage_s, num_tokens)
         figures.num_steps += 1
         figures.busy_s += stage_s
         figures.prefill_tokens += num_tokens - batch
         figures.decode_tokens += batch
+        # What the decodes would have taken by themselves is not the prompts'.
+        alone_s = self._cost.step_s((), batch, context_tokens) * factor if batch and chunks else 0.0
+        prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
-            share = chunk.num_tokens / (num_tokens - batch)
-            self._note_prefill(owner, stage_s * self._cost.num_stages * share)
+            self._note_prefill(owner, prefill_s * chunk.num_tokens / (num_tokens - batch))
         tokens = tuple(self._draw(entry) for entry in step.entries)
         self._clock.at(end_s, Priority.STEP_END, self._end, StepEnded(tokens, end_s - start_s))
         return start_s, end_s

@@ -276,7 +276,7 @@ class Simulation:
             if node.info.role is not Role.PREFILL:
                 running += instance.num_running
             if node.info.role is not Role.DECODE:
-                queued += instance.num_waiting
+                queued += instance.num_queued
         self.timeline.add(
             now,
             (

@@ -126,6 +126,7 @@ class Batch:
 
     def _begin_step(self) -> bool:
         self._make_room_for_decodes()
+        self._let_join()  # in the place of those that made way
         self._admit_waiting()
         decodes: list[Candidate] = []
         prefills: list[Candidate] = []

@@ -114,8 +114,10 @@ class Instance:
                 self._on_resync()
             case StepEnded():
                 self._on_step_ended(event)
+                self._fail_outgrown()
             case StepsEnded():
                 self._on_steps_ended(event)
+                self._fail_outgrown()
             case StepFailed():
                 self._on_step_failed(event)
             case FetchEnded():
@@ -128,8 +130,6 @@ class Instance:
                 self._on_read_requested(event)
             case ReadEnded():
                 self.pool.release(f"read:{event.read_id}")
-        for active in self._batch.too_large():
-            self._fail(active, "no_blocks", "the answer needs more blocks than the instance has")
         self._batch.begin_steps()
         self._announce_blocks()
         return self._outbox.take()
@@ -144,6 +144,11 @@ class Instance:
     @property
     def num_running(self) -> int:
         return len(self._batch.running)
+
+    @property
+    def num_queued(self) -> int:
+        """Works that wait for their first step; those that receive or hand over do not count."""
+        return len(self._batch.waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -321,6 +326,11 @@ class Instance:
         told.append(WorkTokens(work_id=active.work_id, tokens=(token,), finish=finish))
         if finish is not None:
             self._close(active)
+
+    def _fail_outgrown(self) -> None:
+        """Only steps make works longer."""
+        for active in self._batch.too_large():
+            self._fail(active, "no_blocks", "the answer needs more blocks than the instance has")
 
     def _on_step_failed(self, event: StepFailed) -> None:
         self._outbox.count("failed_steps")

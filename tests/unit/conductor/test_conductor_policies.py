@@ -212,3 +212,10 @@ def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:
     desk.tokens("d0", *range(100))
     assert attempt.stay_tokens == 152
     assert desk.conductor.forecast.project(2.0, 2.0)[0] == 1
+
+
+def test_a_prompt_that_just_fits_is_taken_whatever_its_answer_may_be() -> None:
+    """Instances hold 1000 tokens; 256 are expected of an answer."""
+    assert sent(Desk("p0", "d0").ask(token_ids=range(990)), StartPrefill)
+    (refuse,) = of(Desk("p0", "d0").ask(token_ids=range(1000)), Refuse)
+    assert refuse.reason == "no_decode_capacity"

@@ -136,6 +136,8 @@ def test_decodes_that_ride_along_do_not_read_the_weights_again() -> None:
     alone_s = COST.prefill_s(1000, 0)
     e, f, g = COST.decode
     assert bench.posted[0][0] == pytest.approx(alone_s + f + 500 * g)
+    decode_s = e + f + 500 * g
+    assert bench.prefill_s == {"a": pytest.approx(bench.posted[0][0] - decode_s)}
     assert bench.posted[0][0] < alone_s + e
 
 

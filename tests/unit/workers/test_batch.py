@@ -275,3 +275,32 @@ def test_a_second_look_tolerates_what_the_first_could_not_know() -> None:
     assert not refused_late(tolerance=1.2, tbt_s=step_s / 1.15)
     (failed,) = refused_late(tolerance=1.2, tbt_s=step_s / 1.25)
     assert "time between tokens" in failed.message
+
+
+def test_whoever_waits_to_join_takes_the_place_of_one_that_made_way() -> None:
+    """All blocks are held, so the running one makes way for itself; the other must go on."""
+    instance = Instance(
+        InstanceConfig(engine_tokens=3 * SIZE, prefix_caching=False),
+        LAYOUT,
+        5,
+        Role.DECODE,
+        COST,
+        (EOS,),
+    )
+    unlimited = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
+    running: list[set[str]] = []
+
+    def handle(event: Any) -> None:
+        for action in instance.handle(event, 0.0):
+            if isinstance(action, RunStep):
+                running.append({e.work_id for e in action.entries})
+        instance.validate()
+
+    for name, num_tokens in (("a", 2 * SIZE - 1), ("b", 2 * SIZE)):
+        work = msgspec.structs.replace(_work(name, num_tokens), slo=unlimited)
+        handle(ReserveDecode(work=work))
+        handle(ReceiveEnded(stream_id=name))
+        handle(StartDecode(work_id=WorkId(name), token=Token(7)))
+    assert running == [{"a"}], "the engine has no room for b"
+    handle(StepEnded((Token(7),), 0.01))
+    assert running[-1] == {"b"}, "a lacks a block, and makes way"
