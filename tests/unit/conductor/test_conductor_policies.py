@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from conductor_desk import Desk, of, sent
+from conductor_desk import LAYOUT, Desk, of, sent
 
 from moonpool.conductor.actions import (
     ConductorAction,
@@ -215,7 +215,10 @@ def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:
 
 
 def test_a_prompt_that_just_fits_is_taken_whatever_its_answer_may_be() -> None:
-    """Instances hold 1000 tokens; 256 are expected of an answer."""
-    assert sent(Desk("p0", "d0").ask(token_ids=range(990)), StartPrefill)
-    (refuse,) = of(Desk("p0", "d0").ask(token_ids=range(1000)), Refuse)
+    """256 tokens are expected of an answer."""
+    desk = Desk("p0", "d0", num_blocks=10)
+    capacity = 10 * LAYOUT.block_tokens
+    assert sent(desk.ask(token_ids=range(capacity - 1), max_tokens=100), StartPrefill)
+    full = Desk("p0", "d0", num_blocks=10)
+    (refuse,) = of(full.ask(token_ids=range(capacity), max_tokens=100), Refuse)
     assert refuse.reason == "no_decode_capacity"
