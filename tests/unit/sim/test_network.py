@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import inf, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonpool.sim.clock import Clock, Priority
@@ -67,8 +67,9 @@ class Reference:
     def run(self, until: Fraction) -> None:
         while True:
             for flow in self.flows:
-                if flow.over_s is None and flow.left == 0 and flow.closed:
-                    flow.over_s = max(self.now, flow.ready_s)
+                done = flow.left == 0 and flow.closed and flow.ready_s <= self.now
+                if flow.over_s is None and done:
+                    flow.over_s = self.now
             self.share_out()
             next_s = until
             for flow in self.flows:
@@ -202,6 +203,15 @@ def heal(num_flows: int, time_s: Fraction) -> list[Change]:
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=NUM_LINKS, max_size=NUM_LINKS), changes())
+@example(  # nothing to send, and given up before it would have begun
+    [1] * NUM_LINKS,
+    [
+        (Fraction(0), "start", 1, 0, 0, (0,), True),
+        (Fraction(0), "start", 0, 0, 0, (0,), False),
+        (Fraction(0), "start", 0, 0, 0, (0,), False),
+        (Fraction(0), "cancel", 0, 0, 0, (0,), False),
+    ],
+)
 def test_as_the_textbook_has_it(capacity: list[int], made: list[Change]) -> None:
     clock = Clock()
     network = Network(clock)
