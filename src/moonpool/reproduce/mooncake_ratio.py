@@ -65,7 +65,8 @@ NOTES = (
         "times: from 11 to 5 decode nodes TBT grows by 27 ms, which is 3 to 5 ms for each request "
         "more in a batch (answers of 149 tokens, 4.2 to 6.5 requests a second); Fig. 14 and v3's "
         "Fig. 2 say 0.7 ms. For batches alone to do it the rate would have to be over 4 times as "
-        "high, which no 16 nodes can prefill. Ours gives way where decode nodes are fewer."
+        "high, which no 16 nodes can prefill. Ours has the TBT of the paper's 5 decode nodes with "
+        "one."
     ),
     (
         "It would follow if every request that joins a batch stopped it while its KVCache is "
