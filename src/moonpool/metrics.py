@@ -32,7 +32,6 @@ class RequestRecord:
     slo: Slo
     arrived_s: float
     placed_s: float | None = None
-    fetch_done_s: float | None = None
     prefill_started_s: float | None = None
     prefill_done_s: float | None = None
     transfer_done_s: float | None = None

@@ -102,7 +102,7 @@ class World:
             )
         )
         if self.options.books_little:
-            conductor._expected_output_tokens = 1.0
+            conductor.lengths.mean.value = 1.0
         return conductor
 
     # What the nodes ask

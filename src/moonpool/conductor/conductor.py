@@ -74,9 +74,6 @@ from moonpool.workers.messages import (
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a refusal by the decode instance's own check: its prefill was for nothing."""
 MAX_RETRY_AFTER_S = 120.0
-FIRST_EXPECTED_OUTPUT_TOKENS = 256.0
-OUTPUT_MEMORY = 0.02
-"""Weight of the newest answer in the running mean of answer lengths (`max_tokens` says little)."""
 FIRST_ANSWER_S = 10.0
 """How long an answer takes, as long as none has ended."""
 SECOND_LOOK = 1.1
@@ -105,8 +102,8 @@ class Conductor:
         remain. `default_slo` is the unit of `loads`."""
         self.config = config
         self.default_slo = default_slo
-        by_length = config.decode_prediction == "length"
-        self.books = Bookings(DecodeForecast() if by_length else SurvivalForecast())
+        self._by_length = config.decode_prediction == "length"
+        self.books = Bookings(DecodeForecast() if self._by_length else SurvivalForecast())
         self.index, self.fleet = self.books.index, self.books.fleet
         self.forecast, self.lengths = self.books.forecast, OutputLengths()
         self.instances = self.books.instances
@@ -115,7 +112,6 @@ class Conductor:
         self._life = f"{life}." if life else ""
         self._work_numbers = count(1)  # a client may use its request id again
         self._deadlines: list[tuple[float, RequestId]] = []
-        self._expected_output_tokens = FIRST_EXPECTED_OUTPUT_TOKENS
         self._usual_ttft_s = RunningMean(0.0)
         self._layout: BlockLayout | None = None  # of all instances
         self._token_bytes = 0
@@ -223,9 +219,10 @@ class Conductor:
         if isinstance(decision, Rejection):
             self._refuse(tracked, decision, now)
             return
-        tracked.predicted_output_tokens = self.lengths.predict(
-            request.num_prompt_tokens, tracked.keys, min(match.deepest, len(tracked.keys))
-        )
+        if self._by_length:
+            tracked.predicted_output_tokens = self.lengths.predict(
+                request.num_prompt_tokens, tracked.keys, min(match.deepest, len(tracked.keys))
+            )
         self._book(tracked, decision, tokens, demand, now)
 
     def _name_blocks(self, tracked: Tracked, tokens: Sequence[int], layout: BlockLayout) -> None:
@@ -242,7 +239,7 @@ class Conductor:
         left = tracked.request.sampling.max_tokens - len(tracked.generated)
         expected = num_tokens
         if left > 1:
-            expected += min(left, int(self._expected_output_tokens))
+            expected += min(left, int(self.lengths.mean.value))  # `max_tokens` says little
             # The answer may be shorter: no request is refused for ever that could just fit.
             expected = min(expected, max(self.fleet.most_decode_tokens, num_tokens + 1))
         return Demand(
@@ -363,12 +360,12 @@ class Conductor:
 
     def _decode_s(self, tracked: Tracked, attempt: Attempt) -> float:
         """How long this answer should decode."""
-        if self.config.decode_prediction == "length":
+        if self._by_length:
             most = tracked.request.sampling.max_tokens
             attempt.stay_tokens = max(min(int(tracked.predicted_output_tokens), most), 1)
             return max(attempt.stay_tokens - len(tracked.generated), 1) * attempt.tbt_s
         usual_s = self.forecast.usual_s
-        return self._expected_output_tokens * attempt.tbt_s if usual_s is None else usual_s
+        return self.lengths.mean.value * attempt.tbt_s if usual_s is None else usual_s
 
     # Reports
 
@@ -570,12 +567,13 @@ class Conductor:
     def _learn(self, tracked: Tracked, now: float) -> None:
         """How long this answer was, in tokens and in time."""
         num_tokens, request = tracked.record.num_generated_tokens, tracked.request
-        self._expected_output_tokens += OUTPUT_MEMORY * (num_tokens - self._expected_output_tokens)
-        assert self._layout is not None
-        num_keys = request.num_prompt_tokens // self._layout.block_tokens
-        predicted = tracked.predicted_output_tokens
-        keys = tracked.keys[:num_keys]
-        self.lengths.learn(request.num_prompt_tokens, keys, num_tokens, predicted)
+        if not self._by_length:
+            self.lengths.mean.add(num_tokens)
+        else:
+            assert self._layout is not None
+            keys = tracked.keys[: request.num_prompt_tokens // self._layout.block_tokens]
+            predicted = tracked.predicted_output_tokens
+            self.lengths.learn(request.num_prompt_tokens, keys, num_tokens, predicted)
         attempt = tracked.attempt
         if attempt is not None and attempt.decoding_since_s is not None and attempt.answers:
             self.forecast.observe(now - attempt.decoding_since_s)

@@ -8,7 +8,7 @@ used block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from moonpool.trace.row import TraceRow
 
@@ -42,10 +42,3 @@ class LruCurve:
             capacity: hits / total
             for (capacity, _), hits in zip(self._caches, self._hits, strict=True)
         }
-
-
-def lru_hit_ratios(rows: Iterable[TraceRow], capacities_blocks: Sequence[int]) -> dict[int, float]:
-    curve = LruCurve(capacities_blocks)
-    for row in rows:
-        curve.add(row)
-    return curve.ratios()

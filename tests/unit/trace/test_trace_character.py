@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from sample_traces import AZURE, CONVERSATION, needs_azure, needs_conversation
 
-from moonpool.trace.cache_curve import lru_hit_ratios
+from moonpool.trace.cache_curve import LruCurve
 from moonpool.trace.character import Character
 from moonpool.trace.figures import TraceFigures, dispersion, spread_of
 from moonpool.trace.reader import open_trace
@@ -69,6 +69,13 @@ def test_one_row_and_none() -> None:
     assert figures.arrivals.dispersion == {}
     with pytest.raises(TraceError):
         figures_of([])
+
+
+def lru_hit_ratios(rows: list[TraceRow], capacities_blocks: list[int]) -> dict[int, float]:
+    curve = LruCurve(capacities_blocks)
+    for row in rows:
+        curve.add(row)
+    return curve.ratios()
 
 
 def test_lru_by_hand() -> None:
