@@ -102,7 +102,7 @@ class World:
             )
         )
         if self.options.books_little:
-            conductor.lengths.mean.value = 1.0
+            conductor.answers.lengths.mean.value = 1.0
         return conductor
 
     # What the nodes ask

@@ -32,14 +32,14 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.conductor.admission import UNLIMITED, Promise, admit
+from moonpool.conductor.answers import Answers
 from moonpool.conductor.bookings import Bookings
-from moonpool.conductor.decode_forecast import DecodeForecast
 from moonpool.conductor.fleet import to_ns
-from moonpool.conductor.output_length import OutputLengths, RunningMean
+from moonpool.conductor.orders import orders
+from moonpool.conductor.output_length import RunningMean
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
 from moonpool.conductor.state import Attempt, InstanceState, Stage, Tracked
-from moonpool.conductor.survival_forecast import SurvivalForecast
 from moonpool.config import ConductorConfig, SloConfig
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
@@ -52,21 +52,17 @@ from moonpool.workers.messages import (
     BlocksSnapshot,
     Command,
     DecodeAccepted,
-    Fetch,
     InstanceInfo,
     InstanceLoad,
     PrefillDone,
     PrefillStarted,
     Report,
-    ReserveDecode,
     Resync,
     StartDecode,
-    StartPrefill,
     StepTokens,
     StopReceiving,
     StreamBroken,
     TransferDone,
-    Work,
     WorkFailed,
     WorkId,
 )
@@ -74,13 +70,6 @@ from moonpool.workers.messages import (
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a refusal by the decode instance's own check: its prefill was for nothing."""
 MAX_RETRY_AFTER_S = 120.0
-FIRST_ANSWER_S = 10.0
-"""How long an answer takes, as long as none has ended."""
-SECOND_LOOK = 1.1
-"""The decode instance turns away what has been prefilled only when it is so far beyond the limit:
-within it, the first look was as right as a projection can be, and the prefill is spent."""
-OUTLIVED = 1.5
-"""An answer that outlives its predicted length is taken to be so many times as long."""
 DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
 
 
@@ -102,10 +91,10 @@ class Conductor:
         remain. `default_slo` is the unit of `loads`."""
         self.config = config
         self.default_slo = default_slo
-        self._by_length = config.decode_prediction == "length"
-        self.books = Bookings(DecodeForecast() if self._by_length else SurvivalForecast())
+        self.answers = Answers(config.decode_prediction == "length")
+        self.books = Bookings(self.answers.forecast)
         self.index, self.fleet = self.books.index, self.books.fleet
-        self.forecast, self.lengths = self.books.forecast, OutputLengths()
+        self.forecast = self.answers.forecast
         self.instances = self.books.instances
         self.requests: dict[RequestId, Tracked] = {}
         self._works: dict[WorkId, Tracked] = {}
@@ -219,10 +208,7 @@ class Conductor:
         if isinstance(decision, Rejection):
             self._refuse(tracked, decision, now)
             return
-        if self._by_length:
-            tracked.predicted_output_tokens = self.lengths.predict(
-                request.num_prompt_tokens, tracked.keys, min(match.deepest, len(tracked.keys))
-            )
+        self.answers.predict(tracked, match.deepest)
         self._book(tracked, decision, tokens, demand, now)
 
     def _name_blocks(self, tracked: Tracked, tokens: Sequence[int], layout: BlockLayout) -> None:
@@ -239,7 +225,7 @@ class Conductor:
         left = tracked.request.sampling.max_tokens - len(tracked.generated)
         expected = num_tokens
         if left > 1:
-            expected += min(left, int(self.lengths.mean.value))  # `max_tokens` says little
+            expected += min(left, int(self.answers.lengths.mean.value))  # `max_tokens` says little
             # The answer may be shorter: no request is refused for ever that could just fit.
             expected = min(expected, max(self.fleet.most_decode_tokens, num_tokens + 1))
         return Demand(
@@ -250,7 +236,7 @@ class Conductor:
             decodes=left > 1,
             block_tokens=layout.block_tokens,
             token_bytes=self._token_bytes,
-            answer_s=self._answer_s(),
+            answer_s=self.answers.usual_s,
         )
 
     def _decide(
@@ -298,74 +284,23 @@ class Conductor:
         self._works[attempt.work_id] = tracked
         self.books.book(tracked, attempt, now)
         if attempt.answers:
-            lasts_s = self._decode_s(tracked, attempt)
             context_tokens = (demand.num_tokens + demand.expected_tokens) // 2
-            begins_s = now + placement.ttft_s
-            attempt.stay = self.forecast.enter(begins_s, lasts_s, context_tokens, now)
+            self.answers.enter(tracked, attempt, now + placement.ttft_s, context_tokens, now)
         self._usual_ttft_s.add(placement.ttft_s)
         record.attempts = tracked.num_attempts
         record.placed_s = now
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
         tracked.explanation.add(placement.chosen)
-        self._command(tracked, attempt, placement, tokens, now)
+        commands = orders(tracked, attempt, placement, tokens, self.instances, self.config, now)
+        for instance_id, command in commands:
+            self._send(instance_id, command)
 
     def _room(self, demand: Demand, placement: Placement) -> int:
         """To book where the tokens come from. A prefill instance's own queue sees to its room; but
         on a mixed one, what only prefills there must not take what was promised to others."""
         mixed = self.instances[placement.prefill].info.role is Role.MIXED
         return demand.expected_tokens if demand.decodes or mixed else 0
-
-    def _command(
-        self,
-        tracked: Tracked,
-        attempt: Attempt,
-        placement: Placement,
-        tokens: Sequence[int],
-        now: float,
-    ) -> None:
-        request = tracked.request
-        work = Work(
-            work_id=attempt.work_id,
-            token_ids=tokens,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.sampling,
-            slo=self._local_slo(tracked),
-            tenant=request.tenant,
-            use_cache=request.use_cache,
-            timeout_s=max(request.deadline_s - now, 0.001),
-            keys=request.keys,
-            tolerance=1.0 if self.config.admission == "baseline" else SECOND_LOOK,
-        )
-        target = fetch = None
-        if attempt.decode is not None:
-            # The reservation goes first, so that the decode instance knows of the stream in time.
-            self._send(attempt.decode, ReserveDecode(work=work))
-            target = self.instances[attempt.decode].info.address
-        if attempt.fetch_from is not None:
-            source = self.instances[attempt.fetch_from].info
-            num_blocks = placement.fetch_tokens // source.layout.block_tokens
-            fetch = Fetch(source=source.address, num_blocks=num_blocks)
-        self._send(attempt.prefill, StartPrefill(work=work, fetch=fetch, target=target))
-
-    def _local_slo(self, tracked: Tracked) -> Slo:
-        """What the decode instance checks again."""
-        slo, limit = tracked.request.slo, self.config.load_limit
-        if tracked.generated or self.config.admission == "none":
-            return UNLIMITED
-        return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
-
-    def _answer_s(self) -> float:
-        return FIRST_ANSWER_S if self.forecast.usual_s is None else self.forecast.usual_s
-
-    def _decode_s(self, tracked: Tracked, attempt: Attempt) -> float:
-        """How long this answer should decode."""
-        if self._by_length:
-            most = tracked.request.sampling.max_tokens
-            attempt.stay_tokens = max(min(int(tracked.predicted_output_tokens), most), 1)
-            return max(attempt.stay_tokens - len(tracked.generated), 1) * attempt.tbt_s
-        usual_s = self.forecast.usual_s
-        return self.lengths.mean.value * attempt.tbt_s if usual_s is None else usual_s
 
     # Reports
 
@@ -448,7 +383,7 @@ class Conductor:
         else:
             # Not placed again: the pool is full, and more prefills for nothing would not empty it.
             tracked.explanation.add(text)
-            self._refuse(tracked, Rejection(429, TBT_SLO_LATE, text, self._answer_s()), now)
+            self._refuse(tracked, Rejection(429, TBT_SLO_LATE, text, self.answers.usual_s), now)
 
     def _on_prefill_done(
         self, tracked: Tracked, attempt: Attempt, report: PrefillDone, now: float
@@ -467,8 +402,7 @@ class Conductor:
     def _begin_decoding(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
         tracked.record.decode_started_s = now
         self.books.begin_decoding(attempt, now)
-        if attempt.stay is not None:
-            self.forecast.begin(attempt.stay, self._decode_s(tracked, attempt), now)
+        self.answers.begin(tracked, attempt, now)
 
     def _on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
         num_tokens = room_tokens = 0
@@ -486,20 +420,12 @@ class Conductor:
             if attempt.answers:
                 num_tokens += len(item.tokens)
                 room_tokens += self.books.add_tokens(attempt, len(item.tokens))
-                if attempt.stay_tokens and len(tracked.generated) >= attempt.stay_tokens:
-                    self._outlives(tracked, attempt, now)
+                self.answers.note_tokens(tracked, attempt, now)
             if item.finish is not None:
                 ending.append((tracked, item.finish))
         self.fleet.grow(state.row, num_tokens, room_tokens)
         for tracked, finish in ending:
             self._end(tracked, finish.value, now)
-
-    def _outlives(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
-        """An answer is longer than was predicted."""
-        assert attempt.stay is not None
-        generated = len(tracked.generated)
-        attempt.stay_tokens = int(generated * OUTLIVED) + 1
-        self.forecast.prolong(attempt.stay, (attempt.stay_tokens - generated) * attempt.tbt_s, now)
 
     def _deliver(
         self,
@@ -565,18 +491,9 @@ class Conductor:
         self._actions.append(RequestEnded(tracked.record, tracked.explanation))
 
     def _learn(self, tracked: Tracked, now: float) -> None:
-        """How long this answer was, in tokens and in time."""
-        num_tokens, request = tracked.record.num_generated_tokens, tracked.request
-        if not self._by_length:
-            self.lengths.mean.add(num_tokens)
-        else:
-            assert self._layout is not None
-            keys = tracked.keys[: request.num_prompt_tokens // self._layout.block_tokens]
-            predicted = tracked.predicted_output_tokens
-            self.lengths.learn(request.num_prompt_tokens, keys, num_tokens, predicted)
-        attempt = tracked.attempt
-        if attempt is not None and attempt.decoding_since_s is not None and attempt.answers:
-            self.forecast.observe(now - attempt.decoding_since_s)
+        assert self._layout is not None
+        num_blocks = tracked.request.num_prompt_tokens // self._layout.block_tokens
+        self.answers.learn(tracked, tracked.keys[:num_blocks], now)
 
     def _unbook(self, tracked: Tracked, now: float, abort: bool = True) -> None:
         attempt = tracked.attempt

@@ -221,7 +221,7 @@ def test_room_is_booked_for_the_answer_too() -> None:
 
 def test_an_answer_longer_than_booked_takes_room() -> None:
     desk = Desk("m0", num_blocks=10)  # 40 tokens
-    desk.conductor.lengths.mean.value = 1.0
+    desk.conductor.answers.lengths.mean.value = 1.0
     desk.ask("r", max_tokens=25)
     assert sent(desk.ask("early", max_tokens=1, token_ids=tuple(range(28))), StartPrefill)
     desk.handle(RequestCancelled(RequestId("early")))

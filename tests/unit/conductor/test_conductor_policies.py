@@ -188,8 +188,8 @@ def test_how_long_answers_are_is_learned_from_them(prediction: str) -> None:
         desk.now += 0.5
         desk.tokens("d0", *range(9), work=f"r{number}/{number}", finish=FinishReason.STOP)
     assert desk.conductor.forecast.usual_s == pytest.approx(0.5)
-    assert desk.conductor.lengths.predict(10, (), 0) == pytest.approx(10.0)
-    assert desk.conductor.lengths.error.count == {"duration": 0, "length": 39}[prediction]
+    assert desk.conductor.answers.lengths.predict(10, (), 0) == pytest.approx(10.0)
+    assert desk.conductor.answers.lengths.error.count == {"duration": 0, "length": 39}[prediction]
     desk.ask("new", max_tokens=50)
     attempt = desk.conductor.requests[RequestId("new")].attempt
     assert attempt is not None and attempt.stay is not None
@@ -202,7 +202,7 @@ def test_how_long_answers_are_is_learned_from_them(prediction: str) -> None:
 
 def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:
     desk = Desk("p0", "d0", decode_prediction="length")
-    desk.conductor.lengths.learn(10, (), 4, 4.0)
+    desk.conductor.answers.lengths.learn(10, (), 4, 4.0)
     desk.ask(max_tokens=500)
     desk.decoding()
     attempt = desk.conductor.requests[RequestId("r")].attempt
