@@ -16,6 +16,7 @@ from moonpool.types import Struct
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
 Admission = Literal["none", "baseline", "early", "predictive"]
 EvictionName = Literal["lru", "lfu", "length-aware", "predictive"]
+SsdAdmission = Literal["second-use", "always"]
 Batching = Literal["chunked", "prefill-first", "whole-prompts", "alternating"]
 DecodePrediction = Literal["duration", "length"]
 Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
@@ -44,12 +45,16 @@ class ClusterConfig(Struct, frozen=True):
 
 class PoolConfig(Struct, frozen=True):
     """The KVCache pool. `dram_tokens_per_instance == 0`: as much as a quarter of the machine's free
-    memory, divided among its instances, up to 262,144 tokens each."""
+    memory, divided among its instances, up to 262,144 tokens each. `ssd_tokens_per_instance == 0`:
+    no SSD tier. `ssd_admission`: which blocks are written to it when they leave DRAM."""
 
     block_tokens: int = 64
     dram_tokens_per_instance: int = 0
     prefix_caching: bool = True
     eviction: EvictionName = "lru"
+    ssd_tokens_per_instance: int = 0
+    ssd_admission: SsdAdmission = "second-use"
+    ssd_folder: str = ""  # each live instance keeps its blocks in a folder of its own below it
 
 
 class NetworkConfig(Struct, frozen=True):
@@ -87,6 +92,8 @@ class InstanceConfig(Struct, frozen=True):
     max_steps_in_flight: int = 1  # more than one: stages of a pipeline
     engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
+    ssd_blocks: int = 0  # that the SSD has slots for; 0: there is no such tier
+    ssd_admission: SsdAdmission = "second-use"
 
 
 class EngineConfig(Struct, frozen=True):
@@ -204,6 +211,7 @@ def _check_ranges(config: Config) -> None:
         "a multiple of 16, at most 1024",
     )
     _require(config.pool.dram_tokens_per_instance >= 0, "pool.dram_tokens_per_instance", ">= 0")
+    _require(config.pool.ssd_tokens_per_instance >= 0, "pool.ssd_tokens_per_instance", ">= 0")
     _require(config.model.max_model_tokens >= 0, "model.max_model_tokens", ">= 0")
     _require(config.slo.ttft_s > 0 and config.slo.tbt_s > 0, "slo", "> 0 seconds")
     _require(config.engine.chunk_tokens >= 1, "engine.chunk_tokens", ">= 1")

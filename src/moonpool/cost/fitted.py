@@ -3,6 +3,7 @@
 prefill(n, p)   = a + b (n-p) + c (n-p)^2 + d (n-p) p     n prompt tokens, p of them cached
 decode(B, ctx)  = e + f B + g ctx                         ctx = sum of the B contexts
 transfer(bytes) = h + bytes / bandwidth
+load(bytes)     = bytes / bandwidth of the SSD
 
 The prefill form is the one that fits Mooncake's own testbed within 8 % (FAST'25 Fig. 14).
 Coefficients are fitted by non-negative least squares on *relative* errors, so that estimates grow
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import fsum, sqrt
+from math import fsum, inf, sqrt
 
 from moonpool.cost.model import Chunk
 from moonpool.types import Struct
@@ -46,6 +47,7 @@ class FittedCost(Struct, frozen=True):
     transfer_latency_s: float = 0.002
     shared_memory_bytes_per_s: float = 4e9
     network_bytes_per_s: float = 1e9
+    ssd_read_bytes_per_s: float = 0.0  # 0: there is no SSD tier
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         a, b, c, d = self.prefill
@@ -94,6 +96,13 @@ class FittedCost(Struct, frozen=True):
             return 0.0
         rate = self.shared_memory_bytes_per_s if same_host else self.network_bytes_per_s
         return self.transfer_latency_s + num_bytes * max(num_sharing, 1) / rate
+
+    def load_s(self, num_bytes: int, num_sharing: int = 1) -> float:
+        if num_bytes <= 0:
+            return 0.0
+        if self.ssd_read_bytes_per_s <= 0.0:
+            return inf
+        return num_bytes * max(num_sharing, 1) / self.ssd_read_bytes_per_s
 
 
 def fit_cost(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:

@@ -29,6 +29,11 @@ class CostModel(Protocol):
         """Time to move KVCache between instances while `num_sharing` transfers share the source."""
         ...
 
+    def load_s(self, num_bytes: int, num_sharing: int = 1) -> float:
+        """Time to read KVCache from the instance's SSD while `num_sharing` loads share it; infinite
+        where there is none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

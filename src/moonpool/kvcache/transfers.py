@@ -67,4 +67,41 @@ class ReceiveEnded(Struct, frozen=True, tag=True):
     error: str = ""
 
 
-MessengerEvent = FetchEnded | ReadRequested | ReadEnded | SendEnded | ReceiveEnded
+class StoreEnded(Struct, frozen=True, tag=True):
+    """(terminal) Blocks written to the SSD: the first `num_blocks` are safely there."""
+
+    store_id: str
+    num_blocks: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class LoadEnded(Struct, frozen=True, tag=True):
+    """(terminal) Blocks read from the SSD: the first `num_blocks` arrived, their checksums hold."""
+
+    load_id: str
+    num_blocks: int
+    corrupt_slices: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class StoreLost(Struct, frozen=True, tag=True):
+    """The SSD tier is gone for good (a disk error, a folder that vanished). Stores and loads under
+    way still end, each by its own event."""
+
+    error: str
+
+
+MessengerEvent = (
+    FetchEnded
+    | ReadRequested
+    | ReadEnded
+    | SendEnded
+    | ReceiveEnded
+    | StoreEnded
+    | LoadEnded
+    | StoreLost
+)

@@ -34,10 +34,13 @@ from moonpool.runtime.settle import settle_memory
 from moonpool.runtime.transfers import perform_transfer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
+    ForgetStored,
+    LoadBlocks,
     RunStep,
     StepEnded,
     StepFailed,
     StopRepeating,
+    StoreBlocks,
     Tell,
     WorkerAction,
     WorkerEvent,
@@ -242,6 +245,8 @@ class Worker:
                     continue
                 case RunStep():
                     self._engine.submit(action)
+                case StoreBlocks() | LoadBlocks() | ForgetStored():
+                    raise AssertionError("an instance without SSD slots asks for none")
                 case _:
                     self._engine.before_transfer(action)
                     perform_transfer(booted.messenger, booted.layout.num_layers, action)

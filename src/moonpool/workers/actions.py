@@ -126,6 +126,36 @@ class CancelStream:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreBlocks:
+    """Write blocks to slots of the SSD, in this order; answer with `StoreEnded`. Until then the
+    blocks are held and only read; what was in the slots is void already."""
+
+    store_id: str
+    keys: tuple[BlockKey, ...]
+    block_ids: tuple[BlockId, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Read slots of the SSD into blocks, in this order; answer with `LoadEnded`. Until then the
+    blocks are the reader's alone, and the slots keep what they hold."""
+
+    load_id: str
+    keys: tuple[BlockKey, ...]
+    slots: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStored:
+    """These slots' contents are void (evicted, corrupt, or never completely written): they must
+    not be found again. Needs no answer."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Send a report to the head."""
 
@@ -145,5 +175,8 @@ WorkerAction = (
     | AbortStream
     | ExpectStream
     | CancelStream
+    | StoreBlocks
+    | LoadBlocks
+    | ForgetStored
     | Tell
 )
