@@ -29,6 +29,7 @@ LEVELS = (
     {"trace"},
     {"runtime", "sim"},
     {"report"},
+    {"plan"},
     {"bench", "reproduce"},
     {"cli"},
     {"__main__"},

@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from moonpool import __version__
+from moonpool.cli.capacity import capacity
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.config import Admission, ConductorConfig, Placement, choices
 from moonpool.engine.machine import cpu_name
@@ -24,6 +25,9 @@ JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help
 @click.group()
 def bench() -> None:
     """Benchmarks of the parts."""
+
+
+bench.add_command(capacity)
 
 
 @bench.command()
@@ -47,7 +51,7 @@ def engine(
         found = bench_engine(model, peer_python, peer_eager, repeats, click.echo)
     except (PeerError, ModelError) as error:
         fail(str(error))
-    _finish(found, json_file)
+    finish(found, json_file)
 
 
 @bench.command()
@@ -66,7 +70,7 @@ def cached(model: str, prefix_tokens: int, repeats: int, json_file: str | None) 
         found = bench_cached(model, prefix_tokens, repeats)
     except (CachedBenchError, ServerError, httpx.HTTPError) as error:
         fail(str(error))
-    _finish(found | {"model": model}, json_file)
+    finish(found | {"model": model}, json_file)
 
 
 @bench.command()
@@ -83,7 +87,7 @@ def head(concurrency: tuple[int, ...], json_file: str | None) -> None:
         found = bench_head(concurrency)
     except (ServerError, httpx.HTTPError) as error:
         fail(f"the server failed: {type(error).__name__}: {error}")
-    _finish(found, json_file)
+    finish(found, json_file)
 
 
 @bench.command()
@@ -112,7 +116,7 @@ def conductor(
         fail("--instances must be at least 2: one for prefill and one for decode")
     config = ConductorConfig(placement=placement, admission=admission)
     found = bench_conductor(instances, blocks, in_flight, decisions, config, click.echo)
-    _finish(found | {"blocks_per_instance": blocks, "decisions": decisions}, json_file)
+    finish(found | {"blocks_per_instance": blocks, "decisions": decisions}, json_file)
 
 
 @bench.command()
@@ -143,10 +147,10 @@ def simulator(sizes: tuple[tuple[int, int], ...], json_file: str | None) -> None
             runs.append(found)
     except SimulatorBenchError as error:
         fail(str(error))
-    _finish({"runs": runs}, json_file)
+    finish({"runs": runs}, json_file)
 
 
-def _finish(found: dict[str, Any], json_file: str | None) -> None:
+def finish(found: dict[str, Any], json_file: str | None) -> None:
     """Figures without their origin are worth nothing: command, commit and machine go along."""
     found["origin"] = {
         "command": "moonpool " + " ".join(sys.argv[1:]),

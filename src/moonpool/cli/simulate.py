@@ -28,6 +28,7 @@ from moonpool.config import (
 )
 
 if TYPE_CHECKING:
+    from moonpool.cost.catalogue import Catalogue
     from moonpool.cost.fitted import FittedCost
 
 FLAG_KEYS: FlagKeys = {
@@ -244,13 +245,24 @@ def open_hardware(
     config: Config, catalogue_file: str | None, prefill_belief: float, decode_belief: float
 ) -> Any:
     """Raises ConfigError."""
+    from moonpool.sim.hardware import build_hardware
+
+    catalogue, profile = open_parts(config, catalogue_file)
+    return build_hardware(config, profile, catalogue, prefill_belief, decode_belief)
+
+
+def open_parts(config: Config, catalogue_file: str | None) -> tuple[Catalogue, FittedCost | None]:
+    """The files that a cluster's hardware is described by: catalogue, and profile if the config
+    names one. Ends the command if they cannot be read."""
     from moonpool.cost.catalogue import BUILT_IN, parse_catalogue
     from moonpool.cost.fitted import FittedCost
-    from moonpool.sim.hardware import build_hardware
 
     catalogue = BUILT_IN
     if catalogue_file is not None:
-        catalogue = parse_catalogue(read_text(catalogue_file, "the catalogue"))
+        try:
+            catalogue = parse_catalogue(read_text(catalogue_file, "the catalogue"))
+        except ConfigError as error:
+            fail(str(error))
     profile = None
     if config.hardware.cost.endswith(".json"):
         text = read_text(config.hardware.cost, "the profile")
@@ -259,7 +271,7 @@ def open_hardware(
         except msgspec.DecodeError as error:
             fail(f"{config.hardware.cost} is no profile of `moonpool profile --json`: {error}")
         _check_profile(profile, config.hardware.cost)
-    return build_hardware(config, profile, catalogue, prefill_belief, decode_belief)
+    return catalogue, profile
 
 
 def _check_profile(profile: FittedCost, path: str) -> None:

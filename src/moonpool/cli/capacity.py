@@ -1,0 +1,145 @@
+"""`moonpool bench capacity`: the highest rate at which a cluster keeps its SLOs, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from moonpool.bench.capacity import Capacity, Goal, Point
+from moonpool.cli.output import COUNT, fail
+from moonpool.cli.simulate import FACTOR, cluster_options, open_parts, read_cluster
+from moonpool.plan.confidence import Attainment
+
+SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True, max_open=True)
+MOST_SEEDS = click.IntRange(min=2, max=100)
+
+
+@click.command()
+@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
+@cluster_options
+@click.option(
+    "--attainment",
+    type=SHARE,
+    default=0.9,
+    show_default=True,
+    help="Share of requests that must meet both SLOs; a rejected one does not.",
+)
+@click.option("--confidence", type=SHARE, default=0.95, show_default=True)
+@click.option(
+    "--tolerance", type=SHARE, default=0.05, show_default=True, help="Between the rates found."
+)
+@click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, per rate.")
+@click.option("--runs", type=COUNT, default=100, show_default=True, help="At most, in all.")
+@click.option("--start", type=FACTOR, default=1.0, show_default=True, help="Speed to begin at.")
+@click.option("--requests", type=COUNT, help="Only the first so many.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
+@click.option("--processes", type=COUNT, help="That simulate; all cores unless given.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
+def capacity(
+    trace_file: str,
+    config_file: str | None,
+    cost: str | None,
+    catalogue_file: str | None,
+    attainment: float,
+    confidence: float,
+    tolerance: float,
+    seeds: int,
+    runs: int,
+    start: float,
+    requests: int | None,
+    seed: int,
+    processes: int | None,
+    json_file: str | None,
+    **flags: Any,
+) -> None:
+    """The highest rate at which the SLOs hold, in simulation.
+
+    By bisection of the trace's speed. Each seed but 0 draws the trace's sessions anew; a rate is
+    judged when the confidence interval of its attainment is clear of --attainment.
+    """
+    from moonpool.cli.bench import finish
+    from moonpool.plan.trial import Trial, Workload
+    from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
+    from moonpool.trace.reader import open_trace
+    from moonpool.trace.row import TraceError
+
+    config = read_cluster(config_file, flags, cost, None)
+    catalogue, profile = open_parts(config, catalogue_file)
+    try:
+        trace = open_trace(trace_file, limit=requests)
+        rows = tuple(trace)
+    except TraceError as error:
+        fail(str(error))
+    if len(rows) < 2 or rows[-1].arrived_s <= 0:
+        fail(f"{trace_file} has no rate: all its requests come at once; use a longer trace")
+    trace_rps = len(rows) / rows[-1].arrived_s
+    goal = Goal(attainment, confidence, tolerance, seeds, runs, seed)
+    workload = Workload(rows, trace.info.block_tokens, catalogue, profile)
+    click.echo(f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval")
+    with Workforce(workload, processes or num_cores()) as workforce:
+
+        def measure(points: Sequence[tuple[float, int]]) -> list[Attainment]:
+            trials = [Trial(config, point_seed, speed) for speed, point_seed in points]
+            outcomes = workforce.run(trials)
+            for outcome in outcomes:
+                if outcome.error:
+                    fail(outcome.error)
+            return [outcome.attainment for outcome in outcomes]
+
+        try:
+            found = _search(measure, start, goal, trace_rps)
+        except WorkforceError as error:
+            fail(str(error))
+    click.echo(conclusion(found, goal, trace_rps))
+    finish(_figures(found, goal, trace_rps, config), json_file)
+
+
+def _search(measure: Any, start: float, goal: Goal, trace_rps: float) -> Capacity:
+    from moonpool.bench.capacity import search_capacity
+
+    def tell(point: Point) -> None:
+        low, mean, high = point.interval.low, point.interval.mean, point.interval.high
+        click.echo(
+            f"{point.rate:>8.3f} {point.rate * trace_rps:>10.3f} {mean:>10.2%}  {low:.2%} to"
+            f" {high:.2%} of {len(point.runs)} seeds: {point.verdict.value}"
+        )
+
+    return search_capacity(measure, start, goal, tell)
+
+
+def conclusion(found: Capacity, goal: Goal, trace_rps: float) -> str:
+    """In one or two sentences."""
+    sure = f"{goal.wanted:.0%} of requests within both SLOs (at {goal.confidence:.0%} confidence)"
+    if not found.holds:
+        least = found.points[0].rate
+        return f"No rate was found with {sure}; the lowest tried is {least * trace_rps:.3g} a s."
+    text = f"Up to {found.holds * trace_rps:.3g} requests/s (speed {found.holds:.3g}): {sure}."
+    if found.fails == float("inf"):
+        return f"{text} No rate was found that fails: a trace this short ends before a queue forms."
+    text += f" At {found.fails * trace_rps:.3g} (speed {found.fails:.3g}) it clearly fails"
+    if found.unclear:
+        rates = ", ".join(f"{point.rate:.3g}" for point in found.unclear)
+        text += f"; between, at speed {rates}, {goal.max_seeds} seeds do not tell"
+    text += f". {found.num_runs} runs"
+    return f"{text}, all that were allowed." if found.ended == "runs used up" else f"{text}."
+
+
+def _figures(found: Capacity, goal: Goal, trace_rps: float, config: Any) -> dict[str, Any]:
+    rates = {
+        "holds_rps": found.holds * trace_rps,
+        "fails_rps": found.fails * trace_rps if found.fails < float("inf") else None,
+        "estimate_rps": found.estimate * trace_rps if found.estimate is not None else None,
+    }
+    figures: dict[str, Any] = msgspec.to_builtins(found)
+    figures["fails"] = found.fails if found.fails < float("inf") else None
+    api = {"api_keys": len(config.api.api_keys)}
+    tables = msgspec.to_builtins(config)
+    return {
+        "capacity": rates | figures,
+        "trace_rps": trace_rps,
+        "goal": msgspec.to_builtins(goal),
+        "config": tables | {"api": tables["api"] | api},
+    }

@@ -1,0 +1,111 @@
+"""Processes that simulate: trials go out, outcomes come back in the order of the trials.
+
+How many there are changes how long it takes, nothing else. Each is started afresh (spawn) and given
+the workload once. One process: no other is started. Outcomes are kept: no trial is run twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+
+from moonpool.plan.trial import Outcome, Trial, Workload, run_trial
+
+
+class WorkforceError(RuntimeError):
+    """A process ended before its work was done."""
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Workforce:
+    """To be used as a context: its processes end with it."""
+
+    def __init__(self, workload: Workload, num_processes: int) -> None:
+        assert num_processes >= 1
+        self.num_run = 0
+        self._workload = workload
+        self._num_processes = num_processes
+        self._known: dict[Trial, Outcome] = {}
+        self._idle: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def __enter__(self) -> Workforce:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+    def run(
+        self, trials: Sequence[Trial], tell: Callable[[int], None] = lambda done: None
+    ) -> list[Outcome]:
+        """Outcomes of all, in order; `tell` hears how many of the new ones are done."""
+        new = list(dict.fromkeys(trial for trial in trials if trial not in self._known))
+        if self._num_processes == 1 or (len(new) == 1 and not self._processes):
+            for done, trial in enumerate(new, 1):
+                self._known[trial] = run_trial(trial, self._workload)
+                tell(done)
+        elif new:
+            self._run_elsewhere(new, tell)
+        self.num_run += len(new)
+        return [self._known[trial] for trial in trials]
+
+    def _run_elsewhere(self, new: list[Trial], tell: Callable[[int], None]) -> None:
+        self._start(min(len(new), self._num_processes))
+        waiting = deque(new)
+        under_way: dict[Connection, Trial] = {}
+        done = 0
+        while waiting or under_way:
+            while waiting and self._idle:
+                line = self._idle.pop()
+                under_way[line] = waiting.popleft()
+                line.send(under_way[line])
+            ready = wait(list(under_way))
+            for line in [line for line in under_way if line in ready]:
+                try:
+                    self._known[under_way.pop(line)] = line.recv()
+                except EOFError:
+                    raise WorkforceError(
+                        "a simulating process ended early, perhaps for want of memory: use fewer"
+                        " with --processes"
+                    ) from None
+                self._idle.append(line)
+                done += 1
+                tell(done)
+
+    def _start(self, number: int) -> None:
+        context = get_context("spawn")
+        while len(self._processes) < number:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(self._workload, there), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._idle.append(here)
+
+
+def _serve(workload: Workload, line: Connection) -> None:
+    """The life of a process: until it is ended, or nobody is there any more."""
+    try:
+        while True:
+            line.send(run_trial(line.recv(), workload))
+    except (EOFError, KeyboardInterrupt, BrokenPipeError):
+        return

@@ -1,0 +1,52 @@
+"""`moonpool bench capacity`, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonpool.cli.main import cli
+from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.generate import generate
+from moonpool.trace.writer import write_trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    write_trace(generate(BUILT_IN["conversation"], num_requests=150, seed=1), path)
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["bench", "capacity", *arguments])
+
+
+def test_it_finds_a_rate_and_says_how_sure_it_is(trace: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    small = ("--prefill", "1", "--decode", "1", "--slo-ttft", "10")
+    limits = ("--seeds", "3", "--tolerance", "0.2", "--processes", "1", "--json", str(path))
+    done = run("--trace", trace, *small, *limits)
+    assert done.exit_code == 0, done.output
+    assert "requests/s (speed" in done.output and "95% confidence" in done.output
+    found = json.loads(path.read_bytes())
+    capacity = found["capacity"]
+    assert 0 < capacity["holds"] < capacity["fails"]
+    assert capacity["holds_rps"] == pytest.approx(capacity["holds"] * found["trace_rps"])
+    for point in capacity["points"]:
+        assert 2 <= len(point["runs"]) <= 3
+        if point["verdict"] == "meets":
+            assert point["interval"]["low"] >= 0.9
+        if point["rate"] <= capacity["holds"]:
+            assert point["verdict"] != "misses"
+    assert found["config"]["cluster"]["prefill"] == 1 and found["origin"]["command"]
+
+
+def test_what_cannot_run_is_one_line(trace: str) -> None:
+    done = run("--trace", trace, "--kv-tokens", "1024", "--processes", "1")
+    assert done.exit_code == 1 and "no instance holds more than" in done.stderr
+    done = run("--trace", "nowhere.jsonl")
+    assert done.exit_code == 1 and done.stderr.startswith("moonpool: ")
