@@ -28,6 +28,7 @@ LEVELS = (
     {"api"},
     {"trace"},
     {"runtime", "sim"},
+    {"replay"},
     {"report"},
     {"plan"},
     {"bench", "reproduce"},

@@ -88,6 +88,11 @@ class ServerMetrics(Collector):
         self._transfer_bytes: Counter[str] = Counter()
         self._transfers: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
+        self._prefill_s = 0.0
+        self._wasted_prefill_s = 0.0
+        self._transfer_s = 0.0
+        self._step_s: dict[str, float] = {}
+        self._loads: dict[str, float] = {}
         self._running = 0
         self._waiting = 0
         self._cache_use = 0.0
@@ -109,6 +114,14 @@ class ServerMetrics(Collector):
         self._totals["prompt_tokens"] += prompt_tokens
         self._totals["cached_tokens"] += cached_tokens
         self._prompt_sizes.observe(prompt_tokens)
+
+    def observe_prefill(self, seconds: float, fetched_tokens: int, wasted: bool) -> None:
+        """A prompt's computing took so long; `wasted`: its request was not answered."""
+        self._prefill_s += seconds
+        self._totals["fetched_tokens"] += fetched_tokens
+        if wasted:
+            self._wasted_prefill_s += seconds
+            self._totals["wasted_prefills"] += 1
 
     def observe_finished(
         self,
@@ -147,6 +160,18 @@ class ServerMetrics(Collector):
     def add_recomputed_tokens(self, count: int) -> None:
         self._totals["recomputed_tokens"] += count
 
+    def add_step_seconds(self, role: str, seconds: float) -> None:
+        """Engines of this role computed for so long."""
+        self._step_s[role] = self._step_s.get(role, 0.0) + seconds
+
+    def add_transfer_seconds(self, seconds: float) -> None:
+        """A stream of KVCache to a decode instance took so long."""
+        self._transfer_s += seconds
+
+    def set_pool_loads(self, loads: Mapping[str, float]) -> None:
+        """Predicted over promised latency, by pool."""
+        self._loads = dict(loads)
+
     def set_load(self, running: int, waiting: int, cache_use: float) -> None:
         """`cache_use`: blocks in use over all blocks, 0 to 1."""
         self._running, self._waiting, self._cache_use = running, waiting, cache_use
@@ -179,6 +204,9 @@ class ServerMetrics(Collector):
         for name, text, value in plain:
             yield self._gauge(name, text, None, {"": value})
         yield self._gauge("moonpool:instances", "Live instances by role.", "role", self._instances)
+        yield self._gauge(
+            "moonpool:pool_load", "Predicted over promised latency.", "pool", self._loads
+        )
 
     def _counters(self) -> Iterator[Metric]:
         totals = self._totals
@@ -197,6 +225,31 @@ class ServerMetrics(Collector):
                 "Tokens computed again because a block was lost or corrupt.",
                 totals["recomputed_tokens"],
             ),
+            (
+                "moonpool:fetched_tokens",
+                "Prompt tokens fetched from another instance.",
+                totals["fetched_tokens"],
+            ),
+            (
+                "moonpool:wasted_prefills",
+                "Prompts computed for requests that were not answered.",
+                totals["wasted_prefills"],
+            ),
+            (
+                "moonpool:wasted_prefill_seconds",
+                "Seconds spent on them, from their first chunk to their end.",
+                self._wasted_prefill_s,
+            ),
+            (
+                "moonpool:prefill_seconds",
+                "Seconds spent on all prompts, from first chunk to end.",
+                self._prefill_s,
+            ),
+            (
+                "moonpool:transfer_seconds",
+                "Seconds that streams of KVCache to decode instances took.",
+                self._transfer_s,
+            ),
         )
         for name, text, value in plain:
             yield self._counter(name, text, None, {"": value})
@@ -206,6 +259,7 @@ class ServerMetrics(Collector):
             ("moonpool:requests_failed", "Accepted, not answered.", "reason", self._failed),
             ("moonpool:transfer_bytes", "KVCache moved.", "transport", self._transfer_bytes),
             ("moonpool:transfers", "Transfers done.", "transport", self._transfers),
+            ("moonpool:step_seconds", "Seconds that engines computed.", "role", self._step_s),
         )
         for name, text, label, counts in by_label:
             yield self._counter(name, text, label, counts)

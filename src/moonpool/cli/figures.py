@@ -31,9 +31,9 @@ def _answers(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple[
     reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
     yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "")
     yield "failed", f"{figures['failed']:,}"
-    yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
-    yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
-    yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+    yield "TTFT", spread(figures["ttft_s"], 1.0, "s")
+    yield "TBT", spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
+    yield "", spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
 
 
 def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -55,6 +55,7 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "took", f"{figures['wall_s']:.1f} s for {simulated}, seed {figures['seed']}"
 
 
-def _spread(summary: dict[str, float], factor: float, unit: str) -> str:
+def spread(summary: dict[str, float], factor: float, unit: str) -> str:
+    """A distribution in one line."""
     parts = [f"{name} {summary[name] * factor:.3g}" for name in ("mean", "p50", "p90", "p99")]
     return f"{', '.join(parts)} {unit}"

@@ -15,6 +15,7 @@ COMMANDS = {
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Run the main job end to end, and end."),
+    "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "trace": ("moonpool.cli.trace", "trace", "Read, make and get workloads."),
     "reproduce": ("moonpool.cli.reproduce", "reproduce", "A paper's figure beside ours."),

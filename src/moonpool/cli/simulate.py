@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.cli.scale import SHARE, check_folders
 from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.config import (
     Admission,
@@ -28,6 +29,8 @@ from moonpool.config import (
 )
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from moonpool.cost.catalogue import Catalogue
     from moonpool.cost.fitted import FittedCost
 
@@ -126,6 +129,14 @@ def cluster_options(command: Any) -> Any:
     "--speed", type=FACTOR, default=1.0, show_default=True, help="Replay this much faster."
 )
 @click.option("--requests", type=COUNT, help="Only the first so many.")
+@click.option(
+    "--scale-tokens",
+    "scale",
+    type=SHARE,
+    default="1",
+    show_default=True,
+    help="Share of each prompt and answer, such as 1/16.",
+)
 @click.option("--seed", type=int, help="Of noise and random placement; 0 unless configured.")
 @click.option(
     "--noise",
@@ -167,6 +178,7 @@ def simulate(
     catalogue_file: str | None,
     speed: float,
     requests: int | None,
+    scale: Fraction,
     seed: int | None,
     noise: float,
     prefill_belief: float,
@@ -188,12 +200,13 @@ def simulate(
     from moonpool.sim.workload import make_arrivals
     from moonpool.trace.reader import open_trace
     from moonpool.trace.row import TraceError
+    from moonpool.trace.scale import scale_trace
 
     config = read_cluster(config_file, flags, cost, seed)
-    _check_folders(json_file, report_file)
+    check_folders(json_file, report_file)
     began_s = time.perf_counter()
     try:
-        trace = open_trace(trace_file, limit=requests, speed=speed)
+        trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
         hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
         simulation = Simulation(config, hardware, config.conductor.seed, noise, layer_wise)
         rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
@@ -210,6 +223,7 @@ def simulate(
     figures = summarise(simulation, time.perf_counter() - began_s)
     params = click.get_current_context().params
     figures["run"] = {"trace": Path(trace_file).name} | {key: params[key] for key in OF_THE_RUN}
+    figures["run"]["scale_tokens"] = str(scale)
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:
@@ -280,13 +294,6 @@ def _check_profile(profile: FittedCost, path: str) -> None:
         fail(f"{path} holds a negative time: measure it again with `moonpool profile --json`")
     if min(profile.shared_memory_bytes_per_s, profile.network_bytes_per_s) <= 0:
         fail(f"{path} holds a bandwidth of 0 or less: measure it again with `moonpool profile`")
-
-
-def _check_folders(*paths: str | None) -> None:
-    """Before the work, rather than after it."""
-    for path in paths:
-        if path is not None and not Path(path).parent.is_dir():
-            fail(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
 def with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:

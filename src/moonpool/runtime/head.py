@@ -41,7 +41,7 @@ from moonpool.runtime.observer import Observer
 from moonpool.runtime.protocol import SILENCE_S, DownFrame, Joined, Setup, Stop, UpFrame
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo
-from moonpool.workers.messages import InstanceInfo, InstanceLoad, Report
+from moonpool.workers.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 
 log = logging.getLogger("moonpool.head")
 
@@ -151,7 +151,7 @@ class Head:
         return any(r.prefills for r in roles) and any(r.decodes for r in roles)
 
     def metrics_text(self) -> bytes:
-        self._observer.gauges(self.conductor)
+        self._observer.gauges(self.conductor, self.now())
         return self._metrics.text()
 
     # The Conductor's actions
@@ -220,7 +220,9 @@ class Head:
         if isinstance(report, InstanceLoad):
             state = self.conductor.instances.get(link.instance_id)
             if state is not None:
-                self._observer.instance_load(link.instance_id, state.info.incarnation, report)
+                self._observer.instance_load(state.info, report)
+        elif isinstance(report, TransferDone):
+            self._metrics.add_transfer_seconds(report.seconds)
         self._post(Reported(link.instance_id, report))
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:

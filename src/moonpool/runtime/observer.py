@@ -7,7 +7,7 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import Stage
 from moonpool.metrics import RequestRecord
 from moonpool.types import FinishReason, InstanceId
-from moonpool.workers.messages import InstanceLoad
+from moonpool.workers.messages import InstanceInfo, InstanceLoad
 
 _ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
@@ -25,7 +25,13 @@ class Observer:
             metrics.observe_first_token(record.first_token_s - record.arrived_s)
             metrics.observe_prompt(record.num_prompt_tokens, record.cached_tokens)
             metrics.observe_tokens(record.num_generated_tokens, record.gaps_s)
-        if record.outcome in _ANSWERED:
+        answered = record.outcome in _ANSWERED
+        if record.prefill_started_s is not None:
+            ends_s = record.prefill_done_s or record.finished_s
+            assert ends_s is not None
+            spent_s = max(ends_s - record.prefill_started_s, 0.0)
+            metrics.observe_prefill(spent_s, record.fetched_tokens, wasted=not answered)
+        if answered:
             assert record.finished_s is not None
             metrics.observe_finished(
                 record.outcome,
@@ -39,16 +45,21 @@ class Observer:
         else:
             metrics.observe_failed(record.outcome)
 
-    def instance_load(self, instance_id: InstanceId, incarnation: int, load: InstanceLoad) -> None:
+    def instance_load(self, info: InstanceInfo, load: InstanceLoad) -> None:
         """Counters are totals of one life of the instance; metrics want what came since."""
+        instance_id, incarnation = info.instance_id, info.incarnation
         life, before = self._last.get(instance_id, (incarnation, {}))
         if life != incarnation:
             before = {}
         self._last[instance_id] = (incarnation, load.counters)
 
-        def new(name: str) -> int:
-            return int(load.counters.get(name, 0) - before.get(name, 0))
+        def grown(name: str) -> float:
+            return load.counters.get(name, 0.0) - before.get(name, 0.0)
 
+        def new(name: str) -> int:
+            return int(grown(name))
+
+        self._metrics.add_step_seconds(info.role.value, grown("step_s"))
         self._metrics.add_corrupt_slices(new("corrupt_slices") + new("corrupt_blocks"))
         self._metrics.add_recomputed_tokens(new("recomputed_tokens"))
         for transport in ("shm", "tcp"):
@@ -60,7 +71,7 @@ class Observer:
         """Its next life counts from zero."""
         self._last.pop(instance_id, None)
 
-    def gauges(self, conductor: Conductor) -> None:
+    def gauges(self, conductor: Conductor, now: float) -> None:
         attempts = [t.attempt for t in conductor.requests.values() if t.attempt is not None]
         waiting = sum(a.stage is Stage.PREFILL and a.started_s is None for a in attempts)
         loads = [s.load for s in conductor.instances.values() if s.load is not None]
@@ -71,3 +82,4 @@ class Observer:
         for state in conductor.instances.values():
             roles[state.info.role.value] = roles.get(state.info.role.value, 0) + 1
         self._metrics.set_instances(roles)
+        self._metrics.set_pool_loads(conductor.loads(now)._asdict() if roles else {})

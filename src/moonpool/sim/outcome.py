@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from moonpool.config import Config
+from moonpool.sim.collector import Collector
 from moonpool.sim.histogram import rounded
 from moonpool.sim.node import Node
 from moonpool.sim.simulation import Simulation
@@ -20,6 +21,27 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     # Where all come at once, there is no time of arrivals to count by.
     arriving_s = simulation.last_arrival_s or simulated_s
     nodes = list(simulation.nodes.values())
+    return {
+        **request_figures(found, arriving_s),
+        "transfer": _transfers(nodes),
+        "utilisation": {
+            role.value: rounded(_utilisation(nodes, role, simulated_s))
+            for role in Role
+            if any(node.info.role is role for node in nodes)
+        },
+        "bubbles": _bubbles(nodes, simulated_s),
+        "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
+        "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
+        "simulated_s": rounded(simulated_s, 9),
+        "wall_s": round(wall_s, 3),
+        "events": simulation.clock.num_run,
+        "seed": simulation.seed,
+        "config": _without_secrets(simulation.config),
+    }
+
+
+def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
+    """What follows from the requests alone, simulated or live; they came within `arriving_s`."""
     return {
         "requests": found.num_requests,
         "completed": found.num_completed,
@@ -50,20 +72,6 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
             "mean_absolute": rounded(found.ttft_error_s.mean),
             "bias": rounded(found.ttft_bias_s / max(found.ttft_error_s.count, 1)),
         },
-        "transfer": _transfers(nodes),
-        "utilisation": {
-            role.value: rounded(_utilisation(nodes, role, simulated_s))
-            for role in Role
-            if any(node.info.role is role for node in nodes)
-        },
-        "bubbles": _bubbles(nodes, simulated_s),
-        "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
-        "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
-        "simulated_s": rounded(simulated_s, 9),
-        "wall_s": round(wall_s, 3),
-        "events": simulation.clock.num_run,
-        "seed": simulation.seed,
-        "config": _without_secrets(simulation.config),
     }
 
 

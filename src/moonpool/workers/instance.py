@@ -274,6 +274,7 @@ class Instance:
         assert len(step) == len(event.tokens)
         told: list[WorkTokens] = []
         self._outbox.count("steps")
+        self._outbox.count("step_s", event.seconds)
         for (active, num_tokens), token in zip(step, event.tokens, strict=True):
             if active.closing:
                 self._finalise_if_idle(active)
@@ -291,6 +292,7 @@ class Instance:
         told: list[WorkTokens] = []
         num_steps = len(event.tokens[0])
         self._outbox.count("steps", num_steps)
+        self._outbox.count("step_s", event.seconds)
         for (active, _), tokens in zip(step, event.tokens, strict=True):
             assert len(tokens) == num_steps
             if active.closing:

@@ -43,8 +43,21 @@ def test_what_the_head_observes_is_what_prometheus_reads() -> None:
     metrics.add_recomputed_tokens(16)
     metrics.set_load(running=2, waiting=5, cache_use=0.25)
     metrics.set_instances({"prefill": 2})
+    metrics.observe_prefill(0.5, 32, wasted=False)
+    metrics.observe_prefill(0.25, 0, wasted=True)
+    metrics.add_step_seconds("prefill", 1.5)
+    metrics.add_transfer_seconds(0.125)
+    metrics.set_pool_loads({"decode": 0.75})
 
     found = samples(metrics)
+
+    assert found["moonpool:prefill_seconds_total", ""] == 0.75
+    assert found["moonpool:wasted_prefill_seconds_total", ""] == 0.25
+    assert found["moonpool:wasted_prefills_total", ""] == 1
+    assert found["moonpool:fetched_tokens_total", ""] == 32
+    assert found["moonpool:step_seconds_total", "role=prefill"] == 1.5
+    assert found["moonpool:transfer_seconds_total", ""] == 0.125
+    assert found["moonpool:pool_load", "pool=decode"] == 0.75
 
     assert found["vllm:prompt_tokens_total", ""] == 100
     assert found["vllm:prefix_cache_queries_total", ""] == 100

@@ -1,0 +1,35 @@
+"""What commands that take a trace share: the option of its scale, and checks before long work."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import click
+
+from moonpool.cli.output import fail
+from moonpool.trace.scale import parse_share
+
+
+class _Share(click.ParamType[Fraction]):
+    name = "share"
+
+    def convert(
+        self, value: str | Fraction, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Fraction:
+        if isinstance(value, Fraction):
+            return value
+        try:
+            return parse_share(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SHARE = _Share()
+
+
+def check_folders(*paths: str | None) -> None:
+    """Before the work, rather than after it."""
+    for path in paths:
+        if path is not None and not Path(path).parent.is_dir():
+            fail(f"cannot write {path}: there is no folder {Path(path).parent}")

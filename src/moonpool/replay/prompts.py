@@ -1,0 +1,80 @@
+"""Real tokens for a trace that has none: prompts that share prefixes exactly as its ids say.
+
+A block's tokens follow from its id alone, and ids name whole prefixes; so two prompts agree as far
+as their ids do, and no further. Without ids each request's prompt is its own. Never sends anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+from moonpool.trace.row import TraceRow
+
+KEPT_BLOCKS = 8192
+PRIVATE_BLOCK_TOKENS = 512
+WORDS = tuple(
+    word
+    for line in (
+        "time year people way day man thing woman life child world school state family student",
+        "group country problem hand part place case week company system program question work",
+        "number night point home water room mother area money story fact month lot right study",
+        "book eye job word business issue side kind head house service friend father power hour",
+        "game line end member law",
+    )
+    for word in line.split()
+)
+"""Common words, each one token of most vocabularies, for servers that take no token ids."""
+
+
+class PromptMaker:
+    """`vocab_size`: token ids are drawn below it. `as_text`: words instead of ids."""
+
+    def __init__(
+        self, block_tokens: int, vocab_size: int, seed: int = 0, as_text: bool = False
+    ) -> None:
+        assert vocab_size >= 2
+        self._block_tokens = block_tokens or PRIVATE_BLOCK_TOKENS
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._as_text = as_text
+        self._encoded = lru_cache(maxsize=KEPT_BLOCKS)(self._encode)
+
+    def json(self, row: TraceRow, number: int) -> bytes:
+        """The prompt of the `number`-th request as a JSON value, as a body wants it."""
+        size = self._block_tokens
+        full, rest = divmod(row.input_tokens, size)
+        names = self._names(row, number, full + bool(rest))
+        parts = [self._encoded(name) for name in names[:full]]
+        if rest:
+            parts.append(self._join(self._tokens(names[full])[:rest]))
+        if self._as_text:
+            return b'"' + b" ".join(parts) + b'"'
+        return b"[" + b",".join(parts) + b"]"
+
+    def token_ids(self, row: TraceRow, number: int) -> list[int]:
+        """The same prompt as numbers."""
+        size = self._block_tokens
+        names = self._names(row, number, -(-row.input_tokens // size))
+        return [t for name in names for t in self._tokens(name)][: row.input_tokens]
+
+    def _names(self, row: TraceRow, number: int, count: int) -> list[bytes]:
+        if row.hash_ids:
+            assert len(row.hash_ids) >= count, "fewer hash ids than the prompt has blocks"
+            return [b"block %d" % i for i in row.hash_ids[:count]]
+        return [b"request %d block %d" % (number, i) for i in range(count)]
+
+    def _tokens(self, name: bytes) -> list[int]:
+        salted = b"%d %b" % (self._seed, name)
+        drawn = memoryview(hashlib.shake_128(salted).digest(4 * self._block_tokens)).cast("I")
+        if self._as_text:
+            return [value % len(WORDS) for value in drawn]
+        return [value % self._vocab_size for value in drawn]
+
+    def _encode(self, name: bytes) -> bytes:
+        return self._join(self._tokens(name))
+
+    def _join(self, tokens: list[int]) -> bytes:
+        if self._as_text:
+            return b" ".join(WORDS[token].encode() for token in tokens)
+        return ",".join(map(str, tokens)).encode()

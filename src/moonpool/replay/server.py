@@ -1,0 +1,104 @@
+"""What a server says of itself: models, vocabulary, SLOs, and its counters before and after a run.
+
+Owns what is asked of which kind of server. Anything but moonpool answers only `/v1/models`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moonpool.replay.connection import ConnectionFailedError, HttpClient
+
+ASSUMED_VOCAB = 1000
+"""Token ids below it are ordinary in nearly every vocabulary."""
+
+
+class ServerUnfitError(Exception):
+    """The server cannot be used; the text says why and what to do."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """`config` is a moonpool server's, else None."""
+
+    model: str
+    vocab_size: int | None
+    max_model_tokens: int | None
+    config: dict[str, Any] | None
+
+
+async def ask_server(client: HttpClient, model: str | None) -> ServerFacts:
+    """Raises ServerUnfitError: nobody there, no key, no such model."""
+    try:
+        status, body = await client.get("/v1/models")
+    except ConnectionFailedError as error:
+        raise ServerUnfitError(f"no server answers at {client.url}: {error}") from None
+    if status in (401, 403):
+        raise ServerUnfitError(
+            f"{client.url} wants an API key ({status}): give --api-key or set OPENAI_API_KEY"
+        )
+    listed = _json(body) if status == 200 else {}
+    cards = {card["id"]: card for card in listed.get("data", ()) if "id" in card}
+    if not cards:
+        raise ServerUnfitError(
+            f"{client.url} lists no models at /v1/models (status {status}): it is no"
+            " OpenAI-compatible server"
+        )
+    if model is not None and model not in cards:
+        raise ServerUnfitError(f"{client.url} has no model {model!r}; it has {', '.join(cards)}")
+    chosen = model or next(iter(cards))
+    info = await _moonpool_info(client)
+    vocab_size = info["model"]["vocab_size"] if info else None
+    config = info["config"] if info else None
+    return ServerFacts(chosen, vocab_size, cards[chosen].get("max_model_len"), config)
+
+
+async def _moonpool_info(client: HttpClient) -> dict[str, Any] | None:
+    try:
+        status, body = await client.get("/server_info")
+    except ConnectionFailedError:
+        return None
+    found = _json(body) if status == 200 else {}
+    return found if "vocab_size" in found.get("model", ()) and "slo" in found["config"] else None
+
+
+async def read_counters(client: HttpClient) -> dict[str, float]:
+    """The counters and gauges of `/metrics`, by name and the label that is not the model's; empty
+    where there are none."""
+    try:
+        status, body = await client.get("/metrics")
+    except ConnectionFailedError:
+        return {}
+    return parse_metrics(body.decode(errors="replace")) if status == 200 else {}
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """`name{model_name="m",reason="x"} 3.0` becomes `name{x}`: 3.0."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        plain, _, labels = name.partition("{")
+        if plain.endswith("_bucket"):
+            continue
+        kept = [
+            label.partition("=")[2].strip('"')
+            for label in labels.rstrip("}").split('",')
+            if label and not label.startswith(("model_name=", "engine="))
+        ]
+        key = f"{plain}{{{','.join(kept)}}}" if kept else plain
+        try:
+            found[key] = found.get(key, 0.0) + float(value)
+        except ValueError:
+            continue
+    return found
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

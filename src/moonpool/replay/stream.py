@@ -1,0 +1,136 @@
+"""One streamed completion as it comes: its tokens are noted, its ending and errors understood.
+
+Owns the reading of server-sent events in OpenAI's shape. Counts tokens by `token_ids` where the
+server sends them, else an event with text as one token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moonpool.metrics import RequestRecord
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Extra(msgspec.Struct):
+    """moonpool's own."""
+
+    timings_s: dict[str, float] = {}
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    code: str | int | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    moonpool: _Extra | None = None
+    error: _Error | str | None = None
+    message: str = ""  # where an older server sends the error itself
+    detail: Any = None  # FastAPI's
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class CompletionReceiver:
+    """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
+    how it ended, `retry_after_s` when to come back."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.status = 0
+        self.finish_reason = ""
+        self.error_code = ""
+        self.error_message = ""
+        self.retry_after_s: float | None = None
+        self.timings_s: dict[str, float] = {}
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self._rest = b""
+
+    def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.status = status
+        try:
+            self.retry_after_s = float(headers[b"retry-after"])
+        except (KeyError, ValueError):
+            self.retry_after_s = None
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        data = self._rest + data
+        if self.status != 200:
+            self._rest = data
+            return
+        cut = data.rfind(b"\n") + 1
+        self._rest = data[cut:]
+        for line in data[:cut].split(b"\n"):
+            if line.startswith(b"data:"):
+                self._on_event(line[5:].strip(), now_s)
+
+    def on_end(self) -> None:
+        """The answer is whole; an error's body is understood now."""
+        if self.status != 200:
+            self._take_error(self._rest)
+
+    def _on_event(self, payload: bytes, now_s: float) -> None:
+        if payload == b"[DONE]":
+            return
+        try:
+            event = _DECODER.decode(payload)
+        except msgspec.DecodeError as error:
+            self.error_code = self.error_code or "bad_event"
+            self.error_message = f"the server sent an event that is no completion: {error}"
+            return
+        if event.error is not None:
+            self._note_error(event)
+        for choice in event.choices:
+            if choice.token_ids is not None:
+                self.record.note_tokens(len(choice.token_ids), now_s)
+            elif choice.text:
+                self.record.note_tokens(1, now_s)
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        usage = event.usage
+        if usage is not None:
+            self.prompt_tokens, self.completion_tokens = (
+                usage.prompt_tokens,
+                usage.completion_tokens,
+            )
+            if usage.prompt_tokens_details is not None:
+                self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        if event.moonpool is not None:
+            self.timings_s = event.moonpool.timings_s
+
+    def _take_error(self, body: bytes) -> None:
+        try:
+            self._note_error(_DECODER.decode(body))
+        except msgspec.DecodeError:
+            self.error_message = body[:200].decode(errors="replace")
+        self.error_code = self.error_code or f"http_{self.status}"
+
+    def _note_error(self, event: _Event) -> None:
+        error = event.error
+        if isinstance(error, _Error):
+            self.error_code = str(error.code or error.type or "error")
+            self.error_message = error.message
+        else:
+            self.error_message = error or event.message or str(event.detail or "")

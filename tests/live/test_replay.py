@@ -1,0 +1,46 @@
+"""A trace replayed to a real cluster, beside the same trace simulated: the same names, the same
+hits, and the server's own word on what the client saw."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from moonpool.bench.local_server import LocalServer
+from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.generate import generate
+from moonpool.trace.writer import write_trace
+
+TRACE = ["--scale-tokens", "1/32", "--requests", "40"]
+
+
+def run(command: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    out = folder / f"{command}.json"
+    trace = ["--trace", str(folder / "t.jsonl"), *TRACE, "--json", str(out)]
+    words = [sys.executable, "-m", "moonpool", command, *trace, *arguments]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_the_same_trace_live_and_simulated(cluster: LocalServer, tmp_path: Path) -> None:
+    rows = generate(BUILT_IN["conversation"], num_requests=40, seed=2)
+    write_trace(rows, tmp_path / "t.jsonl")
+    live = run("replay", tmp_path, "--url", cluster.url, "--speed", "8")
+    simulated = run(
+        "simulate", tmp_path, *("--prefill", "2", "--decode", "2", "--block-size", "16")
+    )
+    assert live["completed"] == simulated["completed"] == 40, live["errors"]
+    assert live["output_tokens"] == simulated["output_tokens"]
+    assert live["cache"]["input_tokens"] == simulated["cache"]["input_tokens"]
+    assert live["cache"]["hit_tokens"] > 0
+    missing = set(simulated) - set(live)
+    assert missing <= {"bubbles", "kvcache_occupation_byte_s", "preemptions", "events"}
+    assert set(simulated["utilisation"]) == set(live["utilisation"])
+    assert {"bytes", "seconds"} <= set(live["transfer"])
+    assert 0 < live["server"]["ttft_s"]["mean"] <= live["ttft_s"]["mean"] * 1.01
+    stages = sum(seconds for name, seconds in live["stages_s"].items() if name != "decode")
+    assert abs(stages - live["ttft_s"]["mean"]) < 0.02
