@@ -1,4 +1,4 @@
-"""The commands that a booked attempt begins with. Puts into words only: what it says was decided."""
+"""The commands that a booked attempt begins with. Words only: what they say was decided before."""
 
 from __future__ import annotations
 

@@ -127,3 +127,13 @@ measurements is never full; this is what it gives on average at twice the trace'
 FLUCTUATION_PREFILL, FLUCTUATION_DECODE, FLUCTUATION_SPEED = 16, 4, 5.0
 """Of v3's Fig. 9, which says 20 machines: the split at which both pools are full with the paper's
 own limits, and the speed that offers both a fifth more than they can do."""
+
+
+# Lamina
+
+LAMINA_REQUESTS, LAMINA_QUICK_REQUESTS = 6_000, 1_500
+"""Of each trace, all waiting at the start: an offered load above what any configuration does."""
+
+LAMINA_WINDOW = (0.25, 0.75)
+"""Shares of the requests between whose ends the throughput is taken: before, the batch fills, and
+after, it drains."""

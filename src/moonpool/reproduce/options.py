@@ -13,6 +13,7 @@ DOWNLOADS = {
     "toolagent": "mooncake-toolagent",
     "synthetic": "mooncake-synthetic",
     "mooncake": "mooncake-arxiv",
+    "azure-conv": "azure-conversation",
 }
 """The papers' short names of traces, and those that `moonpool trace download` knows them by."""
 TRACE_FILES = {short: PUBLIC_TRACES[name].file_name for short, name in DOWNLOADS.items()}

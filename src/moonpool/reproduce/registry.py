@@ -119,6 +119,17 @@ EXPERIMENTS = {
         "Mooncake FAST'25 Eq. 1, 2",
         "When reusing a prefix is worth its transfer",
     ),
+    "lamina-bandwidth": Experiment(
+        "lamina_bandwidth",
+        "Lamina Figs 4, 14",
+        "The network that attention offloading needs",
+    ),
+    "lamina-throughput": Experiment(
+        "lamina_throughput",
+        "Lamina Fig. 10, Tables 4, 5",
+        "Attention offloading against one kind of device",
+        "azure-conv",
+    ),
 }
 
 
