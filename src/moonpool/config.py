@@ -91,6 +91,7 @@ class InstanceConfig(Struct, frozen=True):
     batching: Batching = "chunked"
     max_steps_in_flight: int = 1  # more than one: stages of a pipeline
     engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
+    tbt_slo_s: float = float("inf")  # of works that were promised nothing themselves
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
     ssd_blocks: int = 0  # that the SSD has slots for; 0: there is no such tier
     ssd_admission: SsdAdmission = "second-use"

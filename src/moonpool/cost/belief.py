@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
-from moonpool.cost.model import StepCost, prompt_s
+from moonpool.cost.fitted import (
+    DecodeSample,
+    FittedCost,
+    MixedSample,
+    PrefillSample,
+    fit_cost,
+)
+from moonpool.cost.model import Chunk, StepCost, prompt_s
 
 CACHED_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 SHORTEST_TOKENS = 128
+MIXED_CONTEXTS = (512, 4096)  # of each decode beside a chunk
 
 
 def fit_belief(
@@ -23,6 +30,7 @@ def fit_belief(
     transfer_latency_s: float,
     shared_memory_bytes_per_s: float,
     network_bytes_per_s: float,
+    tile_tokens: int = 1,
 ) -> FittedCost:
     """What `truth` takes for prompts of up to `max_tokens` in chunks of `chunk_tokens`.
 
@@ -30,13 +38,16 @@ def fit_belief(
     queues are sums of these, and a prompt behind others pays for filling the pipeline but once.
     """
     fitted = fit_cost(
-        _prefill_samples(truth, chunk_tokens, max_tokens), _decode_samples(truth, max_tokens)
+        _prefill_samples(truth, chunk_tokens, max_tokens),
+        _decode_samples(truth, max_tokens),
+        _mixed_samples(truth, chunk_tokens),
     )
     return msgspec.structs.replace(
         fitted,
         transfer_latency_s=transfer_latency_s,
         shared_memory_bytes_per_s=shared_memory_bytes_per_s,
         network_bytes_per_s=network_bytes_per_s,
+        tile_tokens=tile_tokens,
     )
 
 
@@ -46,7 +57,10 @@ def scaled(belief: FittedCost, prefill_factor: float, decode_factor: float) -> F
         raise ValueError("a belief's times can only be multiplied by factors above 0")
     a, b, c, d = (x * prefill_factor for x in belief.prefill)
     e, f, g = (x * decode_factor for x in belief.decode)
-    return msgspec.structs.replace(belief, prefill=(a, b, c, d), decode=(e, f, g))
+    mixed = belief.mixed
+    if mixed is not None:
+        mixed = mixed[0] * decode_factor, mixed[1] * decode_factor
+    return msgspec.structs.replace(belief, prefill=(a, b, c, d), decode=(e, f, g), mixed=mixed)
 
 
 def _prefill_samples(truth: StepCost, chunk_tokens: int, max_tokens: int) -> list[PrefillSample]:
@@ -71,6 +85,25 @@ def _decode_samples(truth: StepCost, max_tokens: int) -> list[DecodeSample]:
         for batch in BATCHES
         for context in _lengths(max_tokens)
     ]
+
+
+def _mixed_samples(truth: StepCost, chunk_tokens: int) -> list[MixedSample]:
+    """Chunks as decode-maximal batches have them: they leave room for the decodes."""
+    samples = []
+    for batch in (b for b in BATCHES if b <= chunk_tokens // 2):
+        new = chunk_tokens - batch
+        chunk = Chunk(num_tokens=new, start=0, cached_tokens=0, last=False)
+        for context in MIXED_CONTEXTS:
+            samples.append(
+                MixedSample(
+                    num_tokens=new,
+                    cached_tokens=0,
+                    batch=batch,
+                    context_tokens=batch * context,
+                    seconds=truth.step_s((chunk,), batch, batch * context),
+                )
+            )
+    return samples
 
 
 def _lengths(max_tokens: int) -> list[int]:

@@ -13,8 +13,10 @@ from Python 3.12 on; `fsum` does not.
 
 As the truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it adds to
 its prompt's total, `a` with the first, so any chunking of a prompt costs prefill(n, p). A step of
-chunks and decodes together reads the weights once: max(e, chunks) + f B + g ctx. Without decodes
-there is no such floor, for it would break the sum.
+chunks and decodes together reads the weights once: max(e, chunks) + f' B + g' ctx, with f' and g'
+of their own where mixed steps were measured: beside a chunk that fills the device, a decode's row
+is no longer free, as it is where only reading the weights takes time. Without decodes there is no
+such floor, for it would break the sum.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 from math import fsum, inf, sqrt
+
+import msgspec
 
 from moonpool.cost.model import Chunk
 from moonpool.types import Struct
@@ -39,6 +43,16 @@ class DecodeSample(Struct, frozen=True):
     seconds: float
 
 
+class MixedSample(Struct, frozen=True):
+    """A step of one chunk and `batch` decodes, whose contexts sum to `context_tokens`."""
+
+    num_tokens: int
+    cached_tokens: int
+    batch: int
+    context_tokens: int
+    seconds: float
+
+
 class FittedCost(Struct, frozen=True):
     """Coefficients of the formulas above; implements `CostModel` and `StepCost`."""
 
@@ -48,6 +62,8 @@ class FittedCost(Struct, frozen=True):
     shared_memory_bytes_per_s: float = 4e9
     network_bytes_per_s: float = 1e9
     ssd_read_bytes_per_s: float = 0.0  # 0: there is no SSD tier
+    mixed: tuple[float, float] | None = None  # f' and g'; None: f and g
+    tile_tokens: int = 1
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         a, b, c, d = self.prefill
@@ -78,6 +94,8 @@ class FittedCost(Struct, frozen=True):
         if decode_batch == 0:
             return chunks_s
         e, f, g = self.decode
+        if chunks and self.mixed is not None:
+            f, g = self.mixed
         floor_s = e if e > chunks_s else chunks_s
         return floor_s + f * decode_batch + g * decode_context_tokens
 
@@ -105,8 +123,13 @@ class FittedCost(Struct, frozen=True):
         return num_bytes * max(num_sharing, 1) / self.ssd_read_bytes_per_s
 
 
-def fit_cost(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
-    """Fits both formulas. Raises ValueError when there is nothing to fit to."""
+def fit_cost(
+    prefills: Sequence[PrefillSample],
+    decodes: Sequence[DecodeSample],
+    mixed: Sequence[MixedSample] = (),
+) -> FittedCost:
+    """Fits all formulas. Raises ValueError when there is nothing to fit to; steps of both kinds
+    need not have been measured."""
     if not prefills or not decodes:
         raise ValueError("a cost model needs at least one prefill and one decode measurement")
     prefill_rows = []
@@ -116,7 +139,23 @@ def fit_cost(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample])
     decode_rows = [(1.0, float(s.batch), float(s.context_tokens)) for s in decodes]
     a, b, c, d = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
     e, f, g = _fit_non_negative(decode_rows, [s.seconds for s in decodes])
-    return FittedCost(prefill=(a, b, c, d), decode=(e, f, g))
+    apart = FittedCost(prefill=(a, b, c, d), decode=(e, f, g))
+    return msgspec.structs.replace(apart, mixed=_fit_mixed(apart, mixed))
+
+
+def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float, float] | None:
+    """What decodes add to a chunk's time."""
+    rows, added_s = [], []
+    for sample in samples:
+        chunk_s = apart.prefill_s(sample.num_tokens, sample.cached_tokens)
+        seconds = sample.seconds - max(chunk_s, apart.decode[0])
+        if seconds > 0:
+            rows.append((float(sample.batch), float(sample.context_tokens)))
+            added_s.append(seconds)
+    if not rows:
+        return None
+    f, g = _fit_non_negative(rows, added_s)
+    return f, g
 
 
 def _fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:

@@ -13,28 +13,6 @@ from math import fsum
 from typing import Protocol
 
 
-class CostModel(Protocol):
-    """All durations in seconds. Deterministic, without side effects."""
-
-    def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
-        """Time to prefill a prompt of `num_tokens`, of which the first `cached_tokens` are
-        cached."""
-        ...
-
-    def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """Time of one decode step of `batch` requests whose contexts sum to `context_tokens`."""
-        ...
-
-    def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
-        """Time to move KVCache between instances while `num_sharing` transfers share the source."""
-        ...
-
-    def load_s(self, num_bytes: int, num_sharing: int = 1) -> float:
-        """Time to read KVCache from the instance's SSD while `num_sharing` loads share it; infinite
-        where there is none."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A run of one prompt's tokens computed in one step."""
@@ -48,6 +26,40 @@ class Chunk:
     def first(self) -> bool:
         """Whether the prompt's computing begins with it."""
         return self.start == self.cached_tokens
+
+
+class CostModel(Protocol):
+    """All durations in seconds. Deterministic, without side effects."""
+
+    @property
+    def tile_tokens(self) -> int:
+        """Steps of whole multiples of so many tokens use the device best; 1: it has no tiles."""
+        ...
+
+    def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
+        """Time to prefill a prompt of `num_tokens`, of which the first `cached_tokens` are
+        cached."""
+        ...
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        """Time of one decode step of `batch` requests whose contexts sum to `context_tokens`."""
+        ...
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        """Time of a step of these chunks and of `decode_batch` requests whose contexts sum to
+        `decode_context_tokens`. A step of nothing takes no time."""
+        ...
+
+    def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
+        """Time to move KVCache between instances while `num_sharing` transfers share the source."""
+        ...
+
+    def load_s(self, num_bytes: int, num_sharing: int = 1) -> float:
+        """Time to read KVCache from the instance's SSD while `num_sharing` loads share it; infinite
+        where there is none."""
+        ...
 
 
 class StepCost(Protocol):

@@ -241,6 +241,10 @@ class RooflineCost:
 
     # -- CostModel
 
+    @property
+    def tile_tokens(self) -> int:
+        return self.device.gemm.tile_tokens
+
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         """In one step. At least one token is computed, for its logits."""
         new = max(num_tokens - cached_tokens, 1)

@@ -7,11 +7,20 @@ number 0 on, and takes cached contexts for granted, since attention costs the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Literal
 
-from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
+import msgspec
+
+from moonpool.cost.fitted import (
+    DecodeSample,
+    FittedCost,
+    MixedSample,
+    PrefillSample,
+    fit_cost,
+)
+from moonpool.cost.tiles import find_tile, tile_points
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams, Struct
@@ -29,20 +38,27 @@ PREFILLS = (
     (512, 7680),
 )
 DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256), (16, 2048))
+# A chunk's new and cached tokens; batch and context of each of the decodes beside it.
+MIXED = ((16, 0, 8, 64), (16, 0, 16, 512), (64, 0, 8, 1024), (64, 512, 16, 256), (256, 0, 32, 512))
+CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ALWAYS = 3  # of each kind, however slow: enough to tell the terms apart
 REPEATS = 3
-Point = tuple[Literal["prefill", "decode"], int, int, int]  # kind, batch, new, context of each
+Kind = Literal["prefill", "decode", "mixed", "curve"]
+Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
 _GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
 
 
 class Sample(Struct, frozen=True):
-    """One kind of step, timed. context_tokens: what was in the KVCache before, over the batch."""
+    """One kind of step, timed. context_tokens: what was in the KVCache before, over the batch. A
+    mixed step is one chunk, of which these speak, and `batch` decodes with contexts of their own.
+    A sample of the curve says what a chunk of some size takes, and is not part of the fit."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Kind
     new_tokens: int
     context_tokens: int
     batch: int
     seconds: float
+    decode_context_tokens: int = 0
 
 
 def fit_samples(samples: Iterable[Sample]) -> FittedCost:
@@ -62,11 +78,29 @@ def fit_samples(samples: Iterable[Sample]) -> FittedCost:
         for s in samples
         if s.kind == "decode"
     ]
-    return fit_cost(prefills, decodes)
+    mixed = [
+        MixedSample(
+            num_tokens=s.new_tokens + s.context_tokens,
+            cached_tokens=s.context_tokens,
+            batch=s.batch,
+            context_tokens=s.decode_context_tokens,
+            seconds=s.seconds,
+        )
+        for s in samples
+        if s.kind == "mixed"
+    ]
+    cost = fit_cost(prefills, decodes, mixed)
+    return msgspec.structs.replace(cost, tile_tokens=find_tile(curve_of(samples)))
+
+
+def curve_of(samples: Iterable[Sample]) -> dict[int, float]:
+    """Seconds of a step by the size of its only chunk, where the curve was measured."""
+    return {s.new_tokens: s.seconds for s in samples if s.kind == "curve"}
 
 
 def measure_samples(engine: Engine, budget_s: float = 1.5) -> list[Sample]:
-    """Best of a few runs of each step; half the time for prefills, half for decodes.
+    """Best of a few runs of each step; two fifths of the time for prefills, as much for decodes,
+    the rest for both together.
 
     A model so slow that little fits has `ALWAYS` steps of each kind measured.
     """
@@ -74,9 +108,43 @@ def measure_samples(engine: Engine, budget_s: float = 1.5) -> list[Sample]:
     prefills: list[Point] = [("prefill", 1, new, cached) for new, cached in PREFILLS]
     decodes: list[Point] = [("decode", batch, 1, context) for batch, context in DECODES]
     return [
-        *_within(engine, budget_s / 2, prefills),
-        *_within(engine, budget_s / 2, decodes),
+        *_within(engine, 0.4 * budget_s, prefills),
+        *_within(engine, 0.4 * budget_s, decodes),
+        *_mixed_within(engine, 0.2 * budget_s),
     ]
+
+
+def measure_curve(engine: Engine, budget_s: float, say: Callable[[Sample], None]) -> list[Sample]:
+    """The time of a step over the size of its chunk, small ones first, as far as the time goes:
+    what tells the machine's tiles and its saturation. `say` hears of each as it is measured."""
+    _run(engine, _step(engine, 1, 16, 0))
+    points: list[Point] = [("curve", 1, new, 0) for new in sorted({*CURVE, *tile_points()})]
+    samples = []
+    for sample in _within(engine, budget_s, points):
+        say(sample)
+        samples.append(sample)
+    return samples
+
+
+def _mixed_within(engine: Engine, budget_s: float) -> Iterator[Sample]:
+    ends_s = time.perf_counter() + budget_s
+    per_token_s = 0.0
+    for i, (new, cached, batch, context) in enumerate(MIXED):
+        _, _, new, cached = _fitted(engine, ("mixed", 1, new, cached))
+        _, _, _, context = _fitted(engine, ("mixed", 1, 1, context))
+        if i >= ALWAYS and time.perf_counter() + per_token_s * (new + batch) > ends_s:
+            return
+        step = _step(engine, 1, new, cached) + _step(engine, batch, 1, context)
+        seconds = _best_s(engine, step, ends_s)
+        per_token_s = seconds / (new + batch)
+        yield Sample(
+            kind="mixed",
+            new_tokens=new,
+            context_tokens=cached,
+            batch=batch,
+            decode_context_tokens=batch * context,
+            seconds=seconds,
+        )
 
 
 def _within(engine: Engine, budget_s: float, points: Iterable[Point]) -> Iterator[Sample]:

@@ -269,6 +269,7 @@ class Head:
             pool=self.config.pool,
             network=self.config.network,
             engine=self.config.engine,
+            slo=self.config.slo,
             num_instances=max(cluster.prefill + cluster.decode + cluster.mixed, 1),
         )
 

@@ -152,6 +152,7 @@ def _state_machine(
         prefix_caching=setup.pool.prefix_caching,
         eviction=setup.pool.eviction,
         batching=setup.engine.batching,
+        tbt_slo_s=setup.slo.tbt_s,
     )
     return Instance(config, layout, num_blocks, role, cost, eos_token_ids)
 

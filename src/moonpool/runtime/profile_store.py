@@ -66,9 +66,15 @@ def profile_path(engine: Engine, threads: int) -> Path:
 
 
 def _best(kept: list[Sample], new: list[Sample]) -> list[Sample]:
-    best: dict[tuple[str, int, int, int], Sample] = {}
+    best: dict[tuple[str | int, ...], Sample] = {}
     for sample in (*kept, *new):
-        point = (sample.kind, sample.new_tokens, sample.context_tokens, sample.batch)
+        point = (
+            sample.kind,
+            sample.new_tokens,
+            sample.context_tokens,
+            sample.batch,
+            sample.decode_context_tokens,
+        )
         if point not in best or sample.seconds < best[point].seconds:
             best[point] = sample
     return list(best.values())

@@ -4,7 +4,7 @@ reports.
 worker                                   head
   | -- handshake (messenger.auth, service "control") --> |
   | -- Apply (role, host) -----------------------------> |
-  | <-- Setup (model, pool, engine tables) ------------- |
+  | <-- Setup (model, pool, engine, slo tables) -------- |
   |   loads, allocates, calibrates                       |
   | -- Joined (InstanceInfo)  or  Failed (why) --------> |
   | <-- commands            reports, heartbeats ------->  |
@@ -13,7 +13,7 @@ worker                                   head
 
 from __future__ import annotations
 
-from moonpool.config import EngineConfig, ModelConfig, NetworkConfig, PoolConfig
+from moonpool.config import EngineConfig, ModelConfig, NetworkConfig, PoolConfig, SloConfig
 from moonpool.types import Role, Struct
 from moonpool.workers.messages import Command, InstanceInfo, Report
 
@@ -37,6 +37,7 @@ class Setup(Struct, frozen=True, tag=True):
     pool: PoolConfig
     network: NetworkConfig
     engine: EngineConfig
+    slo: SloConfig  # of requests that were promised nothing themselves
     num_instances: int  # expected on one machine, to divide its memory and cores among
 
 

@@ -103,6 +103,7 @@ def _node_hardware(
             node.network_latency_s,
             node.host_bytes_per_s * num_nodes,
             network_bytes_per_s,
+            node.device.gemm.tile_tokens,
         )
     return NodeHardware(
         truth=truth,

@@ -172,6 +172,7 @@ class Simulation:
             eviction=config.pool.eviction,
             batching=config.engine.batching,
             engine_tokens=hardware.engine_tokens,
+            tbt_slo_s=config.slo.tbt_s,
             max_steps_in_flight=stages + 1 if stages > 1 else 1,
             max_repeats=MAX_REPEATS if stages == 1 else 1,
         )

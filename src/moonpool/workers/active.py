@@ -49,6 +49,7 @@ class ActiveWork:
     num_computed: int = 0
     num_scheduled: int = 0
     steps_pending: int = 0
+    num_reused: int = 0  # tokens that were here already when its computing began
     num_fetched_tokens: int = 0
     corrupt_slices: int = 0
     num_sealed: int = 0

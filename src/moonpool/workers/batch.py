@@ -15,6 +15,7 @@ from moonpool.batching.plan import BatchPlan, Candidate
 from moonpool.batching.prefill_first import plan_prefill_first
 from moonpool.batching.whole_prompts import plan_whole_prompts
 from moonpool.config import Batching, InstanceConfig
+from moonpool.cost.model import CostModel
 from moonpool.types import BlockId, RequestId
 from moonpool.workers.actions import (
     OpenStream,
@@ -27,6 +28,7 @@ from moonpool.workers.active import ActiveWork, Pending, Phase
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import DecodeAccepted, PrefillStarted
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.pace import Pace
 
 Planner = Callable[[list[Candidate], list[Candidate], int, int], BatchPlan]
 # One is made for each instance, since some remember whose turn it is.
@@ -43,13 +45,18 @@ Step = list[tuple[ActiveWork, int]]
 class Batch:
     """Works are served first come, first served."""
 
-    def __init__(self, config: InstanceConfig, holdings: Holdings, outbox: Outbox) -> None:
+    def __init__(
+        self, config: InstanceConfig, holdings: Holdings, outbox: Outbox, cost: CostModel
+    ) -> None:
         self.waiting: deque[ActiveWork] = deque()
         self.running: list[ActiveWork] = []
         self.joining: deque[ActiveWork] = deque()
         self.steps: deque[Step] = deque()
         self._config = config
         self._plan = PLANNERS[config.batching]()
+        # The baselines are what they are because they do not look at the time between tokens.
+        self._pace = Pace(config, cost) if config.batching == "chunked" else None
+        self._expected_s: deque[float] = deque()  # of the steps under way; 0: unknown
         self._holdings = holdings
         self._layout = holdings.layout
         self._outbox = outbox
@@ -111,10 +118,13 @@ class Batch:
         capacity_tokens = self._holdings.pool.num_blocks * self._layout.block_tokens
         return [w for w in self.running if w.tokens.size > capacity_tokens]
 
-    def end_step(self) -> Step:
-        """The oldest step is over."""
+    def end_step(self, seconds: float = 0.0) -> Step:
+        """The oldest step is over; it took so long, 0 if that says nothing."""
         self._repeating = False
         step = self.steps.popleft()
+        expected_s = self._expected_s.popleft()
+        if self._pace is not None and seconds:
+            self._pace.learn(expected_s, seconds)
         for active, _ in step:
             active.steps_pending -= 1
         return step
@@ -140,11 +150,18 @@ class Batch:
             candidate = Candidate(RequestId(active.work_id), num_uncomputed)
             works[candidate.request_id] = active
             (decodes if active.decoding else prefills).append(candidate)
-        config = self._config
-        plan = self._plan(decodes, prefills, config.chunk_tokens, config.max_sequences)
+        pace = self._pace if decodes and prefills else None
+        budget = self._config.chunk_tokens
+        if pace is not None:
+            budget = pace.budget(
+                [works[candidate.request_id] for candidate in decodes],
+                [works[candidate.request_id] for candidate in prefills],
+            )
+        plan = self._plan(decodes, prefills, budget, self._config.max_sequences)
         if not plan:
             return False
         step = [(works[entry.request_id], entry.num_tokens) for entry in plan.entries]
+        self._expected_s.append(0.0 if pace is None else pace.expect(step))
         repeats = 1 if prefills else self._hold_repeats(step)
         self._repeating = repeats > 1
         self.steps.append(step)
@@ -269,6 +286,7 @@ class Batch:
         if active.started or active.has_first_token:
             return  # it was preempted
         active.started = True
+        active.num_reused = active.num_computed
         self._outbox.tell(
             PrefillStarted(
                 work_id=active.work_id,

@@ -85,7 +85,7 @@ class Instance:
         self.works: dict[WorkId, ActiveWork] = {}
         self._outbox = Outbox()
         self._holdings = Holdings(config, layout, num_blocks)
-        self._batch = Batch(config, self._holdings, self._outbox)
+        self._batch = Batch(config, self._holdings, self._outbox, cost)
         self._eos = frozenset(eos_token_ids)
 
     @property
@@ -270,7 +270,7 @@ class Instance:
     # The engine's word
 
     def _on_step_ended(self, event: StepEnded) -> None:
-        step = self._batch.end_step()
+        step = self._batch.end_step(event.seconds)
         assert len(step) == len(event.tokens)
         told: list[WorkTokens] = []
         self._outbox.count("steps")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
+from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
+from moonpool.cost.model import Chunk
 
 TRUE = FittedCost(prefill=(0.004, 2e-4, 3e-9, 5e-9), decode=(0.006, 4e-4, 2e-8))
 PREFILLS = [
@@ -102,3 +103,46 @@ def test_transfer_time() -> None:
     assert cost.transfer_s(10**9, same_host=False) == pytest.approx(1.01)
     assert cost.transfer_s(10**9, same_host=True) == pytest.approx(0.26)
     assert cost.transfer_s(10**9, same_host=False, num_sharing=3) == pytest.approx(3.01)
+
+
+MIXED = list(itertools.product((16, 64, 256), (0, 512), (4, 16), (64, 1024)))
+
+
+def measured_mixed(f: float, g: float) -> list[MixedSample]:
+    return [
+        MixedSample(
+            num_tokens=new + cached,
+            cached_tokens=cached,
+            batch=batch,
+            context_tokens=batch * context,
+            seconds=max(TRUE.prefill_s(new + cached, cached), TRUE.decode[0])
+            + f * batch
+            + g * batch * context,
+        )
+        for new, cached, batch, context in MIXED
+    ]
+
+
+def test_finds_what_decodes_add_to_a_chunk() -> None:
+    prefills = [
+        PrefillSample(num_tokens=n, cached_tokens=p, seconds=TRUE.prefill_s(n, p))
+        for n, p in PREFILLS
+    ]
+    decodes = [
+        DecodeSample(batch=b, context_tokens=c, seconds=TRUE.decode_step_s(b, c))
+        for b, c in DECODES
+    ]
+    fitted = fit_cost(prefills, decodes, measured_mixed(9e-4, 3e-8))
+    assert fitted.mixed == pytest.approx((9e-4, 3e-8), rel=1e-5)
+    chunk = Chunk(num_tokens=256, start=0, cached_tokens=0, last=True)
+    expected = TRUE.prefill_s(256, 0) + 8 * 9e-4 + 8000 * 3e-8
+    assert fitted.step_s((chunk,), 8, 8000) == pytest.approx(expected)
+    assert fitted.step_s((), 8, 8000) == pytest.approx(TRUE.decode_step_s(8, 8000))
+
+
+def test_mixed_steps_that_say_nothing_leave_the_formulas_as_they_are() -> None:
+    """Decodes that seem to make a chunk faster are noise."""
+    sample = MixedSample(num_tokens=256, cached_tokens=0, batch=4, context_tokens=64, seconds=1e-3)
+    prefill = PrefillSample(num_tokens=256, cached_tokens=0, seconds=0.1)
+    decode = DecodeSample(batch=4, context_tokens=64, seconds=0.01)
+    assert fit_cost([prefill], [decode], [sample]).mixed is None

@@ -85,11 +85,14 @@ def test_an_arena_of_another_model_is_refused() -> None:
         make_layout(open_model(NAME, "float32"), 10)
 
 
-def test_calibration_measures_both_kinds_within_the_engine_s_means(engine: Engine) -> None:
+def test_calibration_measures_all_kinds_within_the_engine_s_means(engine: Engine) -> None:
     samples = measure_samples(engine, budget_s=0.05)
-    assert {s.kind for s in samples} == {"prefill", "decode"}
+    assert {s.kind for s in samples} == {"prefill", "decode", "mixed"}
     assert all(s.seconds > 0 for s in samples)
-    assert all(s.new_tokens // s.batch + s.context_tokens // s.batch <= 64 for s in samples)
+    for s in samples:
+        sequences = 1 if s.kind == "mixed" else s.batch
+        assert s.new_tokens // sequences + s.context_tokens // sequences <= 64
+        assert s.decode_context_tokens // s.batch < 64
     cost = fit_samples(samples)
     assert cost.prefill_s(60, 0) > 0
     assert cost.decode_step_s(1, 10) > 0

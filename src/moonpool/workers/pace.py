@@ -1,0 +1,88 @@
+"""Keeps decodes on pace beside prefill chunks: how many tokens the next step may have.
+
+Owns what an instance has learned of its own steps of both kinds: by what factor they take longer
+than the cost model says. Never chooses what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from moonpool.batching.budget import token_budget
+from moonpool.config import InstanceConfig
+from moonpool.cost.model import Chunk, CostModel
+from moonpool.workers.active import ActiveWork
+
+HEADROOM = 0.9
+"""Steps are planned for so much of the SLO: an estimate is a mean, and half of all steps exceed
+it."""
+LEARNING_RATE = 0.2
+LEAST_SLOWNESS, MOST_SLOWNESS = 0.5, 4.0
+"""One step that was interrupted for a second must not stop prefills for long."""
+
+Share = tuple[ActiveWork, int]
+
+
+class Pace:
+    def __init__(self, config: InstanceConfig, cost: CostModel) -> None:
+        self.slowness = 1.0  # of steps with chunks and decodes: measured over predicted
+        self._config = config
+        self._cost = cost
+
+    def budget(self, decodes: Sequence[ActiveWork], prefills: Sequence[ActiveWork]) -> int:
+        """Tokens for a step of all these decodes and some of the prefills, which come in order."""
+        most_tokens = self._config.chunk_tokens
+        tbt_s = min((self._tbt_s(active) for active in decodes), default=inf)
+        if tbt_s == inf or not prefills:
+            return most_tokens
+        batch, context_tokens = len(decodes), sum(active.tokens.size for active in decodes)
+
+        def step_s(num_tokens: int) -> float:
+            chunks = _chunks(prefills, num_tokens)
+            return self._cost.step_s(chunks, batch, context_tokens)
+
+        limit_s = tbt_s * HEADROOM / self.slowness
+        return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
+
+    def expect(self, step: Sequence[Share]) -> float:
+        """What a step should take by the cost model alone, 0 unless it has chunks and decodes. To
+        be asked before any of its tokens are booked as scheduled."""
+        chunks = [_chunk(active, num) for active, num in step if not active.decoding]
+        batch = len(step) - len(chunks)
+        if not chunks or not batch:
+            return 0.0
+        context_tokens = sum(active.tokens.size for active, _ in step if active.decoding)
+        return self._cost.step_s(chunks, batch, context_tokens)
+
+    def learn(self, expected_s: float, seconds: float) -> None:
+        """What a step took of which `expect` said so much."""
+        if expected_s <= 0.0:
+            return
+        ratio = min(max(seconds / expected_s, LEAST_SLOWNESS), MOST_SLOWNESS)
+        self.slowness += LEARNING_RATE * (ratio - self.slowness)
+
+    def _tbt_s(self, active: ActiveWork) -> float:
+        promised_s = active.work.slo.tbt_s
+        return self._config.tbt_slo_s if promised_s == inf else promised_s
+
+
+def _chunks(prefills: Sequence[ActiveWork], num_tokens: int) -> list[Chunk]:
+    """So many tokens of these prompts, in their order, as a chunked batch takes them."""
+    chunks: list[Chunk] = []
+    for active in prefills:
+        if num_tokens <= 0:
+            break
+        share = min(active.num_uncomputed, num_tokens)
+        chunks.append(_chunk(active, share))
+        num_tokens -= share
+    return chunks
+
+
+def _chunk(active: ActiveWork, num_tokens: int) -> Chunk:
+    return Chunk(
+        num_tokens=num_tokens,
+        start=active.num_scheduled,
+        cached_tokens=min(active.num_reused, active.num_scheduled),
+        last=num_tokens == active.num_uncomputed,
+    )

@@ -1,0 +1,169 @@
+"""Chunks beside decodes are as large as the time between tokens allows, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.batching.budget import LEAST_CHUNK_TOKENS
+from moonpool.config import InstanceConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import Chunk
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool.workers.actions import RunStep, StepEnded
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import StartPrefill, Work, WorkId
+
+LAYOUT = BlockLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=16,
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=8,
+)
+COST = FittedCost(prefill=(0.0, 1e-3, 0.0, 0.0), decode=(0.01, 0.0, 0.0), mixed=(2e-3, 0.0))
+
+
+class Bench:
+    """A mixed instance that runs one step at a time, each as long as its cost model says."""
+
+    def __init__(self, cost: FittedCost = COST, slowness: float = 1.0, **config: Any) -> None:
+        self.instance = Instance(
+            InstanceConfig(**config), LAYOUT, 4096, Role.MIXED, cost, (1 << 30,)
+        )
+        self.cost, self.slowness = cost, slowness
+        self.step: RunStep | None = None
+
+    def start(self, name: str, num_tokens: int, tbt_s: float) -> None:
+        work = Work(
+            work_id=WorkId(name),
+            token_ids=range(num_tokens),
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(temperature=0.0, max_tokens=10_000),
+            slo=Slo(ttft_s=10.0, tbt_s=tbt_s),
+            tenant="",
+            use_cache=False,
+            timeout_s=100.0,
+        )
+        self._take(self.instance.handle(StartPrefill(work=work), 0.0))
+
+    def shares(self) -> dict[str, int]:
+        assert self.step is not None
+        return {str(e.work_id): len(e.new_token_ids) for e in self.step.entries}
+
+    def end_step(self) -> None:
+        step, self.step = self.step, None
+        assert step is not None
+        chunks = [
+            Chunk(len(e.new_token_ids), e.start, 0, e.draw is not None)
+            for e in step.entries
+            if not e.generated
+        ]
+        contexts = [e.start + 1 for e in step.entries if e.generated]
+        seconds = self.cost.step_s(chunks, len(contexts), sum(contexts))
+        tokens = [None if e.draw is None else Token(7) for e in step.entries]
+        self._take(self.instance.handle(StepEnded(tokens, seconds * self.slowness), 0.0))
+
+    def _take(self, actions: list[Any]) -> None:
+        self.instance.validate()
+        for action in actions:
+            if isinstance(action, RunStep):
+                assert self.step is None
+                self.step = action
+
+
+def decoding(bench: Bench, tbt_s: float = 0.1) -> Bench:
+    """With one work that decodes."""
+    bench.start("old", 16, tbt_s)
+    bench.end_step()
+    return bench
+
+
+def test_a_chunk_is_cut_to_the_slo_of_who_decodes() -> None:
+    bench = decoding(Bench())
+    bench.start("new", 1000, 99.0)
+    bench.end_step()
+    assert bench.shares() == {"old": 1, "new": 88}, "90 ms: 2 of the decode, 88 of the chunk"
+
+
+def test_the_strictest_of_those_that_decode_counts() -> None:
+    bench = decoding(Bench(), tbt_s=5.0)
+    bench.start("strict", 16, 0.05)
+    bench.end_step()
+    bench.end_step()
+    bench.start("new", 1000, 99.0)
+    bench.end_step()
+    assert bench.shares() == {"old": 1, "strict": 1, "new": 41}
+
+
+def test_without_decodes_nothing_binds() -> None:
+    bench = Bench()
+    bench.start("new", 1000, 0.01)
+    assert bench.shares() == {"new": 512}
+
+
+def test_those_without_a_promise_have_the_instance_s() -> None:
+    bench = decoding(Bench(tbt_slo_s=0.2), tbt_s=float("inf"))
+    bench.start("new", 1000, float("inf"))
+    bench.end_step()
+    assert bench.shares() == {"old": 1, "new": 178}
+
+
+def test_chunks_shrink_as_the_context_grows() -> None:
+    cost = FittedCost(prefill=(0.0, 1e-3, 1e-7, 2e-7), decode=(0.01, 0.0, 0.0))
+    bench = decoding(Bench(cost, chunk_tokens=4096), tbt_s=0.5)
+    bench.start("new", 16_000, 99.0)
+    bench.end_step()
+    sizes = []
+    while bench.shares().get("new", 1) > 1:
+        sizes.append(bench.shares()["new"])
+        bench.end_step()
+    assert sum(sizes) == 16_000
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    assert sizes[0] > 3 * sizes[-2]
+
+
+def test_a_hopeless_slo_leaves_the_least_share_and_the_prompt_ends() -> None:
+    bench = decoding(Bench(), tbt_s=1e-6)
+    bench.start("new", 100, 99.0)
+    bench.end_step()
+    sizes = []
+    while bench.shares().get("new", 1) > 1:
+        sizes.append(bench.shares()["new"])
+        bench.end_step()
+    assert sizes == [LEAST_CHUNK_TOKENS] * 3 + [100 - 3 * LEAST_CHUNK_TOKENS]
+
+
+def test_slow_steps_are_learned_from() -> None:
+    bench = decoding(Bench(slowness=2.0))
+    bench.start("new", 5000, 99.0)
+    bench.end_step()
+    for _ in range(30):
+        bench.end_step()
+    assert bench.shares()["new"] == pytest.approx(43, abs=1), "(90 / 2 - 2) ms"
+
+
+def test_one_interrupted_step_does_not_stop_prefills() -> None:
+    bench = decoding(Bench())
+    bench.start("new", 5000, 99.0)
+    bench.end_step()
+    bench.slowness = 1000.0
+    bench.end_step()
+    assert bench.shares()["new"] >= LEAST_CHUNK_TOKENS
+    bench.slowness = 1.0
+    for _ in range(20):
+        bench.end_step()
+    assert bench.shares()["new"] == pytest.approx(88, abs=2)
+
+
+@pytest.mark.parametrize("batching", ["whole-prompts", "prefill-first", "alternating"])
+def test_the_baselines_do_not_look_at_the_slo(batching: str) -> None:
+    bench = decoding(Bench(batching=batching), tbt_s=0.01)
+    bench.start("new", 400, 0.01)
+    bench.end_step()
+    while "new" not in bench.shares():
+        bench.end_step()
+    assert bench.shares()["new"] == 400
