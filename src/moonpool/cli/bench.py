@@ -150,6 +150,37 @@ def simulator(sizes: tuple[tuple[int, int], ...], json_file: str | None) -> None
     finish({"runs": runs}, json_file)
 
 
+@bench.command()
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="On the disk to measure (default: where a server would keep its blocks).",
+)
+@click.option("--gib", type=click.FloatRange(min=0.01), default=1.0, show_default=True)
+@click.option("--block-tokens", multiple=True, type=COUNT, default=(16, 64), show_default=True)
+@click.option("--repeats", type=COUNT, default=3, show_default=True)
+@JSON
+def store(
+    folder: Path | None,
+    gib: float,
+    block_tokens: tuple[int, ...],
+    repeats: int,
+    json_file: str | None,
+) -> None:
+    """Bandwidth of the SSD store, against a file written and read in order on the same disk."""
+    from moonpool.bench.store import StoreBenchError, bench_store
+    from moonpool.messenger.arena import ArenaError
+    from moonpool.messenger.store.folder import StoreError, default_folder
+
+    try:
+        found = bench_store(folder or default_folder(), gib, block_tokens, repeats, click.echo)
+    except (ArenaError, StoreBenchError, StoreError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"the disk cannot be measured: {error}")
+    finish(found, json_file)
+
+
 def finish(found: dict[str, Any], json_file: str | None) -> None:
     """Figures without their origin are worth nothing: command, commit and machine go along."""
     found["origin"] = {

@@ -1,0 +1,437 @@
+"""The SSD tier's bytes: puts blocks of the arena into numbered slots on disk and gets them back.
+
+Which block goes where, and when, is decided elsewhere (`kvcache.tiers`). Here: a store or load ends
+with exactly one terminal event, until then the operation's blocks may be touched, afterwards never;
+what is loaded has been verified slice by slice; whatever goes wrong is an error in that event. If
+the folder itself fails, `StoreLost` is posted once and every later operation ends at once.
+
+All methods return at once. Blocks move straight between arena and disk, in this store's threads,
+without the GIL. Format and crash safety: see `format`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from moonpool.kvcache.transfers import LoadEnded, MessengerEvent, StoreEnded, StoreLost
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.store.counters import StoreCounters, StoreCounts
+from moonpool.messenger.store.folder import (
+    FolderLock,
+    StoreError,
+    explain,
+    instance_folder,
+    make_folder,
+    read_geometry,
+)
+from moonpool.messenger.store.format import (
+    SEGMENT_BYTES,
+    FormatError,
+    Geometry,
+    SlotHeader,
+    checksum,
+    encode_header,
+    make_geometry,
+)
+from moonpool.messenger.store.index import SlotIndex, header_of, open_index
+from moonpool.messenger.store.job import Job, Outcome
+from moonpool.messenger.store.lane import Lane, Task
+from moonpool.messenger.store.probe import Disk, probe_disk
+from moonpool.messenger.store.segments import Segments
+from moonpool.types import BlockId, BlockKey
+
+GROUP_BYTES = 4 << 20
+"""Neighbouring slots are moved with one call, up to so much: larger ones are no faster."""
+MAX_GROUP_BLOCKS = 256  # of three buffers each, a call takes 1,024
+NUM_THREADS = 2
+"""Of each lane: one hashes while the other waits for the disk."""
+MAX_GROUPS_WAITING = 4096
+FULL_PAUSE_S = 10.0
+"""After the disk was found full, so long no more is written to it."""
+MAX_READ_FAILURES = 3
+_CLOSE_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class BlockStore:
+    """One instance's slots 0 ... num_slots - 1. `stored`: what was found, oldest use first. `post`
+    is called from this store's threads, or by the caller's own, and must not block."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        folder: Path,
+        lock: FolderLock,
+        segments: Segments,
+        index: SlotIndex,
+        disk: Disk,
+        num_slots: int,
+        post: Callable[[MessengerEvent], None],
+    ) -> None:
+        self.folder = folder
+        self.geometry = segments.geometry
+        self.disk = disk
+        self.num_slots = num_slots
+        self.stored = index.held()
+        self._arena = arena
+        self._folder_lock = lock
+        self._segments = segments
+        self._index = index
+        self._post = post
+        self._counters = StoreCounters()
+        self._scratch = threading.local()
+        self._padding = bytes(self.geometry.padding_bytes)
+        self._state_lock = threading.Lock()  # guards what follows
+        self._lost = ""
+        self._full_until_s = 0.0
+        self._read_failures = 0
+        self._writing = Lane("store-write", NUM_THREADS, MAX_GROUPS_WAITING)
+        self._reading = Lane("store-read", NUM_THREADS, MAX_GROUPS_WAITING)
+
+    def counts(self) -> StoreCounts:
+        return self._counters.counts()
+
+    def store(
+        self,
+        store_id: str,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[BlockId],
+        slots: Sequence[int],
+    ) -> None:
+        """Writes `block_ids[i]`, whose content is named `keys[i]`, to `slots[i]`. Ends with
+        StoreEnded."""
+
+        def end(outcome: Outcome) -> None:
+            event = StoreEnded(
+                store_id=store_id,
+                num_blocks=outcome.num_blocks,
+                num_bytes=outcome.num_bytes,
+                seconds=outcome.seconds,
+                error=outcome.error,
+            )
+            self._deliver(event)
+
+        self._submit(self._writing, self._write_group, keys, slots, block_ids, end)
+
+    def load(
+        self,
+        load_id: str,
+        keys: Sequence[BlockKey],
+        slots: Sequence[int],
+        block_ids: Sequence[BlockId],
+    ) -> None:
+        """Reads `slots[i]`, which should hold `keys[i]`, into `block_ids[i]`. Ends with
+        LoadEnded."""
+
+        def end(outcome: Outcome) -> None:
+            event = LoadEnded(
+                load_id=load_id,
+                num_blocks=outcome.num_blocks,
+                corrupt_slices=outcome.corrupt_slices,
+                num_bytes=outcome.num_bytes,
+                seconds=outcome.seconds,
+                error=outcome.error,
+            )
+            self._deliver(event)
+
+        self._submit(self._reading, self._read_group, keys, slots, block_ids, end)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """What lies there shall not be found again after a restart."""
+        self._index.void(slots)
+        self._writing.submit([self._flush])
+
+    def close(self) -> None:
+        """Every operation under way ends first, those that still wait with an error."""
+        with self._state_lock:
+            self._lost = self._lost or "the SSD tier was closed"
+        idle = [lane.close(_CLOSE_TIMEOUT_S) for lane in (self._reading, self._writing)]
+        if not all(idle):
+            _log.warning("the disk of %s does not answer; it is left alone", self.folder)
+            return
+        self._flush()
+        self._index.close()
+        self._segments.close()
+        self._folder_lock.release()
+
+    # Groups of neighbouring slots
+
+    def _submit(
+        self,
+        lane: Lane,
+        move: Callable[[Job, int, int], None],
+        keys: Sequence[BlockKey],
+        slots: Sequence[int],
+        block_ids: Sequence[BlockId],
+        end: Callable[[Outcome], None],
+    ) -> None:
+        if not len(keys) == len(slots) == len(block_ids):
+            raise ValueError(f"{len(keys)} keys, {len(slots)} slots, {len(block_ids)} blocks")
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            if not 0 <= slot < self.num_slots or not self._arena.holds(block_id):
+                raise ValueError(f"slot {slot} or block {block_id} does not exist")
+        groups = list(self._groups(slots))
+        job = Job(keys, slots, block_ids, len(groups), end)
+        tasks: list[Task] = [partial(self._run_group, move, job, *group) for group in groups]
+        error = self._lost
+        if not error and not lane.submit(tasks):
+            error = "the disk is too slow: too many blocks wait for it"
+        if error:
+            self._counters.add(StoreCounts(failed_operations=1))
+        if error or not groups:
+            end(Outcome(0, 0, 0, 0.0, error))
+
+    def _groups(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Index ranges of consecutive slots of one segment."""
+        geometry = self.geometry
+        most = max(1, min(MAX_GROUP_BLOCKS, GROUP_BYTES // geometry.slot_bytes))
+        start = 0
+        for end in range(1, len(slots) + 1):
+            if end < len(slots) and end - start < most:
+                follows = slots[end] == slots[end - 1] + 1
+                if follows and slots[end] % geometry.slots_per_segment:
+                    continue
+            yield start, end
+            start = end
+
+    def _run_group(
+        self, move: Callable[[Job, int, int], None], job: Job, start: int, end: int
+    ) -> None:
+        if self._lost:
+            job.group_done(start, 0, end - start, error=self._lost)
+        elif not job.wanted(start):
+            job.group_done(start, 0, end - start)
+        else:
+            try:
+                move(job, start, end)
+            except Exception as error:  # no operation may stay without an end
+                _log.exception("the SSD tier failed")
+                job.group_done(start, 0, end - start, error=f"{type(error).__name__}: {error}")
+
+    def _write_group(self, job: Job, start: int, end: int) -> None:
+        error = self._write_refusal()
+        if error:
+            job.group_done(start, 0, end - start, error=error)
+            return
+        began_s = time.monotonic()
+        buffers: list[bytes | memoryview] = []
+        headers = self._headers()
+        sequences = [self._index.begin(job.slots[i]) for i in range(start, end)]
+        for i, sequence in zip(range(start, end), sequences, strict=True):
+            block = self._block(job.block_ids[i])
+            header = SlotHeader(
+                self.geometry, job.keys[i], job.slots[i], sequence, self._checksums(block)
+            )
+            place = headers[i - start]
+            place[:] = encode_header(header)
+            buffers += [place, block]
+            if self._padding:
+                buffers.append(self._padding)
+        try:
+            self._index.flush()  # void first, then written: see `format`
+            self._segments.write(job.slots[start], buffers)
+            for i, sequence in zip(range(start, end), sequences, strict=True):
+                self._index.hold(job.slots[i], job.keys[i], sequence)
+            self._index.flush()
+        except OSError as failure:
+            job.group_done(start, 0, end - start, error=self._write_failed(failure))
+            return
+        num_blocks = end - start
+        num_bytes = num_blocks * self.geometry.block_bytes
+        seconds = time.monotonic() - began_s
+        self._counters.add(
+            StoreCounts(written_blocks=num_blocks, written_bytes=num_bytes, write_seconds=seconds)
+        )
+        job.group_done(start, num_blocks, num_blocks, num_bytes)
+
+    def _read_group(self, job: Job, start: int, end: int) -> None:
+        began_s = time.monotonic()
+        geometry = self.geometry
+        headers = self._headers()
+        buffers: list[memoryview] = []
+        for i in range(start, end):
+            buffers += [headers[i - start], self._block(job.block_ids[i])]
+            if self._padding:
+                buffers.append(self._scratch.padding)
+        try:
+            got_bytes = self._segments.read(job.slots[start], buffers)
+        except OSError as failure:
+            job.group_done(start, 0, end - start, error=self._read_failed(failure))
+            return
+        self._read_failures = 0
+        num_right = corrupt = 0
+        bad: list[int] = []
+        for i in range(start, end):
+            arrived = got_bytes >= (i - start + 1) * geometry.slot_bytes
+            wrong = self._count_wrong(job, i, headers[i - start]) if arrived else 1
+            if wrong:
+                bad.append(job.slots[i])
+                corrupt += wrong
+            elif not bad:
+                num_right += 1
+        self._index.use(job.slots[start : start + num_right])
+        self._index.void(bad)
+        self._writing.submit([self._flush])
+        num_bytes = num_right * geometry.block_bytes
+        self._counters.add(
+            StoreCounts(
+                read_blocks=num_right,
+                read_bytes=num_bytes,
+                read_seconds=time.monotonic() - began_s,
+                corrupt_slices=corrupt,
+            )
+        )
+        error = f"{len(bad)} blocks on the disk are damaged" if bad else ""
+        job.group_done(start, num_right, end - start, num_bytes, corrupt, error)
+
+    def _count_wrong(self, job: Job, i: int, data: memoryview) -> int:
+        """Slices of the block that has just been read which are not as they were written. One, if
+        the slot does not say that it holds this block: it was torn, or is another's by now."""
+        header = header_of(data, self.geometry, job.slots[i])
+        if header is None or header.key != job.keys[i]:
+            return 1
+        found = self._checksums(self._block(job.block_ids[i]))
+        return sum(a != b for a, b in zip(found, header.checksums, strict=True))
+
+    def _checksums(self, block: memoryview) -> tuple[int, ...]:
+        size = self.geometry.slice_bytes
+        return tuple(checksum(block[at : at + size]) for at in range(0, len(block), size))
+
+    def _block(self, block_id: BlockId) -> memoryview:
+        start = block_id * self.geometry.block_bytes
+        return self._arena.buffer[start : start + self.geometry.block_bytes]
+
+    def _headers(self) -> list[memoryview]:
+        """This thread's buffers for the headers of a group, each of whole pages."""
+        scratch = self._scratch
+        if not hasattr(scratch, "headers"):
+            size = self.geometry.header_bytes
+            count = max(1, min(MAX_GROUP_BLOCKS, GROUP_BYTES // self.geometry.slot_bytes))
+            pages = memoryview(mmap.mmap(-1, count * size))
+            scratch.headers = [pages[i * size : (i + 1) * size] for i in range(count)]
+            scratch.padding = memoryview(bytearray(self.geometry.padding_bytes))
+        headers: list[memoryview] = scratch.headers
+        return headers
+
+    # What goes wrong
+
+    def _flush(self) -> None:
+        try:
+            self._index.flush()
+        except OSError as error:
+            if not self._lost:
+                self._write_failed(error)
+
+    def _write_refusal(self) -> str:
+        """Why nothing can be written now; "" if it can."""
+        if self._index.vanished():
+            return self._lose(OSError(errno.ENOENT, "its index was deleted"))
+        if time.monotonic() < self._full_until_s:
+            return explain(self.folder, OSError(errno.ENOSPC, "full"))
+        return ""
+
+    def _write_failed(self, error: OSError) -> str:
+        """A full disk can still be read from; anything else is the end."""
+        self._counters.add(StoreCounts(failed_operations=1))
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return self._lose(error)
+        text = explain(self.folder, error)
+        with self._state_lock:
+            news = time.monotonic() >= self._full_until_s
+            self._full_until_s = time.monotonic() + FULL_PAUSE_S
+        if news:
+            _log.warning("%s; what is there is still read", text)
+        return text
+
+    def _read_failed(self, error: OSError) -> str:
+        """One bad place of a disk is a miss; when nothing can be read any more, it is the end."""
+        self._counters.add(StoreCounts(failed_operations=1))
+        with self._state_lock:
+            self._read_failures += 1
+            often = self._read_failures >= MAX_READ_FAILURES
+        return self._lose(error) if often else explain(self.folder, error)
+
+    def _lose(self, error: OSError) -> str:
+        text = explain(self.folder, error)
+        with self._state_lock:
+            if self._lost:
+                return self._lost
+            self._lost = text
+        _log.warning("serving goes on without the SSD tier: %s", text)
+        self._deliver(StoreLost(error=text))
+        return text
+
+    def _deliver(self, event: MessengerEvent) -> None:
+        """Never raises: a worker that is already gone must not break the thread that tells it."""
+        try:
+            self._post(event)
+        except Exception as error:
+            _log.warning("nobody took a %s: %s", type(event).__name__, error)
+
+
+def open_store(
+    root: Path,
+    instance_id: str,
+    arena: Arena,
+    num_slots: int,
+    post: Callable[[MessengerEvent], None],
+    segment_bytes: int = SEGMENT_BYTES,
+) -> BlockStore:
+    """Takes over the instance's folder below `root`, and what lies in it. Raises StoreError."""
+    folder = instance_folder(root, instance_id)
+    make_folder(folder)
+    lock = FolderLock(folder)
+    try:
+        geometry = make_geometry(arena.layout, segment_bytes)
+        _check_same(folder, geometry)
+        disk = probe_disk(folder, geometry.block_bytes)
+        segments = Segments(folder, geometry, num_slots, disk.direct)
+        segments.trim()
+        _check_space(folder, segments, geometry, num_slots)
+        index, rebuilt = open_index(folder, geometry, num_slots)
+    except OSError as error:
+        lock.release()
+        raise StoreError(explain(folder, error)) from None
+    except BaseException:
+        lock.release()
+        raise
+    store = BlockStore(arena, folder, lock, segments, index, disk, num_slots, post)
+    if rebuilt and store.stored:
+        _log.warning("%s had no readable index; it was made anew from the slots", folder)
+    return store
+
+
+def _check_same(folder: Path, geometry: Geometry) -> None:
+    try:
+        found = read_geometry(folder)
+    except FormatError as error:
+        text = f"{folder} is not ours to read: {error}"
+    else:
+        if found is None or found == geometry:
+            return
+        text = f"{folder} holds blocks of another model, dtype or layout"
+    raise StoreError(
+        f"{text}; name another folder, or clear it with `moonpool pool clear {folder}`"
+    )
+
+
+def _check_space(folder: Path, segments: Segments, geometry: Geometry, num_slots: int) -> None:
+    missing_bytes = segments.missing_bytes()
+    status = os.statvfs(folder)
+    free_bytes = status.f_bavail * status.f_frsize
+    if missing_bytes > free_bytes:
+        gib = float(1 << 30)
+        fit = num_slots - -(-(missing_bytes - free_bytes) // geometry.slot_bytes)
+        raise StoreError(
+            f"the disk of {folder} is full: the SSD tier needs {missing_bytes / gib:.2f} GiB more"
+            f" and only {free_bytes / gib:.2f} GiB are free; free some space, or lower"
+            f" pool.ssd_tokens_per_instance to {fit / num_slots:.0%} of what it is"
+        )
