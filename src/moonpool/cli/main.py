@@ -20,6 +20,7 @@ COMMANDS = {
     "trace": ("moonpool.cli.trace", "trace", "Read, make and get workloads."),
     "reproduce": ("moonpool.cli.reproduce", "reproduce", "A paper's figure beside ours."),
     "profile": ("moonpool.cli.profile", "profile", "Measure this machine; fit the cost model."),
+    "pool": ("moonpool.cli.pool", "pool", "What the KVCache pool holds; check or clear a disk."),
     "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
 }
 

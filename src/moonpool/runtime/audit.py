@@ -1,0 +1,51 @@
+"""Whether the sums of `/cluster` balance: every block of every tier has an owner or is free.
+
+Reads the answer of `/cluster` as it is; asks nobody. Each instance's figures were taken at one
+moment, so what does not balance is a fault, not a race.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def audit_cluster(cluster: dict[str, Any]) -> list[str]:
+    """One line for each thing that is wrong; none if all is well."""
+    problems: list[str] = []
+    for instance in cluster["instances"]:
+        name = instance["instance_id"]
+        if "held" not in instance["pool"]:
+            continue  # it has joined, but not been heard of since
+        problems += _audit_tier(f"{name} DRAM", instance["pool"])
+        if instance.get("ssd"):
+            problems += _audit_tier(f"{name} SSD", instance["ssd"])
+        idle = not instance.get("running") and not instance.get("waiting")
+        strays = sorted(o for o in instance["pool"]["owners"] if o.startswith("work:"))
+        if idle and strays:
+            problems.append(f"{name}: no request runs, yet blocks are held for {strays[0]}")
+    return problems
+
+
+def tier_rows(cluster: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(instance, tier, its figures) of every tier that was heard of."""
+    rows = []
+    for instance in cluster["instances"]:
+        rows.append((instance["instance_id"], "DRAM", instance["pool"]))
+        if instance.get("ssd"):
+            rows.append((instance["instance_id"], "SSD", instance["ssd"]))
+    return [row for row in rows if "held" in row[2]]
+
+
+def _audit_tier(name: str, tier: dict[str, Any]) -> list[str]:
+    blocks, held, available = tier["blocks"], tier["held"], tier["available"]
+    cached, holds = tier["cached"], sum(tier["owners"].values())
+    problems = []
+    if held + available != blocks:
+        problems.append(f"{name}: {held} held and {available} available are not {blocks} blocks")
+    if holds < held:
+        problems.append(f"{name}: {held} blocks are held, but their owners name only {holds}")
+    if holds and not held:
+        problems.append(f"{name}: owners name {holds} holds, but no block is held")
+    if cached > blocks:
+        problems.append(f"{name}: {cached} named blocks are more than there are, {blocks}")
+    return problems

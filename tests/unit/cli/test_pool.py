@@ -1,0 +1,177 @@
+"""`moonpool pool`: a folder is verified and cleared; a cluster's sums are shown and checked."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonpool.cli.main import cli
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.store.store import open_store
+from moonpool.runtime.audit import audit_cluster
+from moonpool.types import BlockId, BlockKey
+
+LAYOUT = BlockLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=16,
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=8,
+)
+TIER = {
+    "blocks": 10,
+    "held": 3,
+    "available": 7,
+    "cached": 5,
+    "owners": {"work:r/1": 3, "read:x": 1},
+}
+CLUSTER: dict[str, Any] = {
+    "instances": [
+        {
+            "instance_id": "prefill-0",
+            "pool": {**TIER, "block_bytes": 1 << 20},
+            "ssd": {**TIER, "blocks": 40, "available": 37, "error": ""},
+            "running": 1,
+            "waiting": 0,
+            "counters": {"ssd_read_bytes": 3e9, "ssd_read_seconds": 2.0},
+        },
+        {"instance_id": "decode-0", "pool": {"blocks": 10, "block_bytes": 1 << 20}},
+    ]
+}
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli, ["pool", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    events: list[object] = []
+    ended = threading.Event()
+
+    def post(event: object) -> None:
+        events.append(event)
+        ended.set()
+
+    store = open_store(tmp_path / "ssd", "prefill-0", Arena(LAYOUT, 4), 4, post)
+    keys = tuple(BlockKey(bytes([i]) * 16) for i in range(3))
+    store.store("s", keys, (BlockId(0), BlockId(1), BlockId(2)), (0, 1, 2))
+    assert ended.wait(5)
+    store.close()
+    return store.folder
+
+
+def test_verify_counts_and_fails_on_damage(folder: Path, tmp_path: Path) -> None:
+    for path in (folder, folder.parent):
+        result = run("verify", str(path), "--json", str(tmp_path / "v.json"))
+        assert result.exit_code == 0
+        assert "3 blocks" in result.output and "0 damaged" in result.output
+    with (folder / "segment-000000").open("r+b") as file:
+        file.seek(4096 + 5)
+        file.write(b"x")
+    result = run("verify", str(folder), "--json", str(tmp_path / "v.json"))
+    assert result.exit_code == 1
+    assert "damaged slots: 0" in result.output
+    assert "1 blocks are damaged" in result.output
+    figures = json.loads((tmp_path / "v.json").read_bytes())
+    assert figures["bad_blocks"] == 1
+    assert figures["folders"][0]["bad_slots"] == [0]
+
+
+def test_clear_empties_and_says_how_much(folder: Path) -> None:
+    result = run("clear", str(folder.parent))
+    assert result.exit_code == 0
+    assert "GiB freed" in result.output
+    assert not folder.exists()
+    result = run("clear", str(folder.parent))
+    assert result.exit_code == 1
+    assert "no instance keeps blocks in" in result.output
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    for command in ("verify", "clear"):
+        result = run(command, "/nowhere/at/all")
+        assert result.exit_code == 1
+        assert "/nowhere/at/all" in result.output and result.output.count("\n") == 1
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(CLUSTER if self.path == "/cluster" else {}).encode()
+            self.send_response(200 if self.path.endswith("/cluster") else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_stat_and_audit_show_every_tier(url: str) -> None:
+    result = run("stat", "--url", url)
+    assert result.exit_code == 0
+    assert "3.00 GB read on the SSD, 1.50 GB/s" in result.output
+    rows = [line.split()[:3] for line in result.output.splitlines()[1:3]]
+    assert rows == [["prefill-0", "DRAM", "10"], ["prefill-0", "SSD", "40"]]
+    result = run("audit", "--url", url)
+    assert result.exit_code == 0
+    assert "prefill-0 SSD: 3 held + 37 available = 40 blocks" in result.output
+    assert "the sums balance" in result.output
+
+
+def test_an_unbalanced_pool_fails_the_audit(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CLUSTER["instances"][0]["ssd"], "available", 36)
+    result = run("audit", "--url", url)
+    assert result.exit_code == 1
+    assert "prefill-0 SSD: 3 held and 36 available are not 40 blocks" in result.output
+
+
+def test_a_wrong_url_gets_one_line(url: str) -> None:
+    for wrong in ("http://127.0.0.1:9", "nonsense", f"{url}/elsewhere"):
+        result = run("stat", "--url", wrong)
+        assert result.exit_code == 1
+        assert wrong in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"held": 4}, "4 held and 7 available are not 10 blocks"),
+        ({"owners": {"work:r/1": 2}}, "owners name only 2"),
+        ({"held": 0, "available": 10}, "but no block is held"),
+        ({"cached": 11}, "11 named blocks"),
+    ],
+)
+def test_each_imbalance_is_found(change: dict[str, Any], words: str) -> None:
+    assert audit_cluster(CLUSTER) == []
+    cluster = deepcopy(CLUSTER)
+    cluster["instances"][0]["pool"] |= change
+    (problem,) = audit_cluster(cluster)
+    assert words in problem and problem.startswith("prefill-0 DRAM")
+
+
+def test_blocks_held_for_nobody_are_a_leak() -> None:
+    cluster = deepcopy(CLUSTER)
+    cluster["instances"][0]["running"] = 0
+    assert audit_cluster(cluster) == [
+        "prefill-0: no request runs, yet blocks are held for work:r/1"
+    ]
