@@ -53,7 +53,7 @@ class PoolConfig(Struct, frozen=True):
     prefix_caching: bool = True
     eviction: EvictionName = "lru"
     ssd_tokens_per_instance: int = 0
-    ssd_admission: SsdAdmission = "second-use"
+    ssd_admission: SsdAdmission = "always"
     ssd_folder: str = ""  # each live instance keeps its blocks in a folder of its own below it
 
 
@@ -94,7 +94,7 @@ class InstanceConfig(Struct, frozen=True):
     tbt_slo_s: float = float("inf")  # of works that were promised nothing themselves
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
     ssd_blocks: int = 0  # that the SSD has slots for; 0: there is no such tier
-    ssd_admission: SsdAdmission = "second-use"
+    ssd_admission: SsdAdmission = "always"
 
 
 class EngineConfig(Struct, frozen=True):
@@ -120,6 +120,8 @@ class HardwareConfig(Struct, frozen=True):
     devices_per_node: int = 8
     nodes_per_prefill: int = 1
     parallelism: Parallelism = "tp"
+    ssd_read_bytes_per_s: float = 0.0  # of one node; 0: as `cost.node` assumes
+    ssd_write_bytes_per_s: float = 0.0
 
 
 class ApiConfig(Struct, frozen=True):
@@ -231,6 +233,8 @@ def _check_ranges(config: Config) -> None:
     _require(config.conductor.load_limit > 0, "conductor.load_limit", "> 0")
     hardware = config.hardware
     _require(1 <= hardware.devices_per_node <= 64, "hardware.devices_per_node", "1 to 64")
+    for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
+        _require(0 <= getattr(hardware, name) < float("inf"), f"hardware.{name}", ">= 0")
     _require(1 <= hardware.nodes_per_prefill <= 64, "hardware.nodes_per_prefill", "1 to 64")
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
 

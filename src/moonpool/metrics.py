@@ -47,6 +47,7 @@ class RequestRecord:
     predicted_tbt_s: float | None = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
+    loaded_tokens: int = 0  # from the prefill instance's SSD
     corrupt_blocks: int = 0
     num_generated_tokens: int = 0
     gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, how many such)

@@ -80,6 +80,15 @@ class PolicyMachine(RuleBasedStateMachine):
         self.evictable = [b for b in self.evictable if b not in popped]
         self.nameless += popped
 
+    @precondition(lambda self: self.held or self.evictable)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([*self.held, *self.evictable]))
+        self.policy.forget(BlockId(block))
+        self.held = [b for b in self.held if b != block]
+        self.evictable = [b for b in self.evictable if b != block]
+        self.nameless.append(block)
+
     @precondition(lambda self: self.held)
     @rule()
     def only_evictable_blocks_can_be_removed(self) -> None:
@@ -98,6 +107,11 @@ class PolicyMachine(RuleBasedStateMachine):
             assert len(self.policy) == len(self.evictable)
             inside = [b for b in range(NUM_BLOCKS + 2) if b in self.policy]
             assert inside == sorted(self.evictable)
+
+    def teardown(self) -> None:
+        """Whatever happened, all of it can go."""
+        if hasattr(self, "policy"):
+            assert sorted(self.policy.pop(len(self.evictable))) == sorted(self.evictable)
 
 
 PolicyMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

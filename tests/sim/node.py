@@ -14,7 +14,9 @@ from moonpool.workers.actions import (
     ExpectStream,
     FetchBlocks,
     FinishStream,
+    ForgetStored,
     GrantRead,
+    LoadBlocks,
     OpenStream,
     RunStep,
     SendBlocks,
@@ -23,6 +25,7 @@ from moonpool.workers.actions import (
     StepFailed,
     StepsEnded,
     StopRepeating,
+    StoreBlocks,
     Tell,
     WorkerAction,
     WorkerEvent,
@@ -30,6 +33,7 @@ from moonpool.workers.actions import (
 from moonpool.workers.instance import Instance
 from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report
 from tests.sim.clock import Link
+from tests.sim.disk import DiskDriver
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
 from tests.sim.truth import Content
 
@@ -48,6 +52,7 @@ class Life:
         self.number = number
         self.alive = True
         self.joined = False
+        self.disk = DiskDriver(self, world.disk_of(instance_id))
         self.instance = Instance(
             world.instance_config,
             world.layout,
@@ -55,6 +60,7 @@ class Life:
             role,
             world.cost,
             (world.eos,),
+            self.disk.disk.index(),
         )
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}
@@ -106,7 +112,7 @@ class Life:
             incarnation=self.number,
             address=self.address,
             layout=self.layout,
-            num_blocks=self.world.options.num_blocks,
+            num_blocks=self.instance.num_blocks,
             cost=self.world.cost,
             pid=self.number,
             host="here",
@@ -170,7 +176,9 @@ class Life:
                         self, fetch_id, source, action.keys, action.block_ids, action.timeout_s
                     )
                 case GrantRead():
-                    self.reads[action.read_id].on_granted(action.block_ids)
+                    # The reader may have given up while the blocks came from the disk.
+                    if action.read_id in self.reads:
+                        self.reads[action.read_id].on_granted(action.block_ids)
                 case OpenStream():
                     StreamOperation(self, action.stream_id, action.target, action.timeout_s)
                 case SendBlocks():
@@ -184,6 +192,12 @@ class Life:
                         self.sends[action.stream_id].abort()
                 case ExpectStream():
                     self._expect(action)
+                case StoreBlocks():
+                    self.disk.store(action)
+                case LoadBlocks():
+                    self.disk.load(action)
+                case ForgetStored():
+                    self.disk.forget(action)
                 case CancelStream():
                     stream_id = action.stream_id
                     self.later(lambda s=stream_id: self.end_receive(s, "cancelled"))
@@ -219,7 +233,7 @@ class Life:
         if not self.alive:
             return
         assert self._held(block_id), "write to a block that nobody holds"
-        assert block_id not in self.instance.pool._key_of, "write to a sealed block"
+        assert self.instance.pool.key_of(block_id) is None, "write to a sealed block"
         self.arena[(block_id, layer)] = content
 
     def _held(self, block_id: BlockId) -> bool:

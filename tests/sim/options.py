@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Options:
     threshold: float
     books_little: bool  # expects answers of a token, so that decodes run out of blocks
     num_requests: int
+    num_recent: int  # conversations that may go on
     arrivals_s: float
     max_prompt_tokens: int
     max_answer_tokens: int
@@ -45,6 +46,12 @@ class Options:
     stall_rate: float  # of fetches
     step_failure_rate: float
     lost_event_rate: float
+    num_slots: int  # of each instance's SSD; 0: none
+    ssd_admission: str
+    loading_is_cheap: bool
+    flip_rate: float  # of blocks written to an SSD
+    disk_failure_rate: float
+    num_disk_losses: int
 
     @property
     def faultless(self) -> bool:
@@ -55,7 +62,11 @@ class Options:
             self.refuse_connection_rate,
             self.stall_rate,
             self.step_failure_rate,
+            self.flip_rate,
+            self.disk_failure_rate,
         )
+        if self.num_disk_losses:
+            return False
         return not (self.num_deaths or self.num_unlinks or self.num_head_crashes or any(rates))
 
 
@@ -66,14 +77,19 @@ def draw_options(rng: random.Random) -> Options:
     def maybe(value: float, chance: float = 0.4) -> float:
         return value * rng.random() if rng.random() < chance else 0.0
 
+    def disk(value: float) -> float:
+        return value * disks.random() if num_slots and disks.random() < 0.3 else 0.0
+
     disaggregated = rng.random() < 0.8
     num_mixed = rng.choice((0, 0, 0, 1, 2)) if disaggregated else rng.randint(1, 3)
     block_tokens = rng.choice((1, 2, 4, 4, 8))
     max_prompt_tokens = rng.choice((12, 30, 60))
     max_answer_tokens = rng.choice((1, 4, 12, 30, 60))
     policies = random.Random(rng.getrandbits(64))
+    disks = random.Random(rng.getrandbits(64))
+    num_slots = disks.choice((0, 3, 12, 60, 300))
     longest_blocks = -(-(max_prompt_tokens + max_answer_tokens) // block_tokens)
-    return Options(
+    options = Options(
         num_prefill=rng.choice((1, 1, 2, 3)) if disaggregated else 0,
         num_decode=rng.choice((1, 1, 2, 3)) if disaggregated else 0,
         num_mixed=num_mixed,
@@ -93,6 +109,7 @@ def draw_options(rng: random.Random) -> Options:
         threshold=rng.choice((1.0, 1.0, 1.5)),
         books_little=rng.random() < 0.4,
         num_requests=rng.randint(3, 14),
+        num_recent=3,
         arrivals_s=rng.choice((0.0, 0.3, 2.0, 5.0)),
         max_prompt_tokens=max_prompt_tokens,
         max_answer_tokens=max_answer_tokens,
@@ -111,4 +128,30 @@ def draw_options(rng: random.Random) -> Options:
         stall_rate=maybe(0.3, 0.25),
         step_failure_rate=maybe(0.1, 0.25),
         lost_event_rate=maybe(0.2, 0.2),
+        num_slots=num_slots,
+        ssd_admission=disks.choice(("second-use", "always")),
+        loading_is_cheap=disks.random() < 0.9,
+        flip_rate=disk(0.3),
+        disk_failure_rate=disk(0.2),
+        num_disk_losses=disks.choice((0, 0, 0, 1)) if num_slots else 0,
+    )
+    return _busy_disks(options, disks) if num_slots and disks.random() < 0.5 else options
+
+
+def _busy_disks(options: Options, rng: random.Random) -> Options:
+    """Many conversations, each silent for long, on few instances with little memory."""
+    longest_blocks = -(-(60 + options.max_answer_tokens) // options.block_tokens)
+    return replace(
+        options,
+        num_prefill=min(options.num_prefill, rng.randint(1, 2)),
+        num_decode=min(options.num_decode, 1),
+        num_mixed=min(options.num_mixed, 1),
+        num_blocks=int(longest_blocks * rng.choice((1.1, 1.5, 2.5))) + 2,
+        prefix_caching=True,
+        num_requests=rng.randint(20, 50),
+        num_recent=rng.choice((8, 20)),
+        max_prompt_tokens=60,
+        arrivals_s=rng.choice((2.0, 5.0)),
+        ssd_admission=rng.choice(("second-use", "always", "always")),
+        cancel_rate=options.cancel_rate / 3,
     )

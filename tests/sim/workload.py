@@ -37,7 +37,7 @@ def _request(
     documents: list[tuple[str, tuple[int, ...]]],
     at_s: float,
 ) -> Request:
-    tenant, document = rng.choice(documents[-3:])
+    tenant, document = rng.choice(documents[-options.num_recent :])
     if rng.random() < 0.2:
         tenant = rng.choice(("", "a", "b"))
     prompt = document[: options.max_prompt_tokens]

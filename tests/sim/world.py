@@ -38,6 +38,7 @@ from moonpool.workers.messages import (
     WorkId,
 )
 from tests.sim.clock import Clock, Link
+from tests.sim.disk import Disk
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
@@ -68,6 +69,7 @@ class World:
             prefill=(0.001, 0.002, 0.0, 0.0001),
             decode=(0.005, 0.002, 0.0001),
             transfer_latency_s=0.0001 if opts.transfer_is_cheap else 10.0,
+            ssd_read_bytes_per_s=(1e9 if opts.loading_is_cheap else 1.0) if opts.num_slots else 0.0,
         )
         self.instance_config = InstanceConfig(
             chunk_tokens=opts.chunk_tokens,
@@ -75,10 +77,13 @@ class World:
             max_repeats=opts.max_repeats,
             prefix_caching=opts.prefix_caching,
             eviction=opts.eviction,  # type: ignore[arg-type]
+            ssd_blocks=opts.num_slots,
+            ssd_admission=opts.ssd_admission,  # type: ignore[arg-type]
         )
         self.conductor = self._new_conductor()
         self.truths: dict[RequestId, Truth] = {}
         self.lives: dict[InstanceId, Life] = {}
+        self.disks: dict[InstanceId, Disk] = {}
         self.operations: list[FetchOperation | StreamOperation] = []
         self.answers: dict[RequestId, list[Deliver]] = {}
         self.refusals: dict[RequestId, Refuse] = {}
@@ -116,6 +121,9 @@ class World:
 
     def truth_of(self, work_id: WorkId) -> Truth:
         return self.truths[RequestId(work_id.rpartition("/")[0])]
+
+    def disk_of(self, instance_id: InstanceId) -> Disk:
+        return self.disks.setdefault(instance_id, Disk())
 
     def find_life(self, address: PeerAddress) -> Life | None:
         life = self.lives[address.instance_id]
@@ -216,6 +224,8 @@ class World:
                 self.clock.after(cancel_s, lambda r=request_id: self._cancel(r))
         for _ in range(opts.num_deaths):
             self.clock.after(rng.random() * 1.5, self._kill_one)
+        for _ in range(opts.num_disk_losses):
+            self.clock.after(rng.random() * 3, self._lose_a_disk)
         for _ in range(opts.num_unlinks):
             self.clock.after(rng.random() * 1.5, self._unlink_one)
         for _ in range(opts.num_head_crashes):
@@ -245,6 +255,9 @@ class World:
         life = self.clock.rng.choice(list(self.lives.values()))
         if life.alive:
             life.die()
+
+    def _lose_a_disk(self) -> None:
+        self.clock.rng.choice(list(self.lives.values())).disk.lose()
 
     def _unlink_one(self) -> None:
         self.clock.rng.choice(list(self.lives.values())).lose_head()
@@ -286,6 +299,8 @@ class World:
             leaked = (list(instance.works), instance.pool.owners())
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0
+            if instance.tier is not None:
+                assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
             self._check_cache(life)
             self._check_index(life)
         conductor = self.conductor
@@ -325,7 +340,8 @@ class World:
         (but for the decode instance's own check of the SLO)."""
         opts, request = self.options, truth.request
         most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
-        fits = self.layout.blocks_for(most_tokens) <= opts.num_blocks
+        promised = min(life.instance.num_blocks for life in self.lives.values())
+        fits = self.layout.blocks_for(most_tokens) <= promised
         disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
         if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo_late":
             assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
@@ -342,12 +358,24 @@ class World:
             for layer in range(self.options.num_layers):
                 assert life.arena[(block_id, layer)] == (layer, named[key])
         assert self.options.prefix_caching or not pool.keys()
+        tier = life.instance.tier
+        if tier is None:
+            return
+        for slot in tier.slots.named():
+            stored = life.disk.disk.slots[slot]
+            assert stored.key == tier.slots.key_of(slot)
+            layers = range(self.options.num_layers)
+            assert stored.layers == [(layer, named[stored.key]) for layer in layers]
 
     def _check_index(self, life: Life) -> None:
         """What an instance has cached is what the Conductor believes."""
-        keys, index = life.instance.pool.keys(), self.conductor.index
-        assert all(index.holds(life.instance_id, key) for key in keys)
-        assert index.num_blocks(life.instance_id) == len(keys)
+        name, instance, index = life.instance_id, life.instance, self.conductor.index
+        in_dram = set(instance.pool.keys())
+        below = set() if instance.tier is None else set(instance.tier.slots.keys()) - in_dram
+        assert all(index.holds(name, key) for key in in_dram | below)
+        assert index.num_blocks(name) == len(in_dram | below)
+        assert not any(index.is_demoted(name, key) for key in in_dram)
+        assert all(index.is_demoted(name, key) for key in below)
 
 
 def _check_order(record: RequestRecord) -> None:

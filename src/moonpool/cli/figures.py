@@ -41,7 +41,14 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     cache, transfer = figures["cache"], figures["transfer"]
     fetched = cache["fetched_tokens"] / max(cache["input_tokens"], 1)
     hits = f"{cache['hit_ratio']:.1%} of {cache['input_tokens']:,} prompt tokens"
-    yield "cache", f"{hits} ({fetched:.1%} by fetch)"
+    loaded = cache["loaded_tokens"] / max(cache["input_tokens"], 1)
+    ssd = figures["ssd"]
+    from_ssd = f", {loaded:.1%} from the SSD" if ssd["slots"] else ""
+    yield "cache", f"{hits} ({fetched:.1%} by fetch{from_ssd})"
+    if ssd["slots"]:
+        moved = f"{ssd['written_bytes'] / 1e12:.2f} TB written, {ssd['read_bytes'] / 1e12:.2f} read"
+        refused = f"{ssd['refused_blocks']:,} blocks refused, {ssd['dropped_blocks']:,} dropped"
+        yield "SSD", f"{moved}; {refused}; {ssd['blocks']:,} of {ssd['slots']:,} slots filled"
     wasted = f"{figures['wasted_prefill_s']:.0f} s wasted on {figures['wasted_prefills']}"
     yield "prefill", f"{figures['prefill_compute_s']['mean']:.3f} s a request; {wasted}"
     fetches = f"{transfer['fetched_bytes'] / 1e12:.2f} TB in {transfer['fetches']:,} fetches"

@@ -25,6 +25,7 @@ from moonpool.config import (
     EvictionName,
     Parallelism,
     Placement,
+    SsdAdmission,
     choices,
 )
 
@@ -47,6 +48,8 @@ FLAG_KEYS: FlagKeys = {
     "slo_tbt": ("slo", "tbt_s"),
     "block_size": ("pool", "block_tokens"),
     "kv_tokens": ("pool", "dram_tokens_per_instance"),
+    "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
+    "ssd_admission": ("pool", "ssd_admission"),
     "eviction": ("pool", "eviction"),
     "enable_prefix_caching": ("pool", "prefix_caching"),
     "max_num_batched_tokens": ("engine", "chunk_tokens"),
@@ -99,6 +102,12 @@ def cluster_options(command: Any) -> Any:
         click.option("--slo-tbt", type=float, help="Seconds between tokens."),
         click.option("--block-size", type=int, help="Tokens of one KVCache block."),
         click.option("--kv-tokens", type=int, help="Tokens of KVCache pool per instance."),
+        click.option("--ssd-tokens", type=int, help="Tokens of its SSD tier; 0: none."),
+        click.option(
+            "--ssd-admission",
+            type=click.Choice(choices(SsdAdmission)),
+            help="Which blocks are written to the SSD when they leave DRAM.",
+        ),
         click.option("--eviction", type=click.Choice(choices(EvictionName))),
         click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None),
         click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),

@@ -318,12 +318,17 @@ class Conductor:
                     report.sequence,
                     report.stored,
                     report.removed,
+                    report.demoted,
                 ):
                     self._ask_for_all_blocks(state)
             case BlocksSnapshot():
                 state.resyncing = False
                 self.index.load_snapshot(
-                    instance_id, state.info.incarnation, report.next_sequence, report.keys
+                    instance_id,
+                    state.info.incarnation,
+                    report.next_sequence,
+                    report.keys,
+                    report.demoted,
                 )
             case InstanceLoad():
                 state.load = report
@@ -353,6 +358,7 @@ class Conductor:
                     record.prefill_started_s = now
                     record.cached_tokens = min(report.cached_tokens, record.num_prompt_tokens)
                     record.fetched_tokens = report.fetched_tokens
+                    record.loaded_tokens = report.loaded_tokens
                 record.corrupt_blocks += report.corrupt_slices
             case PrefillDone():
                 self._on_prefill_done(tracked, attempt, report, now)

@@ -16,11 +16,15 @@ class Candidate(NamedTuple):
     fetch_from: InstanceId | None
     prefill_s: float
     ttft_s: float
+    load_tokens: int = 0  # of the hit, from the instance's own SSD
+    source_load_s: float = 0.0  # that the fetch's source should take to read from its SSD
 
     def __str__(self) -> str:
         how = f"fetches from {self.fetch_from}" if self.fetch_from else "computes the rest"
+        ssd = f" ({self.load_tokens} of them on its SSD)" if self.load_tokens else ""
         return (
-            f"{self.instance_id}: queue {self.queue_s:.3f} s, hit {self.hit_tokens} tokens, {how},"
+            f"{self.instance_id}: queue {self.queue_s:.3f} s, hit {self.hit_tokens} tokens{ssd},"
+            f" {how},"
             f" prefill {self.prefill_s:.3f} s, TTFT {self.ttft_s:.3f} s"
         )
 

@@ -30,7 +30,19 @@ _BOOKED = (
     "num_serving",
 )
 _KNOWN = ("capacity_tokens", "engine_tokens", "host")
-_COEFFICIENTS = ("a", "b", "c", "d", "e", "f", "g", "latency_s", "s_per_shm_byte", "s_per_net_byte")
+_COEFFICIENTS = (
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "f",
+    "g",
+    "latency_s",
+    "s_per_shm_byte",
+    "s_per_net_byte",
+    "s_per_ssd_byte",
+)
 _INSTANTS = ("busy_until_s", "last_placed_s")
 _ROLES = ("prefills", "decodes")
 
@@ -62,6 +74,7 @@ class Fleet:
     latency_s: Floats
     s_per_shm_byte: Floats
     s_per_net_byte: Floats
+    s_per_ssd_byte: Floats  # to read it; without an SSD, more than anybody waits
     busy_until_s: Floats  # when the prefills that have started should be over
     last_placed_s: Floats
     prefills: Bools
@@ -97,6 +110,7 @@ class Fleet:
         self.latency_s[row] = cost.transfer_latency_s
         self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
         self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
+        self.s_per_ssd_byte[row] = 1.0 / (cost.ssd_read_bytes_per_s or 1.0)
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
         self.capacity_tokens[row] = self.room_tokens[row] = capacity

@@ -48,7 +48,7 @@ def orders(
     if attempt.fetch_from is not None:
         source = instances[attempt.fetch_from].info
         num_blocks = placement.fetch_tokens // source.layout.block_tokens
-        fetch = Fetch(source=source.address, num_blocks=num_blocks)
+        fetch = Fetch(source=source.address, num_blocks=num_blocks, load_s=placement.source_load_s)
     commands.append((attempt.prefill, StartPrefill(work=work, fetch=fetch, target=target)))
     return commands
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from moonpool.conductor.explanation import Candidate, Chosen
 from moonpool.conductor.fleet import Bools, Fleet, Floats
-from moonpool.conductor.policies import POLICIES, Demand, Scene, Scores
+from moonpool.conductor.policies import POLICIES, Demand, Scene, Scores, source_load_s
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import InstanceId
@@ -36,7 +36,8 @@ class Placement(msgspec.Struct, frozen=True):
     fetch_from: InstanceId | None
     fetch_tokens: int
     hit_tokens: int  # usable at the prefill instance, the fetch included
-    held_blocks: int  # of the prompt's, held at the prefill instance now
+    held_blocks: int  # of the prompt's, held in the prefill instance's DRAM now
+    source_load_s: float  # of the fetch: that its source should take to read from its SSD
     decoder_row: int
     queue_s: float
     prefill_s: float
@@ -147,7 +148,8 @@ def _describe(
         fetch_from=taken.fetch_from,
         fetch_tokens=fetch_tokens,
         hit_tokens=taken.hit_tokens,
-        held_blocks=int(scene.match.held.item(best)),
+        held_blocks=int(_in_dram(scene).item(best)),
+        source_load_s=taken.source_load_s,
         decoder_row=decoder,
         queue_s=taken.queue_s,
         prefill_s=taken.prefill_s,
@@ -157,19 +159,31 @@ def _describe(
     )
 
 
-def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
-    ids, source = scene.fleet.ids, -1
-    if scores.sources is not None:
-        source = scores.sources.item(row)
+def _in_dram(scene: Scene) -> Floats:
     match = scene.match
-    hit_blocks = match.held.item(source) if source >= 0 else match.hits.item(row)
+    return match.held if match.held_in_dram is None else match.held_in_dram
+
+
+def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
+    ids, local = scene.fleet.ids, scores.local
+    hit_tokens = int(local.hit_tokens.item(row))
+    load_tokens = 0
+    if local.near_tokens is not None:
+        load_tokens = hit_tokens - int(local.near_tokens.item(row))
+    source = -1 if scores.sources is None else scores.sources.item(row)
+    load_s = 0.0
+    if source >= 0:
+        load_s = source_load_s(scene, source, hit_tokens)
+        hit_tokens = int(scene.usable_tokens(scene.match.held.item(source)))
     return Candidate(
         instance_id=ids[row],
         queue_s=scene.queue_s.item(row),
-        hit_tokens=int(min(hit_blocks, scene.demand.usable_blocks)) * scene.demand.block_tokens,
+        hit_tokens=hit_tokens,
         fetch_from=ids[source] if source >= 0 else None,
         prefill_s=scores.prefill_s.item(row),
         ttft_s=scores.ttft_s.item(row),
+        load_tokens=load_tokens,
+        source_load_s=load_s,
     )
 
 

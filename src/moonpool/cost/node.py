@@ -19,6 +19,10 @@ MEMORY_SHARE = 0.9
 """Of the devices' memory, for weights and KVCache; the rest is for activations (vLLM's default)."""
 DRAM_BYTES = 10**12
 """A node's DRAM given to the KVCache pool: about 1 TB, as in Mooncake's testbed."""
+SSD_READ_BYTES_PER_S = 4 * 6.8e9
+SSD_WRITE_BYTES_PER_S = 4 * 4.0e9
+"""Of one node: four NVMe drives on PCIe 4.0 x4, by a vendor's sheet. An assumption: Mooncake says
+only that the pool has SSDs."""
 COSTS = (calibrated.NAME, "roofline")
 
 
@@ -39,6 +43,8 @@ class Node:
     network_bytes_per_s: float  # one node's NICs, each way, as bulk transfers achieve it
     host_bytes_per_s: float  # between DRAM and the devices
     network_latency_s: float
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
 
     @property
     def price_usd_per_h(self) -> float | None:
@@ -105,6 +111,8 @@ def open_node(
         if measured
         else num_devices * device.pcie_bytes_per_s * device.rdma_share,
         network_latency_s=0.0 if measured else device.nic_latency_s,
+        ssd_read_bytes_per_s=hardware.ssd_read_bytes_per_s or SSD_READ_BYTES_PER_S,
+        ssd_write_bytes_per_s=hardware.ssd_write_bytes_per_s or SSD_WRITE_BYTES_PER_S,
     )
 
 

@@ -6,6 +6,9 @@ A block is always in exactly one of three states:
     held     one or more owners            --release-->   cached if it has a key, else free
     cached   a key, no holder, evictable   --acquire-->   held;  --evicted by allocate--> held anew
 
+A cached block may also be *withdrawn*: it is held, keeps its name, and loses it with that hold,
+unless somebody acquired it meanwhile. So a victim can be copied away before it is gone.
+
 Every hold has a named owner (a request, a peer's read), and `release(owner)` ends all of its
 holds, so nothing can be forgotten one by one. A sealed block (one with a key) is immutable.
 
@@ -25,10 +28,12 @@ from moonpool.types import BlockId, BlockKey
 
 @dataclass(slots=True)
 class PoolChanges:
-    """Names that appeared and vanished since the last `take_changes`, in no particular order."""
+    """Names that appeared and vanished since the last `take_changes`, in no particular order;
+    `evicted` are those that `allocate` took away, in order, also if they are back."""
 
     stored: list[BlockKey] = field(default_factory=list)
     removed: list[BlockKey] = field(default_factory=list)
+    evicted: list[BlockKey] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed)
@@ -45,16 +50,28 @@ class BlockPool:
         # Tables grow with the blocks ever used: a simulated cluster has many pools, hardly filled.
         self._num_holds: list[int] = []
         self._key_of: list[BlockKey | None] = []
+        self._depth_of: list[int] = []  # in its prompt, of a named block
+        self._reused = bytearray()  # whether a named block was acquired since it got its name
+        self._withdrawn: set[BlockId] = set()
         self._block_of: dict[BlockKey, BlockId] = {}
         self._twin_key: dict[BlockId, BlockKey] = {}  # of held blocks whose name was taken
         self._held_by: dict[str, list[BlockId]] = {}
         self._net_changes: dict[BlockKey, bool] = {}
+        self._evicted: list[BlockKey] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without name and holder."""
+        return self.num_blocks - len(self._num_holds) + len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        unused = self.num_blocks - len(self._num_holds)
-        return unused + len(self._free) + len(self._evictable)
+        return self.num_free + len(self._evictable)
 
     @property
     def num_held(self) -> int:
@@ -71,6 +88,25 @@ class BlockPool:
 
     def keys(self) -> list[BlockKey]:
         return list(self._block_of)
+
+    def named(self) -> list[BlockId]:
+        """Blocks with a name, in the order of `keys`."""
+        return list(self._block_of.values())
+
+    def find(self, key: BlockKey) -> BlockId | None:
+        """The block of this name; as safe as what `match` returns."""
+        return self._block_of.get(key)
+
+    def key_of(self, block_id: BlockId) -> BlockKey | None:
+        return self._key_of[block_id]
+
+    def depth_of(self, block_id: BlockId) -> int:
+        """A named block's place in its prompt, as far as is known."""
+        return self._depth_of[block_id]
+
+    def was_reused(self, block_id: BlockId) -> bool:
+        """Whether a named block was acquired since it got its name."""
+        return bool(self._reused[block_id])
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Blocks of the longest run of `keys` held here, from the first key on. Mutates nothing;
@@ -89,13 +125,16 @@ class BlockPool:
         blocks = list(block_ids)
         if not blocks:
             return
-        holds, names = self._num_holds, self._key_of
+        holds, names, reused = self._num_holds, self._key_of, self._reused
         idle = []
         for block_id in blocks:
             assert block_id < len(holds) and names[block_id] is not None, "only named blocks"
             if not holds[block_id]:
                 idle.append(block_id)
             holds[block_id] += 1
+            reused[block_id] = 1
+        if self._withdrawn:
+            self._bring_back(blocks)
         self._evictable.remove(idle)
         self._evictable.touch(blocks)
         self._held_by.setdefault(owner, []).extend(blocks)
@@ -127,23 +166,80 @@ class BlockPool:
             self._twin_key[block_id] = key
             return False
         self._twin_key.pop(block_id, None)
-        self._key_of[block_id] = key
-        self._block_of[key] = block_id
-        self._evictable.store(block_id, key, depth)
-        self._note(key, stored=True)
+        self._name(block_id, key, depth)
         return True
+
+    def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
+        """Holds up to so many of the blocks that would be evicted next, in that order. They keep
+        their names until the hold ends, and beyond it if somebody acquires them before."""
+        blocks = self._evictable.pop(min(num_blocks, len(self._evictable)))
+        for block_id in blocks:
+            self._num_holds[block_id] = 1
+        self._withdrawn.update(blocks)
+        if blocks:
+            self._held_by.setdefault(owner, []).extend(blocks)
+        return blocks
+
+    def forget(self, block_ids: Iterable[BlockId]) -> None:
+        """Takes the names of blocks whose content is void. Held ones stay held."""
+        for block_id in block_ids:
+            if self._key_of[block_id] is None:
+                continue
+            if block_id in self._withdrawn:
+                self._withdrawn.remove(block_id)
+            else:
+                self._evictable.forget(block_id)
+            self._take_name(block_id)
+            if not self._num_holds[block_id]:
+                self._free.append(block_id)
+
+    def adopt(self, named: Iterable[tuple[BlockId, BlockKey]]) -> list[BlockId]:
+        """Names blocks of a pool never used that are full already, the least recently used first.
+        Returns those it cannot take: not in the pool, or named twice."""
+        assert not self._num_holds
+        offered = list(named)
+        ids = [block_id for block_id, _ in offered if 0 <= block_id < self.num_blocks]
+        self._grow(max(ids, default=-1) + 1)
+        refused = []
+        for block_id, key in offered:
+            known = 0 <= block_id < self.num_blocks
+            if not known or key in self._block_of or self._key_of[block_id] is not None:
+                refused.append(block_id)
+                continue
+            self._name(block_id, key, 0)
+            self._evictable.add([block_id], None)
+        self._free = [BlockId(b) for b, key in enumerate(self._key_of) if key is None]
+        return refused
 
     def release(self, owner: str) -> None:
         """Ends all holds of `owner` (none is fine). Later blocks of a prefix become evictable
         first, because a block is useless once its predecessor is gone."""
         blocks = self._held_by.pop(owner, None)
-        if blocks is None:
+        if blocks is not None:
+            self._end_holds(blocks)
+
+    def release_some(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+        """Ends the owner's holds of these blocks, of which it has one each."""
+        if not block_ids:
             return
+        gone = set(block_ids)
+        kept = [block_id for block_id in self._held_by[owner] if block_id not in gone]
+        assert len(kept) + len(block_ids) == len(self._held_by[owner])
+        if kept:
+            self._held_by[owner] = kept
+        else:
+            del self._held_by[owner]
+        self._end_holds(block_ids)
+
+    def _end_holds(self, blocks: Sequence[BlockId]) -> None:
         holds, keys = self._num_holds, self._key_of
         run: list[BlockId] = []  # from the last block of the prompt to the first
         for block_id in reversed(blocks):
             holds[block_id] -= 1
             if not holds[block_id]:
+                if block_id in self._withdrawn:
+                    self._withdrawn.remove(block_id)
+                    self._take_name(block_id)
                 if keys[block_id] is not None:
                     run.append(block_id)
                     continue
@@ -162,12 +258,13 @@ class BlockPool:
         for key, stored in self._net_changes.items():
             (changes.stored if stored else changes.removed).append(key)
         self._net_changes.clear()
+        changes.evicted, self._evicted = self._evicted, changes.evicted
         return changes
 
     def validate(self) -> None:
         """Asserts that the sums balance and that every block is in exactly one state."""
         num_used = len(self._num_holds)
-        assert num_used == len(self._key_of) <= self.num_blocks
+        assert num_used == len(self._key_of) == len(self._depth_of) <= self.num_blocks
         holds = [0] * num_used
         for blocks in self._held_by.values():
             for block_id in blocks:
@@ -184,31 +281,62 @@ class BlockPool:
         names = {key: b for b, key in enumerate(self._key_of) if key is not None}
         assert names == self._block_of
         assert all(holds[b] > 0 and self._key_of[b] is None for b in self._twin_key)
+        assert all(holds[b] == 1 and self._key_of[b] is not None for b in self._withdrawn)
 
     def _first_used(self, num_blocks: int) -> list[BlockId]:
         start = len(self._num_holds)
         num_blocks = min(num_blocks, self.num_blocks - start)
-        self._num_holds.extend([1] * num_blocks)
-        self._key_of.extend([None] * num_blocks)
+        self._grow(start + num_blocks)
+        for block_id in range(start, start + num_blocks):
+            self._num_holds[block_id] = 1
         return [BlockId(b) for b in range(start, start + num_blocks)]
+
+    def _grow(self, num_used: int) -> None:
+        missing = num_used - len(self._num_holds)
+        self._num_holds.extend([0] * missing)
+        self._key_of.extend([None] * missing)
+        self._depth_of.extend([0] * missing)
+        self._reused.extend(bytes(missing))
 
     def _evict(self, num_blocks: int) -> list[BlockId]:
         blocks = self._evictable.pop(num_blocks)
         for block_id in blocks:
             self._num_holds[block_id] = 1
-            key = self._key_of[block_id]
-            assert key is not None
-            self._key_of[block_id] = None
-            del self._block_of[key]
-            self._note(key, stored=False)
+            self._evicted.append(self._take_name(block_id))
         return blocks
+
+    def _bring_back(self, blocks: Sequence[BlockId]) -> None:
+        """Withdrawn blocks are used again: to the policy, they are new."""
+        for block_id in blocks:
+            if block_id in self._withdrawn:
+                self._withdrawn.remove(block_id)
+                key = self._key_of[block_id]
+                assert key is not None
+                self._evictable.store(block_id, key, self._depth_of[block_id])
+
+    def _name(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+        self._key_of[block_id] = key
+        self._depth_of[block_id] = depth
+        self._reused[block_id] = 0
+        self._block_of[key] = block_id
+        self._evictable.store(block_id, key, depth)
+        self._note(key, stored=True)
+
+    def _take_name(self, block_id: BlockId) -> BlockKey:
+        key = self._key_of[block_id]
+        assert key is not None
+        self._key_of[block_id] = None
+        del self._block_of[key]
+        self._note(key, stored=False)
+        return key
 
     def _named(self, block_id: BlockId) -> BlockId | None:
         """The cached block with this one's content: itself, or its twin if its name was taken."""
         if self._key_of[block_id] is not None:
             return block_id
         key = self._twin_key.get(block_id)
-        return None if key is None else self._block_of.get(key)
+        twin = None if key is None else self._block_of.get(key)
+        return None if twin in self._withdrawn else twin
 
     def _note(self, key: BlockKey, stored: bool) -> None:
         # A name that came and went between two reports is no news.

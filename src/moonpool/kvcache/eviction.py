@@ -7,6 +7,7 @@ A policy is told what the pool sees, in the pool's words, and keeps its own book
     remove  evictable blocks are held again
     add     blocks lost their last holder and are evictable from now on
     pop     room is needed
+    forget  a named block's content is void
 
 It reads no clock: time is what went through the cache. A policy's memory is bounded by a small
 multiple of the pool's blocks.
@@ -47,6 +48,10 @@ class Eviction(Protocol):
     def pop(self, num_blocks: int) -> list[BlockId]:
         """Removes and returns the blocks to evict, in order; they lose their names. Raises KeyError
         if there are not so many."""
+        ...
+
+    def forget(self, block_id: BlockId) -> None:
+        """A named block, evictable or not, loses its name without having been chosen for it."""
         ...
 
     def __len__(self) -> int: ...

@@ -35,6 +35,9 @@ class LruEviction:
         popitem = self._order.popitem
         return [popitem(last=False)[0] for _ in range(num_blocks)]
 
+    def forget(self, block_id: BlockId) -> None:
+        self._order.pop(block_id, None)
+
     def __len__(self) -> int:
         return len(self._order)
 

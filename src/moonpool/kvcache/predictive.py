@@ -142,6 +142,18 @@ class PredictiveEviction:
             self._ghosts.popitem(last=False)
         return popped
 
+    def forget(self, block_id: BlockId) -> None:
+        if block_id in self:
+            self.remove([block_id])
+        self._keys[block_id] = None
+        if self._num_continuing.pop(block_id, 0):
+            # Another prompt's block may be here next, and must not wait for these. Rare.
+            for segment in set(self._segment_of):
+                if segment is not None and segment.parent == block_id:
+                    segment.parent = None
+            segment = self._segment_of[block_id]
+            assert segment is None, "a held block is in no segment"
+
     def __len__(self) -> int:
         return self._size
 
@@ -245,6 +257,9 @@ class PredictiveEviction:
         # Only depths that rise make it certain that some segment is continued by no other.
         if parent is not None and self._depth[parent] + 1 == self._depth[first]:
             self._num_continuing[parent] = self._num_continuing.get(parent, 0) + 1
+            before = self._segment_of[parent]
+            if before is not None and before.blocks[before.end - 1] == parent:
+                self._dequeue(before)  # it was the end of a prompt until now
         else:
             segment.parent = None
         for block_id in segment.blocks:

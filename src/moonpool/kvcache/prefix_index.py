@@ -5,6 +5,9 @@ an incarnation; a gap, or an event of another life, makes the index distrust tha
 snapshot arrives. Bounded by what the instances can hold: an event can only name blocks that
 exist.
 
+A block may be on its holder's SSD only; that is a bit as well, in a set of its own, which costs
+nothing where no instance has an SSD tier.
+
 Blocks that are being computed are *expected*: to a later request they are hits on that instance,
 because it serves in order, but nobody else can fetch them yet.
 
@@ -42,13 +45,17 @@ class _Announced:
 
 class PrefixMatch(NamedTuple):
     """Blocks of one prompt's prefix, by row: `held` now, and held or expected (`hits`). The two
-    are the same array where nothing is expected; neither may be written to."""
+    are the same array where nothing is expected; none may be written to. `held_in_dram` and
+    `hits_in_dram` are how far it goes before the first block that is on the row's SSD only; None
+    where no row has any of it there only."""
 
     held: Depths
     hits: Depths
     deepest: int  # of `held`
     few: tuple[int, ...] = ()  # rows: the largest set of deepest holders that has a FEW at most
     crowd: int = 0  # how deep the next larger set of holders goes; 0: there is none
+    held_in_dram: Depths | None = None
+    hits_in_dram: Depths | None = None
 
 
 class PrefixIndex:
@@ -56,6 +63,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._holders: dict[BlockKey, int] = {}
+        self._demoted: dict[BlockKey, int] = {}  # of the holders, those with it on the SSD only
         self._expecting: dict[BlockKey, int] = {}
         self._instances: dict[InstanceId, _Announced] = {}
         self._bits: list[int] = []  # by row: the one object that stands for this row alone
@@ -97,9 +105,11 @@ class PrefixIndex:
         sequence: int,
         stored: Iterable[BlockKey],
         removed: Iterable[BlockKey],
+        demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Takes one event. False if a snapshot is needed (a gap, another life, or none seen yet);
-        the instance's blocks then count for nothing until it comes."""
+        """Takes one event: what is in DRAM, nowhere, and on the SSD only from now on. False if a
+        snapshot is needed (a gap, another life, or none seen yet); the instance's blocks then count
+        for nothing until it comes."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
@@ -110,6 +120,7 @@ class PrefixIndex:
         announced.next_sequence += 1
         self._drop(announced, removed)
         self._add(announced, stored)
+        self._demote(announced, demoted)
         return True
 
     def load_snapshot(
@@ -118,6 +129,7 @@ class PrefixIndex:
         incarnation: int,
         next_sequence: int,
         keys: Iterable[BlockKey],
+        demoted: Iterable[BlockKey] = (),
     ) -> bool:
         """Replaces all that is known of the instance. False if it is of another life."""
         announced = self._instances.get(instance_id)
@@ -125,6 +137,7 @@ class PrefixIndex:
             return False
         self._drop(announced, list(announced.keys))
         self._add(announced, keys)
+        self._demote(announced, demoted)
         announced.next_sequence = next_sequence
         announced.in_sync = True
         return True
@@ -160,9 +173,10 @@ class PrefixIndex:
         """How much of the prefix lies where. The sets of instances that still match only shrink
         along the prompt, and change a few times, so only their changes cost anything."""
         holders, expecting = self._holders.get, self._expecting.get
+        expects = not self._expecting.keys().isdisjoint(keys)
         held_ends = _shrink(holders(key, 0) for key in keys)
         hit_depths = held_depths = self._spread(held_ends)
-        if not self._expecting.keys().isdisjoint(keys):
+        if expects:
             hit_ends = _shrink(holders(key, 0) | expecting(key, 0) for key in keys)
             hit_depths = self._spread(hit_ends)
         deepest = few = crowd = 0
@@ -173,11 +187,25 @@ class PrefixIndex:
                     crowd = depth
                     break
                 few = alive
-        return PrefixMatch(held_depths, hit_depths, deepest, _rows(few), crowd)
+        match = PrefixMatch(held_depths, hit_depths, deepest, _rows(few), crowd)
+        if not self._demoted or self._demoted.keys().isdisjoint(keys):
+            return match
+        demoted = self._demoted.get
+        above = [holders(key, 0) & ~demoted(key, 0) for key in keys]
+        near = far = self._spread(_shrink(above))
+        if expects:
+            wanted = zip(above, keys, strict=True)
+            near = self._spread(_shrink(bits | expecting(key, 0) for bits, key in wanted))
+        return match._replace(held_in_dram=far, hits_in_dram=near)
 
     def holds(self, instance_id: InstanceId, key: BlockKey) -> bool:
         announced = self._instances.get(instance_id)
         return announced is not None and key in announced.keys
+
+    def is_demoted(self, instance_id: InstanceId, key: BlockKey) -> bool:
+        """Whether the instance holds the block on its SSD only."""
+        announced = self._instances.get(instance_id)
+        return announced is not None and bool(self._demoted.get(key, 0) & announced.bit)
 
     def num_blocks(self, instance_id: InstanceId) -> int:
         announced = self._instances.get(instance_id)
@@ -200,6 +228,8 @@ class PrefixIndex:
             for key, count in announced.again.items():
                 assert count > 0 and self._expecting[key] & announced.bit
         assert holders == self._holders
+        for key, demoted in self._demoted.items():
+            assert demoted and not demoted & ~holders[key]
         assert all(rows and not rows & ~used for rows in self._expecting.values())
         rows = [announced.row for announced in self._instances.values()]
         assert sorted(rows + self._free_rows) == list(range(len(self._bits)))
@@ -226,8 +256,11 @@ class PrefixIndex:
 
     def _add(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         own, holders, bit = announced.keys, self._holders, announced.bit
+        demoted = self._demoted
         for key in keys:
             if key in own:
+                if demoted and demoted.get(key, 0) & bit:
+                    self._leave(demoted, key, bit)
                 continue
             own.add(key)
             others = holders.get(key)
@@ -235,14 +268,30 @@ class PrefixIndex:
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         own, holders, bit = announced.keys, self._holders, announced.bit
+        demoted = self._demoted
         for key in keys:
             if key not in own:
                 continue
             own.remove(key)
-            if holders[key] is bit:
-                del holders[key]
-            else:
-                self._take_bit(holders, key, bit)
+            self._leave(holders, key, bit)
+            if demoted and demoted.get(key, 0) & bit:
+                self._leave(demoted, key, bit)
+
+    def _demote(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
+        keys = tuple(keys)
+        if not keys:
+            return
+        self._add(announced, keys)
+        demoted, bit = self._demoted, announced.bit
+        for key in keys:
+            others = demoted.get(key)
+            demoted[key] = bit if others is None else others | bit
+
+    def _leave(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
+        if sets[key] is bit:
+            del sets[key]
+        else:
+            self._take_bit(sets, key, bit)
 
     def _take_bit(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
         left = sets[key] ^ bit

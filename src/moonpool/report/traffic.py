@@ -14,25 +14,41 @@ from moonpool.sim.network import Link
 from moonpool.sim.simulation import Simulation
 
 NUM_BUSIEST = 8
-KINDS = {"in": "into instances", "out": "out of instances", "pcie": "PCIe, DRAM to accelerators"}
+KINDS = {
+    "in": "into instances",
+    "out": "out of instances",
+    "pcie": "PCIe, DRAM to accelerators",
+    "ssd-read": "SSD, to DRAM",
+    "ssd-write": "SSD, from DRAM",
+}
 
 
 def cache_figure(figures: dict[str, Any]) -> Figure:
     title = "Where prompt tokens came from"
     found = figures["cache"]
     total, hits, fetched = found["input_tokens"], found["hit_tokens"], found["fetched_tokens"]
+    loaded, ssd = found["loaded_tokens"], figures["ssd"]
     if not total:
         return Figure(title, "Tokens of answered prompts.", note("No request was answered."))
     how = (
         f"Of {total:,} prompt tokens, {hits:,} ({percent(found['hit_ratio'])}) had been computed "
         "for an earlier prompt with the same beginning and were taken from the cache, from the "
-        "instance's own DRAM tier or over the network from another's; the rest was computed."
+        "instance's own tiers or over the network from another's; the rest was computed."
     )
-    parts = (
-        ("own DRAM", max(hits - fetched, 0), "c3"),
-        ("other instances' DRAM", fetched, "c2"),
+    parts = [
+        ("own DRAM", max(hits - fetched - loaded, 0), "c3"),
+        ("other instances", fetched, "c2"),
         ("computed", total - hits, "c1"),
-    )
+    ]
+    if ssd["slots"]:
+        parts.insert(1, ("own SSD", loaded, "c5"))
+        how += (
+            f" To the SSDs, {counted(ssd['demoted_blocks'], 'block')} were written "
+            f"({byte_size(ssd['written_bytes'])}) and {ssd['promoted_blocks']:,} read back "
+            f"({byte_size(ssd['read_bytes'])}); {ssd['spared_blocks']:,} were there already when "
+            f"they left DRAM, {ssd['refused_blocks']:,} were not admitted, and demand evicted "
+            f"{ssd['dropped_blocks']:,} before they could be written."
+        )
     rows = [
         (name, float(number), f"{short_count(number)} ({percent(number / total)})", css)
         for name, number, css in parts

@@ -36,6 +36,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "fetched_tokens": record.fetched_tokens,
+        "loaded_tokens": record.loaded_tokens,
         "recomputed_corrupt_blocks": record.corrupt_blocks,
         "generated_tokens": record.num_generated_tokens,
         "slo": {"ttft_s": record.slo.ttft_s, "tbt_s": record.slo.tbt_s},

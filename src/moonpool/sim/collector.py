@@ -24,6 +24,7 @@ class Collector:
         self.input_tokens = 0
         self.hit_tokens = 0
         self.fetched_tokens = 0
+        self.loaded_tokens = 0
         self.output_tokens = 0
         self.wasted_prefill_s = 0.0
         self.num_wasted = 0
@@ -65,6 +66,7 @@ class Collector:
         self.input_tokens += record.num_prompt_tokens
         self.hit_tokens += record.cached_tokens
         self.fetched_tokens += record.fetched_tokens
+        self.loaded_tokens += record.loaded_tokens
         self.output_tokens += record.num_generated_tokens
         self.prefill_compute_s.add(prefill_s)
         ttft_s = record.ttft_s

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from moonpool.config import Config
 from moonpool.cost.belief import fit_belief, scaled
 from moonpool.cost.catalogue import BUILT_IN, Catalogue
@@ -12,6 +14,7 @@ from moonpool.cost.model import StepCost
 from moonpool.cost.node import Node, open_node
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Role
+from moonpool.workers.demotion import reserved_blocks
 
 LONGEST_SAMPLE_TOKENS = 131_072
 
@@ -24,6 +27,9 @@ class NodeHardware:
     pcie_bytes_per_s: float
     num_blocks: int
     engine_tokens: int
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
+    num_slots: int  # of the SSD; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,10 @@ def build_hardware(
         for part in (prefill, single)
     ]
     decoding = wrong[1] if config.cluster.decode else wrong[0]
-    largest_blocks = min(wrong[0].num_blocks, decoding.num_blocks)
+    largest_blocks = min(
+        part.num_blocks - reserved_blocks(part.num_blocks, part.num_slots)
+        for part in (wrong[0], decoding)
+    )
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
     return Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
 
@@ -93,6 +102,8 @@ def _node_hardware(
     layout: BlockLayout,
 ) -> NodeHardware:
     network_bytes_per_s = node.network_bytes_per_s * num_nodes
+    ssd_read_bytes_per_s = node.ssd_read_bytes_per_s * num_nodes
+    num_slots = config.pool.ssd_tokens_per_instance * num_nodes // layout.block_tokens
     if isinstance(truth, FittedCost):
         belief = truth
     else:
@@ -105,6 +116,8 @@ def _node_hardware(
             network_bytes_per_s,
             node.device.gemm.tile_tokens,
         )
+    if num_slots:
+        belief = structs.replace(belief, ssd_read_bytes_per_s=ssd_read_bytes_per_s)
     return NodeHardware(
         truth=truth,
         belief=belief,
@@ -112,4 +125,7 @@ def _node_hardware(
         pcie_bytes_per_s=node.host_bytes_per_s * num_nodes,
         num_blocks=max(pool_tokens * num_nodes // layout.block_tokens, 1),
         engine_tokens=node.kv_capacity_tokens * num_nodes,
+        ssd_read_bytes_per_s=ssd_read_bytes_per_s,
+        ssd_write_bytes_per_s=node.ssd_write_bytes_per_s * num_nodes,
+        num_slots=num_slots,
     )

@@ -13,11 +13,14 @@ from moonpool.workers.actions import (
     ExpectStream,
     FetchBlocks,
     FinishStream,
+    ForgetStored,
     GrantRead,
+    LoadBlocks,
     OpenStream,
     RunStep,
     SendBlocks,
     StopRepeating,
+    StoreBlocks,
     Tell,
     WorkerEvent,
 )
@@ -80,6 +83,12 @@ class Node:
                     self.messenger.fetch(action)
                 case GrantRead():
                     self.messenger.grant(action.read_id, action.block_ids)
+                case StoreBlocks():
+                    self.messenger.store(action)
+                case LoadBlocks():
+                    self.messenger.load(action)
+                case ForgetStored():
+                    pass  # no simulated block has content
 
     def _run(self, step: RunStep) -> None:
         start_s, end_s = self.engine.submit(step)

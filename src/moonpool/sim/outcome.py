@@ -24,6 +24,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     return {
         **request_figures(found, arriving_s),
         "transfer": _transfers(nodes),
+        "ssd": _ssd(nodes),
         "utilisation": {
             role.value: rounded(_utilisation(nodes, role, simulated_s))
             for role in Role
@@ -58,6 +59,7 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
             "input_tokens": found.input_tokens,
             "hit_tokens": found.hit_tokens,
             "fetched_tokens": found.fetched_tokens,
+            "loaded_tokens": found.loaded_tokens,
             "hit_ratio": rounded(found.hit_tokens / max(found.input_tokens, 1)),
         },
         "output_tokens": found.output_tokens,
@@ -90,6 +92,35 @@ def _transfers(nodes: list[Node]) -> dict[str, Any]:
         "fetched_bytes": sum(f.fetched_bytes for f in figures),
         "streams": sum(f.num_streams for f in figures),
     }
+
+
+def _ssd(nodes: list[Node]) -> dict[str, Any]:
+    """What the SSD tier did; all 0 without one. Dropped are blocks that demand evicted before they
+    could be written; refused, those that the tier did not admit or had no slot for; spared, those
+    that it had already."""
+    figures = [node.messenger.figures for node in nodes]
+
+    def count(name: str) -> int:
+        return int(sum(node.instance.counters.get(name, 0) for node in nodes))
+
+    tiers = [node.instance.tier for node in nodes]
+    return {
+        "written_bytes": sum(f.stored_bytes for f in figures),
+        "read_bytes": sum(f.loaded_bytes for f in figures),
+        "write_s": {"mean": rounded(_mean([(f.storing_s, f.num_stores) for f in figures]))},
+        "read_s": {"mean": rounded(_mean([(f.loading_s, f.num_loads) for f in figures]))},
+        "demoted_blocks": count("stored_blocks"),
+        "promoted_blocks": count("loaded_blocks"),
+        "spared_blocks": count("spared_writes"),
+        "refused_blocks": count("refused_blocks"),
+        "dropped_blocks": count("dropped_blocks"),
+        "blocks": sum(tier.slots.num_cached for tier in tiers if tier is not None),
+        "slots": sum(tier.slots.num_blocks for tier in tiers if tier is not None),
+    }
+
+
+def _mean(sums: list[tuple[float, int]]) -> float:
+    return sum(seconds for seconds, _ in sums) / max(sum(number for _, number in sums), 1)
 
 
 def _utilisation(nodes: list[Node], role: Role, span_s: float) -> float:

@@ -28,7 +28,7 @@ from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.collector import Collector
 from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
 from moonpool.sim.hardware import Hardware, NodeHardware
-from moonpool.sim.network import Network
+from moonpool.sim.network import Link, Network
 from moonpool.sim.node import Node
 from moonpool.sim.timeline import Timeline
 from moonpool.sim.transfers import NodeLinks, SimMessenger
@@ -113,18 +113,6 @@ class Simulation:
 
     def _add_node(self, instance_id: InstanceId, role: Role) -> None:
         hardware = self.hardware.of_role(role)
-        info = InstanceInfo(
-            instance_id=instance_id,
-            role=role,
-            incarnation=1,
-            address=PeerAddress(instance_id, instance_id, "", "", 0),
-            layout=self.hardware.layout,
-            num_blocks=hardware.num_blocks,
-            cost=hardware.belief,
-            pid=0,
-            host=instance_id,
-            engine_tokens=hardware.engine_tokens,
-        )
         instance = Instance(
             self._instance_config(hardware),
             self.hardware.layout,
@@ -132,6 +120,18 @@ class Simulation:
             role,
             hardware.belief,
             (EOS_TOKEN_ID,),
+        )
+        info = InstanceInfo(
+            instance_id=instance_id,
+            role=role,
+            incarnation=1,
+            address=PeerAddress(instance_id, instance_id, "", "", 0),
+            layout=self.hardware.layout,
+            num_blocks=instance.num_blocks,
+            cost=hardware.belief,
+            pid=0,
+            host=instance_id,
+            engine_tokens=hardware.engine_tokens,
         )
         node = Node(self.clock, info, instance, lambda report: self._report(instance_id, report))
         engine = SimEngine(
@@ -142,11 +142,7 @@ class Simulation:
             self._step_factor,
             self._note_prefill,
         )
-        links = NodeLinks(
-            self.network.add_link(f"{instance_id} in", hardware.nic_bytes_per_s),
-            self.network.add_link(f"{instance_id} out", hardware.nic_bytes_per_s),
-            self.network.add_link(f"{instance_id} pcie", hardware.pcie_bytes_per_s),
-        )
+        links = self._add_links(instance_id, hardware)
         messenger = SimMessenger(
             instance_id,
             self.clock,
@@ -162,6 +158,19 @@ class Simulation:
         self.nodes[instance_id] = node
         self._post(InstanceJoined(info))
 
+    def _add_links(self, instance_id: InstanceId, hardware: NodeHardware) -> NodeLinks:
+        def add(name: str, bytes_per_s: float) -> Link:
+            return self.network.add_link(f"{instance_id} {name}", bytes_per_s)
+
+        ssd = bool(hardware.num_slots)
+        return NodeLinks(
+            nic_in=add("in", hardware.nic_bytes_per_s),
+            nic_out=add("out", hardware.nic_bytes_per_s),
+            pcie=add("pcie", hardware.pcie_bytes_per_s),
+            ssd_read=add("ssd-read", hardware.ssd_read_bytes_per_s) if ssd else None,
+            ssd_write=add("ssd-write", hardware.ssd_write_bytes_per_s) if ssd else None,
+        )
+
     def _instance_config(self, hardware: NodeHardware) -> InstanceConfig:
         config = self.config
         stages = hardware.truth.num_stages
@@ -170,6 +179,8 @@ class Simulation:
             max_sequences=config.engine.max_sequences,
             prefix_caching=config.pool.prefix_caching,
             eviction=config.pool.eviction,
+            ssd_blocks=hardware.num_slots,
+            ssd_admission=config.pool.ssd_admission,
             batching=config.engine.batching,
             engine_tokens=hardware.engine_tokens,
             tbt_slo_s=config.slo.tbt_s,

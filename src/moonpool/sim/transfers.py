@@ -4,6 +4,9 @@ Bytes travel over shared links: the sender's NIC out, the receiver's NIC in, and
 decoded the receiver's PCIe, from its DRAM to its accelerators (Mooncake section 3, step 4). Layer
 by layer means that a chunk's blocks leave while it is computed, no faster than it makes them;
 without, they leave when it is done (v3 section 5.2).
+
+What goes to a node's SSD or comes from it shares the SSD's two links, one each way; a peer's fetch
+of such blocks passes them before it passes the NIC, since its source reads them first.
 """
 
 from __future__ import annotations
@@ -13,16 +16,26 @@ from dataclasses import dataclass, field
 
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    LoadEnded,
     MessengerEvent,
     ReadEnded,
     ReadRequested,
     ReceiveEnded,
     SendEnded,
+    StoreEnded,
 )
 from moonpool.sim.clock import Clock, Priority, Timer
 from moonpool.sim.network import Flow, Link, Network
 from moonpool.types import BlockId, InstanceId
-from moonpool.workers.actions import ExpectStream, FetchBlocks, StepEntry
+from moonpool.workers.actions import (
+    ExpectStream,
+    FetchBlocks,
+    LoadBlocks,
+    StepEntry,
+    StoreBlocks,
+)
+
+SSD_LATENCY_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,8 @@ class NodeLinks:
     nic_in: Link
     nic_out: Link
     pcie: Link
+    ssd_read: Link | None = None
+    ssd_write: Link | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +57,12 @@ class TransferFigures:
     fetched_bytes: int = 0
     fetching_s: float = 0.0
     num_streams: int = 0
+    num_stores: int = 0
+    stored_bytes: int = 0
+    storing_s: float = 0.0
+    num_loads: int = 0
+    loaded_bytes: int = 0
+    loading_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -240,7 +261,9 @@ class SimMessenger:
         self._clock.after(self._latency_s, Priority.MESSAGE, source._on_read, fetch)
 
     def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
-        fetch = self._reads[read_id]
+        fetch = self._reads.get(read_id)
+        if fetch is None:
+            return  # the reader gave up while the blocks came from the SSD
         fetch.granted = len(block_ids)
         path = (self._links.nic_out, fetch.reader._links.nic_in)
         fetch.flow = self._network.start(
@@ -270,8 +293,9 @@ class SimMessenger:
         fetch.timer.cancel()
         fetch.timer = None
         granted = 0 if error else fetch.granted
-        if error and fetch.flow is not None:
-            fetch.flow.cancel()
+        if error:
+            if fetch.flow is not None:
+                fetch.flow.cancel()
             for read_id, other in list(fetch.source._reads.items()):
                 if other is fetch:
                     del fetch.source._reads[read_id]
@@ -293,6 +317,48 @@ class SimMessenger:
                 error=error,
             )
         )
+
+    # The SSD
+
+    def store(self, action: StoreBlocks) -> None:
+        assert self._links.ssd_write is not None
+        began_s, num_bytes = self._clock.now, len(action.slots) * self._block_bytes
+
+        def end(_: Flow) -> None:
+            seconds = self._clock.now - began_s
+            self.figures.num_stores += 1
+            self.figures.stored_bytes += num_bytes
+            self.figures.storing_s += seconds
+            self._post(
+                StoreEnded(
+                    store_id=action.store_id,
+                    num_blocks=len(action.slots),
+                    num_bytes=num_bytes,
+                    seconds=seconds,
+                )
+            )
+
+        self._network.start((self._links.ssd_write,), num_bytes, end, latency_s=SSD_LATENCY_S)
+
+    def load(self, action: LoadBlocks) -> None:
+        assert self._links.ssd_read is not None
+        began_s, num_bytes = self._clock.now, len(action.slots) * self._block_bytes
+
+        def end(_: Flow) -> None:
+            seconds = self._clock.now - began_s
+            self.figures.num_loads += 1
+            self.figures.loaded_bytes += num_bytes
+            self.figures.loading_s += seconds
+            self._post(
+                LoadEnded(
+                    load_id=action.load_id,
+                    num_blocks=len(action.slots),
+                    num_bytes=num_bytes,
+                    seconds=seconds,
+                )
+            )
+
+        self._network.start((self._links.ssd_read,), num_bytes, end, latency_s=SSD_LATENCY_S)
 
     def _tell(self, event: MessengerEvent) -> None:
         self._clock.at(self._clock.now, Priority.TRANSFER_END, self._post, event)

@@ -51,12 +51,14 @@ class ActiveWork:
     steps_pending: int = 0
     num_reused: int = 0  # tokens that were here already when its computing began
     num_fetched_tokens: int = 0
+    num_loaded_tokens: int = 0
     corrupt_slices: int = 0
     num_sealed: int = 0
     num_streamed_blocks: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
     pending: set[Pending] = field(default_factory=set)
+    loads: set[str] = field(default_factory=set)  # from the SSD, for which it waits
     fetched_blocks: list[BlockId] = field(default_factory=list)
     fetch_first_index: int = 0
     closing: bool = False
@@ -76,6 +78,16 @@ class ActiveWork:
     @property
     def fetch_owner(self) -> str:
         return f"fetch:{self.work.work_id}"
+
+    @property
+    def writing(self) -> bool:
+        """The messenger may write to blocks that `fetch_owner` holds."""
+        return Pending.FETCH in self.pending
+
+    @property
+    def arriving(self) -> bool:
+        """Some of its prefix is on its way."""
+        return self.writing or bool(self.loads)
 
     @property
     def num_uncomputed(self) -> int:

@@ -249,7 +249,7 @@ class Batch:
         places = self._config.max_sequences * self._config.max_steps_in_flight
         while self.waiting and spare > 0 and len(self.running) < places:
             active = self.waiting[0]
-            if Pending.FETCH in active.pending:
+            if active.arriving:
                 fetching.append(self.waiting.popleft())  # others pass it meanwhile
                 continue
             if not self._hold(active):
@@ -274,7 +274,7 @@ class Batch:
     def _give_up_fetched(self) -> bool:
         """Lets go of what was fetched for works that wait: the first of them may need the room, and
         the others cannot run before it. True if there was any."""
-        owners = [w.fetch_owner for w in self.waiting if Pending.FETCH not in w.pending]
+        owners = [w.fetch_owner for w in self.waiting if not w.arriving]
         held = self._holdings.pool.owners()
         for owner in reversed(owners):
             self._holdings.pool.release(owner)
@@ -292,6 +292,7 @@ class Batch:
                 work_id=active.work_id,
                 cached_tokens=active.num_computed,
                 fetched_tokens=min(active.num_fetched_tokens, active.num_computed),
+                loaded_tokens=min(active.num_loaded_tokens, active.num_computed),
                 corrupt_slices=active.corrupt_slices,
             )
         )

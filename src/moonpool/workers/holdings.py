@@ -7,19 +7,31 @@ from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.types import BlockId
+from moonpool.kvcache.tiers import SsdTier
+from moonpool.types import BlockId, BlockKey
 from moonpool.workers.active import ActiveWork
 from moonpool.workers.messages import BlocksChanged, BlocksSnapshot
 
 
 class Holdings:
-    """The block pool, and the numbering of what is told about it. Holds are the works' own."""
+    """Both tiers, and the numbering of what is told about them. Holds are the works' own."""
 
     def __init__(self, config: InstanceConfig, layout: BlockLayout, num_blocks: int) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks, make_eviction(config.eviction, num_blocks))
+        self.tier: SsdTier | None = None
+        if config.ssd_blocks and config.prefix_caching:
+            self.tier = SsdTier(
+                config.ssd_blocks, num_blocks, config.ssd_admission, config.eviction
+            )
+        self.num_dropped = 0  # blocks evicted for want of room that the SSD has not
         self._prefix_caching = config.prefix_caching
         self._next_sequence = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Of the SSD, as long as there is one."""
+        return 0 if self.tier is None or self.tier.lost else self.tier.slots.num_blocks
 
     def caches(self, active: ActiveWork) -> bool:
         return self._prefix_caching and active.work.use_cache
@@ -43,6 +55,18 @@ class Holdings:
         if not self.caches(active):
             return []
         return self.pool.match(active.keys[: self.max_cached_blocks(active)])
+
+    def hold_arrived(self, active: ActiveWork) -> None:
+        """Holds what is here of the work's prefix while it waits, with gaps where more is on its
+        way. Only what has a name is worth holding."""
+        if not active.writing:  # what is being written must not be let go
+            self.pool.release(active.fetch_owner)
+        if active.arriving:
+            keys = active.keys[: self.max_cached_blocks(active)]
+            found = [b for b in map(self.pool.find, keys) if b is not None]
+        else:
+            found = self.cached_prefix(active)
+        self.pool.acquire(active.fetch_owner, found)
 
     def hold_prefix(self, active: ActiveWork, num_blocks: int) -> int | None:
         """Holds cached blocks of the work's prefix and new ones up to `num_blocks`; returns how
@@ -93,15 +117,56 @@ class Holdings:
     def take_changes(self) -> BlocksChanged | None:
         """The report of what appeared and vanished since the last one; None if nothing did."""
         changes = self.pool.take_changes()
-        if not changes:
+        removed = changes.removed
+        demoted: list[BlockKey] = []
+        if self.tier is not None:
+            self._note_evicted(self.tier, changes.evicted)
+            removed, demoted = self._below(self.tier, removed)
+        if not (changes.stored or removed or demoted):
             return None
         sequence = self._next_sequence
         self._next_sequence += 1
         return BlocksChanged(
-            sequence=sequence, stored=tuple(changes.stored), removed=tuple(changes.removed)
+            sequence=sequence,
+            stored=tuple(changes.stored),
+            removed=tuple(removed),
+            demoted=tuple(demoted),
         )
 
     def take_snapshot(self) -> BlocksSnapshot:
         """All names, in place of the changes not yet taken."""
-        self.pool.take_changes()
-        return BlocksSnapshot(next_sequence=self._next_sequence, keys=tuple(self.pool.keys()))
+        self.take_changes()
+        demoted: list[BlockKey] = []
+        if self.tier is not None:
+            stored = self.tier.slots.keys()
+            demoted = [key for key in stored if self.pool.find(key) is None]
+        return BlocksSnapshot(
+            next_sequence=self._next_sequence,
+            keys=tuple(self.pool.keys()),
+            demoted=tuple(demoted),
+        )
+
+    def _note_evicted(self, tier: SsdTier, evicted: list[BlockKey]) -> None:
+        dropped = []
+        for key in evicted:
+            slot = tier.slot_of(key)
+            if slot is None:
+                dropped.append(key)
+            else:
+                tier.touch([slot])
+        tier.note_dropped(dropped)
+        self.num_dropped += len(dropped)
+
+    def _below(
+        self, tier: SsdTier, removed: list[BlockKey]
+    ) -> tuple[list[BlockKey], list[BlockKey]]:
+        """What is nowhere any more, and what is on the SSD only: of the names that DRAM has lost,
+        and of those that came to the SSD or left it without DRAM having them."""
+        changes = tier.slots.take_changes()
+        candidates = dict.fromkeys([*removed, *changes.stored, *changes.removed])
+        gone: list[BlockKey] = []
+        demoted: list[BlockKey] = []
+        for key in candidates:
+            if self.pool.find(key) is None:
+                (gone if tier.slot_of(key) is None else demoted).append(key)
+        return gone, demoted

@@ -3,7 +3,8 @@
 `handle(event, now)` takes a command of the head, a word of the messenger or of the engine, and
 returns actions. It owns the block pool and the works; it never waits, computes, or moves a byte.
 
-Prefill: fetch a missing prefix if told to, compute the rest in chunks, stream the KVCache to the
+Prefill: load a missing prefix from the SSD if that pays, fetch what follows if told to
+(`arrivals`), compute the rest in chunks, stream the KVCache to the
 decode instance while later layers and chunks are computed (Mooncake section 3, steps 1 to 3).
 Decode: receive the KVCache into reserved blocks, check the SLO again, join the running batch
 (step 4). A mixed instance does both. Anything that did not arrive or did not verify is computed
@@ -12,27 +13,30 @@ again, here, from the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moonpool.config import InstanceConfig
 from moonpool.cost.model import CostModel
 from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.tiers import SsdTier
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    LoadEnded,
     ReadEnded,
     ReadRequested,
     ReceiveEnded,
     SendEnded,
+    StoreEnded,
+    StoreLost,
 )
-from moonpool.types import Role, Token
+from moonpool.types import BlockId, BlockKey, Role, Token
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
     ExpectStream,
-    FetchBlocks,
     FinishStream,
-    GrantRead,
+    ForgetStored,
     StepEnded,
     StepFailed,
     StepsEnded,
@@ -40,7 +44,9 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.active import ActiveWork, Pending, Phase
+from moonpool.workers.arrivals import Arrivals
 from moonpool.workers.batch import Batch
+from moonpool.workers.demotion import Demotion, reserved_blocks
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import (
     Abort,
@@ -62,9 +68,6 @@ from moonpool.workers.messages import (
 from moonpool.workers.outbox import Outbox
 from moonpool.workers.tokens import Tokens
 
-FETCH_PATIENCE = 10.0
-"""A fetch that takes so many times what it should is given up."""
-
 
 class Instance:
     """State of one instance. Works are served first come, first served."""
@@ -77,7 +80,9 @@ class Instance:
         role: Role,
         cost: CostModel,
         eos_token_ids: Iterable[int],
+        stored: Sequence[tuple[int, BlockKey]] = (),
     ) -> None:
+        """`stored`: what the SSD holds from before, as (slot, name), the longest unused first."""
         self.config = config
         self.layout = layout
         self.role = role
@@ -86,7 +91,29 @@ class Instance:
         self._outbox = Outbox()
         self._holdings = Holdings(config, layout, num_blocks)
         self._batch = Batch(config, self._holdings, self._outbox, cost)
+        self._arrivals = Arrivals(self._holdings, self._batch, self._outbox, cost)
+        self._demotion = Demotion(self._holdings, self._outbox)
         self._eos = frozenset(eos_token_ids)
+        self._adopt(stored)
+
+    def _adopt(self, stored: Sequence[tuple[int, BlockKey]]) -> None:
+        void = [slot for slot, _ in stored]
+        if self._holdings.tier is not None:
+            slots = self._holdings.tier.slots
+            void = [int(s) for s in slots.adopt([(BlockId(slot), key) for slot, key in stored])]
+        if void:
+            self._outbox.do(ForgetStored(tuple(void)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be promised to requests."""
+        holdings = self._holdings
+        return self.pool.num_blocks - reserved_blocks(self.pool.num_blocks, holdings.num_slots)
+
+    @property
+    def tier(self) -> SsdTier | None:
+        """None where there is none."""
+        return self._holdings.tier
 
     @property
     def pool(self) -> BlockPool:
@@ -127,10 +154,17 @@ class Instance:
             case ReceiveEnded():
                 self._on_receive_ended(event)
             case ReadRequested():
-                self._on_read_requested(event)
+                self._arrivals.on_read_requested(event)
             case ReadEnded():
-                self.pool.release(f"read:{event.read_id}")
+                self._arrivals.on_read_ended(event)
+            case LoadEnded():
+                self._arrivals.on_load_ended(event)
+            case StoreEnded():
+                self._demotion.on_ended(event)
+            case StoreLost():
+                self._on_store_lost(event)
         self._batch.begin_steps()
+        self._demotion.run()
         self._announce_blocks()
         return self._outbox.take()
 
@@ -138,6 +172,7 @@ class Instance:
         """The head is gone: nobody waits for any of the works."""
         for work_id in list(self.works):
             self._on_abort(work_id)
+        self._demotion.run()
         self._announce_blocks()
         return self._outbox.take()
 
@@ -164,6 +199,7 @@ class Instance:
             free_blocks=self.pool.num_available,
             owners=self.pool.owners(),
             counters=dict(self.counters),
+            ssd_blocks=0 if self.tier is None else self.tier.slots.num_cached,
         )
 
     def validate(self) -> None:
@@ -173,7 +209,11 @@ class Instance:
         known = {w.owner for w in self.works.values()} | {
             w.fetch_owner for w in self.works.values()
         }
+        known |= self._demotion.owners | self._arrivals.promotion.owners
         assert {o for o in owners if not o.startswith("read:")} <= known
+        if self.tier is not None:
+            self.tier.validate()
+            assert set(self.tier.slots.owners()) <= known
         for active in self.works.values():
             assert active.num_computed <= active.num_scheduled <= len(active.tokens)
             in_steps = sum(active is work for step in self._batch.steps for work, _ in step)
@@ -194,24 +234,7 @@ class Instance:
             return
         active.target = command.target
         self._batch.wait(active)
-        holdings = self._holdings
-        if command.fetch is None or not holdings.caches(active):
-            return
-        keys = active.keys[: min(command.fetch.num_blocks, holdings.max_cached_blocks(active))]
-        held = self.pool.match(keys)
-        self.pool.acquire(active.fetch_owner, held)
-        missing = self.pool.allocate(active.fetch_owner, len(keys) - len(held))
-        if not missing:
-            self.pool.release(active.fetch_owner)
-            return
-        active.fetched_blocks, active.fetch_first_index = missing, len(held)
-        active.pending.add(Pending.FETCH)
-        # A source that hangs must not use up the time in which the gap could be computed.
-        usual_s = self.cost.transfer_s(len(missing) * self.layout.block_bytes, same_host=False)
-        timeout_s = min(work.timeout_s, FETCH_PATIENCE * usual_s + 1.0)
-        self._outbox.do(
-            FetchBlocks(work.work_id, command.fetch.source, keys[len(held) :], missing, timeout_s)
-        )
+        self._arrivals.begin(active, command.fetch)
 
     def _on_reserve_decode(self, work: Work) -> None:
         active = self._add(work, Phase.RECEIVING)
@@ -346,21 +369,14 @@ class Instance:
 
     def _on_fetch_ended(self, event: FetchEnded) -> None:
         active = self.works[WorkId(event.fetch_id)]
-        active.pending.discard(Pending.FETCH)
-        self._outbox.count("corrupt_slices", event.corrupt_slices)
-        self._outbox.count("fetched_bytes", event.num_bytes)
-        self._outbox.count("failed_fetches", 1 if event.error else 0)
-        for offset in range(event.num_blocks):
-            index = active.fetch_first_index + offset
-            self.pool.seal(active.fetched_blocks[offset], active.keys[index], index)
-        # Only what has a name is worth holding while the work waits.
-        self.pool.release(active.fetch_owner)
-        self.pool.acquire(active.fetch_owner, self._holdings.cached_prefix(active))
-        self._batch.stop_repeating()
-        active.num_fetched_tokens = event.num_blocks * self.layout.block_tokens
-        active.corrupt_slices = event.corrupt_slices
+        self._arrivals.on_fetch_ended(active, event)
         if active.closing:
             self._finalise_if_idle(active)
+
+    def _on_store_lost(self, event: StoreLost) -> None:
+        if self._holdings.tier is not None:
+            self._holdings.tier.lose(event.error)
+            self._outbox.count("lost_tiers")
 
     def _on_send_ended(self, event: SendEnded) -> None:
         active = self.works[WorkId(event.stream_id)]
@@ -406,14 +422,11 @@ class Instance:
         )
         self._join_if_ready(active)
 
-    def _on_read_requested(self, event: ReadRequested) -> None:
-        blocks = self.pool.match(event.keys)
-        if blocks:
-            self.pool.acquire(f"read:{event.read_id}", blocks)
-        self._outbox.do(GrantRead(event.read_id, blocks))
-
     def _announce_blocks(self) -> None:
-        changes = self._holdings.take_changes()
+        holdings = self._holdings
+        changes = holdings.take_changes()
+        self._outbox.count("dropped_blocks", holdings.num_dropped)
+        holdings.num_dropped = 0
         if changes is not None:
             self._outbox.tell(changes)
 

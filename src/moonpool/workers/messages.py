@@ -48,6 +48,7 @@ class Fetch(Struct, frozen=True):
 
     source: PeerAddress
     num_blocks: int  # the prefix the source is believed to hold
+    load_s: float = 0.0  # that the source should take to read some of it from its SSD first
 
 
 # Commands
@@ -115,11 +116,12 @@ class InstanceInfo(Struct, frozen=True):
 
 class PrefillStarted(Struct, frozen=True, tag=True):
     """The first chunk is being computed; `cached_tokens` are not, `fetched_tokens` of them by
-    fetch."""
+    fetch, `loaded_tokens` because they were on this instance's SSD."""
 
     work_id: WorkId
     cached_tokens: int
     fetched_tokens: int
+    loaded_tokens: int = 0
     corrupt_slices: int = 0
 
 
@@ -178,16 +180,21 @@ class StepTokens(Struct, frozen=True, tag=True):
 
 
 class BlocksChanged(Struct, frozen=True, tag=True):
+    """Names that are in DRAM from now on (`stored`), on the SSD only (`demoted`), or nowhere."""
+
     sequence: int
     stored: tuple[BlockKey, ...] = ()
     removed: tuple[BlockKey, ...] = ()
+    demoted: tuple[BlockKey, ...] = ()
 
 
 class BlocksSnapshot(Struct, frozen=True, tag=True):
-    """All blocks held now; `next_sequence` numbers the next `BlocksChanged`."""
+    """All blocks held now, those in DRAM and those on the SSD only; `next_sequence` numbers the
+    next `BlocksChanged`."""
 
     next_sequence: int
     keys: tuple[BlockKey, ...]
+    demoted: tuple[BlockKey, ...] = ()
 
 
 class InstanceLoad(Struct, frozen=True, tag=True):
@@ -200,6 +207,7 @@ class InstanceLoad(Struct, frozen=True, tag=True):
     free_blocks: int
     owners: dict[str, int]
     counters: dict[str, float]
+    ssd_blocks: int = 0  # with a name, on the SSD, in DRAM as well or not
 
 
 Report = (

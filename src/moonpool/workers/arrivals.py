@@ -1,0 +1,179 @@
+"""What a prefill waits for: blocks of its prefix that lie elsewhere than in this instance's DRAM.
+
+They come from the instance's SSD, where reading them is worth it, and what follows from the peer
+that the Conductor named; both at the same time. A peer's read of blocks on this instance's SSD is
+answered when they are in DRAM. Whatever does not arrive is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.cost.model import CostModel
+from moonpool.kvcache.transfers import FetchEnded, LoadEnded, ReadEnded, ReadRequested
+from moonpool.types import BlockKey
+from moonpool.workers.actions import FetchBlocks, GrantRead
+from moonpool.workers.active import ActiveWork, Pending
+from moonpool.workers.batch import Batch
+from moonpool.workers.holdings import Holdings
+from moonpool.workers.messages import Fetch
+from moonpool.workers.outbox import Outbox
+from moonpool.workers.promotion import Promotion
+
+FETCH_PATIENCE = 10.0
+"""A fetch that takes so many times what it should is given up."""
+
+
+@dataclass(slots=True)
+class _Read:
+    keys: Sequence[BlockKey]
+    loads: set[str]
+
+
+class Arrivals:
+    """Works wait in the batch; `active.arriving` says whether they still must."""
+
+    def __init__(self, holdings: Holdings, batch: Batch, outbox: Outbox, cost: CostModel) -> None:
+        self.promotion = Promotion(holdings, outbox)
+        self._holdings = holdings
+        self._pool = holdings.pool
+        self._batch = batch
+        self._outbox = outbox
+        self._cost = cost
+        self._works: dict[str, list[ActiveWork]] = {}  # by the load they wait for
+        self._reads: dict[str, _Read] = {}  # those that wait for loads
+
+    # Works
+
+    def begin(self, active: ActiveWork, fetch: Fetch | None) -> None:
+        """Has loaded and fetched what is missing of a new work's prefix."""
+        holdings = self._holdings
+        if not holdings.caches(active) or (fetch is None and not holdings.num_slots):
+            return
+        keys = active.keys[: holdings.max_cached_blocks(active)]
+        num_local = self._load(active, keys)
+        if fetch is not None:
+            self._fetch(active, fetch, keys[: fetch.num_blocks], num_local)
+
+    def _load(self, active: ActiveWork, keys: Sequence[BlockKey]) -> int:
+        """Returns how many blocks of the prefix are here, or will be."""
+        held = self._pool.match(keys)
+        if not self._holdings.num_slots:
+            return len(held)
+        num_local, absent = self.promotion.reach(keys)
+        if not absent or not self._pays(active, len(held), num_local, len(absent)):
+            return len(held)
+        # What is here must not be evicted for what is not.
+        found = [block for block in map(self._pool.find, keys[:num_local]) if block is not None]
+        self._pool.acquire(active.fetch_owner, found)
+        loads = self.promotion.load(absent)
+        if loads is None:
+            self._pool.release(active.fetch_owner)
+            return len(held)
+        active.loads = loads
+        active.num_loaded_tokens = len(absent) * self._holdings.layout.block_tokens
+        for load_id in loads:
+            self._works.setdefault(load_id, []).append(active)
+        return num_local
+
+    def _pays(self, active: ActiveWork, num_held: int, num_local: int, num_absent: int) -> bool:
+        """Whether loading gives the first token sooner than computing. It goes on while the work
+        waits for others."""
+        layout, cost, num_tokens = self._holdings.layout, self._cost, len(active.tokens)
+        load_s = cost.load_s(num_absent * layout.block_bytes, self.promotion.num_loads + 1)
+        saved_s = cost.prefill_s(num_tokens, num_held * layout.block_tokens)
+        saved_s -= cost.prefill_s(num_tokens, num_local * layout.block_tokens)
+        return load_s < saved_s or load_s < saved_s + self._queue_s(active)
+
+    def _queue_s(self, active: ActiveWork) -> float:
+        """About how long the works before this one take."""
+        queue_s = 0.0
+        for other in (*self._batch.running, *self._batch.waiting):
+            if other is not active and other.num_uncomputed > 1:
+                known = other.num_fetched_tokens + other.num_loaded_tokens
+                cached = max(other.num_scheduled, min(known, len(other.tokens)))
+                queue_s += self._cost.prefill_s(len(other.tokens), cached)
+        return queue_s
+
+    def _fetch(
+        self, active: ActiveWork, fetch: Fetch, keys: Sequence[BlockKey], num_local: int
+    ) -> None:
+        pool, layout, work = self._pool, self._holdings.layout, active.work
+        missing_keys = keys[num_local:]
+        if not missing_keys:
+            return
+        if not active.loads:
+            pool.acquire(active.fetch_owner, pool.match(keys[:num_local]))
+        missing = pool.allocate(active.fetch_owner, len(missing_keys))
+        if missing is None:
+            if not active.loads:
+                pool.release(active.fetch_owner)
+            return
+        active.fetched_blocks, active.fetch_first_index = missing, num_local
+        active.pending.add(Pending.FETCH)
+        # A source that hangs must not use up the time in which the gap could be computed.
+        usual_s = self._cost.transfer_s(len(missing) * layout.block_bytes, same_host=False)
+        timeout_s = min(work.timeout_s, FETCH_PATIENCE * (usual_s + fetch.load_s) + 1.0)
+        self._outbox.do(FetchBlocks(work.work_id, fetch.source, missing_keys, missing, timeout_s))
+
+    def on_fetch_ended(self, active: ActiveWork, event: FetchEnded) -> None:
+        active.pending.discard(Pending.FETCH)
+        self._outbox.count("corrupt_slices", event.corrupt_slices)
+        self._outbox.count("fetched_bytes", event.num_bytes)
+        self._outbox.count("failed_fetches", 1 if event.error else 0)
+        for offset in range(event.num_blocks):
+            index = active.fetch_first_index + offset
+            self._pool.seal(active.fetched_blocks[offset], active.keys[index], index)
+        self._holdings.hold_arrived(active)
+        self._batch.stop_repeating()
+        active.num_fetched_tokens = event.num_blocks * self._holdings.layout.block_tokens
+        active.corrupt_slices += event.corrupt_slices
+
+    # Loads
+
+    def on_load_ended(self, event: LoadEnded) -> None:
+        """Those who waited take what has arrived."""
+        missing = set(self.promotion.on_ended(event))
+        for active in self._works.pop(event.load_id, ()):
+            active.loads.discard(event.load_id)
+            lacking = len(missing.intersection(active.keys)) if missing else 0
+            active.num_loaded_tokens -= lacking * self._holdings.layout.block_tokens
+            active.corrupt_slices += event.corrupt_slices
+            if not active.closing:
+                self._holdings.hold_arrived(active)
+                self._batch.stop_repeating()
+        for read_id, read in list(self._reads.items()):
+            read.loads.discard(event.load_id)
+            if not read.loads:
+                del self._reads[read_id]
+                self._grant(read_id, read.keys)
+        self.promotion.let_go(event.load_id)
+
+    # Peers' reads
+
+    def on_read_requested(self, event: ReadRequested) -> None:
+        num_local, absent = self.promotion.reach(event.keys)
+        if absent and self._holdings.num_slots:
+            # Until they are all here, those that are must stay.
+            found = map(self._pool.find, event.keys[:num_local])
+            self._pool.acquire(_reader(event.read_id), [b for b in found if b is not None])
+            loads = self.promotion.load(absent)
+            if loads:
+                self._reads[event.read_id] = _Read(event.keys, loads)
+                return
+        self._grant(event.read_id, event.keys)
+
+    def on_read_ended(self, event: ReadEnded) -> None:
+        self._reads.pop(event.read_id, None)
+        self._pool.release(_reader(event.read_id))
+
+    def _grant(self, read_id: str, keys: Sequence[BlockKey]) -> None:
+        blocks = self._pool.match(keys)
+        self._pool.release(_reader(read_id))
+        self._pool.acquire(_reader(read_id), blocks)
+        self._outbox.do(GrantRead(read_id, blocks))
+
+
+def _reader(read_id: str) -> str:
+    return f"read:{read_id}"

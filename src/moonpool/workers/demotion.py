@@ -1,0 +1,131 @@
+"""Makes room in DRAM before it is needed: the next victims go to the SSD, in batches.
+
+    free blocks under the low mark --> victims withdrawn, up to the high mark --> written --> free
+
+While a block is written it keeps its name, and can be hit. Blocks that the SSD has already are
+freed at once, and so are those that it does not admit. Where demand outruns the writes, blocks are
+evicted plainly. What is being written is held, so it cannot be promised to anybody: an instance
+with an SSD tier promises fewer blocks than it has (`reserved_blocks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.kvcache.tiers import SsdTier
+from moonpool.kvcache.transfers import StoreEnded
+from moonpool.types import BlockId, BlockKey
+from moonpool.workers.actions import ForgetStored, StoreBlocks
+from moonpool.workers.holdings import Holdings
+from moonpool.workers.outbox import Outbox
+
+RESERVED_SHARE = 16
+"""One block of so many may be under way to the SSD; as many are kept free, at least."""
+MAX_BATCH_BLOCKS = 16
+"""Of one write: the first of them are free again when it ends, not when all are written."""
+
+
+def reserved_blocks(num_blocks: int, num_slots: int) -> int:
+    """Blocks of the DRAM pool that demotion may hold at a time."""
+    return max(num_blocks // RESERVED_SHARE, 1) if num_slots and num_blocks > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    keys: tuple[BlockKey, ...]
+    depths: tuple[int, ...]
+    slots: tuple[BlockId, ...]
+
+
+class Demotion:
+    """The writes under way. Owners are "demote:<id>" in both pools."""
+
+    def __init__(self, holdings: Holdings, outbox: Outbox) -> None:
+        self._holdings = holdings
+        self._pool = holdings.pool
+        self._outbox = outbox
+        self._stores: dict[str, _Store] = {}
+        self._num_stores = 0
+        self._num_storing = 0  # blocks
+        self._limit = reserved_blocks(self._pool.num_blocks, holdings.num_slots)
+
+    @property
+    def owners(self) -> set[str]:
+        return {_owner(store_id) for store_id in self._stores}
+
+    def run(self) -> None:
+        """Begins what the free blocks call for; to be called when everything else has been done."""
+        tier = self._holdings.tier
+        if tier is None or tier.lost:
+            return
+        soon_free = self._pool.num_free + self._num_storing
+        if soon_free >= self._limit:
+            return
+        wanted = 2 * self._limit - soon_free
+        while wanted > 0 and self._num_storing < self._limit and self._pool.num_evictable:
+            wanted -= self._demote(tier, min(wanted, self._limit - self._num_storing))
+
+    def _demote(self, tier: SsdTier, num_blocks: int) -> int:
+        """Up to so many blocks, and no more than one write takes; returns how many they are."""
+        pool = self._pool
+        self._num_stores += 1
+        store_id = str(self._num_stores)
+        owner = _owner(store_id)
+        victims = pool.withdraw(owner, min(num_blocks, MAX_BATCH_BLOCKS))
+        # Victims come with the end of a prompt first; on the disk they are a prompt's in its order.
+        written = [b for b in reversed(victims) if self._deserves_write(tier, b)]
+        slots, voided = tier.reserve(owner, len(written))
+        if voided:
+            self._outbox.do(ForgetStored(tuple(voided)))
+        self._outbox.count("refused_blocks", len(written) - len(slots))
+        del written[len(slots) :]
+        writing = set(written)
+        pool.release_some(owner, [b for b in victims if b not in writing])
+        if written:
+            keys = tuple(_key(pool.key_of(b)) for b in written)
+            depths = tuple(pool.depth_of(b) for b in written)
+            self._stores[store_id] = _Store(keys, depths, tuple(slots))
+            self._num_storing += len(written)
+            self._outbox.do(StoreBlocks(store_id, keys, tuple(written), tuple(slots)))
+        return len(victims)
+
+    def _deserves_write(self, tier: SsdTier, block_id: BlockId) -> bool:
+        key = _key(self._pool.key_of(block_id))
+        slot = tier.slot_of(key)
+        if slot is not None:
+            tier.touch([slot])
+            self._outbox.count("spared_writes")
+            return False
+        if tier.admits(key, self._pool.was_reused(block_id)):
+            return True
+        self._outbox.count("refused_blocks")
+        return False
+
+    def on_ended(self, event: StoreEnded) -> None:
+        store = self._stores.pop(event.store_id)
+        tier = self._holdings.tier
+        assert tier is not None
+        self._num_storing -= len(store.keys)
+        owner = _owner(event.store_id)
+        num_stored = 0 if tier.lost else event.num_blocks
+        void = list(store.slots[num_stored:])
+        for index in range(num_stored):
+            slot, key = store.slots[index], store.keys[index]
+            if not tier.fill(slot, key, store.depths[index]):
+                void.append(slot)
+        tier.slots.release(owner)
+        self._pool.release(owner)
+        if void and not tier.lost:
+            self._outbox.do(ForgetStored(tuple(void)))
+        self._outbox.count("stored_blocks", num_stored)
+        self._outbox.count("stored_bytes", event.num_bytes)
+        self._outbox.count("failed_stores", 1 if event.error else 0)
+
+
+def _owner(store_id: str) -> str:
+    return f"demote:{store_id}"
+
+
+def _key(key: BlockKey | None) -> BlockKey:
+    assert key is not None
+    return key

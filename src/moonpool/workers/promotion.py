@@ -1,0 +1,114 @@
+"""Brings blocks back from the SSD, for works of this instance and for peers that read from it.
+
+A load belongs to the instance, not to who asked first: whoever wants a block that is being loaded
+waits for that load, and one that is given up leaves it to the others. A load that fails is a miss:
+what did not arrive is computed, and a block that could not be read is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.kvcache.transfers import LoadEnded
+from moonpool.types import BlockId, BlockKey
+from moonpool.workers.actions import ForgetStored, LoadBlocks
+from moonpool.workers.holdings import Holdings
+from moonpool.workers.outbox import Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    keys: tuple[BlockKey, ...]
+    slots: tuple[BlockId, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+class Promotion:
+    """The loads under way. Owners are "load:<id>" in both pools."""
+
+    def __init__(self, holdings: Holdings, outbox: Outbox) -> None:
+        self._holdings = holdings
+        self._outbox = outbox
+        self._loads: dict[str, _Load] = {}
+        self._loading: dict[BlockKey, str] = {}
+        self._num_loads = 0
+
+    @property
+    def owners(self) -> set[str]:
+        return {_owner(load_id) for load_id in self._loads}
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    def reach(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
+        """How long a run of `keys` is here, in DRAM or on the SSD, and what of it is not in
+        DRAM."""
+        pool, tier = self._holdings.pool, self._holdings.tier
+        absent: list[BlockKey] = []
+        for index, key in enumerate(keys):
+            if pool.find(key) is not None:
+                continue
+            if tier is None or (tier.slot_of(key) is None and key not in self._loading):
+                return index, absent
+            absent.append(key)
+        return len(keys), absent
+
+    def load(self, keys: Sequence[BlockKey]) -> set[str] | None:
+        """Has `keys`, which `reach` found absent just now, loaded. Returns the loads to wait for;
+        None, beginning nothing, if there is no room."""
+        tier, loading = self._holdings.tier, self._loading
+        assert tier is not None
+        waits = {loading[key] for key in keys if key in loading}
+        new = tuple(key for key in keys if key not in loading)
+        if not new:
+            return waits
+        self._num_loads += 1
+        load_id = str(self._num_loads)
+        owner = _owner(load_id)
+        blocks = self._holdings.pool.allocate(owner, len(new))
+        if blocks is None:
+            return None
+        slots = []
+        for key in new:
+            slot = tier.slot_of(key)
+            assert slot is not None
+            slots.append(slot)
+            loading[key] = load_id
+        tier.hold(owner, slots)
+        self._loads[load_id] = _Load(new, tuple(slots), tuple(blocks))
+        self._outbox.do(LoadBlocks(load_id, new, tuple(slots), tuple(blocks)))
+        return waits | {load_id}
+
+    def on_ended(self, event: LoadEnded) -> tuple[BlockKey, ...]:
+        """Names what arrived, and returns what did not. All of it is held until `let_go`: those who
+        waited take it before."""
+        load = self._loads[event.load_id]
+        tier, outbox = self._holdings.tier, self._outbox
+        assert tier is not None
+        for index in range(event.num_blocks):
+            depth = tier.slots.depth_of(load.slots[index])
+            self._holdings.pool.seal(load.block_ids[index], load.keys[index], depth)
+        if event.num_blocks < len(load.keys) and not tier.lost:
+            bad = load.slots[event.num_blocks]  # of those behind it, nothing is known
+            tier.slots.forget([bad])
+            outbox.do(ForgetStored((bad,)))
+        outbox.count("loaded_blocks", event.num_blocks)
+        outbox.count("loaded_bytes", event.num_bytes)
+        outbox.count("corrupt_slices", event.corrupt_slices)
+        outbox.count("failed_loads", 1 if event.num_blocks < len(load.keys) else 0)
+        return load.keys[event.num_blocks :]
+
+    def let_go(self, load_id: str) -> None:
+        load = self._loads.pop(load_id)
+        tier = self._holdings.tier
+        assert tier is not None
+        for key in load.keys:
+            del self._loading[key]
+        self._holdings.pool.release(_owner(load_id))
+        tier.slots.release(_owner(load_id))
+
+
+def _owner(load_id: str) -> str:
+    return f"load:{load_id}"

@@ -1,0 +1,135 @@
+"""A fake SSD: keeps block contents over an instance's deaths, slowly and with faults.
+
+It keeps the contract of `moonpool.workers.actions` for stores and loads to the letter: each ends
+with exactly one event, and until then touches blocks at random times. A slot must have been given
+up before it is written again; what is read must be there under the name that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from moonpool.kvcache.transfers import LoadEnded, StoreEnded, StoreLost
+from moonpool.types import BlockId, BlockKey
+from moonpool.workers.actions import ForgetStored, LoadBlocks, StoreBlocks
+from tests.sim.messenger import GARBAGE
+from tests.sim.truth import Content
+
+if TYPE_CHECKING:
+    from tests.sim.node import Life
+
+
+@dataclass
+class Stored:
+    key: BlockKey
+    layers: list[Content]
+    flipped: bool = False  # one of its slices no longer fits its checksum
+
+
+@dataclass
+class Disk:
+    """What is on one instance's SSD, the longest unused first; it outlives the instance."""
+
+    slots: dict[int, Stored] = field(default_factory=dict)
+
+    def index(self) -> list[tuple[int, BlockKey]]:
+        return [(slot, stored.key) for slot, stored in self.slots.items()]
+
+    def use(self, slot: int) -> None:
+        self.slots[slot] = self.slots.pop(slot)
+
+
+class DiskDriver:
+    """One life's way to its disk."""
+
+    def __init__(self, life: Life, disk: Disk) -> None:
+        self.life = life
+        self.disk = disk
+        self.lost = False
+        self._writing: set[int] = set()
+
+    def lose(self) -> None:
+        """The folder vanished, and whatever was in it."""
+        if not self.lost and self.life.alive:
+            self.lost = True
+            self.disk.slots.clear()
+            self.life.world.seen["lost disks"] += 1
+            self.life.post(StoreLost(error="the folder vanished"))
+
+    def forget(self, action: ForgetStored) -> None:
+        for slot in action.slots:
+            self.disk.slots.pop(slot, None)
+
+    def store(self, action: StoreBlocks) -> None:
+        assert not self.lost, "a store after the tier was lost"
+        assert len(action.keys) == len(action.block_ids) == len(action.slots) > 0
+        for slot in action.slots:
+            assert slot not in self.disk.slots, "a slot is written that was not given up"
+            assert slot not in self._writing, "a slot is written twice at a time"
+            self._writing.add(slot)
+        self._store_next(action, 0)
+
+    def _store_next(self, action: StoreBlocks, index: int) -> None:
+        fails = self.lost or self.life.world.chance("disk_failure_rate")
+        if index == len(action.slots) or fails:
+            self._writing.difference_update(action.slots)
+            error = "no space left" if fails and index < len(action.slots) else ""
+            # A write may be complete, and yet not known to be.
+            num_blocks = index if not error or self.lost else max(index - 1, 0)
+            self.life.post(StoreEnded(store_id=action.store_id, num_blocks=num_blocks, error=error))
+            return
+        layers = range(self.life.num_layers)
+        content = [self.life.read(action.block_ids[index], layer) for layer in layers]
+
+        def finish() -> None:
+            again = [self.life.read(action.block_ids[index], layer) for layer in layers]
+            assert again == content, "a block changed while it was written"
+            if not self.lost:
+                flipped = self.life.world.chance("flip_rate")
+                self.disk.slots[action.slots[index]] = Stored(action.keys[index], content, flipped)
+            self._store_next(action, index + 1)
+
+        self.life.later(finish)
+
+    def load(self, action: LoadBlocks) -> None:
+        assert not self.lost, "a load after the tier was lost"
+        assert len(action.keys) == len(action.block_ids) == len(action.slots) > 0
+        for slot, key in zip(action.slots, action.keys, strict=True):
+            assert slot not in self._writing, "a slot is read while it is written"
+            assert self.disk.slots[slot].key == key, "a slot is read that holds something else"
+        slices = deque(
+            (index, layer) for index in range(len(action.slots)) for layer in self._layers()
+        )
+        self.life.later(lambda: self._pump(action, slices))
+
+    def _layers(self) -> range:
+        return range(self.life.num_layers)
+
+    def _pump(self, action: LoadBlocks, slices: deque[tuple[int, int]]) -> None:
+        if not slices:
+            self._end_load(action, len(action.slots), 0, "")
+            return
+        index, layer = slices.popleft()
+        if self.lost or self.life.world.chance("disk_failure_rate", 0.3):
+            self._end_load(action, index, 0, "cannot be read")
+            return
+        stored = self.disk.slots[action.slots[index]]
+        assert stored.key == action.keys[index], "a slot changed while it was read"
+        block_id: BlockId = action.block_ids[index]
+        if stored.flipped:
+            self.life.write(block_id, layer, GARBAGE)
+            self.life.world.seen["flips found"] += 1
+            self._end_load(action, index, 1, "")
+            return
+        self.life.write(block_id, layer, stored.layers[layer])
+        self.disk.use(action.slots[index])
+        self.life.later(lambda: self._pump(action, slices))
+
+    def _end_load(self, action: LoadBlocks, num_blocks: int, corrupt: int, error: str) -> None:
+        self.life.post(
+            LoadEnded(
+                load_id=action.load_id, num_blocks=num_blocks, corrupt_slices=corrupt, error=error
+            )
+        )
