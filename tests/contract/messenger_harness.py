@@ -15,6 +15,7 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
 from moonpool.messenger.landing import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.peer_arena import PeerArenas
 from moonpool.messenger.transport import Connection, FrameSocket
 from moonpool.types import BlockKey, InstanceId
 
@@ -107,5 +108,5 @@ def rogue_connection(
     me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
     if transport == "shm":
-        return shm.swap_arenas(frames, address.instance_id, arena, by_s)
+        return shm.swap_arenas(frames, address.instance_id, arena, PeerArenas(), by_s)
     return tcp.TcpConnection(frames, address.instance_id)

@@ -32,6 +32,7 @@ from moonpool.messenger.wire import (
     ReadBlocks,
     ReadGranted,
     SliceOffer,
+    Slices,
     SlicesEnd,
     StreamExpected,
 )
@@ -357,9 +358,8 @@ def test_a_slice_outside_what_is_expected_breaks_the_stream(
     liar = rogue(node, transport)
     liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
     assert liar.receive(soon()) == StreamExpected(first_index=2, num_indices=2)
-    liar.offer(
-        [SliceOffer(index, layer, 0, 0)], [memoryview(bytes(node.layout.slice_bytes))], soon()
-    )
+    offer = Slices(offers=[SliceOffer(index, layer, 0, 0)])
+    liar.offer(offer, [memoryview(bytes(node.layout.slice_bytes))], soon())
     ended = node.expect_event(ReceiveEnded)
     assert "outside what is expected" in ended.error
     assert ended.corrupt == (2, 3)
@@ -374,7 +374,7 @@ def test_a_block_the_sender_does_not_have_breaks_the_stream(block_id: int) -> No
     liar = rogue(node, "shm")
     liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
     liar.receive(soon())
-    liar.offer([SliceOffer(0, 0, block_id, 0)], [], soon())
+    liar.offer(Slices(offers=[SliceOffer(0, 0, block_id, 0)]), [], soon())
     assert "which it lacks" in node.expect_event(ReceiveEnded).error
     liar.close()
     node.close()

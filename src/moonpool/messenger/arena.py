@@ -2,7 +2,7 @@
 
 A memfd has no name, so nothing is left behind when the process is killed. It is mapped and
 prefaulted once, then sealed: its size is fixed, and nobody who is handed the descriptor can write
-through it.
+through it. With the bytes go the checksums of the slices (`sums`).
 Who owns which block is not decided here (`kvcache`), nor what lies in a slice (`engine`).
 """
 
@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.sums import Sums
 
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -52,11 +53,16 @@ class Arena:
                 f"cannot set up an arena of {self.num_bytes / _GIB:.2f} GiB: {error}"
             ) from error
         self.buffer = memoryview(mapping)
+        self.sums = Sums(num_blocks, layout.num_layers)
 
     def slice(self, block_id: int, layer: int) -> memoryview:
         """The slice's bytes, writable. The caller has checked that both numbers are in range."""
-        start = block_id * self._block_bytes + layer * self._slice_bytes
+        start = self.place(block_id, layer)
         return self.buffer[start : start + self._slice_bytes]
+
+    def place(self, block_id: int, layer: int) -> int:
+        """Where the slice starts in `buffer`."""
+        return block_id * self._block_bytes + layer * self._slice_bytes
 
     def holds(self, block_id: int) -> bool:
         return 0 <= block_id < self.num_blocks
@@ -70,48 +76,6 @@ class Arena:
         # Not unmapped by force: torch.frombuffer keeps a reference but does not lock the buffer, so
         # a tensor that outlives the arena would read unmapped memory.
         self.buffer = memoryview(b"")
-
-
-class PeerArena:
-    """A peer's arena, read-only, by the descriptor it handed over (which this now owns).
-
-    It is read with `preadv`, not mapped: the copy runs without the GIL, costs no page tables
-    (mapping anew per transfer was slower), and a lying peer yields a short read, not SIGBUS.
-    """
-
-    def __init__(self, fd: int, layout: BlockLayout) -> None:
-        self._fd = fd
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            self._num_bytes = os.fstat(fd).st_size
-        except OSError as error:
-            self.close()
-            raise ArenaError(f"the peer's arena is not a memory file: {error}") from error
-        if not seals & fcntl.F_SEAL_SHRINK or self._num_bytes % layout.block_bytes:
-            self.close()
-            raise ArenaError("the peer's arena is not sealed or not a whole number of blocks")
-        self._layout = layout
-
-    def offset(self, block_id: int, layer: int) -> int:
-        """Where the slice starts in the peer's arena. ArenaError if there is no such slice."""
-        layout = self._layout
-        start = block_id * layout.block_bytes + layer * layout.slice_bytes
-        inside = block_id >= 0 and 0 <= layer < layout.num_layers
-        if not inside or start + layout.slice_bytes > self._num_bytes:
-            raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
-        return start
-
-    def read(self, offset: int, targets: list[memoryview]) -> None:
-        """Fills `targets`, one after the other, from the bytes at `offset`."""
-        wanted = sum(len(target) for target in targets)
-        got = os.preadv(self._fd, targets, offset)
-        if got != wanted:
-            raise ArenaError(f"the peer's arena gave {got} of {wanted} bytes")
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def available_memory_bytes(

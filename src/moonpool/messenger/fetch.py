@@ -1,27 +1,28 @@
-"""One fetch: pulls cached blocks of another instance into blocks of our own, in its own thread."""
+"""One fetch: pulls cached blocks of another instance into blocks of our own, in a link's thread."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
 
 from moonpool.kvcache.transfers import FetchEnded
 from moonpool.messenger.auth import AuthError
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
+from moonpool.messenger.peering import Route
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import Connection, ProtocolError, TransportError
 from moonpool.messenger.wire import (
     ReadBlocks,
     ReadGranted,
     ReadReleased,
+    ReadRenewed,
     Refused,
     Slices,
-    SlicesEnd,
 )
 from moonpool.types import BlockKey, InstanceId
 
-Dial = Callable[[float], Connection]
+_log = logging.getLogger(__name__)
 
 
 class Fetch:
@@ -41,22 +42,23 @@ class Fetch:
         self._keys = keys
         self._landing = landing
         self._deadline_s = deadline_s
+        self._answered = False
 
-    def run(self, dial: Dial, station: Station) -> FetchEnded:
+    def run(self, route: Route, station: Station) -> FetchEnded:
         started_s = time.monotonic()
         error = "failed unexpectedly; see the log"
-        connection: Connection | None = None
         try:
-            connection = dial(self._deadline_s)
-            self.line.hold(connection)
-            self._pull(connection)
+            self._pull_by_any_way(route)
             error = ""
         except (TransportError, AuthError) as failure:
             error = f"fetch from {self._source}: {self.line.explain(failure)}"
             station.counters.failed()
+        except Exception:
+            _log.exception("fetch from %s", self._source)
         finally:
-            if connection is not None:
-                connection.close()
+            self.line.let_go()
+            if error and route.connection is not None:
+                route.connection.close()
         return FetchEnded(
             fetch_id=self._fetch_id,
             num_blocks=self._landing.verified_prefix(),
@@ -66,20 +68,65 @@ class Fetch:
             error=error,
         )
 
-    def _pull(self, connection: Connection) -> None:
+    def _pull_by_any_way(self, route: Route) -> None:
+        """What arrived by a way that failed midway is not asked for again by the next."""
+        failure: TransportError | None = None
+        while True:
+            self._answered = False
+            try:
+                connection = route.connect(self._deadline_s)
+                self.line.hold(connection)
+                self._pull(connection, self._landing.restart())
+                return
+            except _RefusedError:
+                raise
+            except TransportError as error:
+                failure = failure or error  # the first says more than that the next failed too
+                self.line.let_go()
+                again = route.fail(self._answered)
+                if not again or self.line.broken or time.monotonic() >= self._deadline_s:
+                    raise failure from error
+
+    def _pull(self, connection: Connection, num_done: int) -> None:
         deadline_s = self._deadline_s
         timeout_s = max(0.001, deadline_s - time.monotonic())
-        connection.send(ReadBlocks(keys=self._keys, timeout_s=timeout_s), deadline_s)
+        keys = self._keys[num_done:]
+        connection.send(ReadBlocks(keys=keys, timeout_s=timeout_s), deadline_s)
         granted = connection.receive(deadline_s)
+        self._answered = True
         if isinstance(granted, Refused):
-            raise TransportError(f"refused: {granted.reason}")
-        if not isinstance(granted, ReadGranted) or granted.num_blocks > len(self._keys):
+            raise _RefusedError(f"refused: {granted.reason}")
+        if not isinstance(granted, ReadGranted) or granted.num_blocks > len(keys):
             raise ProtocolError("the answer to a read is not a grant of at most what was asked")
-        while True:
+        lease = _Lease(connection, granted.lease_s, deadline_s)
+        last = not granted.num_blocks
+        while not last:
             message = connection.receive(deadline_s)
-            if isinstance(message, SlicesEnd):
-                break
             if not isinstance(message, Slices):
                 raise ProtocolError(f"unexpected {type(message).__name__} during a read")
-            self._landing.land(connection, message.offers, deadline_s)
-        connection.send(ReadReleased(corrupt_slices=self._landing.corrupt_slices), deadline_s)
+            self._landing.land(connection, message.offers, deadline_s, lease.renew)
+            last = message.last
+        try:
+            connection.send(ReadReleased(corrupt_slices=self._landing.corrupt_slices), deadline_s)
+        except TransportError:
+            connection.close()  # all is here: that the source has gone since is no failure
+
+
+class _RefusedError(TransportError):
+    """The source has answered: no other way would lead to another answer."""
+
+
+class _Lease:
+    """Reminds the source, three times per lease, that its blocks are still being read."""
+
+    def __init__(self, connection: Connection, lease_s: float, deadline_s: float) -> None:
+        self._connection = connection
+        self._deadline_s = deadline_s
+        self._step_s = lease_s / 3
+        self._next_s = time.monotonic() + self._step_s
+
+    def renew(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._connection.send(ReadRenewed(), self._deadline_s)
+            self._next_s = now_s + self._step_s

@@ -7,7 +7,7 @@ Used by one thread at a time; blocks are written only from within `land`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -17,7 +17,7 @@ from moonpool.messenger.transport import Connection, ProtocolError
 from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, SliceOffer
 from moonpool.types import BlockId
 
-GROUP_BYTES = 1 << 20
+GROUP_BYTES = 512 << 10
 """Moved, then hashed, as one: small enough to be in the cache still when it is hashed."""
 
 Checksum = Callable[[memoryview], int]
@@ -55,22 +55,52 @@ class Landing:
         self._cells = bytearray(len(block_ids) * self._num_layers)
         self._group = group_slices(arena.layout.slice_bytes)
         self._counters = counters
+        arena.sums.forget(block_ids)
 
-    def land(self, connection: Connection, offers: Sequence[SliceOffer], deadline_s: float) -> None:
+    def land(
+        self,
+        connection: Connection,
+        offers: Sequence[SliceOffer],
+        deadline_s: float,
+        after_group: Callable[[], None] | None = None,
+    ) -> None:
         """Moves the offered slices in and verifies them. ProtocolError if one is not expected."""
-        for group in _grouped(offers, self._group):
+        for start in range(0, len(offers), self._group):
+            group = offers[start : start + self._group]
             cells = [self._cell(offer) for offer in group]
-            targets = [self._target(cell) for cell in cells]
-            connection.take(group, targets, deadline_s)
-            num_corrupt = 0
-            for offer, cell, target in zip(group, cells, targets, strict=True):
-                intact = checksum_slice(target) == offer.checksum
-                self._cells[cell] = _VERIFIED if intact else _CORRUPT
-                num_corrupt += not intact
-            num_bytes = sum(map(len, targets))
+            places = [self._place(cell) for cell in cells]
+            connection.take(group, self._arena, places, deadline_s)
+            num_corrupt = self._verify(group, cells, places)
+            num_bytes = self._arena.layout.slice_bytes * len(group)
             self.num_bytes += num_bytes
             self.corrupt_slices += num_corrupt
             self._counters.received(connection.transport, len(group), num_bytes, num_corrupt)
+            if after_group is not None:
+                after_group()
+
+    def _verify(
+        self, offers: Sequence[SliceOffer], cells: Sequence[int], places: Sequence[int]
+    ) -> int:
+        """Hashes the slices where they lie, and tells how many are not what their sender named."""
+        buffer, size = self._arena.buffer, self._arena.layout.slice_bytes
+        num_corrupt = 0
+        for offer, cell, place in zip(offers, cells, places, strict=True):
+            checksum = checksum_slice(buffer[place : place + size])
+            row, layer = divmod(cell, self._num_layers)
+            if checksum == offer.checksum:
+                self._cells[cell] = _VERIFIED
+                self._arena.sums.set(self._block_ids[row], layer, checksum)
+            else:
+                self._cells[cell] = _CORRUPT
+                self._arena.sums.set(self._block_ids[row], layer, 0)
+                num_corrupt += 1
+        return num_corrupt
+
+    def restart(self) -> int:
+        """What arrives from now on is numbered anew, from the first block that is not complete:
+        returns how many are."""
+        self.first_index = -self.verified_prefix()
+        return -self.first_index
 
     def incomplete(self) -> tuple[int, ...]:
         """Indices of which a slice is corrupt or missing."""
@@ -99,11 +129,6 @@ class Landing:
             )
         return row * self._num_layers + offer.layer
 
-    def _target(self, cell: int) -> memoryview:
+    def _place(self, cell: int) -> int:
         row, layer = divmod(cell, self._num_layers)
-        return self._arena.slice(self._block_ids[row], layer)
-
-
-def _grouped(offers: Sequence[SliceOffer], size: int) -> Iterator[Sequence[SliceOffer]]:
-    for start in range(0, len(offers), size):
-        yield offers[start : start + size]
+        return self._arena.place(self._block_ids[row], layer)

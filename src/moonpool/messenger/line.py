@@ -27,6 +27,16 @@ class Line:
             if self._connection is not None:
                 self._connection.interrupt()
 
+    def let_go(self) -> None:
+        """The operation is over: its connection may serve another, which is none of ours."""
+        with self._lock:
+            self._connection = None
+
+    @property
+    def broken(self) -> bool:
+        with self._lock:
+            return bool(self._reason)
+
     def explain(self, error: Exception) -> str:
         """Why the operation failed: because it was broken off, else what the transport said."""
         with self._lock:

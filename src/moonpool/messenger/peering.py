@@ -1,7 +1,8 @@
-"""Makes authenticated connections: `dial` to a peer, `admit` for one that came.
+"""Makes authenticated connections: a `Route` to a peer, `admit` for one that came.
 
-`dial` chooses the transport: shared memory where the peer runs on this host and takes part, else
-TCP; also TCP where shared memory was tried and failed. A refusal (AuthError) is final.
+The ways to a peer, best first: the connection kept from the operation before, shared memory where
+the peer runs on this host and takes part, TCP. A way that fails gives way to the next, within the
+deadline; a refusal (AuthError) is final.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.kvcache.transfers import PeerAddress
@@ -21,7 +23,8 @@ from moonpool.messenger.auth import (
     ServerHandshake,
     authenticate_frames,
 )
-from moonpool.messenger.transport import Connection, FrameSocket, TransportError
+from moonpool.messenger.peer_arena import PeerArenas
+from moonpool.messenger.transport import Connection, FrameSocket, PeerGoneError, TransportError
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -29,54 +32,88 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """`host_id` is "" where shared memory must not be used."""
+    """Of this instance. `host_id` is "" where shared memory must not be used."""
 
     secret: bytes
     me: Identity
     host_id: str
+    arena: Arena
+    peer_arenas: PeerArenas
 
 
-def dial(peer: PeerAddress, own: Credentials, arena: Arena, deadline_s: float) -> Connection:
-    """Connects and authenticates. Raises AuthError or TransportError."""
-    if own.host_id and own.host_id == peer.host_id and peer.unix_name:
+class Route:
+    """The way of one operation to a peer. Used by one thread."""
+
+    def __init__(self, peer: PeerAddress, own: Credentials, kept: Connection | None = None) -> None:
+        self.connection: Connection | None = kept
+        self._peer = peer
+        self._own = own
+        self._is_kept = kept is not None
+        self._ways: list[Callable[[float], Connection]] = [self._dial_tcp]
+        if own.host_id and own.host_id == peer.host_id and peer.unix_name:
+            self._ways.insert(0, self._dial_shm)
+
+    def connect(self, deadline_s: float) -> Connection:
+        """The connection kept, or a new one by the next way that works. Raises AuthError or
+        TransportError once no way is left."""
+        while self.connection is None:
+            if not self._ways:
+                raise PeerGoneError(f"every way to {self._peer.instance_id} was tried")
+            dial = self._ways[0]
+            try:
+                self.connection = dial(deadline_s)
+            except TransportError as error:
+                del self._ways[0]
+                if not self._ways:
+                    raise
+                _log.info("no shared memory with %s, trying tcp: %s", self._peer.instance_id, error)
+        return self.connection
+
+    def fail(self, answered: bool) -> bool:
+        """Closes the connection, which failed; `answered` tells whether the peer had taken the
+        operation up. True if there is another way to try."""
+        if self.connection is None:
+            return False
+        self.connection.close()
+        if answered or not self._is_kept:
+            del self._ways[0]  # a connection that was kept came by the first way
+        self._is_kept, self.connection = False, None
+        return bool(self._ways)
+
+    def _dial_shm(self, deadline_s: float) -> Connection:
+        now_s = time.monotonic()
+        by_s = min(now_s + HANDSHAKE_TIMEOUT_S, (now_s + deadline_s) / 2)  # leaves time for tcp
+        frames = FrameSocket(shm.connect(self._peer.unix_name, by_s))
         try:
-            return _dial_shm(peer, own, arena, _soon(deadline_s))
-        except TransportError as error:
-            _log.info("shared memory with %s failed, trying tcp: %s", peer.instance_id, error)
-    tcp_deadline_s = _soon(deadline_s)
-    frames = FrameSocket(tcp.connect(peer.tcp_host, peer.tcp_port, tcp_deadline_s))
-    try:
-        _greet(frames, peer, own, tcp_deadline_s)
-        return tcp.TcpConnection(frames, peer.instance_id)
-    except BaseException:
-        frames.close()
-        raise
+            self._greet(frames, by_s)
+            own = self._own
+            peer = self._peer.instance_id
+            return shm.swap_arenas(frames, peer, own.arena, own.peer_arenas, by_s)
+        except BaseException:
+            frames.close()
+            raise
+
+    def _dial_tcp(self, deadline_s: float) -> Connection:
+        by_s = min(deadline_s, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        frames = FrameSocket(tcp.connect(self._peer.tcp_host, self._peer.tcp_port, by_s))
+        try:
+            self._greet(frames, by_s)
+            return tcp.TcpConnection(frames, self._peer.instance_id)
+        except BaseException:
+            frames.close()
+            raise
+
+    def _greet(self, frames: FrameSocket, deadline_s: float) -> None:
+        own, peer_id = self._own, self._peer.instance_id
+        found = authenticate_frames(frames, ClientHandshake(own.secret, own.me), deadline_s)
+        if found.instance_id != peer_id:
+            raise AuthError(f"{found.instance_id!r} answers where {peer_id!r} should be")
 
 
-def _dial_shm(peer: PeerAddress, own: Credentials, arena: Arena, deadline_s: float) -> Connection:
-    frames = FrameSocket(shm.connect(peer.unix_name, deadline_s))
-    try:
-        _greet(frames, peer, own, deadline_s)
-        return shm.swap_arenas(frames, peer.instance_id, arena, deadline_s)
-    except BaseException:
-        frames.close()
-        raise
-
-
-def _greet(frames: FrameSocket, peer: PeerAddress, own: Credentials, deadline_s: float) -> None:
-    found = authenticate_frames(frames, ClientHandshake(own.secret, own.me), deadline_s)
-    if found.instance_id != peer.instance_id:
-        raise AuthError(f"{found.instance_id!r} answers where {peer.instance_id!r} should be")
-
-
-def admit(frames: FrameSocket, own: Credentials, arena: Arena) -> Connection:
-    """The other end of `dial`. Raises AuthError or TransportError, and leaves `frames` open."""
-    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    found = authenticate_frames(frames, ServerHandshake(own.secret, own.me), deadline_s)
+def admit(frames: FrameSocket, own: Credentials) -> Connection:
+    """The other end of `Route`. Raises AuthError or TransportError, and leaves `frames` open."""
+    by_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    found = authenticate_frames(frames, ServerHandshake(own.secret, own.me), by_s)
     if frames.socket.family == socket.AF_UNIX:
-        return shm.swap_arenas(frames, found.instance_id, arena, deadline_s)
+        return shm.swap_arenas(frames, found.instance_id, own.arena, own.peer_arenas, by_s)
     return tcp.TcpConnection(frames, found.instance_id)
-
-
-def _soon(deadline_s: float) -> float:
-    return min(deadline_s, time.monotonic() + HANDSHAKE_TIMEOUT_S)

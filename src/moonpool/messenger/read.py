@@ -2,6 +2,8 @@
 
 A read: ReadRequested is posted -> the worker grants blocks (pinned from then on) -> they are sent
 -> the reader releases them, or is lost, or its lease ends -> ReadEnded is posted, once, always.
+A lease runs from the reader's last sign of life: a frame it took, or its word that it goes on; and
+never beyond the time it asked for.
 A reader that still copies after its lease ended may copy rubbish; its own checksums tell it so.
 """
 
@@ -25,8 +27,8 @@ from moonpool.messenger.wire import (
     ReadBlocks,
     ReadGranted,
     ReadReleased,
+    ReadRenewed,
     Refused,
-    SlicesEnd,
 )
 from moonpool.types import BlockId
 
@@ -63,7 +65,8 @@ class Reads:
             read.granted = tuple(block_ids)
             read.answered.set()
 
-    def serve(self, connection: Connection, request: ReadBlocks) -> None:
+    def serve(self, connection: Connection, request: ReadBlocks) -> bool:
+        """True if the connection is fit for another operation."""
         read = _Read(len(request.keys))
         read.line.hold(connection)
         with self._lock:
@@ -72,8 +75,7 @@ class Reads:
         self._station.post(ReadRequested(read_id=read_id, keys=request.keys))
         error = "failed unexpectedly; see the log"
         try:
-            deadline_s = time.monotonic() + min(self._lease_s, request.timeout_s)
-            self._lend(connection, read, deadline_s)
+            self._lend(connection, read, time.monotonic() + request.timeout_s)
             error = ""
         except DeadlineError as failure:
             error = f"the lease of {connection.peer} ran out: {failure}"
@@ -82,9 +84,11 @@ class Reads:
         finally:
             with self._lock:
                 del self._reads[read_id]
+            read.line.let_go()
             if error:
                 self._station.counters.failed()
             self._station.post(ReadEnded(read_id=read_id, error=error))
+        return not error
 
     def close(self, reason: str) -> None:
         with self._lock:
@@ -92,21 +96,29 @@ class Reads:
                 read.line.break_off(reason)
                 read.answered.set()
 
-    def _lend(self, connection: Connection, read: _Read, deadline_s: float) -> None:
-        read.answered.wait(max(0.0, deadline_s - time.monotonic()))
+    def _lend(self, connection: Connection, read: _Read, end_s: float) -> None:
+        def deadline_s() -> float:
+            return min(time.monotonic() + self._lease_s, end_s)
+
+        read.answered.wait(max(0.0, deadline_s() - time.monotonic()))
         with self._lock:
             read.answered.set()  # a grant that comes from now on is too late, and ignored
             granted = read.granted
         if granted is None:
-            connection.send(Refused(reason="no answer in time"), time.monotonic() + 1.0)
+            connection.send(Refused(reason="the source gave no answer by the deadline"), time.monotonic() + 1.0)
             raise DeadlineError("the worker granted nothing in time")
-        connection.send(ReadGranted(num_blocks=len(granted)), deadline_s)
-        num_layers = self._station.arena.layout.num_layers
-        for index, block_id in enumerate(granted):
-            block = [(index, block_id, layer) for layer in range(num_layers)]
-            self._station.offer(connection, block, deadline_s)
-        connection.send(SlicesEnd(), deadline_s)
-        released = connection.receive(deadline_s)
+        answer = ReadGranted(num_blocks=len(granted), lease_s=self._lease_s)
+        if not granted:
+            connection.send(answer, deadline_s())
+        else:
+            connection.hold(answer)
+            layers = range(self._station.arena.layout.num_layers)
+            slices = [
+                (index, block, layer) for index, block in enumerate(granted) for layer in layers
+            ]
+            self._station.offer(connection, slices, deadline_s, mark_last=True)
+        while isinstance(released := connection.receive(deadline_s()), ReadRenewed):
+            pass
         if not isinstance(released, ReadReleased):
             raise ProtocolError(f"unexpected {type(released).__name__} instead of a release")
         if released.corrupt_slices:

@@ -9,7 +9,6 @@ A sender that comes first is parked for a few seconds, then refused. ReceiveEnde
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 
@@ -91,13 +90,14 @@ class Receptions:
         for stream_id in stream_ids:
             self.cancel(stream_id, reason)
 
-    def serve(self, connection: Connection, opening: OpenStream) -> None:
+    def serve(self, connection: Connection, opening: OpenStream) -> bool:
+        """True if the connection is fit for another operation."""
         stream_id = opening.stream_id
         park_s = min(self._park_s, opening.timeout_s)
         reception, refusal = self._claim(stream_id, connection, park_s)
         if reception is None:
             connection.send(Refused(reason=refusal), time.monotonic() + 1.0)
-            return
+            return False
         error = "failed unexpectedly; see the log"
         try:
             self._receive(connection, reception)
@@ -107,7 +107,9 @@ class Receptions:
         finally:
             with self._changed:
                 del self._receptions[stream_id]
+            reception.line.let_go()
             self._post_end(stream_id, reception, error)
+        return not error
 
     def _claim(
         self, stream_id: str, connection: Connection, park_s: float
@@ -121,7 +123,7 @@ class Receptions:
                 return None, f"stream {stream_id!r} is not expected here"
             if reception.claimed:
                 return None, f"stream {stream_id!r} has a sender already"
-            if _spoke_or_left(connection):  # it must not take the place of a sender that lives
+            if connection.has_input():  # it must not take the place of a sender that lives
                 return None, "the sender did not wait to be told what is expected"
             reception.claimed = True
             reception.line.hold(connection)
@@ -153,9 +155,3 @@ class Receptions:
                 error=error,
             )
         )
-
-
-def _spoke_or_left(connection: Connection) -> bool:
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN)
-    return bool(poll.poll(0))

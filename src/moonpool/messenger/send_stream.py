@@ -1,4 +1,4 @@
-"""One outgoing layer stream: sends slices as the engine completes them. Runs in its own thread.
+"""One outgoing layer stream: sends slices as the engine completes them. Runs in a link's thread.
 
     connecting -> sending -> (finished and all sent) awaiting the receiver's word -> ended
     any of them -> ended with an error, by abort, deadline or failure
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -17,12 +18,13 @@ from typing import TypeVar
 
 from moonpool.kvcache.transfers import SendEnded
 from moonpool.messenger.auth import AuthError
-from moonpool.messenger.fetch import Dial
 from moonpool.messenger.line import Line
+from moonpool.messenger.peering import Route
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import (
     Connection,
     DeadlineError,
+    PeerGoneError,
     ProtocolError,
     TransportError,
 )
@@ -36,6 +38,7 @@ from moonpool.messenger.wire import (
 from moonpool.types import BlockId, InstanceId
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 SliceRef = tuple[int, BlockId, int]  # index, block id, layer
 
 
@@ -92,23 +95,29 @@ class SendStream:
         if untouched:
             self._end(reason)
 
-    def run(self, dial: Dial) -> None:
+    def run(self, route: Route) -> Callable[[], None]:
+        """Returns what tells of the end."""
         error = "failed unexpectedly; see the log"
-        connection: Connection | None = None
         try:
-            connection = dial(self._deadline_s)
-            self._line.hold(connection)
-            self._stream(connection)
+            self._stream(*self._open(route))
             error = ""
         except (TransportError, AuthError) as failure:
             error = f"stream to {self._target}: {self._line.explain(failure)}"
+        except Exception:
+            _log.exception("stream to %s", self._target)
         finally:
-            if connection is not None:
-                connection.close()
+            self._line.let_go()
+            if error and route.connection is not None:
+                route.connection.close()
             with self._lock:
                 self._touching = False
+
+        def tell() -> None:
             self._end(error)
-            os.close(self._wake_fd)
+            with self._lock:
+                os.close(self._wake_fd)
+
+        return tell
 
     def _end(self, error: str) -> None:
         with self._lock:
@@ -128,14 +137,29 @@ class SendStream:
             )
         )
 
-    def _stream(self, connection: Connection) -> None:
+    def _open(self, route: Route) -> tuple[Connection, StreamExpected]:
+        """A connection that was kept may have gone meanwhile: until the receiver has answered,
+        nothing is lost by opening the stream by another way."""
         deadline_s = self._deadline_s
-        timeout_s = max(0.001, deadline_s - time.monotonic())
-        connection.send(OpenStream(stream_id=self._stream_id, timeout_s=timeout_s), deadline_s)
-        expected = _expect(connection, StreamExpected, deadline_s)
+        while True:
+            connection = route.connect(deadline_s)
+            self._line.hold(connection)
+            timeout_s = max(0.001, deadline_s - time.monotonic())
+            try:
+                connection.send(
+                    OpenStream(stream_id=self._stream_id, timeout_s=timeout_s), deadline_s
+                )
+                return connection, _expect(connection, StreamExpected, deadline_s)
+            except PeerGoneError:
+                self._line.let_go()
+                if self._line.broken or not route.fail(answered=False):
+                    raise
+
+    def _stream(self, connection: Connection, expected: StreamExpected) -> None:
+        deadline_s = self._deadline_s
         with self._lock:
             if self._ended:
-                return
+                raise TransportError("the stream was aborted")
             self._touching = True
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
@@ -144,7 +168,7 @@ class SendStream:
         while not finished:
             batch, finished = self._next_batch(connection, poll)
             wanted = self._wanted(batch, expected)
-            self._num_bytes += self._station.offer(connection, wanted, deadline_s)
+            self._num_bytes += self._station.offer(connection, wanted, lambda: deadline_s)
         connection.send(SlicesEnd(), deadline_s)
         received = _expect(connection, StreamReceived, deadline_s)
         if received.corrupt:
@@ -163,12 +187,12 @@ class SendStream:
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError("the stream was not finished by its deadline")
+            if connection.has_input():
+                _expect(connection, StreamReceived, self._deadline_s)
+                raise ProtocolError("the receiver ended a stream that was not finished")
             for fd, _ in poll.poll(left_s * 1000):
                 if fd == self._wake_fd:
                     os.eventfd_read(fd)
-                else:
-                    _expect(connection, StreamReceived, self._deadline_s)
-                    raise ProtocolError("the receiver ended a stream that was not finished")
 
     def _wanted(self, batch: list[SliceRef], expected: StreamExpected) -> list[SliceRef]:
         """Drops what the receiver has cached already; TransportError on what cannot be meant."""

@@ -1,7 +1,8 @@
 """Slices within a host: only place and checksum travel; the reader copies from the sender's arena.
 
 After the handshake both sides hand over their arena's memfd (read-only by its seals) over the unix
-socket. The sender keeps a slice unchanged until the reader has said that it is done.
+socket, and map what they got (`peer_arena`). The sender keeps a slice unchanged until the reader
+has said that it is done.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moonpool.messenger.arena import Arena, ArenaError, PeerArena
+from moonpool.messenger.arena import Arena, ArenaError
+from moonpool.messenger.peer_arena import PeerArena, PeerArenas
 from moonpool.messenger.transport import (
     DeadlineError,
     FrameSocket,
@@ -26,51 +28,69 @@ from moonpool.types import InstanceId
 
 
 class ShmConnection:
-    """See `transport.Connection`. Owns the peer's arena descriptor."""
+    """See `transport.Connection`. A user of the peer's arena until it is closed."""
 
     transport = "shm"
 
-    def __init__(self, frames: FrameSocket, peer: InstanceId, peer_arena: PeerArena) -> None:
+    def __init__(
+        self,
+        frames: FrameSocket,
+        peer: InstanceId,
+        peer_arena: PeerArena,
+        release: Callable[[], None],
+    ) -> None:
+        frames.read_ahead()
         self.peer = peer
         self._frames = frames
-        self._peer_arena = peer_arena
-        self.receive = frames.receive
+        self._peer_arena: PeerArena | None = peer_arena
+        self._release = release
         self.send = frames.send
+        self.hold = frames.hold
+        self.receive = frames.receive
         self.fileno = frames.fileno
+        self.has_input = frames.has_input
         self.interrupt = frames.interrupt
 
-    def offer(
-        self, offers: list[SliceOffer], slices: Sequence[memoryview], deadline_s: float
-    ) -> None:
-        self._frames.send(Slices(offers=offers), deadline_s)
+    @property
+    def closed(self) -> bool:
+        return self._frames.closed
+
+    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
+        self._frames.send(offer, deadline_s)
 
     def take(
-        self, offers: Sequence[SliceOffer], targets: list[memoryview], deadline_s: float
+        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
     ) -> None:
-        arena = self._peer_arena
+        peer_arena = self._peer_arena
+        if peer_arena is None:
+            raise PeerGoneError("the connection was closed")
+        size = arena.layout.slice_bytes
         try:
-            run: list[memoryview] = []
-            start = end = -1
-            for offer, target in zip(offers, targets, strict=True):
-                offset = arena.offset(offer.block_id, offer.layer)
-                if offset != end:  # neighbours in the peer's arena are read with one call
-                    if run:
-                        arena.read(start, run)
-                    run, start, end = [], offset, offset
-                run.append(target)
-                end += len(target)
-            if run:
-                arena.read(start, run)
-        except (ArenaError, OSError) as error:
+            start = peer_arena.place(offers[0].block_id, offers[0].layer)
+            target, length = places[0], 0
+            for offer, place in zip(offers, places, strict=True):
+                source = peer_arena.place(offer.block_id, offer.layer)
+                if source != start + length or place != target + length:
+                    peer_arena.copy(start, arena, target, length)
+                    start, target, length = source, place, 0
+                length += size  # neighbours on both sides are copied as one
+            peer_arena.copy(start, arena, target, length)
+        except ArenaError as error:
             raise ProtocolError(f"cannot read the peer's arena: {error}") from error
 
     def close(self) -> None:
         self._frames.close()
-        self._peer_arena.close()
+        if self._peer_arena is not None:
+            self._peer_arena = None
+            self._release()
 
 
 def swap_arenas(
-    frames: FrameSocket, peer: InstanceId, arena: Arena, deadline_s: float
+    frames: FrameSocket,
+    peer: InstanceId,
+    arena: Arena,
+    peer_arenas: PeerArenas,
+    deadline_s: float,
 ) -> ShmConnection:
     """Hands our arena's descriptor to the peer and takes its own."""
     left_s = deadline_s - time.monotonic()
@@ -92,9 +112,10 @@ def swap_arenas(
             raise PeerGoneError("the peer closed the connection")
         raise ProtocolError("the peer handed over no arena")
     try:
-        return ShmConnection(frames, peer, PeerArena(fds[0], arena.layout))
+        peer_arena, name = peer_arenas.adopt(fds[0], arena.layout)
     except ArenaError as error:
         raise ProtocolError(str(error)) from error
+    return ShmConnection(frames, peer, peer_arena, lambda: peer_arenas.release(name))
 
 
 def host_id() -> str:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
-from moonpool.messenger.landing import Checksum, checksum_slice, group_slices
+from moonpool.messenger.landing import GROUP_BYTES, Checksum, checksum_slice
 from moonpool.messenger.transport import Connection
-from moonpool.messenger.wire import SliceOffer
+from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, SliceOffer, Slices
 from moonpool.types import BlockId, InstanceId
 
 _log = logging.getLogger(__name__)
+_FRAME_BYTES = 4 << 20
+"""Offered at most at a time: each frame that a slow peer takes is a sign of its life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +40,34 @@ class Station:
         self,
         connection: Connection,
         slices: Sequence[tuple[int, BlockId, int]],
-        deadline_s: float,
+        deadline_s: Callable[[], float],
+        mark_last: bool = False,
     ) -> int:
-        """Sends slices, each (index, block id, layer), in groups; returns their bytes."""
-        step = group_slices(self.arena.layout.slice_bytes)
-        total_bytes = 0
-        for start in range(0, len(slices), step):
-            views, offers = [], []
-            for index, block_id, layer in slices[start : start + step]:
-                view = self.arena.slice(block_id, layer)
-                views.append(view)
-                offers.append(SliceOffer(index, layer, block_id, self.checksum(view)))
-            connection.offer(offers, views, deadline_s)
-            num_bytes = sum(map(len, views))
-            total_bytes += num_bytes
-            self.counters.sent(connection.transport, len(views), num_bytes)
-        return total_bytes
+        """Sends slices, each (index, block id, layer), and returns their bytes. `deadline_s` is
+        asked anew for each frame."""
+        arena = self.arena
+        size = arena.layout.slice_bytes
+        most = max(1, min(MAX_SLICES_PER_FRAME, _FRAME_BYTES // size))
+        most_hashed = max(1, GROUP_BYTES // size)
+        views: list[memoryview] = []
+        offers: list[SliceOffer] = []
+        num_hashed = 0
+        left = len(slices)
+        for index, block_id, layer in slices:
+            start = arena.place(block_id, layer)
+            view = arena.buffer[start : start + size]
+            checksum = arena.sums.get(block_id, layer)
+            if not checksum:
+                checksum = self.checksum(view)
+                arena.sums.set(block_id, layer, checksum)
+                num_hashed += 1
+            views.append(view)
+            offers.append(SliceOffer(index, layer, block_id, checksum))
+            left -= 1
+            # What had to be hashed goes out early: the peer copies while the rest is hashed.
+            if not left or len(offers) == most or num_hashed == most_hashed:
+                last = mark_last and not left
+                connection.offer(Slices(offers=offers, last=last), views, deadline_s())
+                self.counters.sent(connection.transport, len(views), size * len(views))
+                views, offers, num_hashed = [], [], 0
+        return size * len(slices)

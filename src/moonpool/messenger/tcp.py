@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from moonpool.messenger.arena import Arena
 from moonpool.messenger.transport import FrameSocket, PeerGoneError
 from moonpool.messenger.wire import Codec, SliceOffer, Slices
 from moonpool.types import InstanceId
@@ -17,23 +18,37 @@ class TcpConnection:
     transport = "tcp"
 
     def __init__(self, frames: FrameSocket, peer: InstanceId) -> None:
+        frames.read_ahead()
         self.peer = peer
         self._frames = frames
         self._codec = Codec()
         self.send = frames.send
+        self.hold = frames.hold
         self.receive = frames.receive
         self.fileno = frames.fileno
+        self.has_input = frames.has_input
         self.interrupt = frames.interrupt
         self.close = frames.close
 
-    def offer(
-        self, offers: list[SliceOffer], slices: Sequence[memoryview], deadline_s: float
-    ) -> None:
-        self._frames.send_frame(self._codec.encode(Slices(offers=offers)), deadline_s, slices)
+    @property
+    def closed(self) -> bool:
+        return self._frames.closed
+
+    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
+        self._frames.send_frame(self._codec.encode(offer), deadline_s, slices)
 
     def take(
-        self, offers: Sequence[SliceOffer], targets: list[memoryview], deadline_s: float
+        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
     ) -> None:
+        size = arena.layout.slice_bytes
+        targets: list[memoryview] = []
+        start = end = places[0]
+        for place in places:
+            if place != end:  # neighbours are received as one
+                targets.append(arena.buffer[start:end])
+                start = place
+            end = place + size
+        targets.append(arena.buffer[start:end])
         self._frames.receive_into(targets, deadline_s)
 
 

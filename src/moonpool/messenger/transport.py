@@ -8,6 +8,7 @@ a TransportError whose text is one line.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -17,11 +18,13 @@ from typing import Protocol
 
 import msgspec
 
-from moonpool.messenger.wire import MAX_FRAME_BYTES, Codec, Message, SliceOffer
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.wire import MAX_FRAME_BYTES, Codec, Message, SliceOffer, Slices
 from moonpool.types import InstanceId
 
 FRAME_HEADER = struct.Struct(">I")
 _MAX_BUFFERS = 512  # the kernel's limit per call is 1024
+_READ_AHEAD_BYTES = 16 << 10
 
 
 class TransportError(Exception):
@@ -46,24 +49,34 @@ class Connection(Protocol):
     transport: str
     peer: InstanceId
 
+    @property
+    def closed(self) -> bool: ...
+
     def send(self, message: Message, deadline_s: float) -> None: ...
+
+    def hold(self, message: Message) -> None:
+        """The message goes out together with the next one: one wake-up less for the peer."""
+        ...
 
     def receive(self, deadline_s: float) -> Message: ...
 
-    def offer(
-        self, offers: list[SliceOffer], slices: Sequence[memoryview], deadline_s: float
-    ) -> None:
-        """Sends a Slices message, with the bytes or so that the peer can read them itself."""
+    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
+        """Sends `offer`, with the bytes or so that the peer can read them itself."""
         ...
 
     def take(
-        self, offers: Sequence[SliceOffer], targets: list[memoryview], deadline_s: float
+        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
     ) -> None:
-        """Fills `targets` with the slices of a received Slices message, in its order."""
+        """Fills the slices at `places` of `arena` with those of a received Slices message, in its
+        order."""
         ...
 
     def fileno(self) -> int:
         """For polling: readable when a message or the end of the connection is there."""
+        ...
+
+    def has_input(self) -> bool:
+        """A message, or the end of the connection, is there already."""
         ...
 
     def interrupt(self) -> None:
@@ -74,7 +87,11 @@ class Connection(Protocol):
 
 
 class FrameSocket:
-    """A stream socket that carries frames (4 bytes of length, then the body) under deadlines."""
+    """A stream socket that carries frames (4 bytes of length, then the body) under deadlines.
+
+    It reads exactly what it is asked for until `read_ahead` is called: descriptors that travel
+    between two frames are lost to whoever reads past the first of them.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -83,16 +100,37 @@ class FrameSocket:
         )  # keeps `interrupt` off a descriptor that was closed and reused
         self._closed = False
         self._codec = Codec()
+        self._held: list[memoryview] = []
+        self._ahead = memoryview(b"")
+        self._start = self._end = 0
 
     @property
     def socket(self) -> socket.socket:
         return self._sock
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def read_ahead(self) -> None:
+        """From now on small frames may be read together, with one call to the kernel."""
+        self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
+
+    def has_input(self) -> bool:
+        if self._start < self._end:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
     def send(self, message: Message, deadline_s: float) -> None:
         self.send_frame(self._codec.encode(message), deadline_s)
+
+    def hold(self, message: Message) -> None:
+        self._held.append(_framed(self._codec.encode(message)))
 
     def receive(self, deadline_s: float) -> Message:
         body = self.receive_frame(MAX_FRAME_BYTES, deadline_s)
@@ -104,35 +142,53 @@ class FrameSocket:
     def send_frame(
         self, body: bytes, deadline_s: float, payload: Sequence[memoryview] = ()
     ) -> None:
-        if len(body) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
-        frame = memoryview(FRAME_HEADER.pack(len(body)) + body)
-        self._send_all([frame, *payload], deadline_s)
+        held, self._held = self._held, []
+        self._send_all([*held, _framed(body), *payload], deadline_s)
 
     def receive_frame(self, max_bytes: int, deadline_s: float) -> bytes:
         """The next frame's body. For one that claims more than max_bytes, nothing is allocated."""
-        header = bytearray(FRAME_HEADER.size)
-        self.receive_into([memoryview(header)], deadline_s)
+        header = self._read(FRAME_HEADER.size, deadline_s)
         (num_bytes,) = FRAME_HEADER.unpack(header)
         if num_bytes > max_bytes:
             raise ProtocolError(f"frame of {num_bytes} bytes exceeds the {max_bytes} allowed")
-        body = bytearray(num_bytes)
-        self.receive_into([memoryview(body)], deadline_s)
-        return bytes(body)
+        return self._read(num_bytes, deadline_s)
 
     def receive_into(self, targets: Sequence[memoryview], deadline_s: float) -> None:
         pending = [target for target in targets if len(target)]
-        while pending:
-            self._arm(deadline_s)
-            try:
-                count = self._sock.recvmsg_into(pending[:_MAX_BUFFERS])[0]
-            except TimeoutError as error:
-                raise DeadlineError("the peer sent nothing until the deadline") from error
-            except OSError as error:
-                raise PeerGoneError(f"the connection broke: {error}") from error
-            if count == 0:
-                raise PeerGoneError("the peer closed the connection")
+        while pending and self._start < self._end:  # what was read ahead
+            count = min(len(pending[0]), self._end - self._start)
+            pending[0][:count] = self._ahead[self._start : self._start + count]
+            self._start += count
             _advance(pending, count)
+        while pending:
+            _advance(pending, self._receive_some(pending[:_MAX_BUFFERS], deadline_s))
+
+    def _read(self, num_bytes: int, deadline_s: float) -> bytes:
+        if num_bytes > len(self._ahead):
+            body = bytearray(num_bytes)
+            self.receive_into([memoryview(body)], deadline_s)
+            return bytes(body)
+        if self._end - self._start < num_bytes:
+            rest = bytes(self._ahead[self._start : self._end])
+            self._ahead[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+            while self._end < num_bytes:
+                self._end += self._receive_some([self._ahead[self._end :]], deadline_s)
+        start = self._start
+        self._start += num_bytes
+        return bytes(self._ahead[start : self._start])
+
+    def _receive_some(self, targets: list[memoryview], deadline_s: float) -> int:
+        self._arm(deadline_s)
+        try:
+            count = self._sock.recvmsg_into(targets)[0]
+        except TimeoutError as error:
+            raise DeadlineError("the peer sent nothing until the deadline") from error
+        except OSError as error:
+            raise PeerGoneError(f"the connection broke: {error}") from error
+        if count == 0:
+            raise PeerGoneError("the peer closed the connection")
+        return count
 
     def _send_all(self, buffers: list[memoryview], deadline_s: float) -> None:
         while buffers:
@@ -164,6 +220,12 @@ class FrameSocket:
         with self._lock:
             self._closed = True
             self._sock.close()
+
+
+def _framed(body: bytes) -> memoryview:
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
+    return memoryview(FRAME_HEADER.pack(len(body)) + body)
 
 
 def _advance(buffers: list[memoryview], count: int) -> None:

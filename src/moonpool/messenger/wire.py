@@ -1,13 +1,16 @@
 """What messengers say to each other: msgpack structs, one per frame, bounded in size.
 
-A connection serves one operation and is then closed. After the handshake (`auth`):
+After the handshake (`auth`) a connection serves one operation after the other:
 
-    fetch:   client ReadBlocks -> server ReadGranted, Slices ..., SlicesEnd -> client ReadReleased
+    fetch:   client ReadBlocks -> server ReadGranted, Slices ... up to the one that is `last`
+             -> client ReadRenewed ..., ReadReleased
     stream:  client OpenStream -> server StreamExpected -> client Slices ..., SlicesEnd
              -> server StreamReceived
 
-Either side may answer Refused instead, and closes. On tcp the bytes of the slices follow their
-Slices frame; in shared memory the reader copies them from the arena of the other side.
+Either side may answer Refused instead. An operation that did not come to its end closes the
+connection: what might still arrive of it must not be taken for the next one's. On tcp the bytes of
+the slices follow their Slices frame; in shared memory the reader copies them from the arena of the
+other side.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class SliceOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Slices(Struct, frozen=True, tag=True):
     offers: Annotated[list[SliceOffer], msgspec.Meta(max_length=MAX_SLICES_PER_FRAME)]
+    last: bool = False
 
 
 class SlicesEnd(Struct, frozen=True, tag=True):
@@ -49,9 +53,15 @@ class ReadBlocks(Struct, frozen=True, tag=True):
 
 
 class ReadGranted(Struct, frozen=True, tag=True):
-    """The first `num_blocks` of the keys follow."""
+    """The first `num_blocks` of the keys follow. They stay as they are for `lease_s` after each
+    sign of life of the reader."""
 
     num_blocks: _Count
+    lease_s: _Seconds
+
+
+class ReadRenewed(Struct, frozen=True, tag=True):
+    """The reader is still at it."""
 
 
 class ReadReleased(Struct, frozen=True, tag=True):
@@ -87,6 +97,7 @@ Message = (
     | SlicesEnd
     | ReadBlocks
     | ReadGranted
+    | ReadRenewed
     | ReadReleased
     | OpenStream
     | StreamExpected

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.arena import Arena, ArenaError, PeerArena, available_memory_bytes
+from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
+from moonpool.messenger.peer_arena import PeerArenas
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",
@@ -55,10 +56,11 @@ def test_the_whole_arena_is_prefaulted(arena: Arena) -> None:
 def test_a_peer_reads_but_can_neither_write_nor_truncate(arena: Arena) -> None:
     arena.slice(5, 1)[:] = b"x" * LAYOUT.slice_bytes
     handed_over = os.dup(arena.fd)
-    peer = PeerArena(handed_over, LAYOUT)
-    target = bytearray(LAYOUT.slice_bytes)
-    peer.read(peer.offset(5, 1), [memoryview(target)])
-    assert target == b"x" * LAYOUT.slice_bytes
+    peers = PeerArenas()
+    peer, name = peers.adopt(os.dup(arena.fd), LAYOUT)
+    own = Arena(LAYOUT, 2)
+    peer.copy(peer.place(5, 1), own, own.place(1, 2), LAYOUT.slice_bytes)
+    assert own.slice(1, 2) == b"x" * LAYOUT.slice_bytes
     with pytest.raises(PermissionError):
         os.pwrite(handed_over, b"y", 0)
     with pytest.raises(PermissionError):
@@ -68,28 +70,50 @@ def test_a_peer_reads_but_can_neither_write_nor_truncate(arena: Arena) -> None:
     reopened = f"/proc/self/fd/{handed_over}"
     with pytest.raises(PermissionError), open(reopened, "r+b", buffering=0) as file:
         file.write(b"y")
-    peer.close()
+    os.close(handed_over)
+    peers.release(name)
+
+
+def test_a_peer_is_mapped_once_and_until_its_last_user_has_gone(arena: Arena) -> None:
+    peers = PeerArenas()
+    before = len(os.listdir("/proc/self/fd"))
+    mapped = mappings()
+    first, name = peers.adopt(os.dup(arena.fd), LAYOUT)
+    second, _ = peers.adopt(os.dup(arena.fd), LAYOUT)
+    assert first is second
+    assert mappings() == mapped + 1
+    peers.release(name)
+    del second
+    assert len(peers) == 1
+    peers.release(name)
+    del first
+    gc.collect()
+    assert (len(peers), mappings()) == (0, mapped)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("moonpool-arena")
 
 
 @pytest.mark.parametrize(("block", "layer"), [(8, 0), (-1, 0), (0, 3), (0, -1), (1 << 60, 0)])
 def test_a_slice_the_peer_does_not_have_is_refused(arena: Arena, block: int, layer: int) -> None:
-    peer = PeerArena(os.dup(arena.fd), LAYOUT)
+    peer, _ = PeerArenas().adopt(os.dup(arena.fd), LAYOUT)
     with pytest.raises(ArenaError, match="which it lacks"):
-        peer.offset(block, layer)
-    peer.close()
+        peer.place(block, layer)
 
 
 def test_what_is_not_a_sealed_memory_file_is_refused(tmp_path: Path) -> None:
     plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, LAYOUT.block_bytes)
     with pytest.raises(ArenaError, match="not sealed"):
-        PeerArena(plain, LAYOUT)
+        PeerArenas().adopt(plain, LAYOUT)
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     with pytest.raises(ArenaError, match="not a memory file"):
-        PeerArena(file, LAYOUT)
+        PeerArenas().adopt(file, LAYOUT)
     for fd in (plain, file):
         with pytest.raises(OSError):
-            os.fstat(fd)  # closed: PeerArena owned it
+            os.fstat(fd)  # closed: it was handed over
 
 
 def test_close_is_safe_while_a_tensor_still_looks(arena: Arena) -> None:

@@ -21,7 +21,10 @@ SECRET = b"s3cret"
 
 
 def identity(
-    name: str, service: str = "control", fingerprint: bytes = b"f" * 32, version: int = 1
+    name: str,
+    service: str = "control",
+    fingerprint: bytes = b"f" * 32,
+    version: int = PROTOCOL_VERSION,
 ) -> Identity:
     return Identity(
         instance_id=InstanceId(name), service=service, fingerprint=fingerprint, version=version

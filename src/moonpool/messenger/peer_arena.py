@@ -1,0 +1,91 @@
+"""Peers' arenas, read-only, as this process sees them: mapped once per peer and kept while any
+connection to it lives.
+
+A copy from a mapping costs what memcpy costs, where a read through the descriptor pays the kernel
+for each page; but to map anew for each transfer would cost more than either. The seals that are
+asked for make it safe: the file can neither shrink nor be written through the mapping, so what a
+lying peer names is refused by its offset, and never raises SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+
+import numpy as np
+
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.arena import Arena, ArenaError
+
+
+class PeerArena:
+    """One peer's arena. Made by `PeerArenas.adopt` from the descriptor the peer handed over."""
+
+    def __init__(self, mapping: mmap.mmap, layout: BlockLayout) -> None:
+        self._bytes = np.frombuffer(mapping, np.uint8)
+        self._layout = layout
+        self._num_bytes = len(self._bytes)
+
+    def place(self, block_id: int, layer: int) -> int:
+        """Where the slice starts in the peer's arena. ArenaError if there is no such slice."""
+        layout = self._layout
+        start = block_id * layout.block_bytes + layer * layout.slice_bytes
+        inside = block_id >= 0 and 0 <= layer < layout.num_layers
+        if not inside or start + layout.slice_bytes > self._num_bytes:
+            raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
+        return start
+
+    def copy(self, start: int, arena: Arena, place: int, num_bytes: int) -> None:
+        """From `start` of the peer's arena to `place` of ours; the GIL is free meanwhile."""
+        target = np.frombuffer(arena.buffer[place : place + num_bytes], np.uint8)
+        np.copyto(target, self._bytes[start : start + num_bytes])
+
+
+class PeerArenas:
+    """Those in use, each mapped once however many connections there are. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[tuple[int, int], int] = {}
+        self._arenas: dict[tuple[int, int], PeerArena] = {}
+
+    def adopt(self, fd: int, layout: BlockLayout) -> tuple[PeerArena, tuple[int, int]]:
+        """The arena behind `fd`, which is closed, and the name under which to `release` it.
+        ArenaError if it is not what a peer of ours hands over."""
+        try:
+            num_bytes, name = _checked(fd, layout)
+            with self._lock:
+                arena = self._arenas.get(name)
+                if arena is None:
+                    arena = PeerArena(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ), layout)
+                    self._arenas[name] = arena
+                self._users[name] = self._users.get(name, 0) + 1
+            return arena, name
+        except OSError as error:
+            raise ArenaError(f"the peer's arena cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+
+    def release(self, name: tuple[int, int]) -> None:
+        """Unmapped with its last user, as soon as nobody copies from it any more."""
+        with self._lock:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._arenas[name]
+
+    def __len__(self) -> int:
+        return len(self._arenas)
+
+
+def _checked(fd: int, layout: BlockLayout) -> tuple[int, tuple[int, int]]:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ArenaError(f"the peer's arena is not a memory file: {error}") from error
+    found = os.fstat(fd)
+    sealed = seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
+    if not sealed or not found.st_size or found.st_size % layout.block_bytes:
+        raise ArenaError("the peer's arena is not sealed or not a whole number of blocks")
+    return found.st_size, (found.st_dev, found.st_ino)

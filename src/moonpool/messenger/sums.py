@@ -1,0 +1,41 @@
+"""The checksums of an arena's slices: each is computed once, when the slice is first received or
+first sent, and remembered for as long as the slice is not written again.
+
+A sum that is remembered, and not computed anew from the bytes about to be sent, is what lets a
+reader see that the *source's* memory changed after the block was made. Every writer of the arena
+calls `forget` before it writes: the engine for the blocks of a step, the messenger and the store
+for blocks they fill. A writer that failed to would be seen as corruption: a miss, not an answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from moonpool.types import BlockId
+
+_UNKNOWN = 0  # a slice whose sum is 0 in truth is merely hashed each time
+
+
+class Sums:
+    """Thread-safe. 8 bytes per slice."""
+
+    def __init__(self, num_blocks: int, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._sums = array("Q", bytes(8 * num_blocks * num_layers))
+        self._block_of_unknown = array("Q", bytes(8 * num_layers))
+
+    def get(self, block_id: BlockId, layer: int) -> int:
+        """The slice's xxh3_64, or 0 if it is not known."""
+        return self._sums[block_id * self._num_layers + layer]
+
+    def set(self, block_id: BlockId, layer: int, checksum: int) -> None:
+        """To be called when the slice's bytes are complete, and are what was hashed."""
+        self._sums[block_id * self._num_layers + layer] = checksum
+
+    def forget(self, block_ids: Iterable[BlockId]) -> None:
+        """These blocks are about to be written."""
+        num_layers = self._num_layers
+        for block_id in block_ids:
+            start = block_id * num_layers
+            self._sums[start : start + num_layers] = self._block_of_unknown
