@@ -24,7 +24,7 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.engine_thread import sequence_step
-from moonpool.runtime.transfers import perform_transfer, send_layer
+from moonpool.runtime.transfers import begin_writing, perform_transfer, send_layer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
     ExpectStream,
@@ -176,6 +176,7 @@ class MiniCluster:
                 perform_transfer(node.messenger, node.layout.num_layers, action)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
+        begin_writing(node.messenger, step)
         sequences = [sequence_step(entry, ()) for entry in step.entries]
 
         def on_layer(layer: int) -> None:

@@ -55,6 +55,7 @@ class Landing:
         self._cells = bytearray(len(block_ids) * self._num_layers)
         self._group = group_slices(arena.layout.slice_bytes)
         self._counters = counters
+        self._remember = arena.sums.set_slice
         arena.sums.forget(block_ids)
 
     def land(
@@ -65,34 +66,51 @@ class Landing:
         after_group: Callable[[], None] | None = None,
     ) -> None:
         """Moves the offered slices in and verifies them. ProtocolError if one is not expected."""
+        size = self._arena.layout.slice_bytes
         for start in range(0, len(offers), self._group):
             group = offers[start : start + self._group]
-            cells = [self._cell(offer) for offer in group]
-            places = [self._place(cell) for cell in cells]
+            places = self._places(group)
             connection.take(group, self._arena, places, deadline_s)
-            num_corrupt = self._verify(group, cells, places)
-            num_bytes = self._arena.layout.slice_bytes * len(group)
+            num_corrupt = self._verify(group, places)
+            num_bytes = size * len(group)
             self.num_bytes += num_bytes
             self.corrupt_slices += num_corrupt
             self._counters.received(connection.transport, len(group), num_bytes, num_corrupt)
             if after_group is not None:
                 after_group()
 
-    def _verify(
-        self, offers: Sequence[SliceOffer], cells: Sequence[int], places: Sequence[int]
-    ) -> int:
+    # The two loops below run once per slice: they call as little as they can.
+
+    def _places(self, offers: Sequence[SliceOffer]) -> list[int]:
+        """Where in the arena each goes. ProtocolError if one of them is not expected."""
+        layout, block_ids = self._arena.layout, self._block_ids
+        first, rows, layers = self.first_index, self.num_indices, self._num_layers
+        block_bytes, size = layout.block_bytes, layout.slice_bytes
+        places = []
+        for offer in offers:
+            row, layer = offer.index - first, offer.layer
+            if not (0 <= row < rows and 0 <= layer < layers):
+                raise ProtocolError(
+                    f"slice (index {offer.index}, layer {layer}) is outside what is expected:"
+                    f" indices {first} to {first + rows - 1}, layers 0 to {layers - 1}"
+                )
+            places.append(block_ids[row] * block_bytes + layer * size)
+        return places
+
+    def _verify(self, offers: Sequence[SliceOffer], places: Sequence[int]) -> int:
         """Hashes the slices where they lie, and tells how many are not what their sender named."""
-        buffer, size = self._arena.buffer, self._arena.layout.slice_bytes
+        buffer, size, remember = self._arena.buffer, self._arena.layout.slice_bytes, self._remember
+        cells, first, layers = self._cells, self.first_index, self._num_layers
         num_corrupt = 0
-        for offer, cell, place in zip(offers, cells, places, strict=True):
+        for offer, place in zip(offers, places, strict=True):
             checksum = checksum_slice(buffer[place : place + size])
-            row, layer = divmod(cell, self._num_layers)
+            cell = (offer.index - first) * layers + offer.layer
             if checksum == offer.checksum:
-                self._cells[cell] = _VERIFIED
-                self._arena.sums.set(self._block_ids[row], layer, checksum)
+                cells[cell] = _VERIFIED
+                remember(place // size, checksum)
             else:
-                self._cells[cell] = _CORRUPT
-                self._arena.sums.set(self._block_ids[row], layer, 0)
+                cells[cell] = _CORRUPT
+                remember(place // size, 0)
                 num_corrupt += 1
         return num_corrupt
 
@@ -118,17 +136,3 @@ class Landing:
     def _complete(self, row: int) -> bool:
         start = row * self._num_layers
         return self._cells.count(_VERIFIED, start, start + self._num_layers) == self._num_layers
-
-    def _cell(self, offer: SliceOffer) -> int:
-        row = offer.index - self.first_index
-        if not (0 <= row < self.num_indices and 0 <= offer.layer < self._num_layers):
-            raise ProtocolError(
-                f"slice (index {offer.index}, layer {offer.layer}) is outside what is expected:"
-                f" indices {self.first_index} to {self.first_index + self.num_indices - 1},"
-                f" layers 0 to {self._num_layers - 1}"
-            )
-        return row * self._num_layers + offer.layer
-
-    def _place(self, cell: int) -> int:
-        row, layer = divmod(cell, self._num_layers)
-        return self._arena.place(self._block_ids[row], layer)

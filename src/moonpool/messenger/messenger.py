@@ -67,6 +67,7 @@ class Messenger:
         host_id = shm.host_id() if use_shared_memory else ""
         self._station = Station(instance_id, arena, post, checksum=checksum)
         self._host_id = host_id
+        self._block_tokens = layout.block_tokens
         self._tcp_address = (tcp_host, tcp_port)
         self._receptions = Receptions(self._station, park_s)
         self._reads = Reads(self._station, lease_s)
@@ -129,6 +130,12 @@ class Messenger:
 
     def counts(self) -> TransferCounts:
         return self._station.counters.counts()
+
+    def forget_sums(self, block_ids: Sequence[BlockId], first_token: int, end_token: int) -> None:
+        """Tokens first_token ... end_token - 1 of the sequence that lies in these blocks are about
+        to be written, by somebody other than this messenger."""
+        size = self._block_tokens
+        self._station.arena.sums.forget(block_ids[first_token // size : -(-end_token // size)])
 
     # Reading a peer's cached blocks, and serving such reads
 

@@ -13,11 +13,13 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.arena import Arena, ArenaError
+from moonpool.messenger.wire import SliceOffer
 
 
 class PeerArena:
@@ -26,16 +28,19 @@ class PeerArena:
     def __init__(self, mapping: mmap.mmap, layout: BlockLayout) -> None:
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._layout = layout
-        self._num_bytes = len(self._bytes)
+        self._num_blocks = len(self._bytes) // layout.block_bytes
 
-    def place(self, block_id: int, layer: int) -> int:
-        """Where the slice starts in the peer's arena. ArenaError if there is no such slice."""
-        layout = self._layout
-        start = block_id * layout.block_bytes + layer * layout.slice_bytes
-        inside = block_id >= 0 and 0 <= layer < layout.num_layers
-        if not inside or start + layout.slice_bytes > self._num_bytes:
-            raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
-        return start
+    def places(self, offers: Sequence[SliceOffer]) -> list[int]:
+        """Where the slices start in the peer's arena. ArenaError if there is no such slice."""
+        layers, size = self._layout.num_layers, self._layout.slice_bytes
+        block_bytes, num_blocks = self._layout.block_bytes, self._num_blocks
+        places = []
+        for offer in offers:
+            block_id, layer = offer.block_id, offer.layer
+            if not (0 <= block_id < num_blocks and 0 <= layer < layers):
+                raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
+            places.append(block_id * block_bytes + layer * size)
+        return places
 
     def copy(self, start: int, arena: Arena, place: int, num_bytes: int) -> None:
         """From `start` of the peer's arena to `place` of ours; the GIL is free meanwhile."""

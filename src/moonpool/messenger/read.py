@@ -105,7 +105,9 @@ class Reads:
             read.answered.set()  # a grant that comes from now on is too late, and ignored
             granted = read.granted
         if granted is None:
-            connection.send(Refused(reason="the source gave no answer by the deadline"), time.monotonic() + 1.0)
+            connection.send(
+                Refused(reason="the source gave no answer by the deadline"), time.monotonic() + 1.0
+            )
             raise DeadlineError("the worker granted nothing in time")
         answer = ReadGranted(num_blocks=len(granted), lease_s=self._lease_s)
         if not granted:

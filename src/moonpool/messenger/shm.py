@@ -66,17 +66,16 @@ class ShmConnection:
             raise PeerGoneError("the connection was closed")
         size = arena.layout.slice_bytes
         try:
-            start = peer_arena.place(offers[0].block_id, offers[0].layer)
-            target, length = places[0], 0
-            for offer, place in zip(offers, places, strict=True):
-                source = peer_arena.place(offer.block_id, offer.layer)
-                if source != start + length or place != target + length:
-                    peer_arena.copy(start, arena, target, length)
-                    start, target, length = source, place, 0
-                length += size  # neighbours on both sides are copied as one
-            peer_arena.copy(start, arena, target, length)
+            sources = peer_arena.places(offers)
         except ArenaError as error:
             raise ProtocolError(f"cannot read the peer's arena: {error}") from error
+        start, target, length = sources[0], places[0], 0
+        for source, place in zip(sources, places, strict=True):
+            if source != start + length or place != target + length:
+                peer_arena.copy(start, arena, target, length)
+                start, target, length = source, place, 0
+            length += size  # neighbours on both sides are copied as one
+        peer_arena.copy(start, arena, target, length)
 
     def close(self) -> None:
         self._frames.close()

@@ -46,7 +46,8 @@ class Station:
         """Sends slices, each (index, block id, layer), and returns their bytes. `deadline_s` is
         asked anew for each frame."""
         arena = self.arena
-        size = arena.layout.slice_bytes
+        size, block_bytes = arena.layout.slice_bytes, arena.layout.block_bytes
+        buffer, known = arena.buffer, arena.sums.get
         most = max(1, min(MAX_SLICES_PER_FRAME, _FRAME_BYTES // size))
         most_hashed = max(1, GROUP_BYTES // size)
         views: list[memoryview] = []
@@ -54,9 +55,9 @@ class Station:
         num_hashed = 0
         left = len(slices)
         for index, block_id, layer in slices:
-            start = arena.place(block_id, layer)
-            view = arena.buffer[start : start + size]
-            checksum = arena.sums.get(block_id, layer)
+            start = block_id * block_bytes + layer * size
+            view = buffer[start : start + size]
+            checksum = known(block_id, layer)
             if not checksum:
                 checksum = self.checksum(view)
                 arena.sums.set(block_id, layer, checksum)

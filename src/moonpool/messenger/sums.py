@@ -33,6 +33,10 @@ class Sums:
         """To be called when the slice's bytes are complete, and are what was hashed."""
         self._sums[block_id * self._num_layers + layer] = checksum
 
+    def set_slice(self, number: int, checksum: int) -> None:
+        """The same, by the slice's number in the arena."""
+        self._sums[number] = checksum
+
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """These blocks are about to be written."""
         num_layers = self._num_layers

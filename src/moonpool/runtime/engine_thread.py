@@ -12,7 +12,7 @@ import torch
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.messenger import Messenger
-from moonpool.runtime.transfers import send_layer
+from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.types import RequestId
 from moonpool.workers.actions import (
     ExpectStream,
@@ -80,6 +80,7 @@ class EngineThread:
             self._post(outcome)
 
     def _compute(self, step: RunStep) -> StepEnded:
+        begin_writing(self._messenger, step)
         sends = [entry for entry in step.entries if entry.sends]
         result = self._engine.step(
             [sequence_step(entry, self._eos) for entry in step.entries],

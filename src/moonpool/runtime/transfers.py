@@ -13,6 +13,7 @@ from moonpool.workers.actions import (
     FinishStream,
     GrantRead,
     OpenStream,
+    RunStep,
     SendBlocks,
     StepEntry,
 )
@@ -62,3 +63,10 @@ def send_layer(messenger: Messenger, entries: Iterable[StepEntry], layer: int) -
         if entry.sends:
             slices = [(index, block_id, layer) for index, block_id in entry.sends]
             messenger.send(entry.work_id, slices)
+
+
+def begin_writing(messenger: Messenger, step: RunStep) -> None:
+    """To be called before the step is computed: the checksums of what it writes end here."""
+    for entry in step.entries:
+        end = entry.start + len(entry.new_token_ids) + step.max_repeats - 1
+        messenger.forget_sums(entry.block_ids, entry.start, end)

@@ -1,4 +1,5 @@
-"""The engine's thread: a mirror learns of arriving blocks in the order of the actions."""
+"""The engine's thread: a mirror learns of arriving blocks in the order of the actions, and the
+messenger of the blocks that a step is about to write."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from moonpool.workers.actions import (
 )
 from moonpool.workers.messages import WorkId
 
+STEP = [("writing", (3,), 0, 1), "step"]
 PEER = PeerAddress(InstanceId("p"), "host", "", "127.0.0.1", 1)
 
 
@@ -30,6 +32,9 @@ class Recorder:
     def __init__(self, mirrored: bool) -> None:
         self.heard: list[Any] = []
         self.mirror = self if mirrored else None
+
+    def forget_sums(self, block_ids: Any, first_token: int, end_token: int) -> None:
+        self.heard.append(("writing", block_ids, first_token, end_token))
 
     def arriving(self, block_ids: Any) -> None:
         self.heard.append(list(block_ids))
@@ -41,7 +46,7 @@ class Recorder:
 
 def heard_by(mirrored: bool) -> list[Any]:
     recorder, ended = Recorder(mirrored), queue.SimpleQueue[Any]()
-    engine, messenger = cast(Engine, recorder), cast(Messenger, None)
+    engine, messenger = cast(Engine, recorder), cast(Messenger, recorder)
     thread = EngineThread(engine, messenger, (), 1, ended.put)
     entry = StepEntry(WorkId("w"), (5,), 0, (BlockId(3),), SamplingParams(), (), ())
     thread.start()
@@ -57,8 +62,8 @@ def heard_by(mirrored: bool) -> list[Any]:
 
 
 def test_arrivals_come_before_the_steps_submitted_after_them() -> None:
-    assert heard_by(mirrored=True) == [[7, 8], "step", [2], "step"]
+    assert heard_by(mirrored=True) == [[7, 8], *STEP, [2], *STEP]
 
 
-def test_an_engine_that_works_in_the_arena_hears_nothing() -> None:
-    assert heard_by(mirrored=False) == ["step", "step"]
+def test_an_engine_that_works_in_the_arena_hears_of_no_arrivals() -> None:
+    assert heard_by(mirrored=False) == [*STEP, *STEP]
