@@ -1,0 +1,239 @@
+"""What holds from hop to hop, on every transport: sums that outlive their first send, leases that a
+slow reader keeps, connections that are kept, and the next way where one fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from messenger_harness import Node, keys, make_layout, rogue_connection
+
+from moonpool.kvcache.transfers import FetchEnded, ReadEnded, ReadRequested, ReceiveEnded, SendEnded
+from moonpool.messenger import inbound, landing
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.counters import Counters
+from moonpool.messenger.landing import Landing, checksum_slice
+from moonpool.messenger.shm import ShmConnection
+from moonpool.messenger.transport import PeerGoneError
+from moonpool.messenger.wire import ReadBlocks, ReadGranted, ReadRenewed, Slices
+
+MakeNode = Callable[..., Node]
+
+
+def fetch(reader: Node, source: Node, sources: list[int], targets: list[int]) -> FetchEnded:
+    """One whole read; the source's end of it has been told too when this returns."""
+    count = len(targets)
+    reader.messenger.fetch("f", source.address, keys(count), targets, 5.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, sources)
+    ended = reader.expect_event(FetchEnded, 6.0)
+    source.expect_event(ReadEnded, 6.0)
+    return ended
+
+
+def stream(sender: Node, receiver: Node, blocks: list[int], targets: list[int]) -> ReceiveEnded:
+    receiver.messenger.expect("s", targets, 0, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 3.0)
+    layers = range(sender.layout.num_layers)
+    sender.messenger.send("s", [(i, b, layer) for layer in layers for i, b in enumerate(blocks)])
+    sender.messenger.finish_stream("s")
+    sender.expect_event(SendEnded)
+    return receiver.expect_event(ReceiveEnded)
+
+
+# Integrity
+
+
+def test_a_bit_that_flips_in_the_source_after_a_first_send_is_found(make_node: MakeNode) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    source.fill(1)
+    assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 2
+    source.arena.slice(4, 2)[17] ^= 0x20
+    ended = fetch(reader, source, [3, 4], [10, 11])
+    assert (ended.num_blocks, ended.corrupt_slices) == (1, 1)
+    assert stream(source, reader, [3, 4], [20, 21]).corrupt == (1,)
+    assert reader.messenger.counts().corrupt_slices == 2
+
+
+@pytest.mark.parametrize("how", [fetch, stream])
+def test_a_bit_that_flips_where_a_block_was_received_is_found_at_the_next_hop(
+    make_node: MakeNode, how: Callable[..., object]
+) -> None:
+    first, second, third = (make_node(name) for name in ("first", "second", "third"))
+    first.fill(1)
+    how(second, first, [3], [7]) if how is fetch else how(first, second, [3], [7])
+    assert second.block(7) == first.block(3)
+    second.arena.slice(7, 0)[0] ^= 1
+    assert fetch(third, second, [7], [0]).num_blocks == 0
+
+
+def test_a_block_that_is_written_again_is_summed_again(make_node: MakeNode) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    source.fill(1)
+    fetch(reader, source, [3, 4], [0, 1])
+    tokens = source.layout.block_tokens
+    source.messenger.forget_sums([3, 4], tokens, tokens + 1)  # the first token of the second
+    source.arena.slice(4, 1)[:] = b"z" * source.layout.slice_bytes
+    assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 2
+    assert reader.block(1) == source.block(4)
+    source.arena.slice(3, 1)[0] ^= 1  # of which nobody was told
+    assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 0
+
+
+def test_a_block_received_anew_is_summed_anew(make_node: MakeNode) -> None:
+    first, second = make_node("first"), make_node("second")
+    first.fill(1)
+    second.fill(2)
+    fetch(second, first, [3], [7])
+    fetch(second, first, [4], [7])
+    stream(first, second, [5], [7])
+    assert fetch(first, second, [7], [0]).num_blocks == 1
+    assert first.block(0) == first.block(5)
+
+
+def test_a_block_reused_after_the_lease_is_seen_by_a_late_reader() -> None:
+    """Only in shared memory: elsewhere the bytes have left before their lease can end."""
+    source = Node("source", "shm", lease_s=0.1)
+    source.fill(1)
+    own = Arena(source.layout, 4)
+    late = rogue_connection(source.address, "shm", source.layout, own)
+    by_s = time.monotonic() + 3
+    late.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=60), by_s)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1])
+    assert isinstance(late.receive(by_s), ReadGranted)
+    offered = late.receive(by_s)
+    assert isinstance(offered, Slices)
+    assert "lease" in source.expect_event(ReadEnded).error
+    source.arena.slice(1, 0)[:] = b"the next owner's".ljust(source.layout.slice_bytes)
+    table = Landing(own, [0, 1], 0, Counters())
+    table.land(late, offered.offers, by_s)
+    assert (table.verified_prefix(), table.corrupt_slices) == (1, 1)
+    late.close()
+    source.close()
+
+
+# Leases
+
+
+def test_a_reader_slower_than_the_lease_renews_it(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = make_layout(head_dim=8192)  # 256 KiB slices: two are moved and hashed at a time
+    source = make_node("source", layout=layout, num_blocks=4, lease_s=0.3)
+    reader = make_node("reader", layout=layout, num_blocks=4)
+
+    def slow(view: memoryview) -> int:
+        time.sleep(0.08)
+        return checksum_slice(view)
+
+    monkeypatch.setattr(landing, "checksum_slice", slow)
+    began_s = time.monotonic()
+    assert fetch(reader, source, [0, 1, 2, 3], [0, 1, 2, 3]).error == ""
+    assert time.monotonic() - began_s > 3 * 0.3
+    assert source.messenger.counts().failed_operations == 0
+
+
+def test_a_lease_cannot_be_renewed_beyond_what_was_asked_for(
+    make_node: MakeNode, transport: str
+) -> None:
+    source = make_node("source", lease_s=0.2)
+    reader = rogue_connection(source.address, transport, source.layout, Arena(source.layout, 1))
+    reader.send(ReadBlocks(keys=tuple(keys(1)), timeout_s=0.6), time.monotonic() + 2)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [0])
+    began_s = time.monotonic()
+
+    def renew_for_ever() -> None:
+        while time.monotonic() - began_s < 3:
+            reader.send(ReadRenewed(), time.monotonic() + 1)
+            time.sleep(0.05)
+
+    with pytest.raises(PeerGoneError):
+        renew_for_ever()
+    assert 0.4 < time.monotonic() - began_s < 1.5
+    assert source.expect_event(ReadEnded).error
+    reader.close()
+
+
+# Connections
+
+
+def serving(node: Node) -> int:
+    name = f"messenger-serve-{node.address.instance_id}"
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def test_one_connection_serves_operation_after_operation(make_node: MakeNode) -> None:
+    left, right = make_node("left"), make_node("right")
+    left.fill(1)
+    for block in range(20):
+        assert fetch(right, left, [block], [block]).num_blocks == 1
+        assert stream(right, left, [block], [31 - block]).corrupt == ()
+    assert (serving(left), serving(right)) == (1, 0)
+
+
+def test_connections_kept_to_a_peer_end_with_it(make_node: MakeNode) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    threads = threading.active_count()
+    fetch(reader, source, [0], [0])
+    assert threading.active_count() == threads + 2
+    source.close()
+    by_s = time.monotonic() + 1
+    while threading.active_count() > threads - 1:
+        assert time.monotonic() < by_s, threading.enumerate()
+        time.sleep(0.01)
+
+
+def test_the_connection_idle_longest_makes_room_and_is_made_anew(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbound, "MAX_CONNECTIONS", 2)
+    source = make_node("source")
+    readers = [make_node(f"reader {number}") for number in range(3)]
+    for number in (0, 1, 2, 0, 1):
+        assert fetch(readers[number], source, [0], [0]).num_blocks == 1
+    by_s = time.monotonic() + 2
+    while serving(source) > 2:  # those that had to go are going
+        assert time.monotonic() < by_s
+        time.sleep(0.01)
+    assert source.messenger.counts().refused_connections == 0
+
+
+def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNode) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    reader.messenger.fetch("late", source.address, keys(1), [0], 0.1)
+    late = source.expect_event(ReadRequested)
+    assert reader.expect_event(FetchEnded).error
+    source.expect_event(ReadEnded)
+    source.messenger.grant(late.read_id, [9])
+    source.fill(3)
+    assert fetch(reader, source, [1], [0]).num_blocks == 1
+    assert reader.block(0) == source.block(1)  # and not what the late grant would have brought
+
+
+def test_a_read_that_fails_midway_goes_on_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_layout(head_dim=8192)
+    source = Node("source", "shm", layout=layout, num_blocks=4)
+    reader = Node("reader", "shm", layout=layout, num_blocks=4)
+    source.fill(1)
+    take, calls = ShmConnection.take, []
+
+    def failing(self: ShmConnection, *arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise PeerGoneError("shared memory broke")
+        take(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShmConnection, "take", failing)
+    reader.messenger.fetch("f", source.address, keys(4), [0, 1, 2, 3], 5.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1, 2, 3])
+    assert source.expect_event(ReadEnded).error
+    again = source.expect_event(ReadRequested)
+    assert list(again.keys) == keys(4)[2:]  # two blocks of three slices had arrived
+    source.messenger.grant(again.read_id, [2, 3])
+    ended = reader.expect_event(FetchEnded)
+    assert (ended.num_blocks, ended.error) == (4, "")
+    assert all(reader.block(b) == source.block(b) for b in range(4))
+    assert set(reader.messenger.counts().received_bytes) == {"shm", "tcp"}
+    source.close()
+    reader.close()
