@@ -92,6 +92,38 @@ def head(concurrency: tuple[int, ...], json_file: str | None) -> None:
 
 @bench.command()
 @click.option(
+    "--size-kib",
+    "sizes_kib",
+    multiple=True,
+    type=COUNT,
+    default=(64, 256, 1024, 4096, 16384),
+    show_default=True,
+    help="Of a block: a power of two from 64 to 16384.",
+)
+@click.option("--rounds", type=COUNT, default=15, show_default=True)
+@click.option(
+    "--peer-python",
+    help="Python of an installation of the Mooncake Store and of redis to compare with.",
+)
+@JSON
+def transfer(
+    sizes_kib: tuple[int, ...], rounds: int, peer_python: str | None, json_file: str | None
+) -> None:
+    """Blocks between two processes, against memcpy, bare sockets, the Mooncake Store and Redis."""
+    from moonpool.bench.transfer import TransferBenchError, bench_transfer
+
+    if any(size & (size - 1) or not 64 <= size <= 16384 for size in sizes_kib):
+        fail("--size-kib must be a power of two from 64 to 16384")
+    sizes = tuple(size << 10 for size in sizes_kib)
+    try:
+        found = bench_transfer(sizes, rounds, peer_python, click.echo)
+    except TransferBenchError as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
+@click.option(
     "--instances", multiple=True, type=COUNT, default=(16, 100, 1000, 3000), show_default=True
 )
 @click.option("--blocks", type=COUNT, default=1000, show_default=True, help="Per instance.")

@@ -1,0 +1,121 @@
+"""The other process of `bench transfer`: grants reads, expects streams, answers on bare sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadRequested, ReceiveEnded
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.messenger import Messenger
+from moonpool.types import BlockId, InstanceId, Struct
+
+SECRET = b"benchmark"
+TIMEOUT_S = 30.0
+TRANSPORTS = ("shm", "tcp")
+INDEX_BYTES = 4
+TAKEN = b"k"
+
+
+class Far(Struct, frozen=True):
+    """Where the other process can be reached."""
+
+    messengers: dict[str, PeerAddress]
+    bare: dict[str, str | tuple[str, int]]
+
+
+def make_layout(block_bytes: int) -> BlockLayout:
+    """Blocks of this size in slices of 64 KiB, or 256 KiB for those over 4 MiB: as those of models
+    of 8 to 70 billion parameters are."""
+    slice_bytes = (64 if block_bytes <= 4 << 20 else 256) << 10
+    return BlockLayout(
+        model_fingerprint="benchmark",
+        dtype="bfloat16",
+        block_tokens=slice_bytes >> 10,
+        num_layers=block_bytes // slice_bytes,
+        num_kv_heads=2,
+        head_dim=128,
+    )
+
+
+def make_messenger(
+    name: str, transport: str, arena: Arena, post: Callable[[MessengerEvent], None]
+) -> Messenger:
+    return Messenger(
+        arena,
+        arena.layout,
+        InstanceId(name),
+        SECRET,
+        post,
+        use_shared_memory=transport == "shm",
+        lease_s=TIMEOUT_S,
+    )
+
+
+def run_far(pipe: Pipe, block_bytes: int, num_blocks: int) -> None:
+    """Until the pipe says so. Reads are granted the blocks that the key's number names."""
+    arena = Arena(make_layout(block_bytes), num_blocks)
+    arena.buffer[:] = os.urandom(1 << 16) * (arena.num_bytes >> 16)
+    messengers = {transport: _serve(transport, arena) for transport in TRANSPORTS}
+    listeners = {"tcp": socket.create_server(("127.0.0.1", 0)), "unix": socket.socket(1)}
+    listeners["unix"].bind(f"\0moonpool-benchmark-{os.getpid()}")
+    listeners["unix"].listen()
+    for listener in listeners.values():
+        threading.Thread(target=_answer, args=(listener, arena), daemon=True).start()
+    pipe.send(
+        Far(
+            messengers={name: messenger.start() for name, messenger in messengers.items()},
+            bare={
+                "tcp": ("127.0.0.1", listeners["tcp"].getsockname()[1]),
+                "unix": listeners["unix"].getsockname().decode("latin-1"),
+            },
+        )
+    )
+    while (command := pipe.recv()) is not None:
+        transport, expected = command
+        for stream_id, block in expected:
+            messengers[transport].expect(stream_id, [BlockId(block)], 0, TIMEOUT_S)
+        pipe.send("expecting")
+    for messenger in messengers.values():
+        messenger.close()
+
+
+def _serve(transport: str, arena: Arena) -> Messenger:
+    def post(event: MessengerEvent) -> None:
+        if isinstance(event, ReadRequested):
+            blocks = [BlockId(int.from_bytes(key, "big")) for key in event.keys]
+            messenger.grant(event.read_id, blocks)
+        elif isinstance(event, ReceiveEnded) and (event.error or event.corrupt):
+            raise RuntimeError(f"a stream failed: {event}")
+
+    messenger = make_messenger("far", transport, arena, post)
+    return messenger
+
+
+def _answer(listener: socket.socket, arena: Arena) -> None:
+    """One connection: a block's number asks for its bytes; one beyond the last says that the bytes
+    of the block follow."""
+    sock, _ = listener.accept()
+    size = arena.layout.block_bytes
+    while len(head := sock.recv(INDEX_BYTES, socket.MSG_WAITALL)) == INDEX_BYTES:
+        number = int.from_bytes(head, "big")
+        block = number % arena.num_blocks
+        view = arena.buffer[block * size : (block + 1) * size]
+        if number < arena.num_blocks:
+            sock.sendall(view)
+        else:
+            receive_into(sock, view)
+            sock.sendall(TAKEN)
+
+
+def receive_into(sock: socket.socket, view: memoryview) -> None:
+    filled = 0
+    while filled < len(view):
+        count = sock.recv_into(view[filled:])
+        if not count:
+            raise RuntimeError("the other process hung up")
+        filled += count
