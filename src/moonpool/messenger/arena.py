@@ -38,8 +38,8 @@ class Arena:
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.block_bytes
-        self._slice_bytes = layout.slice_bytes
-        self._block_bytes = layout.block_bytes
+        self.slice_bytes = layout.slice_bytes  # asked for too often to compute each time
+        self.block_bytes = layout.block_bytes
         _check_memory(self.num_bytes)
         self.fd = os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -58,11 +58,11 @@ class Arena:
     def slice(self, block_id: int, layer: int) -> memoryview:
         """The slice's bytes, writable. The caller has checked that both numbers are in range."""
         start = self.place(block_id, layer)
-        return self.buffer[start : start + self._slice_bytes]
+        return self.buffer[start : start + self.slice_bytes]
 
     def place(self, block_id: int, layer: int) -> int:
         """Where the slice starts in `buffer`."""
-        return block_id * self._block_bytes + layer * self._slice_bytes
+        return block_id * self.block_bytes + layer * self.slice_bytes
 
     def holds(self, block_id: int) -> bool:
         return 0 <= block_id < self.num_blocks

@@ -53,7 +53,7 @@ class Landing:
         self._block_ids = tuple(block_ids)
         self._num_layers = arena.layout.num_layers
         self._cells = bytearray(len(block_ids) * self._num_layers)
-        self._group = group_slices(arena.layout.slice_bytes)
+        self._group = group_slices(arena.slice_bytes)
         self._counters = counters
         self._remember = arena.sums.set_slice
         arena.sums.forget(block_ids)
@@ -66,7 +66,7 @@ class Landing:
         after_group: Callable[[], None] | None = None,
     ) -> None:
         """Moves the offered slices in and verifies them. ProtocolError if one is not expected."""
-        size = self._arena.layout.slice_bytes
+        size = self._arena.slice_bytes
         for start in range(0, len(offers), self._group):
             group = offers[start : start + self._group]
             places = self._places(group)
@@ -83,9 +83,9 @@ class Landing:
 
     def _places(self, offers: Sequence[SliceOffer]) -> list[int]:
         """Where in the arena each goes. ProtocolError if one of them is not expected."""
-        layout, block_ids = self._arena.layout, self._block_ids
+        arena, block_ids = self._arena, self._block_ids
         first, rows, layers = self.first_index, self.num_indices, self._num_layers
-        block_bytes, size = layout.block_bytes, layout.slice_bytes
+        block_bytes, size = arena.block_bytes, arena.slice_bytes
         places = []
         for offer in offers:
             row, layer = offer.index - first, offer.layer
@@ -99,7 +99,7 @@ class Landing:
 
     def _verify(self, offers: Sequence[SliceOffer], places: Sequence[int]) -> int:
         """Hashes the slices where they lie, and tells how many are not what their sender named."""
-        buffer, size, remember = self._arena.buffer, self._arena.layout.slice_bytes, self._remember
+        buffer, size, remember = self._arena.buffer, self._arena.slice_bytes, self._remember
         cells, first, layers = self._cells, self.first_index, self._num_layers
         num_corrupt = 0
         for offer, place in zip(offers, places, strict=True):

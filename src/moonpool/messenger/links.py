@@ -33,16 +33,24 @@ class _Link:
         self.operation: Operation | None = operation
         self.connection: Connection | None = None
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+
+    def keep(self, connection: Connection | None) -> None:
+        if connection is not self.connection:
+            self.connection = connection
+            self._poll = select.poll()
+            self._poll.register(self.wake_fd, select.POLLIN)
+            if connection is not None and not connection.closed:
+                self._poll.register(connection.fileno(), select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Until there is an operation or an end of the connection, or `timeout_s` have passed."""
-        poll = select.poll()
-        poll.register(self.wake_fd, select.POLLIN)
-        assert self.connection is not None
-        poll.register(self.connection.fileno(), select.POLLIN)
-        for fd, _ in poll.poll(timeout_s * 1000):
+        for fd, _ in self._poll.poll(timeout_s * 1000):
             if fd == self.wake_fd:
                 os.eventfd_read(fd)
+            elif self.connection is not None:
+                self.connection.close()  # it hung up, or said what nobody asked for
+                self.keep(None)
 
     def release(self) -> None:
         if self.connection is not None:
@@ -88,13 +96,9 @@ class Links:
             while True:
                 operation, link.operation = link.operation, None
                 if operation is not None:
-                    kept, link.connection = link.connection, None
-                    if kept is not None and kept.has_input():
-                        kept.close()  # it hung up, or said what nobody asked for
-                        kept = None
-                    route = Route(link.peer, self._own, kept)
+                    route = Route(link.peer, self._own, link.connection)
                     tell = operation(route)
-                    link.connection = route.connection
+                    link.keep(route.connection)
                     parked = self._park(link)
                     tell()
                     if not parked:

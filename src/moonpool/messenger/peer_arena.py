@@ -27,13 +27,14 @@ class PeerArena:
 
     def __init__(self, mapping: mmap.mmap, layout: BlockLayout) -> None:
         self._bytes = np.frombuffer(mapping, np.uint8)
-        self._layout = layout
+        self._num_layers = layout.num_layers
+        self._slice_bytes, self._block_bytes = layout.slice_bytes, layout.block_bytes
         self._num_blocks = len(self._bytes) // layout.block_bytes
 
     def places(self, offers: Sequence[SliceOffer]) -> list[int]:
         """Where the slices start in the peer's arena. ArenaError if there is no such slice."""
-        layers, size = self._layout.num_layers, self._layout.slice_bytes
-        block_bytes, num_blocks = self._layout.block_bytes, self._num_blocks
+        layers, size = self._num_layers, self._slice_bytes
+        block_bytes, num_blocks = self._block_bytes, self._num_blocks
         places = []
         for offer in offers:
             block_id, layer = offer.block_id, offer.layer

@@ -37,8 +37,15 @@ class _Read:
     def __init__(self, num_keys: int) -> None:
         self.num_keys = num_keys
         self.line = Line()
-        self.answered = threading.Event()
+        self.answered = False
+        self.waiting = threading.Lock()  # held until there is an answer, or no more need of one
+        self.waiting.acquire()
         self.granted: tuple[BlockId, ...] | None = None
+
+    def answer(self) -> None:
+        if not self.answered:
+            self.answered = True
+            self.waiting.release()
 
 
 class Reads:
@@ -55,7 +62,7 @@ class Reads:
         """Ignored if the read has ended (its ReadEnded is posted then). ValueError on bad ids."""
         with self._lock:
             read = self._reads.get(read_id)
-            if read is None or read.answered.is_set():
+            if read is None or read.answered:
                 return
             if len(block_ids) > read.num_keys:
                 raise ValueError(f"{len(block_ids)} blocks granted, {read.num_keys} asked for")
@@ -63,7 +70,7 @@ class Reads:
                 if not self._station.arena.holds(block_id):
                     raise ValueError(f"granted block {block_id} is outside the arena")
             read.granted = tuple(block_ids)
-            read.answered.set()
+            read.answer()
 
     def serve(self, connection: Connection, request: ReadBlocks) -> bool:
         """True if the connection is fit for another operation."""
@@ -94,15 +101,16 @@ class Reads:
         with self._lock:
             for read in self._reads.values():
                 read.line.break_off(reason)
-                read.answered.set()
+                read.answer()
 
     def _lend(self, connection: Connection, read: _Read, end_s: float) -> None:
         def deadline_s() -> float:
             return min(time.monotonic() + self._lease_s, end_s)
 
-        read.answered.wait(max(0.0, deadline_s() - time.monotonic()))
+        if not read.waiting.acquire(timeout=max(0.0, deadline_s() - time.monotonic())):
+            with self._lock:
+                read.answered = True  # a grant that comes from now on is too late, and ignored
         with self._lock:
-            read.answered.set()  # a grant that comes from now on is too late, and ignored
             granted = read.granted
         if granted is None:
             connection.send(

@@ -64,7 +64,7 @@ class ShmConnection:
         peer_arena = self._peer_arena
         if peer_arena is None:
             raise PeerGoneError("the connection was closed")
-        size = arena.layout.slice_bytes
+        size = arena.slice_bytes
         try:
             sources = peer_arena.places(offers)
         except ArenaError as error:

@@ -46,7 +46,7 @@ class Station:
         """Sends slices, each (index, block id, layer), and returns their bytes. `deadline_s` is
         asked anew for each frame."""
         arena = self.arena
-        size, block_bytes = arena.layout.slice_bytes, arena.layout.block_bytes
+        size, block_bytes = arena.slice_bytes, arena.block_bytes
         buffer, known = arena.buffer, arena.sums.get
         most = max(1, min(MAX_SLICES_PER_FRAME, _FRAME_BYTES // size))
         most_hashed = max(1, GROUP_BYTES // size)

@@ -40,7 +40,7 @@ class TcpConnection:
     def take(
         self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
     ) -> None:
-        size = arena.layout.slice_bytes
+        size = arena.slice_bytes
         targets: list[memoryview] = []
         start = end = places[0]
         for place in places:

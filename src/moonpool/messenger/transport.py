@@ -25,6 +25,7 @@ from moonpool.types import InstanceId
 FRAME_HEADER = struct.Struct(">I")
 _MAX_BUFFERS = 512  # the kernel's limit per call is 1024
 _READ_AHEAD_BYTES = 16 << 10
+_TIMEOUT_SLACK_S = 0.005  # to set a socket's timeout is a call to the kernel, as a message is
 
 
 class TransportError(Exception):
@@ -103,6 +104,7 @@ class FrameSocket:
         self._held: list[memoryview] = []
         self._ahead = memoryview(b"")
         self._start = self._end = 0
+        self._armed_s = -1.0
 
     @property
     def socket(self) -> socket.socket:
@@ -147,8 +149,7 @@ class FrameSocket:
 
     def receive_frame(self, max_bytes: int, deadline_s: float) -> bytes:
         """The next frame's body. For one that claims more than max_bytes, nothing is allocated."""
-        header = self._read(FRAME_HEADER.size, deadline_s)
-        (num_bytes,) = FRAME_HEADER.unpack(header)
+        (num_bytes,) = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size, deadline_s))
         if num_bytes > max_bytes:
             raise ProtocolError(f"frame of {num_bytes} bytes exceeds the {max_bytes} allowed")
         return self._read(num_bytes, deadline_s)
@@ -164,18 +165,18 @@ class FrameSocket:
             _advance(pending, self._receive_some(pending[:_MAX_BUFFERS], deadline_s))
 
     def _read(self, num_bytes: int, deadline_s: float) -> bytes:
-        if num_bytes > len(self._ahead):
-            body = bytearray(num_bytes)
-            self.receive_into([memoryview(body)], deadline_s)
-            return bytes(body)
-        if self._end - self._start < num_bytes:
-            rest = bytes(self._ahead[self._start : self._end])
-            self._ahead[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
+        start = self._start
+        if self._end - start < num_bytes:
+            if num_bytes > len(self._ahead):
+                body = bytearray(num_bytes)
+                self.receive_into([memoryview(body)], deadline_s)
+                return bytes(body)
+            rest = bytes(self._ahead[start : self._end])
+            start, self._end = 0, len(rest)
+            self._ahead[: self._end] = rest
             while self._end < num_bytes:
                 self._end += self._receive_some([self._ahead[self._end :]], deadline_s)
-        start = self._start
-        self._start += num_bytes
+        self._start = start + num_bytes
         return bytes(self._ahead[start : self._start])
 
     def _receive_some(self, targets: list[memoryview], deadline_s: float) -> int:
@@ -205,10 +206,13 @@ class FrameSocket:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineError("the deadline passed")
+        if 0 <= self._armed_s - left_s < _TIMEOUT_SLACK_S:
+            return
         try:
             self._sock.settimeout(left_s)
         except OSError as error:
             raise PeerGoneError(f"the connection broke: {error}") from error
+        self._armed_s = left_s
 
     def interrupt(self) -> None:
         with self._lock:
@@ -230,6 +234,9 @@ def _framed(body: bytes) -> memoryview:
 
 def _advance(buffers: list[memoryview], count: int) -> None:
     """Drops the first `count` bytes of `buffers`, in place."""
+    if len(buffers) == 1 and count == len(buffers[0]):
+        buffers.clear()
+        return
     done = 0
     while done < len(buffers) and count >= len(buffers[done]):
         count -= len(buffers[done])
