@@ -76,7 +76,10 @@ class Fetch:
             try:
                 connection = route.connect(self._deadline_s)
                 self.line.hold(connection)
-                self._pull(connection, self._landing.restart())
+                keys = self._keys[self._landing.restart() :]
+                if not route.opened:
+                    connection.send(self._request(keys), self._deadline_s)
+                self._pull(connection, len(keys))
                 return
             except _RefusedError:
                 raise
@@ -87,16 +90,19 @@ class Fetch:
                 if not again or self.line.broken or time.monotonic() >= self._deadline_s:
                     raise failure from error
 
-    def _pull(self, connection: Connection, num_done: int) -> None:
+    def opening(self) -> ReadBlocks:
+        return self._request(self._keys)
+
+    def _request(self, keys: tuple[BlockKey, ...]) -> ReadBlocks:
+        return ReadBlocks(keys=keys, timeout_s=max(0.001, self._deadline_s - time.monotonic()))
+
+    def _pull(self, connection: Connection, num_keys: int) -> None:
         deadline_s = self._deadline_s
-        timeout_s = max(0.001, deadline_s - time.monotonic())
-        keys = self._keys[num_done:]
-        connection.send(ReadBlocks(keys=keys, timeout_s=timeout_s), deadline_s)
         granted = connection.receive(deadline_s)
         self._answered = True
         if isinstance(granted, Refused):
             raise _RefusedError(f"refused: {granted.reason}")
-        if not isinstance(granted, ReadGranted) or granted.num_blocks > len(keys):
+        if not isinstance(granted, ReadGranted) or granted.num_blocks > num_keys:
             raise ProtocolError("the answer to a read is not a grant of at most what was asked")
         lease = _Lease(connection, granted.lease_s, deadline_s)
         last = not granted.num_blocks

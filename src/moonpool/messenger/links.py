@@ -13,14 +13,17 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.messenger.peering import Credentials, Route
-from moonpool.messenger.transport import Connection
+from moonpool.messenger.transport import Connection, TransportError
+from moonpool.messenger.wire import Message
 
 IDLE_S = 30.0
 MAX_IDLE_PER_PEER = 4
+_OPEN_S = 0.1  # an idle connection has room for a first word; who begins must not block
 
 Tell = Callable[[], None]
 Operation = Callable[[Route], Tell]
@@ -28,10 +31,12 @@ Operation = Callable[[Route], Tell]
 
 
 class _Link:
-    def __init__(self, peer: PeerAddress, operation: Operation) -> None:
+    def __init__(self, peer: PeerAddress) -> None:
         self.peer = peer
-        self.operation: Operation | None = operation
+        self.operation: Operation | None = None
         self.connection: Connection | None = None
+        self.opening = threading.Lock()  # held by who opens an operation from another thread
+        self.opened = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
 
@@ -43,14 +48,23 @@ class _Link:
             if connection is not None and not connection.closed:
                 self._poll.register(connection.fileno(), select.POLLIN)
 
-    def wait(self, timeout_s: float) -> None:
-        """Until there is an operation or an end of the connection, or `timeout_s` have passed."""
-        for fd, _ in self._poll.poll(timeout_s * 1000):
-            if fd == self.wake_fd:
-                os.eventfd_read(fd)
-            elif self.connection is not None:
-                self.connection.close()  # it hung up, or said what nobody asked for
-                self.keep(None)
+    def wait(self, timeout_s: float) -> bool:
+        """Until there may be something to do. True if nothing came, or the connection has ended or
+        said what nobody asked for: an idle link is of no more use then."""
+        ready = [fd for fd, _ in self._poll.poll(timeout_s * 1000)]
+        if self.wake_fd in ready:
+            os.eventfd_read(self.wake_fd)
+        return ready != [self.wake_fd]
+
+    def open(self, message: Message) -> None:
+        """Says the operation's first word from the thread that begins it, so that the peer starts
+        while the link's thread is still waking up. A failure is for the operation to find."""
+        assert self.connection is not None
+        try:
+            self.connection.send(message, time.monotonic() + _OPEN_S)
+            self.opened = True
+        except TransportError:
+            self.connection.interrupt()
 
     def release(self) -> None:
         if self.connection is not None:
@@ -71,17 +85,22 @@ class Links:
         self._idle: dict[PeerAddress, list[_Link]] = {}
         self._closing = False
 
-    def run(self, peer: PeerAddress, operation: Operation) -> None:
-        """In the thread of an idle link to the peer, or of a new one. Returns at once."""
+    def run(self, peer: PeerAddress, operation: Operation, opening: Message) -> None:
+        """In the thread of an idle link to the peer, or of a new one. Returns at once. The route
+        that the operation gets tells whether `opening` has been sent."""
         with self._lock:
             idle = self._idle.get(peer)
-            if idle:
-                link = idle.pop()
-                link.operation = operation
+            link = idle.pop() if idle else _Link(peer)
+            link.operation = operation
+            link.opening.acquire()
+        try:
+            if link.connection is None:
+                self._spawn("link", lambda: self._live(link))
+            else:
+                link.open(opening)
                 os.eventfd_write(link.wake_fd, 1)
-                return
-        link = _Link(peer, operation)
-        self._spawn("link", lambda: self._live(link))
+        finally:
+            link.opening.release()
 
     def close(self) -> None:
         """Ends the idle links, and the others as soon as their operation has ended."""
@@ -96,15 +115,16 @@ class Links:
             while True:
                 operation, link.operation = link.operation, None
                 if operation is not None:
-                    route = Route(link.peer, self._own, link.connection)
+                    with link.opening:
+                        opened, link.opened = link.opened, False
+                    route = Route(link.peer, self._own, link.connection, opened)
                     tell = operation(route)
                     link.keep(route.connection)
                     parked = self._park(link)
                     tell()
                     if not parked:
                         return
-                link.wait(self._idle_s)
-                if self._leave(link):
+                if self._leave(link, link.wait(self._idle_s)):
                     return
         finally:
             link.release()
@@ -120,11 +140,12 @@ class Links:
             idle.append(link)
             return True
 
-    def _leave(self, link: _Link) -> bool:
-        """Called when the wait is over. False if it has been given something to do."""
+    def _leave(self, link: _Link, useless: bool) -> bool:
+        """False if the link has been given something to do, or was woken for what it did already:
+        the peer's answer may come before the wake-up that goes with the question."""
         with self._lock:
             idle = self._idle.get(link.peer, [])
-            if link not in idle:
+            if link not in idle or not (useless or self._closing):
                 return False
             idle.remove(link)
             if not idle:

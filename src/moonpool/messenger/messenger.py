@@ -166,7 +166,7 @@ class Messenger:
                 del self._fetches[fetch_id]
             return lambda: self._station.post(ended)
 
-        self._links.run(source, operate)
+        self._links.run(source, operate, fetch.opening())
 
     def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
         """Answers ReadRequested: the first `len(block_ids)` of its keys are in these blocks, which
@@ -192,7 +192,7 @@ class Messenger:
             closing = self._closing
         if closing:
             stream.abort(_CLOSED)
-        self._links.run(target, stream.run)
+        self._links.run(target, stream.run, stream.opening())
 
     def send(self, stream_id: str, slices: Sequence[SliceRef]) -> None:
         """Queues slices, each (index, block id, layer), which must not change until SendEnded.

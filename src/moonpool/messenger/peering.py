@@ -42,10 +42,18 @@ class Credentials:
 
 
 class Route:
-    """The way of one operation to a peer. Used by one thread."""
+    """The way of one operation to a peer. Used by one thread. `opened` tells whether the first
+    message of the operation has been sent on the present connection."""
 
-    def __init__(self, peer: PeerAddress, own: Credentials, kept: Connection | None = None) -> None:
+    def __init__(
+        self,
+        peer: PeerAddress,
+        own: Credentials,
+        kept: Connection | None = None,
+        opened: bool = False,
+    ) -> None:
         self.connection: Connection | None = kept
+        self.opened = opened
         self._peer = peer
         self._own = own
         self._is_kept = kept is not None
@@ -77,7 +85,7 @@ class Route:
         self.connection.close()
         if answered or not self._is_kept:
             del self._ways[0]  # a connection that was kept came by the first way
-        self._is_kept, self.connection = False, None
+        self._is_kept, self.opened, self.connection = False, False, None
         return bool(self._ways)
 
     def _dial_shm(self, deadline_s: float) -> Connection:

@@ -95,6 +95,10 @@ class SendStream:
         if untouched:
             self._end(reason)
 
+    def opening(self) -> OpenStream:
+        timeout_s = max(0.001, self._deadline_s - time.monotonic())
+        return OpenStream(stream_id=self._stream_id, timeout_s=timeout_s)
+
     def run(self, route: Route) -> Callable[[], None]:
         """Returns what tells of the end."""
         error = "failed unexpectedly; see the log"
@@ -144,11 +148,9 @@ class SendStream:
         while True:
             connection = route.connect(deadline_s)
             self._line.hold(connection)
-            timeout_s = max(0.001, deadline_s - time.monotonic())
             try:
-                connection.send(
-                    OpenStream(stream_id=self._stream_id, timeout_s=timeout_s), deadline_s
-                )
+                if not route.opened:
+                    connection.send(self.opening(), deadline_s)
                 return connection, _expect(connection, StreamExpected, deadline_s)
             except PeerGoneError:
                 self._line.let_go()
