@@ -263,3 +263,18 @@ def test_a_block_from_which_others_continue_waits_for_them() -> None:
     policy.add([BlockId(b) for b in run], None)
     assert policy.pop(6) == list(reversed(earlier))
     assert policy.pop(7) == [5, 4, 3, 6, 2, 1, 0]
+
+
+def test_an_evictable_block_that_gets_a_continuation_waits_for_it() -> None:
+    """As where a twin's name was taken: the predecessor is nobody's when its continuation is let
+    go of. It must not stay in line, or it is given away twice."""
+    policy = PredictiveEviction(8)
+    for depth in range(3):
+        policy.store(BlockId(depth), BlockKey(bytes([depth])), depth)
+    policy.add([BlockId(0), BlockId(1)], None)
+    policy.add([BlockId(2)], BlockId(1))
+    assert policy.pop(1) == [2]
+    policy.store(BlockId(2), BlockKey(b"other"), 9)
+    assert policy.pop(2) == [1, 0]
+    with pytest.raises(KeyError):
+        policy.pop(1)
