@@ -78,6 +78,7 @@ class ConductorConfig(Struct, frozen=True):
     max_attempts: int = 3
     load_limit: float = 1.0  # of predicted over promised latency, above which requests are refused
     decode_prediction: DecodePrediction = "duration"
+    inline_prefill: bool = True  # short prompts run in a decode batch, if its TBT SLO holds
     seed: int = 0  # of the random placement
 
 

@@ -116,6 +116,7 @@ class Life:
             cost=self.world.cost,
             pid=self.number,
             host="here",
+            chunk_tokens=self.world.options.chunk_tokens,
         )
 
     def lose_head(self) -> None:

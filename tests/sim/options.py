@@ -24,6 +24,7 @@ class Options:
     admission: str
     placement: str
     decode_prediction: str
+    inline_prefill: bool
     threshold: float
     books_little: bool  # expects answers of a token, so that decodes run out of blocks
     num_requests: int
@@ -106,6 +107,7 @@ def draw_options(rng: random.Random) -> Options:
             ("random", "load-balancing", "cache-aware", *["kvcache-centric"] * 3)
         ),
         decode_prediction=policies.choice(("duration", "length")),
+        inline_prefill=policies.random() < 0.5,
         threshold=rng.choice((1.0, 1.0, 1.5)),
         books_little=rng.random() < 0.4,
         num_requests=rng.randint(3, 14),

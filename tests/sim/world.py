@@ -103,6 +103,7 @@ class World:
                 admission=self.options.admission,  # type: ignore[arg-type]
                 placement=self.options.placement,  # type: ignore[arg-type]
                 decode_prediction=self.options.decode_prediction,  # type: ignore[arg-type]
+                inline_prefill=self.options.inline_prefill,
                 kvcache_balancing_threshold=self.options.threshold,
             )
         )
@@ -317,6 +318,8 @@ class World:
         assert record.finished_s is not None
         assert record.num_generated_tokens == sum(len(d.tokens) for d in delivers)
         self.seen[f"outcome {record.outcome}"] += 1
+        if record.prefill_instance is not None:
+            self.seen["inline prefill"] += record.prefill_instance.startswith("decode")
         if finished:
             _check_order(record)
             assert record.ttft_s is not None and record.ttft_s >= 0

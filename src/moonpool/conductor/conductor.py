@@ -237,6 +237,7 @@ class Conductor:
             block_tokens=layout.block_tokens,
             token_bytes=self._token_bytes,
             answer_s=self.answers.usual_s,
+            tbt_s=min(tracked.request.slo.tbt_s, self.default_slo.tbt_s),
         )
 
     def _decide(

@@ -29,7 +29,7 @@ _BOOKED = (
     "decoding_context",
     "num_serving",
 )
-_KNOWN = ("capacity_tokens", "engine_tokens", "host")
+_KNOWN = ("capacity_tokens", "engine_tokens", "chunk_tokens", "host")
 _COEFFICIENTS = (
     "a",
     "b",
@@ -63,6 +63,7 @@ class Fleet:
     num_serving: Floats  # fetches by others
     capacity_tokens: Floats  # of the whole pool
     engine_tokens: Floats  # of them, in the engine's own memory at once
+    chunk_tokens: Floats  # of prompts, in one step
     host: Floats  # equal numbers share memory; 0: unknown
     a: Floats  # prefill and decode coefficients of `FittedCost`, by its own letters
     b: Floats
@@ -116,6 +117,7 @@ class Fleet:
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
         # Without a limit of its own, an engine takes what the pool takes, and that is booked.
         self.engine_tokens[row] = info.engine_tokens or np.inf
+        self.chunk_tokens[row] = info.chunk_tokens
         host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
         self.host[row] = host
         self.num_on_host[host] = self.num_on_host.get(host, 0) + 1

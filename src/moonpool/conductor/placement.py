@@ -18,6 +18,7 @@ import numpy as np
 
 from moonpool.conductor.explanation import Candidate, Chosen
 from moonpool.conductor.fleet import Bools, Fleet, Floats
+from moonpool.conductor.inline import best_inline
 from moonpool.conductor.policies import POLICIES, Demand, Scene, Scores, source_load_s
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
@@ -92,6 +93,8 @@ def place(
     tbt_s = 0.0
     decoder = best
     if demand.decodes:
+        if config.inline_prefill and not fleet.decodes[best]:
+            best = decoder = _perhaps_inline(able, scene, scores, best)
         tbts_s = fleet.booked_tbt_s(demand.expected_tokens)
         if not fleet.decodes[best]:
             decoder = _select_decode(able, tbts_s, scene, fleet)
@@ -117,6 +120,17 @@ def _select_decode(able: Bools, tbts_s: Floats, scene: Scene, fleet: Fleet) -> i
         held = np.minimum(scene.match.hits[near], scene.demand.usable_blocks)
         near = near[held == held.item(held.argmax())]
     return int(near[fleet.last_placed_s[near].argmin()])
+
+
+def _perhaps_inline(able: Bools, scene: Scene, scores: Scores, best: int) -> int:
+    """Where to prefill by the inline rule: there (its scores are corrected), or where it was."""
+    separate_s = scores.ttft_s.item(best)
+    hit_tokens = scene.hit_tokens()
+    inline = best_inline(scene.demand, scene.fleet, able, hit_tokens, scene.queue_s, separate_s)
+    if inline is None:
+        return best
+    scores.ttft_s[inline.row], scores.prefill_s[inline.row] = inline.ttft_s, inline.prefill_s
+    return inline.row
 
 
 def _describe(

@@ -51,6 +51,7 @@ class Demand(msgspec.Struct, frozen=True):
     block_tokens: int
     token_bytes: int
     answer_s: float  # how long an answer takes
+    tbt_s: float = float("inf")  # promised to it and to those it would share a batch with
 
     @property
     def usable_blocks(self) -> int:

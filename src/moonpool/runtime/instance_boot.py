@@ -70,6 +70,7 @@ class BootedInstance:
             cost=self.cost,
             pid=pid,
             host=host,
+            chunk_tokens=self.instance.config.chunk_tokens,
         )
 
     def load(self) -> InstanceLoad:

@@ -132,6 +132,7 @@ class Simulation:
             pid=0,
             host=instance_id,
             engine_tokens=hardware.engine_tokens,
+            chunk_tokens=self.config.engine.chunk_tokens,
         )
         node = Node(self.clock, info, instance, lambda report: self._report(instance_id, report))
         engine = SimEngine(

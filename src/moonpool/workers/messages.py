@@ -112,6 +112,7 @@ class InstanceInfo(Struct, frozen=True):
     pid: int
     host: str
     engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
+    chunk_tokens: int = 0  # the most that one step takes of prompts; 0: unknown
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):

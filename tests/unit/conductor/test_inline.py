@@ -1,0 +1,118 @@
+"""Mooncake's inline rule: short prompts in decode batches, as long as the batch keeps its pace.
+
+By the instances' cost a prompt's token takes 1 ms, a decode 10 ms and a token of context 1 us.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from conductor_instances import info
+
+from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.placement import Placement, place
+from moonpool.conductor.policies import Demand
+from moonpool.conductor.survival_forecast import SurvivalForecast
+from moonpool.config import ConductorConfig
+from moonpool.kvcache.prefix_index import PrefixMatch
+
+CHUNK_TOKENS = 200
+
+
+def demand(num_tokens: int, tbt_s: float = 0.3) -> Demand:
+    return Demand(
+        number=1,
+        num_tokens=num_tokens,
+        expected_tokens=num_tokens + 10,
+        decodes=True,
+        block_tokens=1,
+        token_bytes=1,
+        answer_s=5.0,
+        tbt_s=tbt_s,
+    )
+
+
+def placed(
+    wanted: Demand,
+    *names: str,
+    inline: bool = True,
+    prefill_queue_s: float = 1.0,
+    decode_queue_s: float = 0.0,
+    batch: int = 5,
+    hits: dict[str, int] | None = None,
+    **known: Any,
+) -> Placement:
+    """Every decode instance has `batch` answers of 100 tokens."""
+    books = Bookings(SurvivalForecast())
+    fleet = books.fleet
+    for row, name in enumerate(names):
+        joining = info(name, num_blocks=10_000, **known)
+        books.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
+        if name.startswith("p"):
+            fleet.waiting_ns[row] = prefill_queue_s * 1e9
+        else:
+            fleet.waiting_ns[row] = decode_queue_s * 1e9
+            fleet.book_decode(row, 100, batch)
+    held = np.array([float((hits or {}).get(name, 0)) for name in names])
+    few = tuple(int(row) for row in np.flatnonzero(held))
+    match = PrefixMatch(held, held, int(held.max()), few)
+    config = ConductorConfig(inline_prefill=inline)
+    decision = place(wanted, fleet, match, config, now=0.0)
+    assert isinstance(decision, Placement), decision
+    return decision
+
+
+def test_a_short_prompt_runs_where_it_is_decoded() -> None:
+    decision = placed(demand(150), "p0", "d0")
+    assert (decision.prefill, decision.decode, decision.decoder_row) == ("d0", None, 1)
+    assert decision.fetch_from is None and decision.queue_s == 0.0
+    assert decision.prefill_s == pytest.approx(0.15)
+    step_s = 5 * 0.01 + 500e-6
+    assert decision.ttft_s == pytest.approx(step_s + 0.15 + step_s), "after the step under way"
+    assert decision.chosen.lines()[-1].startswith("prefill on d0; predicted TTFT 0.251 s")
+
+
+def test_it_can_be_switched_off() -> None:
+    decision = placed(demand(150), "p0", "d0", inline=False)
+    assert (decision.prefill, decision.decode) == ("p0", "d0")
+
+
+def test_what_needs_chunking_goes_to_the_prefill_pool() -> None:
+    assert placed(demand(200, tbt_s=9.0), "p0", "d0").prefill == "d0"
+    assert placed(demand(201, tbt_s=9.0), "p0", "d0").prefill == "p0"
+
+
+def test_what_breaks_the_slo_goes_to_the_prefill_pool() -> None:
+    step_s = 0.15 + 5 * 0.01 + 500e-6
+    assert placed(demand(150, tbt_s=step_s + 1e-6), "p0", "d0").prefill == "d0"
+    assert placed(demand(150, tbt_s=step_s - 1e-6), "p0", "d0").prefill == "p0"
+
+
+def test_prompts_that_wait_inline_count() -> None:
+    assert placed(demand(100), "p0", "d0", decode_queue_s=0.14).prefill == "d0"
+    assert placed(demand(100), "p0", "d0", decode_queue_s=0.16).prefill == "p0"
+
+
+def test_in_an_idle_cluster_the_pools_stay_apart() -> None:
+    assert placed(demand(100), "p0", "d0", prefill_queue_s=0.0, batch=0).prefill == "p0"
+
+
+def test_only_what_is_not_cached_is_short() -> None:
+    """The next turn of a conversation, where its last answer lies."""
+    turn = demand(1000)
+    assert placed(turn, "p0", "d0", "d1").prefill == "p0"
+    decision = placed(turn, "p0", "d0", "d1", hits={"d1": 900})
+    assert (decision.prefill, decision.decode, decision.hit_tokens) == ("d1", None, 900)
+
+
+def test_an_engine_without_room_computes_no_prompts() -> None:
+    assert placed(demand(150), "p0", "d0", engine_tokens=650).prefill == "d0"
+    assert placed(demand(150), "p0", "d0", engine_tokens=649).prefill == "p0"
+
+
+def test_what_ends_with_its_first_token_is_not_inline() -> None:
+    single = msgspec.structs.replace(demand(150), decodes=False)
+    assert placed(single, "p0", "d0").prefill == "p0"
