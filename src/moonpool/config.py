@@ -19,6 +19,7 @@ EvictionName = Literal["lru", "lfu", "length-aware", "predictive"]
 SsdAdmission = Literal["second-use", "always"]
 Batching = Literal["chunked", "prefill-first", "whole-prompts", "alternating"]
 DecodePrediction = Literal["duration", "length"]
+RoleBalance = Literal["off", "advise", "switch"]
 Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
@@ -80,6 +81,8 @@ class ConductorConfig(Struct, frozen=True):
     decode_prediction: DecodePrediction = "duration"
     inline_prefill: bool = True  # short prompts run in a decode batch, if its TBT SLO holds
     seed: int = 0  # of the random placement
+    role_balance: RoleBalance = "off"  # say that the P:D ratio does not fit the load, or change it
+    role_balance_window_s: float = 300.0  # of the load that it goes by
 
 
 class InstanceConfig(Struct, frozen=True):
@@ -232,11 +235,22 @@ def _check_ranges(config: Config) -> None:
         ">= 1",
     )
     _require(config.conductor.load_limit > 0, "conductor.load_limit", "> 0")
+    _require(
+        1.0 <= config.conductor.role_balance_window_s <= 86_400,
+        "conductor.role_balance_window_s",
+        "1 to 86400 seconds",
+    )
     hardware = config.hardware
     _require(1 <= hardware.devices_per_node <= 64, "hardware.devices_per_node", "1 to 64")
     for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
         _require(0 <= getattr(hardware, name) < float("inf"), f"hardware.{name}", ">= 0")
     _require(1 <= hardware.nodes_per_prefill <= 64, "hardware.nodes_per_prefill", "1 to 64")
+    _require(
+        config.conductor.role_balance != "switch" or hardware.nodes_per_prefill == 1,
+        "conductor.role_balance",
+        '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
+        " become a decode instance",
+    )
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
 
 

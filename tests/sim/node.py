@@ -108,7 +108,7 @@ class Life:
     def info(self) -> InstanceInfo:
         return InstanceInfo(
             instance_id=self.instance_id,
-            role=self.role,
+            role=self.instance.role,
             incarnation=self.number,
             address=self.address,
             layout=self.layout,

@@ -40,6 +40,8 @@ class Options:
     num_deaths: int
     num_unlinks: int
     num_head_crashes: int
+    role_balance: str
+    num_role_switches: int  # forced ones
     corrupt_rate: float
     missing_rate: float
     break_rate: float
@@ -110,6 +112,8 @@ def draw_options(rng: random.Random) -> Options:
         inline_prefill=policies.random() < 0.5,
         threshold=rng.choice((1.0, 1.0, 1.5)),
         books_little=rng.random() < 0.4,
+        role_balance=(balance := policies.choice(("off", "off", "switch"))),
+        num_role_switches=policies.choice((0, 1, 4)) if balance == "switch" else 0,
         num_requests=rng.randint(3, 14),
         num_recent=3,
         arrivals_s=rng.choice((0.0, 0.3, 2.0, 5.0)),

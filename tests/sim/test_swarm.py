@@ -47,6 +47,9 @@ def test_runs_reach_every_corner() -> None:
     for name in (
         "FetchBlocks",
         "StopReceiving",
+        "SwitchRole",
+        "role is a ",
+        "role was lost ",
         "CancelStream",
         "AbortStream",
         "StepFailed",

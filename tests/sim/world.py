@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 
 from moonpool.conductor.actions import (
+    Announce,
     ConductorEvent,
     Deliver,
     InstanceJoined,
@@ -105,6 +106,8 @@ class World:
                 decode_prediction=self.options.decode_prediction,  # type: ignore[arg-type]
                 inline_prefill=self.options.inline_prefill,
                 kvcache_balancing_threshold=self.options.threshold,
+                role_balance=self.options.role_balance,  # type: ignore[arg-type]
+                role_balance_window_s=1.0,
             )
         )
         if self.options.books_little:
@@ -188,6 +191,9 @@ class World:
                 case RequestEnded():
                     assert action.record.request_id not in self.ended, "ended twice"
                     self.ended[action.record.request_id] = action
+                case Announce():
+                    for word in (" is a ", " stays ", " was lost "):
+                        self.seen[f"role{word}"] += word in action.text
 
     def _send(self, send: Send) -> None:
         life, down = self._channels[send.instance_id]
@@ -231,6 +237,8 @@ class World:
             self.clock.after(rng.random() * 1.5, self._unlink_one)
         for _ in range(opts.num_head_crashes):
             self.clock.after(rng.random() * 3, self._crash_head)
+        for _ in range(opts.num_role_switches):
+            self.clock.after(rng.random() * 3, self._switch_one)
         self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
         self.clock.after(TICK_S, self._tick)
 
@@ -263,6 +271,17 @@ class World:
     def _unlink_one(self) -> None:
         self.clock.rng.choice(list(self.lives.values())).lose_head()
 
+    def _switch_one(self) -> None:
+        """As if the load called for it; sometimes it is the last of its role."""
+        roles, states = self.conductor.roles, list(self.conductor.instances.values())
+        pure = [state for state in states if state.info.role is not Role.MIXED]
+        if not pure or any(state.drain for state in states):
+            return
+        state = self.clock.rng.choice(pure)
+        other = Role.DECODE if state.info.role is Role.PREFILL else Role.PREFILL
+        roles.begin(state.info.instance_id, other, "a test", self.clock.now)
+        self.post(Tick())
+
     def _crash_head(self) -> None:
         """The head starts anew, knowing nothing; its clients have lost their connections."""
         self.lost_with_head |= set(self.conductor.requests)
@@ -284,6 +303,7 @@ class World:
                 self._check_index(life)
         for life in self.lives.values():
             self._send(Send(life.instance_id, Resync()))
+        self.post(Tick())  # whoever drained has nothing to wait for any more
         self.clock.run(MAX_EVENTS)
         self._check_end()
 
@@ -309,6 +329,9 @@ class World:
         for state in conductor.instances.values():
             assert not (state.prefills or state.decodes or state.serving)
             assert not conductor.index.expected(state.info.instance_id)
+            assert state.drain is None, "drains for ever"
+            life = self.lives[state.info.instance_id]
+            assert state.info.role is life.instance.role
 
     def _check_ending(self, request_id: RequestId, truth: Truth) -> None:
         record = self.ended[request_id].record

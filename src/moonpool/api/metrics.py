@@ -97,6 +97,10 @@ class ServerMetrics(Collector):
         self._waiting = 0
         self._cache_use = 0.0
         self._instances: dict[str, int] = {}
+        self._draining = 0
+        self._role_loads: dict[str, float] = {}
+        self._advised: dict[str, int] = {}
+        self._switches: dict[str, int] = {}
         self._registry.register(self)
 
     # The head tells.
@@ -179,6 +183,21 @@ class ServerMetrics(Collector):
     def set_instances(self, alive_by_role: Mapping[str, int]) -> None:
         self._instances = dict(alive_by_role)
 
+    def set_role_balance(
+        self,
+        *,
+        loads: Mapping[str, float],
+        advised: Mapping[str, int],
+        switches: Mapping[str, int],
+        given_up: int,
+        draining: int,
+    ) -> None:
+        """By role: demand over what its instances can do; how many more it should have; how many
+        took it on so far. `given_up`: switches that were begun and did not come about."""
+        self._role_loads, self._advised = dict(loads), dict(advised)
+        self._switches, self._draining = dict(switches), draining
+        self._totals["role_switches_given_up"] = given_up
+
     # Prometheus asks.
 
     def text(self) -> bytes:
@@ -200,10 +219,17 @@ class ServerMetrics(Collector):
             ("vllm:num_requests_running", "Requests being prefilled or decoded.", self._running),
             ("vllm:num_requests_waiting", "Requests placed but not yet started.", self._waiting),
             ("vllm:kv_cache_usage_perc", "KVCache blocks in use, 1 is all.", self._cache_use),
+            ("moonpool:draining_instances", "Instances without new work.", self._draining),
         )
         for name, text, value in plain:
             yield self._gauge(name, text, None, {"": value})
-        yield self._gauge("moonpool:instances", "Live instances by role.", "role", self._instances)
+        by_role = (
+            ("moonpool:instances", "Live instances by role.", self._instances),
+            ("moonpool:role_load", "Demand over what a pool can do.", self._role_loads),
+            ("moonpool:role_advised", "Instances a pool should have more.", self._advised),
+        )
+        for name, text, values in by_role:
+            yield self._gauge(name, text, "role", values)
         yield self._gauge(
             "moonpool:pool_load", "Predicted over promised latency.", "pool", self._loads
         )
@@ -250,6 +276,11 @@ class ServerMetrics(Collector):
                 "Seconds that streams of KVCache to decode instances took.",
                 self._transfer_s,
             ),
+            (
+                "moonpool:role_switches_given_up",
+                "Switches of a role that were begun and did not come about.",
+                totals["role_switches_given_up"],
+            ),
         )
         for name, text, value in plain:
             yield self._counter(name, text, None, {"": value})
@@ -260,6 +291,7 @@ class ServerMetrics(Collector):
             ("moonpool:transfer_bytes", "KVCache moved.", "transport", self._transfer_bytes),
             ("moonpool:transfers", "Transfers done.", "transport", self._transfers),
             ("moonpool:step_seconds", "Seconds that engines computed.", "role", self._step_s),
+            ("moonpool:role_switches", "Instances that took a role on.", "role", self._switches),
         )
         for name, text, label, counts in by_label:
             yield self._counter(name, text, label, counts)

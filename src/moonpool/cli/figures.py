@@ -56,10 +56,21 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     busy = ", ".join(f"{role} {share:.0%}" for role, share in figures["utilisation"].items())
     bubbles = figures["bubbles"]
     yield "busy", f"{busy}; {bubbles['count']:,} bubbles of {bubbles['mean_s']:.2f} s"
+    if figures["roles"]["mode"] != "off":
+        yield "roles", _roles(figures["roles"])
     error = figures["predicted_ttft_error_s"]
     yield "predicted", f"TTFT off by {error['mean_absolute']:.3f} s, bias {error['bias']:+.3f} s"
     simulated = f"{figures['simulated_s']:,.0f} s of simulated time, {figures['events']:,} events"
     yield "took", f"{figures['wall_s']:.1f} s for {simulated}, seed {figures['seed']}"
+
+
+def _roles(roles: dict[str, Any]) -> str:
+    """What the role balance did, and what it said last."""
+    said = roles["announced"]
+    text = f"{roles['switches']} switches, {roles['given_up']} given up"
+    if roles["mode"] == "advise":
+        text = f"{len(said)} times advised"
+    return f"{text}; at {said[-1][0]:,.0f} s: {said[-1][1]}" if said else text
 
 
 def spread(summary: dict[str, float], factor: float, unit: str) -> str:

@@ -17,7 +17,7 @@ import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
 from moonpool.cli.settings import read_config
-from moonpool.config import Admission, Config, Device, Dtype, Placement, choices
+from moonpool.config import Admission, Config, Device, Dtype, Placement, RoleBalance, choices
 
 log = logging.getLogger("moonpool")
 
@@ -41,6 +41,7 @@ FLAG_KEYS = {
     "slo_tbt": ("slo", "tbt_s"),
     "placement": ("conductor", "placement"),
     "admission": ("conductor", "admission"),
+    "role_balance": ("conductor", "role_balance"),
     "kvcache_balancing_threshold": ("conductor", "kvcache_balancing_threshold"),
     "max_num_batched_tokens": ("engine", "chunk_tokens"),
     "max_num_seqs": ("engine", "max_sequences"),
@@ -80,6 +81,11 @@ def config_options(command: Any) -> Any:
         click.option("--slo-tbt", type=float, help="Seconds between tokens."),
         click.option("--placement", type=click.Choice(choices(Placement))),
         click.option("--admission", type=click.Choice(choices(Admission))),
+        click.option(
+            "--role-balance",
+            type=click.Choice(choices(RoleBalance)),
+            help="When the ratio of prefill to decode instances does not fit the load.",
+        ),
         click.option(
             "--kvcache-balancing-threshold",
             type=float,

@@ -25,6 +25,7 @@ from moonpool.config import (
     EvictionName,
     Parallelism,
     Placement,
+    RoleBalance,
     SsdAdmission,
     choices,
 )
@@ -41,6 +42,7 @@ FLAG_KEYS: FlagKeys = {
     "mixed": ("cluster", "mixed"),
     "placement": ("conductor", "placement"),
     "admission": ("conductor", "admission"),
+    "role_balance": ("conductor", "role_balance"),
     "decode_prediction": ("conductor", "decode_prediction"),
     "load_limit": ("conductor", "load_limit"),
     "kvcache_balancing_threshold": ("conductor", "kvcache_balancing_threshold"),
@@ -91,6 +93,11 @@ def cluster_options(command: Any) -> Any:
         click.option("--mixed", type=int, help="Instances that do both (colocated)."),
         click.option("--placement", type=click.Choice(choices(Placement))),
         click.option("--admission", type=click.Choice(choices(Admission))),
+        click.option(
+            "--role-balance",
+            type=click.Choice(choices(RoleBalance)),
+            help="When the ratio of prefill to decode instances does not fit the load.",
+        ),
         click.option(
             "--decode-prediction",
             type=click.Choice(choices(DecodePrediction)),

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.catalogue import PUBLIC_TRACES
 from moonpool.trace.character import Character
 from moonpool.trace.figures import Blocks, Lengths, Spread, TraceFigures, Turns
@@ -93,6 +93,7 @@ def generate(
 ) -> None:
     """Makes a trace in Mooncake's format, with sessions, shared prompts, tool calls and bursts."""
     from moonpool.trace.generate import generate as generated
+    from moonpool.trace.mix import generate_mix
     from moonpool.trace.writer import write_trace
 
     if requests is None and duration is None:
@@ -100,10 +101,20 @@ def generate(
     if profile_name is not None and like is not None:
         fail("--profile and --like both say what to draw from; give one of them")
     try:
-        profile = _profile(profile_name, like)
-        rows = generated(
-            profile, num_requests=requests, duration_s=duration, seed=seed, rate_rps=rate
-        )
+        mix = BUILT_IN_MIXES.get(profile_name or "")
+        limits: dict[str, Any] = {
+            "num_requests": requests,
+            "duration_s": duration,
+            "seed": seed,
+            "rate_rps": rate,
+        }
+        if mix is not None:
+            if write_profile is not None:
+                fail(f"{mix.name} is made of several profiles: --write-profile writes one")
+            name, rows = mix.name, generate_mix(mix, **limits)
+        else:
+            profile = _profile(profile_name, like)
+            name, rows = profile.name, generated(profile, **limits)
         num_rows = write_trace(_with_progress(rows, requests, "writing"), Path(output))
         if write_profile is not None:
             _write_profile(profile, Path(write_profile))
@@ -111,7 +122,7 @@ def generate(
         fail(str(error))
     except OSError as error:
         fail(f"cannot write {output}: {error.strerror}")
-    click.echo(f"wrote {num_rows:,} requests like {profile.name} to {output} (seed {seed})")
+    click.echo(f"wrote {num_rows:,} requests like {name} to {output} (seed {seed})")
 
 
 @trace.command()
@@ -164,7 +175,8 @@ def _profile(name: str | None, like: str | None) -> GeneratorProfile:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not Path(name).exists():
-        fail(f"there is no profile {name!r}; use {', '.join(BUILT_IN)}, or a profile's file")
+        known = ", ".join((*BUILT_IN, *BUILT_IN_MIXES))
+        fail(f"there is no profile {name!r}; use {known}, or a profile's file")
     return read_profile(Path(name))
 
 

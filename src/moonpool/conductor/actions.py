@@ -81,4 +81,10 @@ class RequestEnded(msgspec.Struct, frozen=True):
     explanation: Explanation
 
 
-ConductorAction = Send | Deliver | Refuse | RequestEnded
+class Announce(msgspec.Struct, frozen=True):
+    """For whoever runs the cluster."""
+
+    text: str
+
+
+ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce

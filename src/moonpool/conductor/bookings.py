@@ -148,6 +148,9 @@ class Bookings:
         for instance_id, state in self.instances.items():
             row, book = state.row, books[instance_id]
             assert fleet.ids[row] == instance_id
+            role, serves = state.info.role, state.drain is None
+            assert fleet.prefills[row] == (serves and role.prefills)
+            assert fleet.decodes[row] == (serves and role.decodes)
             assert book.prefills == set(state.prefills)
             assert book.decodes == set(state.decodes)
             assert book.handed_over >= set(state.handed_over)  # a life ago, the rest

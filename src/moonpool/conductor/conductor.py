@@ -39,6 +39,7 @@ from moonpool.conductor.orders import orders
 from moonpool.conductor.output_length import RunningMean
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
+from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, InstanceState, Stage, Tracked
 from moonpool.config import ConductorConfig, SloConfig
 from moonpool.kvcache.hashing import block_keys, root_key
@@ -58,6 +59,7 @@ from moonpool.workers.messages import (
     PrefillStarted,
     Report,
     Resync,
+    RoleChanged,
     StartDecode,
     StepTokens,
     StopReceiving,
@@ -96,6 +98,7 @@ class Conductor:
         self.index, self.fleet = self.books.index, self.books.fleet
         self.forecast = self.answers.forecast
         self.instances = self.books.instances
+        self.roles = RoleSwitching(config, self.books, default_slo)
         self.requests: dict[RequestId, Tracked] = {}
         self._works: dict[WorkId, Tracked] = {}
         self._life = f"{life}." if life else ""
@@ -161,6 +164,7 @@ class Conductor:
         state = self.books.leave(instance_id)
         if state is None:
             return
+        self._actions += self.roles.on_lost(state, now)
         lost = {**state.prefills, **state.handed_over, **state.decodes}
         for tracked in lost.values():
             attempt = tracked.attempt
@@ -203,6 +207,8 @@ class Conductor:
         failed_on = [self.instances.get(name) for name in sorted(tracked.failed_on)]
         avoid = [state.row for state in failed_on if state is not None]
         decision = self._decide(tracked, demand, match, avoid, now)
+        if not tracked.num_attempts:
+            self._note_offered(demand, decision, match, request.sampling.max_tokens, now)
         if isinstance(decision, Rejection) and avoid:
             decision = self._decide(tracked, demand, match, (), now)
         if isinstance(decision, Rejection):
@@ -210,6 +216,20 @@ class Conductor:
             return
         self.answers.predict(tracked, match.deepest)
         self._book(tracked, decision, tokens, demand, now)
+
+    def _note_offered(
+        self,
+        demand: Demand,
+        decision: Placement | Rejection,
+        match: PrefixMatch,
+        max_tokens: int,
+        now: float,
+    ) -> None:
+        if isinstance(decision, Placement):
+            cached_tokens = decision.hit_tokens
+        else:
+            cached_tokens = min(match.deepest, demand.usable_blocks) * demand.block_tokens
+        self.roles.note_arrival(demand.num_tokens, cached_tokens, max_tokens, now)
 
     def _name_blocks(self, tracked: Tracked, tokens: Sequence[int], layout: BlockLayout) -> None:
         request = tracked.request
@@ -333,6 +353,8 @@ class Conductor:
                 )
             case InstanceLoad():
                 state.load = report
+            case RoleChanged():
+                self._actions += self.roles.on_role_changed(state, report.role, now)
             case _:
                 tracked = self._works.get(report.work_id)
                 if tracked is not None and tracked.attempt is not None:
@@ -459,6 +481,7 @@ class Conductor:
             stage = tracked.attempt.stage.value if tracked.attempt else "placement"
             text = f"the request's deadline passed during {stage}"
             self._refuse(tracked, Rejection(504, "deadline", text, 1.0), now)
+        self._actions += self.roles.tick(now)
 
     def _retry(self, tracked: Tracked, status: int, reason: str, text: str, now: float) -> None:
         """Places the request anew; after too many attempts it is refused with the last reason."""
@@ -501,6 +524,9 @@ class Conductor:
         assert self._layout is not None
         num_blocks = tracked.request.num_prompt_tokens // self._layout.block_tokens
         self.answers.learn(tracked, tracked.keys[:num_blocks], now)
+        self.roles.note_answer(
+            tracked.request.num_prompt_tokens, tracked.record.num_generated_tokens
+        )
 
     def _unbook(self, tracked: Tracked, now: float, abort: bool = True) -> None:
         attempt = tracked.attempt

@@ -133,6 +133,11 @@ class Fleet:
         self._clear(row)
         self._count_roles()
 
+    def set_role(self, row: int, prefills: bool, decodes: bool) -> None:
+        """What it is booked for from now on; what is booked there already stays."""
+        self.prefills[row], self.decodes[row] = prefills, decodes
+        self._count_roles()
+
     # Bookings
 
     def begin_decoding(self, row: int, context_tokens: int) -> None:

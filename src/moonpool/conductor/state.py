@@ -11,7 +11,7 @@ from moonpool.conductor.decode_forecast import Stay
 from moonpool.conductor.explanation import Explanation
 from moonpool.conductor.fleet import NEVER_S, S_PER_NS
 from moonpool.metrics import RequestRecord
-from moonpool.types import BlockKey, InstanceId, Request, Token
+from moonpool.types import BlockKey, InstanceId, Request, Role, Token
 from moonpool.workers.messages import InstanceInfo, InstanceLoad, WorkId
 
 
@@ -66,6 +66,17 @@ class Tracked:
 
 
 @dataclass(slots=True, eq=False)
+class Drain:
+    """An instance gets no new work; when what it has is over, it becomes something else."""
+
+    reason: str  # for people
+    since_s: float
+    until_s: float  # then it is given up, and the instance serves on as before
+    becomes: Role
+    told: bool = False  # the instance knows
+
+
+@dataclass(slots=True, eq=False)
 class InstanceState:
     """An instance and what is booked on it."""
 
@@ -79,6 +90,16 @@ class InstanceState:
     freed_s: float = NEVER_S  # when the oldest of the started prefills could go on alone
     load: InstanceLoad | None = None
     resyncing: bool = False  # all its blocks were asked for
+    drain: Drain | None = None
+
+    @property
+    def drained(self) -> bool:
+        """No work needs it any more. What it handed over is the decode instance's, once that has
+        accepted; fetches are served in any role."""
+        if self.prefills or self.decodes:
+            return False
+        attempts = [tracked.attempt for tracked in self.handed_over.values()]
+        return all(attempt is None or attempt.stage is Stage.DECODE for attempt in attempts)
 
     def busy_until_s(self) -> float:
         """When the prefills that have started should be over: they run one after another."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
 from moonpool.metrics import RequestRecord
 
@@ -61,6 +63,29 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
         "instances": instances,
         "requests_under_way": len(conductor.requests),
         "indexed_blocks": len(conductor.index),
+        "role_balance": _describe_roles(conductor, now),
+    }
+
+
+def _describe_roles(conductor: Conductor, now: float) -> dict[str, Any]:
+    """Load of both pools as the role balance sees it, and what it says and did."""
+    report, fleet = conductor.roles.report(now), conductor.fleet
+    advice = report.advice
+    return {
+        "mode": report.mode,
+        "load": None if report.mode == "off" else _loads(report.loads),
+        "advice": None
+        if advice is None
+        else advice.describe(fleet.num_prefills, fleet.num_decodes),
+        "switches": {role.value: number for role, number in report.num_switches.items()},
+        "given_up": report.num_given_up,
+    }
+
+
+def _loads(loads: Pools) -> dict[str, float | None]:
+    """None: there is no instance to carry it."""
+    return {
+        name: round(load, 4) if isfinite(load) else None for name, load in loads._asdict().items()
     }
 
 
@@ -69,6 +94,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
     described: dict[str, Any] = {
         "instance_id": info.instance_id,
         "role": info.role.value,
+        "draining": None if state.drain is None else state.drain.reason,
         "host": info.host,
         "pid": info.pid,
         "incarnation": str(info.incarnation),

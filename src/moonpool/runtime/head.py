@@ -19,6 +19,7 @@ import msgspec
 from moonpool.api.frontend import ModelCard, Output
 from moonpool.api.metrics import ServerMetrics
 from moonpool.conductor.actions import (
+    Announce,
     ConductorEvent,
     Deliver,
     InstanceJoined,
@@ -173,6 +174,8 @@ class Head:
                         answer.refuse(action)
                 case RequestEnded():
                     self._on_ended(action)
+                case Announce():
+                    log.info("%s", action.text)
 
     def _on_ended(self, ended: RequestEnded) -> None:
         record = ended.record

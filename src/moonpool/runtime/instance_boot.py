@@ -46,7 +46,6 @@ class BootError(Exception):
 class BootedInstance:
     """Everything one instance consists of, but for the threads that drive it."""
 
-    role: Role
     instance_id: InstanceId
     incarnation: int
     layout: BlockLayout
@@ -62,7 +61,7 @@ class BootedInstance:
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
             instance_id=self.instance_id,
-            role=self.role,
+            role=self.instance.role,  # it may have switched since it was booted
             incarnation=self.incarnation,
             address=self.address,
             layout=self.layout,
@@ -124,7 +123,6 @@ def boot_instance(
     )
     eos = model.spec.eos_token_ids
     return BootedInstance(
-        role=role,
         instance_id=instance_id,
         incarnation=secrets.randbits(62),
         layout=layout,

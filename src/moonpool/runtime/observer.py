@@ -83,3 +83,12 @@ class Observer:
             roles[state.info.role.value] = roles.get(state.info.role.value, 0) + 1
         self._metrics.set_instances(roles)
         self._metrics.set_pool_loads(conductor.loads(now)._asdict() if roles else {})
+        balance = conductor.roles.report(now)
+        advice = balance.advice
+        self._metrics.set_role_balance(
+            loads={} if balance.mode == "off" else balance.loads._asdict(),
+            advised={} if advice is None else {advice.role.value: advice.num_switches},
+            switches={role.value: number for role, number in balance.num_switches.items()},
+            given_up=balance.num_given_up,
+            draining=sum(s.drain is not None for s in conductor.instances.values()),
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from moonpool.sim.clock import Clock
 from moonpool.sim.engine import SimEngine
 from moonpool.sim.transfers import SimMessenger
+from moonpool.types import Role
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
@@ -25,7 +26,7 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import Abort, InstanceInfo, Report, WorkFailed
+from moonpool.workers.messages import Abort, InstanceInfo, Report, RoleChanged, WorkFailed
 
 
 class Node:
@@ -36,10 +37,14 @@ class Node:
     ) -> None:
         self.info = info
         self.instance = instance
-        self.held_block_s = 0.0  # blocks held x seconds: occupation of the KVCache
+        self.held_block_s: dict[Role, float] = {}  # blocks x seconds: occupation of the KVCache
+        self.role_s: dict[Role, float] = {}  # how long it had each role
+        self.busy_s: dict[Role, float] = {}  # and computed in it; complete after `note_role`
         self._clock = clock
         self._tell = tell
-        self._noted_s = clock.now
+        self._noted_s = self._role_since_s = clock.now
+        self._role = instance.role
+        self._busy_before_s = 0.0
 
     def attach(self, engine: SimEngine, messenger: SimMessenger) -> None:
         self.engine = engine
@@ -49,8 +54,21 @@ class Node:
         """Charges the time since the last change (mutates)."""
         now = self._clock.now
         if now > self._noted_s:
-            self.held_block_s += self.instance.pool.num_held * (now - self._noted_s)
+            block_s = self.instance.pool.num_held * (now - self._noted_s)
+            self.held_block_s[self._role] = self.held_block_s.get(self._role, 0.0) + block_s
             self._noted_s = now
+
+    @property
+    def role(self) -> Role:
+        """That it has now."""
+        return self.instance.role
+
+    def note_role(self, until_s: float) -> None:
+        """Charges the time since the last change to the role it had (mutates)."""
+        role, busy_s = self._role, self.engine.figures.busy_s
+        self.role_s[role] = self.role_s.get(role, 0.0) + max(until_s - self._role_since_s, 0.0)
+        self.busy_s[role] = self.busy_s.get(role, 0.0) + busy_s - self._busy_before_s
+        self._role, self._role_since_s, self._busy_before_s = self.role, until_s, busy_s
 
     def post(self, event: WorkerEvent) -> None:
         """One event for the state machine; performs what it asks for."""
@@ -62,6 +80,8 @@ class Node:
                 case Tell():
                     if isinstance(action.report, WorkFailed):
                         self.engine.forget(action.report.work_id)
+                    elif isinstance(action.report, RoleChanged):
+                        self.note_role(self._clock.now)
                     self._tell(action.report)
                 case RunStep():
                     self._run(action)

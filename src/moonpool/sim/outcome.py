@@ -26,10 +26,11 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "transfer": _transfers(nodes),
         "ssd": _ssd(nodes),
         "utilisation": {
-            role.value: rounded(_utilisation(nodes, role, simulated_s))
+            role.value: rounded(_utilisation(nodes, role))
             for role in Role
-            if any(node.info.role is role for node in nodes)
+            if any(role in node.role_s for node in nodes)
         },
+        "roles": _roles(simulation),
         "bubbles": _bubbles(nodes, simulated_s),
         "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
         "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
@@ -123,10 +124,22 @@ def _mean(sums: list[tuple[float, int]]) -> float:
     return sum(seconds for seconds, _ in sums) / max(sum(number for _, number in sums), 1)
 
 
-def _utilisation(nodes: list[Node], role: Role, span_s: float) -> float:
+def _utilisation(nodes: list[Node], role: Role) -> float:
     """Share of the time until the last answer in which the role's engines computed."""
-    busy = [node.engine.figures.busy_s for node in nodes if node.info.role is role]
-    return sum(busy) / (len(busy) * span_s)
+    span_s = sum(node.role_s.get(role, 0.0) for node in nodes)
+    return sum(node.busy_s.get(role, 0.0) for node in nodes) / max(span_s, 1e-9)
+
+
+def _roles(simulation: Simulation) -> dict[str, Any]:
+    """What the role balance did, and said."""
+    switching = simulation.conductor.roles
+    return {
+        "mode": switching.mode,
+        "switches": sum(switching.num_switches.values()),
+        "switches_to": {role.value: n for role, n in sorted(switching.num_switches.items())},
+        "given_up": switching.num_given_up,
+        "announced": [[rounded(at_s, 3), text] for at_s, text in simulation.announced],
+    }
 
 
 def _bubbles(nodes: list[Node], span_s: float) -> dict[str, Any]:
@@ -145,6 +158,6 @@ def _occupation(nodes: list[Node], block_bytes: int) -> dict[str, float]:
     """Bytes held x seconds, by role (v3 section 5.2: the cost of a prefill that lingers)."""
     total: dict[str, float] = {}
     for node in nodes:
-        role = node.info.role.value
-        total[role] = total.get(role, 0.0) + node.held_block_s * block_bytes
+        for role, block_s in node.held_block_s.items():
+            total[role.value] = total.get(role.value, 0.0) + block_s * block_bytes
     return {role: rounded(byte_s) for role, byte_s in total.items()}

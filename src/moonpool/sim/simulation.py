@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from random import Random
 
 from moonpool.conductor.actions import (
+    Announce,
     ConductorEvent,
     InstanceJoined,
     Refuse,
@@ -79,6 +80,7 @@ class Simulation:
         self.nodes: dict[InstanceId, Node] = {}
         self.last_arrival_s = 0.0
         self.last_end_s = 0.0
+        self.announced: list[tuple[float, str]] = []
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._noise = noise
         self._layer_wise = layer_wise
@@ -108,6 +110,7 @@ class Simulation:
         self.clock.run()
         for node in self.nodes.values():
             node.note_occupation()
+            node.note_role(self.last_end_s)
 
     # Building
 
@@ -253,6 +256,8 @@ class Simulation:
                     self.collector.note_refused(action.request_id, action.status, action.reason)
                 case RequestEnded():
                     self._end(action)
+                case Announce():
+                    self.announced.append((self.clock.now, action.text))
 
     def _end(self, ended: RequestEnded) -> None:
         record = ended.record
@@ -286,9 +291,9 @@ class Simulation:
         for node in self.nodes.values():
             instance = node.instance
             held += instance.pool.num_held
-            if node.info.role is not Role.PREFILL:
+            if node.role is not Role.PREFILL:
                 running += instance.num_running
-            if node.info.role is not Role.DECODE:
+            if node.role is not Role.DECODE:
                 queued += instance.num_queued
         self.timeline.add(
             now,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from moonpool.trace.mix import Kind, Mix
 from moonpool.trace.profile import (
     NUM_CLASSES,
     PROBABILITIES,
@@ -164,4 +165,45 @@ BUILT_IN = {
         _half_cached("simulated-128k", 0.1, 131_072),
     )
 }
+"""By name."""
+
+DOCUMENTS = GeneratorProfile(
+    name="documents",
+    rate_rps=0.8,
+    burst_short_cv2=0.01,
+    burst_long_cv2=0.01,
+    first_tokens=_through((0, 2_000), (0.5, 12_000), (0.9, 30_000), (1, 80_000)),
+    output_tokens=_through((0, 20), (0.5, 180), (0.9, 380), (1, 900)),
+    max_input_tokens=126_000,
+)
+CHATS = GeneratorProfile(
+    name="chats",
+    rate_rps=1.6,
+    burst_short_cv2=0.01,
+    burst_long_cv2=0.01,
+    first_tokens=_through((0, 20), (0.5, 250), (0.9, 1_200), (1, 6_000)),
+    output_tokens=_through((0, 100), (0.5, 1_400), (0.9, 3_400), (1, 6_000)),
+    max_input_tokens=126_000,
+    first_continue_share=(0.5,) * NUM_CLASSES,
+    continue_share=(0.5,),
+    gap_s=_through((0, 5), (0.5, 60), (1, 400)),
+    message_tokens=_through((0, 5), (0.5, 60), (0.9, 300), (1, 2_000)),
+)
+# Documents are read in the morning, and talked about all day; the evening is for long answers.
+# fmt: off
+_MORNING = (
+    0.3, 0.2, 0.2, 0.2, 0.2, 0.3, 0.6, 1.2, 1.9, 2.3, 2.4, 2.3,
+    2.0, 1.8, 1.6, 1.3, 1.0, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3, 0.3,
+)
+_EVENING = (
+    1.1, 0.7, 0.4, 0.3, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4, 0.5, 0.6,
+    0.6, 0.7, 0.8, 0.9, 1.2, 1.5, 1.9, 2.2, 2.4, 2.4, 2.2, 1.7,
+)
+# fmt: on
+SHIFTING_DAY = Mix(
+    name="shifting-day",
+    day_s=7_200.0,  # 24 hours of five minutes each, to be simulated in a minute
+    kinds=(Kind(profile=DOCUMENTS, by_hour=_MORNING), Kind(profile=CHATS, by_hour=_EVENING)),
+)
+BUILT_IN_MIXES = {SHIFTING_DAY.name: SHIFTING_DAY}
 """By name."""

@@ -54,11 +54,13 @@ from moonpool.workers.messages import (
     PrefillDone,
     ReserveDecode,
     Resync,
+    RoleChanged,
     StartDecode,
     StartPrefill,
     StepTokens,
     StopReceiving,
     StreamBroken,
+    SwitchRole,
     TransferDone,
     Work,
     WorkFailed,
@@ -139,6 +141,9 @@ class Instance:
                 self._on_abort(event.work_id)
             case Resync():
                 self._on_resync()
+            case SwitchRole():
+                self.role = event.role  # what a work needs is in its commands
+                self._outbox.tell(RoleChanged(role=self.role))
             case StepEnded():
                 self._on_step_ended(event)
                 self._fail_outgrown()

@@ -94,7 +94,13 @@ class Resync(Struct, frozen=True, tag=True):
     """The Conductor missed events: announce all blocks."""
 
 
-Command = StartPrefill | ReserveDecode | StartDecode | StopReceiving | Abort | Resync
+class SwitchRole(Struct, frozen=True, tag=True):
+    """Be an instance of this role from now on. What is cached stays, and so does any work."""
+
+    role: Role
+
+
+Command = StartPrefill | ReserveDecode | StartDecode | StopReceiving | Abort | Resync | SwitchRole
 
 # Reports
 
@@ -198,6 +204,12 @@ class BlocksSnapshot(Struct, frozen=True, tag=True):
     demoted: tuple[BlockKey, ...] = ()
 
 
+class RoleChanged(Struct, frozen=True, tag=True):
+    """The answer to `SwitchRole`: what the instance is now, and says it is when it joins anew."""
+
+    role: Role
+
+
 class InstanceLoad(Struct, frozen=True, tag=True):
     """Heartbeat and gauges of an instance; `owners` are the holds behind `held_blocks`."""
 
@@ -221,5 +233,6 @@ Report = (
     | StepTokens
     | BlocksChanged
     | BlocksSnapshot
+    | RoleChanged
     | InstanceLoad
 )

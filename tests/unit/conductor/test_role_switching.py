@@ -1,0 +1,130 @@
+"""The mechanism: drained first, told then, given up if need be; the books agree all the while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.conductor.conductor_desk import Desk, of, sent
+
+from moonpool.conductor.actions import Announce, InstanceLost, Tick
+from moonpool.types import FinishReason, InstanceId, Role, Token
+from moonpool.workers.messages import (
+    PrefillDone,
+    ReserveDecode,
+    RoleChanged,
+    StartPrefill,
+    SwitchRole,
+    WorkId,
+)
+
+
+def desk(*names: str, **config: Any) -> Desk:
+    return Desk(*names, role_balance="switch", **config)
+
+
+def drain(desk: Desk, name: str, role: Role) -> None:
+    desk.conductor.roles.begin(InstanceId(name), role, "a test", desk.now)
+    desk.conductor.validate()
+
+
+def ticked(desk: Desk, later_s: float = 0.1) -> list[Any]:
+    desk.now += later_s
+    return desk.handle(Tick())
+
+
+def test_an_idle_instance_is_told_at_once_and_serves_when_it_says_so() -> None:
+    d = desk("p0", "p1", "d0")
+    drain(d, "p1", Role.DECODE)
+    assert sent(ticked(d), SwitchRole) == [("p1", SwitchRole(role=Role.DECODE))]
+    assert not sent(ticked(d), SwitchRole)
+    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (1, 1)
+    said = of(d.report("p1", RoleChanged(role=Role.DECODE)), Announce)
+    assert "p1 is a decode instance" in said[0].text
+    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (1, 2)
+    assert d.conductor.roles.num_switches[Role.DECODE] == 1
+    names = {sent(d.ask(f"r{i}"), ReserveDecode)[0][0] for i in range(2)}
+    assert names == {"d0", "p1"}
+
+
+def test_works_end_before_the_switch_and_none_is_added() -> None:
+    d = desk("p0", "d0", "d1")
+    (to_d,) = sent(d.ask("r"), ReserveDecode)
+    decoder = to_d[0]
+    other = "d1" if decoder == "d0" else "d0"
+    drain(d, decoder, Role.PREFILL)
+    assert not sent(ticked(d), SwitchRole)
+    assert sent(d.ask("s"), ReserveDecode)[0][0] == other
+    d.report("p0", PrefillDone(work_id=WorkId("r/1"), token=Token(5), finish=FinishReason.STOP))
+    assert sent(ticked(d), SwitchRole)[0][0] == decoder
+
+
+def test_a_prefill_instance_need_not_wait_for_the_answers_it_handed_over() -> None:
+    d = desk("p0", "p1", "d0")
+    (prefill,) = sent(d.ask("r"), StartPrefill)
+    assert prefill[0] == "p0"
+    drain(d, "p0", Role.DECODE)
+    d.prefilled()
+    assert not sent(ticked(d), SwitchRole)  # its KVCache may still be on its way
+    d.decoding()
+    assert sent(ticked(d), SwitchRole)[0][0] == "p0"
+    d.report("p0", RoleChanged(role=Role.DECODE))
+    d.tokens("d0", 1, finish=FinishReason.STOP)
+    d.assert_nothing_is_booked()
+
+
+def test_works_that_last_too_long_end_the_drain() -> None:
+    d = desk("p0", "d0", "d1")
+    decoder = sent(d.ask("r", deadline_s=10_000.0), ReserveDecode)[0][0]
+    drain(d, decoder, Role.PREFILL)
+    said = of(ticked(d, later_s=301.0), Announce)
+    assert f"{decoder} stays a decode instance: its works last too long" in said[0].text
+    assert d.conductor.fleet.num_decodes == 2
+    assert d.conductor.roles.num_given_up == 1
+
+
+def test_the_last_of_a_side_returns_to_service() -> None:
+    d = desk("p0", "p1", "d0")
+    d.ask("r")
+    drain(d, "p0", Role.DECODE)
+    d.handle(InstanceLost(InstanceId("p1"), "it died"))
+    assert d.conductor.fleet.num_prefills == 1
+    assert sent(d.ask("s"), StartPrefill)[0][0] == "p0"
+
+
+def test_an_instance_lost_while_it_drains_comes_back_as_what_it_says() -> None:
+    d = desk("p0", "p1", "d0")
+    drain(d, "p1", Role.DECODE)
+    ticked(d)
+    d.handle(InstanceLost(InstanceId("p1"), "it died"))
+    assert d.conductor.roles.num_given_up == 1
+    d.join("p1", incarnation=2)
+    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (2, 1)
+
+
+def test_what_is_refused_counts_and_sustained_imbalance_switches_one_after_the_other() -> None:
+    d = desk("p0", "p1", "p2", "d0", role_balance_window_s=10.0)
+    said: list[str] = []
+    for number in range(1200):
+        d.now += 0.05
+        d.ask(f"r{number}", max_tokens=2000, ttft_s=0.001)  # refused, and wanted all the same
+        actions = ticked(d, 0.0)
+        for name, _ in sent(actions, SwitchRole):
+            actions += d.report(name, RoleChanged(role=Role.DECODE))
+        said += [action.text for action in of(actions, Announce)]
+    switched = [text for text in said if " is a decode instance" in text]
+    assert len(switched) == 2
+    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (1, 3)
+
+
+def test_advice_alone_moves_nobody_and_is_said_once() -> None:
+    d = Desk("p0", "p1", "p2", "d0", role_balance="advise", role_balance_window_s=10.0)
+    said: list[str] = []
+    for number in range(600):
+        d.now += 0.05
+        d.ask(f"r{number}", max_tokens=2000, ttft_s=0.001)
+        said += [action.text for action in of(ticked(d, 0.0), Announce)]
+    assert len(said) == 1
+    assert "decode instances are short: 3P+1D" in said[0]
+    assert d.conductor.fleet.num_decodes == 1
+    advice = d.conductor.roles.report(d.now).advice
+    assert advice is not None and advice.num_switches == 2
