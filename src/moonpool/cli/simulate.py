@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from moonpool.cost.catalogue import Catalogue
     from moonpool.cost.fitted import FittedCost
 
+
 FLAG_KEYS: FlagKeys = {
     "prefill": ("cluster", "prefill"),
     "decode": ("cluster", "decode"),
@@ -285,7 +286,7 @@ def open_parts(config: Config, catalogue_file: str | None) -> tuple[Catalogue, F
     """The files that a cluster's hardware is described by: catalogue, and profile if the config
     names one. Ends the command if they cannot be read."""
     from moonpool.cost.catalogue import BUILT_IN, parse_catalogue
-    from moonpool.cost.fitted import FittedCost
+    from moonpool.cost.profile import Profile
 
     catalogue = BUILT_IN
     if catalogue_file is not None:
@@ -297,7 +298,7 @@ def open_parts(config: Config, catalogue_file: str | None) -> tuple[Catalogue, F
     if config.hardware.cost.endswith(".json"):
         text = read_text(config.hardware.cost, "the profile")
         try:
-            profile = msgspec.json.decode(text, type=FittedCost)
+            profile = msgspec.json.decode(text, type=Profile)
         except msgspec.DecodeError as error:
             fail(f"{config.hardware.cost} is no profile of `moonpool profile --json`: {error}")
         _check_profile(profile, config.hardware.cost)

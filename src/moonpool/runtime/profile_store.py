@@ -14,13 +14,20 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from moonpool import __version__
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.calibrate import Sample, fit_samples, measure_samples
+from moonpool.engine.calibrate import (
+    Sample,
+    curve_of,
+    fit_samples,
+    measure_curve,
+    measure_samples,
+)
 from moonpool.engine.machine import cpu_name
 from moonpool.engine.runner import Engine
 
@@ -30,17 +37,29 @@ FRESH_S = 60.0
 """A profile this young was measured by an instance of the same start."""
 
 
-def refine_profile(engine: Engine, threads: int, forget: bool = False) -> FittedCost:
-    """Measures, unless another instance just has, and fits to the best of all measurements.
+def measure_profile(
+    engine: Engine, threads: int, curve_s: float, say: Callable[[Sample], None]
+) -> tuple[FittedCost, dict[int, float]]:
+    """Measures everything anew, the curve of chunk sizes too, for `curve_s` at most; drops what was
+    measured before. Returns the fit, and the curve in seconds by tokens."""
+    samples = [*measure_samples(engine), *measure_curve(engine, curve_s, say)]
+    path = profile_path(engine, threads)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, samples)
+    except OSError as error:
+        log.info("the cost profile is not kept: %s", error)
+    return fit_samples(samples), curve_of(samples)
 
-    `forget` drops what was measured before.
-    """
+
+def refine_profile(engine: Engine, threads: int) -> FittedCost:
+    """Measures, unless another instance just has, and fits to the best of all measurements."""
     path = profile_path(engine, threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            samples = [] if forget else _read(path)
+            samples = _read(path)
             if not samples or time.time() - path.stat().st_mtime > FRESH_S:
                 samples = _best(samples, measure_samples(engine))
                 _write(path, samples)
