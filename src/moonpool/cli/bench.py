@@ -3,21 +3,16 @@ run."""
 
 from __future__ import annotations
 
-import platform
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from moonpool import __version__
 from moonpool.cli.capacity import capacity
+from moonpool.cli.live import agreement
+from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.config import Admission, ConductorConfig, Placement, choices
-from moonpool.engine.machine import cpu_name
 
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
 
@@ -28,6 +23,7 @@ def bench() -> None:
 
 
 bench.add_command(capacity)
+bench.add_command(agreement)
 
 
 @bench.command()
@@ -215,24 +211,6 @@ def store(
 
 def finish(found: dict[str, Any], json_file: str | None) -> None:
     """Figures without their origin are worth nothing: command, commit and machine go along."""
-    found["origin"] = {
-        "command": "moonpool " + " ".join(sys.argv[1:]),
-        "version": __version__,
-        "commit": _commit(),
-        "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}",
-    }
+    found["origin"] = origin()
     click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     write_json(json_file, found)
-
-
-def _commit() -> str:
-    git = shutil.which("git")
-    if git is None:
-        return "unknown"
-    done = subprocess.run(  # noqa: S603 - fixed arguments
-        [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"

@@ -16,6 +16,7 @@ COMMANDS = {
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Run the main job end to end, and end."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
+    "compare": ("moonpool.cli.live", "compare", "Lay a simulation and a replay side by side."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "trace": ("moonpool.cli.trace", "trace", "Read, make and get workloads."),
     "reproduce": ("moonpool.cli.reproduce", "reproduce", "A paper's figure beside ours."),

@@ -81,7 +81,15 @@ class _Number(click.FloatRange):
 FACTOR = _Number(min=0.01, max=100.0)
 
 
-OF_THE_RUN = ("speed", "noise", "prefill_belief", "decode_belief", "layer_wise", "catalogue_file")
+OF_THE_RUN = (
+    "speed",
+    "noise",
+    "prefill_belief",
+    "decode_belief",
+    "layer_wise",
+    "capped_answers",
+    "catalogue_file",
+)
 """What a run depends on beside its configuration and seed; `--json` names it."""
 
 
@@ -183,6 +191,11 @@ def cluster_options(command: Any) -> Any:
     help="Stream KVCache while it is computed, or afterwards.",
 )
 @click.option(
+    "--capped-answers",
+    is_flag=True,
+    help="Clients cap each answer at the length it has, as `replay` does.",
+)
+@click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures here."
 )
 @click.option(
@@ -201,6 +214,7 @@ def simulate(
     prefill_belief: float,
     decode_belief: float,
     layer_wise: bool,
+    capped_answers: bool,
     json_file: str | None,
     report_file: str | None,
     **flags: Any,
@@ -225,7 +239,9 @@ def simulate(
     try:
         trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
         hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
-        simulation = Simulation(config, hardware, config.conductor.seed, noise, layer_wise)
+        simulation = Simulation(
+            config, hardware, config.conductor.seed, noise, layer_wise, capped=capped_answers
+        )
         rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
         simulation.run(
             make_arrivals(

@@ -54,7 +54,13 @@ class MixedSample(Struct, frozen=True):
 
 
 class FittedCost(Struct, frozen=True):
-    """Coefficients of the formulas above; implements `CostModel` and `StepCost`."""
+    """Coefficients of the formulas above; implements `CostModel` and `StepCost`.
+
+    Of a machine that was measured as it serves, for its simulation: `contention`, by how much a
+    step with prompts, or of decodes alone, takes longer while the machine's other instances
+    compute, too; `control_latency_s`, one message between head and worker; `front_s`, what HTTP
+    adds to a first token; `token_bytes` of KVCache. 0: not measured.
+    """
 
     prefill: tuple[float, float, float, float]
     decode: tuple[float, float, float]
@@ -64,6 +70,10 @@ class FittedCost(Struct, frozen=True):
     ssd_read_bytes_per_s: float = 0.0  # 0: there is no SSD tier
     mixed: tuple[float, float] | None = None  # f' and g'; None: f and g
     tile_tokens: int = 1
+    contention: tuple[float, float] = (1.0, 1.0)
+    control_latency_s: float = 0.0
+    front_s: float = 0.0
+    token_bytes: int = 0
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         a, b, c, d = self.prefill

@@ -56,22 +56,27 @@ class SimEngine:
         cost: StepCost,
         num_output_tokens: Callable[[WorkId], int],
         post: Callable[[StepEnded | StepsEnded], None],
-        noise: Callable[[], float],
+        factor: Callable[[bool], float],
         note_prefill: Callable[[WorkId, float], None],
     ) -> None:
-        """`num_output_tokens` tells when an answer ends, `noise` by what factor a step's time
-        departs from the model; `note_prefill` hears the seconds spent on each prompt."""
+        """`num_output_tokens` tells when an answer ends, `factor` how far the time of a step, with
+        prompts in it or not, departs from the model; `note_prefill` hears the seconds spent on
+        each prompt."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
         self._num_output_tokens = num_output_tokens
         self._post = post
-        self._noise = noise
+        self._factor = factor
         self._note_prefill = note_prefill
         self._free_s = [0.0] * cost.num_stages
         self._began: dict[WorkId, int] = {}
         self._num_under_way = 0
         self._repeated: _Repeated | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._num_under_way > 0
 
     @property
     def busy_s(self) -> float:
@@ -103,7 +108,7 @@ class SimEngine:
             else:
                 chunks.append(self._chunk(entry, length))
                 owners.append(entry.work_id)
-        factor = self._noise()
+        factor = self._factor(bool(chunks))
         stage_s = self._cost.step_s(chunks, batch, context_tokens) * factor
         start_s, end_s = self._run_stages(stage_s, num_tokens)
         figures.num_steps += 1
@@ -152,7 +157,7 @@ class SimEngine:
             num_steps = min(num_steps, max(left, 1))
             context_tokens += entry.start + 1
         repeated = _Repeated(
-            entries, len(entries), context_tokens, num_steps, self._clock.now, self._noise()
+            entries, len(entries), context_tokens, num_steps, self._clock.now, self._factor(False)
         )
         self._repeated = repeated
         return repeated.began_s, self._set_timer(repeated)

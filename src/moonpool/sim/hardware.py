@@ -17,6 +17,10 @@ from moonpool.types import Role
 from moonpool.workers.demotion import reserved_blocks
 
 LONGEST_SAMPLE_TOKENS = 131_072
+INSTANT_BYTES_PER_S = 1e15
+"""Where KVCache is computed on where it lies, it need not be loaded."""
+CONTROL_LATENCY_S = 0.0005
+"""One message between head and worker, unless it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class NodeHardware:
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
     num_slots: int  # of the SSD; 0: there is none
+    contention: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class Hardware:
     decode: NodeHardware
     mixed: NodeHardware
     largest_request_tokens: int  # that every instance of some role could hold
+    control_latency_s: float = CONTROL_LATENCY_S
+    front_s: float = 0.0
 
     def of_role(self, role: Role) -> NodeHardware:
         match role:
@@ -62,7 +69,7 @@ def build_hardware(
     """From configuration. The errors are factors by which the Conductor's belief of prefill and
     decode times is wrong. Raises ConfigError for what cannot be built."""
     node = open_node(config.hardware, profile, catalogue)
-    layout = _layout(node, config)
+    layout = _layout(node, config, profile)
     pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
     single = _node_hardware(config, node, node.cost, 1, pool_tokens, layout)
     group = config.hardware.nodes_per_prefill
@@ -77,11 +84,41 @@ def build_hardware(
         for part in (wrong[0], decoding)
     )
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
-    return Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
+    hardware = Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
+    return hardware if profile is None else _as_measured(hardware, profile)
 
 
-def _layout(node: Node, config: Config) -> BlockLayout:
+def _as_measured(hardware: Hardware, profile: FittedCost) -> Hardware:
+    """What else was measured of a live machine; its instances share its memory."""
+    if profile.token_bytes:
+        rate = profile.shared_memory_bytes_per_s
+        prefill, decode, mixed = (
+            replace(
+                part,
+                contention=profile.contention,
+                nic_bytes_per_s=rate,
+                pcie_bytes_per_s=INSTANT_BYTES_PER_S,
+                engine_tokens=part.num_blocks * hardware.layout.block_tokens,
+            )
+            for part in (hardware.prefill, hardware.decode, hardware.mixed)
+        )
+        hardware = replace(hardware, prefill=prefill, decode=decode, mixed=mixed)
+    latency_s = profile.control_latency_s or CONTROL_LATENCY_S
+    return replace(hardware, control_latency_s=latency_s, front_s=profile.front_s)
+
+
+def _layout(node: Node, config: Config, profile: FittedCost | None) -> BlockLayout:
     shape = node.shape
+    if profile is not None and profile.token_bytes:
+        return BlockLayout(
+            model_fingerprint="measured",
+            dtype="bfloat16",
+            block_tokens=config.pool.block_tokens,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=profile.token_bytes // 4,  # keys and values of two bytes
+            arithmetic="simulated",
+        )
     return BlockLayout(
         model_fingerprint=shape.name,
         dtype="bfloat16" if shape.bytes_per_kv == 2 else "float32",

@@ -37,8 +37,8 @@ from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams,
 from moonpool.workers.instance import Instance
 from moonpool.workers.messages import InstanceInfo, Report, WorkId
 
-CONTROL_LATENCY_S = 0.0005
 TICK_S = 1.0
+ALONE = (1.0, 1.0)
 MAX_REPEATS = 256
 MAX_ANSWER_TOKENS = 1 << 20  # the client's cap; where an answer ends, only the engine knows
 POOL_SERIES = (
@@ -67,8 +67,10 @@ class Simulation:
         layer_wise: bool = True,
         sample_s: float = 5.0,
         node_series: int = 32,
+        capped: bool = False,
     ) -> None:
-        """`noise`: each step takes up to this share longer or shorter than the truth says."""
+        """`noise`: each step takes up to this share longer or shorter than the truth says.
+        `capped`: clients cap each answer at the length it has, as a replay does."""
         self.config = config
         self.hardware = hardware
         self.seed = seed
@@ -84,6 +86,8 @@ class Simulation:
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._noise = noise
         self._layer_wise = layer_wise
+        self._capped = capped
+        self._latency_s = hardware.control_latency_s
         self._rng = Random(seed)
         self._slo = slo
         self._messengers: dict[InstanceId, SimMessenger] = {}
@@ -143,7 +147,7 @@ class Simulation:
             hardware.truth,
             self._output_of,
             node.post,
-            self._step_factor,
+            lambda prefills: self._step_factor(instance_id, hardware.contention, prefills),
             self._note_prefill,
         )
         links = self._add_links(instance_id, hardware)
@@ -153,7 +157,7 @@ class Simulation:
             self.network,
             links,
             self.hardware.layout.block_bytes,
-            CONTROL_LATENCY_S,
+            self._latency_s,
             self._layer_wise,
             node.post,
             self._messengers,
@@ -189,13 +193,22 @@ class Simulation:
             engine_tokens=hardware.engine_tokens,
             tbt_slo_s=config.slo.tbt_s,
             max_steps_in_flight=stages + 1 if stages > 1 else 1,
-            max_repeats=MAX_REPEATS if stages == 1 else 1,
+            # Where instances slow each other down, who computes is asked at each step.
+            max_repeats=MAX_REPEATS if stages == 1 and hardware.contention == ALONE else 1,
         )
 
-    def _step_factor(self) -> float:
-        if not self._noise:
-            return 1.0
-        return 1.0 + self._noise * (2.0 * self._rng.random() - 1.0)
+    def _step_factor(
+        self, instance_id: InstanceId, contention: tuple[float, float], prefills: bool
+    ) -> float:
+        """Of the time a step takes alone and without noise."""
+        factor = 1.0
+        if contention != ALONE and len(self.nodes) > 1:
+            busy = sum(n.engine.busy for name, n in self.nodes.items() if name != instance_id)
+            slower = contention[0] if prefills else contention[1]
+            factor += (slower - 1.0) * busy / (len(self.nodes) - 1)
+        if self._noise:
+            factor *= 1.0 + self._noise * (2.0 * self._rng.random() - 1.0)
+        return factor
 
     # Requests
 
@@ -213,17 +226,23 @@ class Simulation:
         self._num_arrived += 1
         self.last_arrival_s = now
         self._num_output_tokens[request_id] = arrival.output_tokens
+        max_tokens = arrival.output_tokens if self._capped else MAX_ANSWER_TOKENS
         request = Request(
             request_id=request_id,
             token_ids=range(arrival.input_tokens),
-            sampling=SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS),
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
             slo=self._slo,
             arrived_s=now,
             deadline_s=now + self.config.api.request_timeout_s,
             use_cache=self.config.pool.prefix_caching,
             keys=arrival.keys,
         )
-        self._post(RequestArrived(request))
+        if self.hardware.front_s:
+            self.clock.after(
+                self.hardware.front_s, Priority.MESSAGE, self._post, RequestArrived(request)
+            )
+        else:
+            self._post(RequestArrived(request))
         self._keep_ticking()
         self._schedule_next()
 
@@ -240,14 +259,14 @@ class Simulation:
 
     def _report(self, instance_id: InstanceId, report: Report) -> None:
         event = Reported(instance_id, report)
-        self.clock.after(CONTROL_LATENCY_S, Priority.MESSAGE, self._post, event)
+        self.clock.after(self._latency_s, Priority.MESSAGE, self._post, event)
 
     def _post(self, event: ConductorEvent) -> None:
         for action in self.conductor.handle(event, self.clock.now):
             match action:
                 case Send():
                     self.clock.after(
-                        CONTROL_LATENCY_S,
+                        self._latency_s,
                         Priority.MESSAGE,
                         self.nodes[action.instance_id].post,
                         action.command,

@@ -15,7 +15,7 @@ import moonpool.sim.simulation as simulation_module
 from moonpool.config import Admission, Config, Placement, choices, parse_config
 from moonpool.sim.arrival import Arrival
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import build_hardware
+from moonpool.sim.hardware import CONTROL_LATENCY_S, build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.trace.keys import private_keys
@@ -81,7 +81,7 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     # The first token is seen when the second can follow: all KVCache is loaded for the decode.
     load_s = layout.blocks_for(2000) * layout.block_bytes
     load_s /= simulation.hardware.decode.pcie_bytes_per_s
-    hops_s = 3 * simulation_module.CONTROL_LATENCY_S  # command, last bytes, report
+    hops_s = 3 * CONTROL_LATENCY_S  # command, last bytes, report
     assert figures["ttft_s"]["mean"] == pytest.approx(prefill_s + load_s + hops_s, abs=1e-5)
     assert figures["prefill_compute_s"]["mean"] == pytest.approx(prefill_s, rel=1e-4)
     assert figures["transfer"]["bytes"] == layout.blocks_for(2000) * layout.block_bytes

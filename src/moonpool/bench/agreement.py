@@ -1,0 +1,148 @@
+"""Life against simulation: one cluster, one workload, both drivers.
+
+Starts the cluster, measures it through its front door, finds the rate it can serve by simulation,
+then sends a share of that rate live and simulates the very same requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+
+from moonpool.bench.comparison import compare
+from moonpool.bench.live_cluster import LiveCluster
+from moonpool.bench.live_profile import LiveProfile, LiveProfiler, believed_cost
+from moonpool.bench.live_sampler import Sample, Sampler
+from moonpool.bench.live_workload import (
+    LiveWorkload,
+    estimate_capacity,
+    simulate_rows,
+    unloaded_slo,
+)
+from moonpool.bench.local_server import LocalServer
+from moonpool.replay.run import ReplayPlan, run_replay
+from moonpool.sim.simulation import Simulation
+from moonpool.trace.row import TraceRow
+from moonpool.types import Slo
+
+UNLOADED_RPS = 0.2
+UNLOADED_REQUESTS = 20
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+def bench_agreement(
+    cluster: LiveCluster,
+    workload: LiveWorkload,
+    loads: Sequence[float],
+    seconds: float,
+    say: Say,
+) -> dict[str, Any]:
+    """Comparisons by load, with the profile they rest on. Raises what server and replay raise."""
+    with LocalServer(cluster.arguments()) as server:
+        profile = measure_live(server.url, workload, say)
+    slo = simulated_slo(cluster, profile, workload)
+    rate_rps = estimate_capacity(cluster, profile, workload, max(seconds, 60.0), slo)
+    say(
+        f"capacity about {rate_rps:.3g} requests/s within TTFT {slo.ttft_s:.3g} s and TBT"
+        f" {1e3 * slo.tbt_s:.3g} ms (simulated)"
+    )
+    found = {}
+    for load in loads:
+        rows = workload.rows(load * rate_rps, seconds)
+        both = run_both(cluster, profile, rows, workload.block_tokens)
+        comparison = compare(both.simulated, both.live)
+        say(f"\nload {load:g}: {len(rows)} requests in {seconds:g} s on {cluster.words}")
+        for line in comparison.lines():
+            say(line)
+        found[f"load_{load:g}"] = {
+            "passes": comparison.passes,
+            "rows": msgspec.to_builtins(comparison.rows),
+            "live": both.live,
+            "simulated": both.simulated,
+        }
+    return {
+        "cluster": msgspec.to_builtins(cluster),
+        "capacity_rps": rate_rps,
+        "slo": msgspec.to_builtins(slo),
+        "profile": msgspec.to_builtins(profile),
+        "passes": all(one["passes"] for one in found.values()),
+        **found,
+    }
+
+
+class Both(msgspec.Struct, frozen=True):
+    """The same requests, both ways."""
+
+    live: dict[str, Any]
+    simulated: dict[str, Any]
+    simulation: Simulation
+    samples: tuple[Sample, ...]
+
+
+def run_both(
+    cluster: LiveCluster, profile: LiveProfile, rows: Sequence[TraceRow], block_tokens: int
+) -> Both:
+    """On a cluster started for it: what it has cached and learned before would be unknown to its
+    twin. The twin believes what this Conductor believes."""
+    with LocalServer(cluster.arguments()) as server, Sampler(server) as sampler:
+        believed = believed_cost(server.instances()[0])
+        live = replay_rows(server.url, rows, block_tokens)
+    profile = msgspec.structs.replace(profile, believed=believed)
+    simulated, simulation = simulate_rows(cluster, profile, rows, block_tokens)
+    return Both(live, simulated, simulation, tuple(sampler.samples))
+
+
+def measure_live(url: str, workload: LiveWorkload, say: Say) -> LiveProfile:
+    """The cluster's profile, and a line about it."""
+    profiler = LiveProfiler(url, workload.longest_tokens or 4096)
+    profile = _run(profiler.measure())
+    prefill, decode = profile.cost.contention
+    error = profile.fit_error
+    say(
+        f"profile in {profile.seconds:.0f} s: beside busy neighbours prefill takes {prefill:.2f},"
+        f" decode {decode:.2f} times as long; a message {1e3 * profile.cost.control_latency_s:.2f}"
+        f" ms, HTTP {1e3 * profile.cost.front_s:.2f} ms; fit within {error['prefill']:.0%} and"
+        f" {error['decode']:.0%}"
+    )
+    return profile
+
+
+def simulated_slo(cluster: LiveCluster, profile: LiveProfile, workload: LiveWorkload) -> Slo:
+    """Of a twin without load."""
+    rows = workload.rows(UNLOADED_RPS, UNLOADED_REQUESTS / UNLOADED_RPS)
+    free = cluster.with_(admission="none")
+    figures, _ = simulate_rows(free, profile, rows, workload.block_tokens)
+    return unloaded_slo(figures)
+
+
+def replay_rows(
+    url: str,
+    rows: Sequence[TraceRow],
+    block_tokens: int,
+    slo: Slo | None = None,
+    vocab_size: int | None = None,
+    model: str | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Figures of one live run; None: the server's own SLO."""
+    plan = ReplayPlan(
+        url=url,
+        rows=tuple(rows),
+        block_tokens=block_tokens,
+        slo_ttft_s=None if slo is None else slo.ttft_s,
+        slo_tbt_s=None if slo is None else slo.tbt_s,
+        vocab_size=vocab_size,
+        model=model,
+        seed=seed,
+    )
+    return _run(run_replay(plan))
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)

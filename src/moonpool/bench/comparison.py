@@ -1,0 +1,95 @@
+"""Two sets of figures side by side, simulated and live: how far apart, and whether that passes.
+
+Takes what `simulate --json` and `replay --json` write. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moonpool.types import Struct
+
+LATENCY_LIMIT = 0.15
+REJECTION_LIMIT = 0.10
+JUDGED = ("mean", "p90")
+"""What must agree within the limit; the other quantiles are shown."""
+FEW = 5
+"""Of rejections: differences of no more than so many are chance."""
+
+
+class Row(Struct, frozen=True):
+    """`passes` None: shown, not judged. `difference` of the first against the second, as a share of
+    the second (of all requests, for rejections)."""
+
+    name: str
+    simulated: float
+    live: float
+    difference: float
+    passes: bool | None = None
+
+
+class Comparison(Struct, frozen=True):
+    rows: tuple[Row, ...]
+
+    @property
+    def passes(self) -> bool:
+        return all(row.passes is not False for row in self.rows)
+
+    def lines(self) -> Iterator[str]:
+        """A table for people."""
+        yield f"{'':<24} {'simulated':>11} {'live':>11} {'difference':>11}"
+        for row in self.rows:
+            verdict = {True: "  within", False: "  TOO FAR", None: ""}[row.passes]
+            yield (
+                f"{row.name:<24} {row.simulated:>11.4g} {row.live:>11.4g}"
+                f" {row.difference:>+11.1%}{verdict}"
+            )
+
+
+def compare(simulated: Mapping[str, Any], live: Mapping[str, Any]) -> Comparison:
+    """Raises KeyError where figures are missing."""
+    rows: list[Row] = []
+    for name, key in (("TTFT", "ttft_s"), ("TBT", "tbt_s"), ("TBT top 10 %", "tbt_top10_mean_s")):
+        for part in ("mean", "p50", "p90", "p99"):
+            judged = key != "tbt_top10_mean_s" and part in JUDGED
+            one, other = simulated[key][part], live[key][part]
+            difference = _relative(one, other)
+            passes = abs(difference) <= LATENCY_LIMIT if judged else None
+            rows.append(Row(f"{name} {part} s", one, other, difference, passes))
+    rows.append(_rejections(simulated, live))
+    for name, path in (
+        ("requests", ("requests",)),
+        ("effective", ("effective",)),
+        ("goodput requests/s", ("goodput_rps",)),
+        ("hit ratio", ("cache", "hit_ratio")),
+        ("prefill s a request", ("prefill_compute_s", "mean")),
+        ("wasted prefill s", ("wasted_prefill_s",)),
+    ):
+        one, other = _at(simulated, path), _at(live, path)
+        rows.append(Row(name, one, other, _relative(one, other)))
+    for role in sorted(set(simulated["utilisation"]) & set(live.get("utilisation", {}))):
+        one, other = simulated["utilisation"][role], live["utilisation"][role]
+        rows.append(Row(f"{role} busy", one, other, _relative(one, other)))
+    return Comparison(tuple(rows))
+
+
+def _rejections(simulated: Mapping[str, Any], live: Mapping[str, Any]) -> Row:
+    """Within a tenth of each other, or of so few that it is chance."""
+    one, other = simulated["rejected"], live["rejected"]
+    difference = _relative(one, other)
+    passes = abs(difference) <= REJECTION_LIMIT or abs(one - other) <= FEW
+    return Row("rejected", one, other, difference, passes)
+
+
+def _relative(one: float, other: float) -> float:
+    if one == other:
+        return 0.0
+    return (one - other) / abs(other) if other else float("inf")
+
+
+def _at(figures: Mapping[str, Any], path: tuple[str, ...]) -> float:
+    found: Any = figures
+    for name in path:
+        found = found[name]
+    return float(found)

@@ -1,0 +1,90 @@
+"""Watches a live cluster while it is loaded: both pools' load, queues, memory; twice a second.
+
+A thread of its own, so that the replay's loop is not held up; asks `/metrics`, which the head
+answers from what it knows, and reads the processes' memory from the kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from moonpool.bench.local_server import LocalServer
+from moonpool.replay.server import parse_metrics
+from moonpool.types import Struct
+
+SAMPLE_S = 0.5
+
+
+class Sample(Struct, frozen=True):
+    """Loads are predicted over promised latency, as `Conductor.loads` has them."""
+
+    at_s: float
+    prefill_load: float
+    decode_load: float
+    running: float
+    waiting: float
+    head_bytes: int
+    worker_bytes: int  # the largest worker's, shared memory included
+
+
+class Sampler:
+    """`with` a running server; then read `samples`."""
+
+    def __init__(self, server: LocalServer, every_s: float = SAMPLE_S) -> None:
+        self.samples: list[Sample] = []
+        self._server = server
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._workers = self._server.worker_pids()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        with httpx.Client(base_url=self._server.url, timeout=10) as client:
+            while not self._stop.wait(self._every_s):
+                try:
+                    text = client.get("/metrics").text
+                except httpx.HTTPError:
+                    continue
+                self.samples.append(self._sample(time.monotonic() - began_s, text))
+
+    def _sample(self, at_s: float, text: str) -> Sample:
+        found = parse_metrics(text)
+        return Sample(
+            at_s=at_s,
+            prefill_load=found.get("moonpool:pool_load{prefill}", 0.0),
+            decode_load=found.get("moonpool:pool_load{decode}", 0.0),
+            running=found.get("vllm:num_requests_running", 0.0),
+            waiting=found.get("vllm:num_requests_waiting", 0.0),
+            head_bytes=resident_bytes(self._server.pid),
+            worker_bytes=max(map(resident_bytes, self._workers), default=0),
+        )
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process, as Linux tells; 0 where it does not, or the process is gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return 0

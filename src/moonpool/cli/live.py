@@ -1,0 +1,178 @@
+"""`moonpool bench agreement|overload|peers-live` and `moonpool compare`: life beside simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import click
+import httpx
+import msgspec
+
+from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.cli.scale import SHARE, check_folders
+from moonpool.cli.settings import read_text
+from moonpool.config import Admission, choices
+
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+class _Shares(click.ParamType[tuple[float, ...]]):
+    name = "numbers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(float(word) for word in value.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(0 < number < 100 for number in found):
+            self.fail(f"{value!r} is no list of numbers above 0 such as 0.5,0.8", param, ctx)
+        return found
+
+
+NUMBERS = _Shares()
+
+
+@click.command()
+@click.argument("simulated_file", type=click.Path())
+@click.argument("live_file", type=click.Path())
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the rows.")
+def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
+    """Lay `simulate --json` and `replay --json` side by side.
+
+    Mean and P90 of TTFT and TBT must lie within 15 % of each other, rejections within 10 %. Ends
+    with status 1 if they do not.
+    """
+    from moonpool.bench.comparison import compare as compared
+
+    check_folders(json_file)
+    try:
+        comparison = compared(_figures(simulated_file), _figures(live_file))
+    except (KeyError, TypeError) as error:
+        fail(f"one of the files is no result of `simulate --json` or `replay --json`: no {error}")
+    for line in comparison.lines():
+        click.echo(line)
+    write_json(json_file, msgspec.to_builtins(comparison) | {"passes": comparison.passes})
+    if not comparison.passes:
+        raise SystemExit(1)
+
+
+def _figures(path: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(read_text(path, "the figures"))
+    except msgspec.DecodeError as error:
+        fail(f"{path} is no JSON: {error}")
+    if not isinstance(found, dict):
+        fail(f"{path} holds no figures")
+    return found
+
+
+def live_options(command: Any) -> Any:
+    """What describes the local cluster and what is sent to it."""
+    options = [
+        click.option("--model", default="random:m30", show_default=True),
+        click.option("--kv-tokens", type=COUNT, default=65_536, show_default=True),
+        click.option("--block-size", type=COUNT, default=16, show_default=True),
+        click.option("--max-num-batched-tokens", type=COUNT, default=512, show_default=True),
+        click.option("--threads", type=COUNT, default=1, show_default=True),
+        click.option("--trace", "trace_file", default="", help="Instead of a drawn conversation."),
+        click.option("--scale-tokens", "scale", type=SHARE, default="1/32", show_default=True),
+        click.option(
+            "--longest",
+            type=COUNT,
+            default=2048,
+            show_default=True,
+            help="Leave out requests of more tokens, scaled.",
+        ),
+        click.option("--seconds", type=_POSITIVE, default=60.0, show_default=True),
+        click.option("--seed", type=int, default=1, show_default=True),
+        click.option("--json", "json_file", type=click.Path(dir_okay=False)),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def cluster_and_workload(flags: dict[str, Any], **roles: int) -> tuple[Any, Any]:
+    from moonpool.bench.live_cluster import LiveCluster
+    from moonpool.bench.live_workload import LiveWorkload
+
+    scale: Fraction = flags["scale"]
+    workload = LiveWorkload(
+        scale=scale,
+        seed=flags["seed"],
+        trace_file=flags["trace_file"],
+        longest_tokens=flags["longest"],
+    )
+    cluster = LiveCluster(
+        model=flags["model"],
+        kv_tokens=flags["kv_tokens"],
+        block_tokens=flags["block_size"],
+        chunk_tokens=flags["max_num_batched_tokens"],
+        threads=flags["threads"],
+    )
+    return cluster.with_(**roles), workload
+
+
+def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
+    """Runs it, and turns what may go wrong into one line."""
+    from moonpool.bench.live_profile import ProfileError
+    from moonpool.bench.local_server import ServerError
+    from moonpool.cli.origin import origin
+    from moonpool.config import ConfigError
+    from moonpool.replay.connection import ConnectionFailedError
+    from moonpool.replay.player import HopelessError
+    from moonpool.replay.server import ServerUnfitError
+    from moonpool.trace.row import TraceError
+
+    check_folders(json_file)
+    try:
+        found = run()
+    except (
+        ProfileError,
+        ServerError,
+        ConfigError,
+        TraceError,
+        ConnectionFailedError,
+        HopelessError,
+        ServerUnfitError,
+        httpx.HTTPError,
+    ) as error:
+        fail(str(error))
+    write_json(json_file, found | {"origin": origin()})
+    return found
+
+
+@click.command()
+@live_options
+@click.option("--prefill", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--decode", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--mixed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--load", "loads", type=NUMBERS, default="0.5,0.8", show_default=True, help="Of capacity."
+)
+@click.option("--admission", type=click.Choice(choices(Admission)), default="early")
+def agreement(
+    loads: tuple[float, ...],
+    prefill: int,
+    decode: int,
+    mixed: int,
+    admission: Admission,
+    json_file: str | None,
+    **flags: Any,
+) -> None:
+    """Does the simulator tell what the local cluster does? The same requests, both ways."""
+    from moonpool.bench.agreement import bench_agreement
+
+    cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode, mixed=mixed)
+    cluster = cluster.with_(admission=admission)
+    found = run_bench(
+        lambda: bench_agreement(cluster, workload, loads, flags["seconds"], click.echo), json_file
+    )
+    if not found["passes"]:
+        raise SystemExit(1)
