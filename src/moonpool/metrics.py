@@ -52,6 +52,7 @@ class RequestRecord:
     num_generated_tokens: int = 0
     gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, how many such)
     explanation: tuple[str, ...] = ()
+    projection: dict[str, float] | None = None  # behind a refusal
     tenant: str = ""
     kept_tbt_top10_mean_s: float | None = None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,8 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field at fault, `code` the reason."""
+    """An answer that is an error. `param` names the field at fault, `code` the reason;
+    `projection` are the numbers behind a refusal."""
 
     def __init__(
         self,
@@ -23,6 +25,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = "invalid_value",
         headers: Headers = (),
+        projection: Mapping[str, float] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -30,14 +33,17 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers
+        self.projection = projection
 
     def payload(self) -> bytes:
-        error = {
+        error: dict[str, Any] = {
             "message": self.message,
             "type": _type_of(self.status),
             "param": self.param,
             "code": self.code,
         }
+        if self.projection:
+            error["projection"] = self.projection
         return msgspec.json.encode({"error": error})
 
 
@@ -50,7 +56,13 @@ def from_refused(refused: Refused) -> ApiError:
     if refused.retry_after_s is not None or refused.status in (429, 503):
         retry_after_s = refused.retry_after_s or 1.0
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(min(retry_after_s, 86_400.0)))))
-    return ApiError(refused.message, status=refused.status, code=refused.reason, headers=headers)
+    return ApiError(
+        refused.message,
+        status=refused.status,
+        code=refused.reason,
+        headers=headers,
+        projection=refused.projection,
+    )
 
 
 def internal_error(request_id: str) -> ApiError:

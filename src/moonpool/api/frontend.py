@@ -32,14 +32,23 @@ class Refused(Exception):  # noqa: N818 (not a fault)
     """The request was not, or could not be, answered. Becomes one HTTP error.
 
     `status`: 429 (SLO or share refuses), 503 (no capacity, instance lost), 504 (deadline), 400.
+    `projection`: the numbers behind a refusal, such as `predicted_ttft_s` and `limit_ttft_s`.
     """
 
-    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None):
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        retry_after_s: float | None = None,
+        projection: dict[str, float] | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
+        self.projection = projection
 
 
 class Frontend(Protocol):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import msgspec
+
 from moonpool.bench.live_cluster import LiveCluster
 from moonpool.bench.live_profile import LiveProfile
 from moonpool.sim.outcome import summarise
@@ -23,6 +25,8 @@ from moonpool.types import Slo, Struct
 
 ATTAINED = 0.9
 FIRST_RATE = 1.0
+BURST_EVERY_S = 10.0
+BURST_SHARE = 0.2
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0
 """SLOs as multiples of the unloaded P90s (FAST'25 section 5)."""
 
@@ -34,6 +38,8 @@ class LiveWorkload(Struct, frozen=True):
     seed: int = 1
     trace_file: str = ""
     longest_tokens: int = 0  # of prompt and answer, scaled; longer requests are left out; 0: none
+    burst: float = 1.0
+    """By how much arrivals come denser in the first fifth of every ten seconds; at most 5."""
 
     @property
     def block_tokens(self) -> int:
@@ -57,7 +63,26 @@ class LiveWorkload(Struct, frozen=True):
 
     def _kept(self, rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
         most = self.longest_tokens
-        return tuple(r for r in rows if not most or r.input_tokens + r.output_tokens <= most)
+        kept = (r for r in rows if not most or r.input_tokens + r.output_tokens <= most)
+        return tuple(
+            msgspec.structs.replace(r, arrived_s=_in_bursts(r.arrived_s, self.burst)) for r in kept
+        )
+
+    def with_(self, **changes: Any) -> LiveWorkload:
+        changed: LiveWorkload = msgspec.structs.replace(self, **changes)
+        return changed
+
+
+def _in_bursts(even_s: float, burst: float) -> float:
+    """Order and mean rate stay as they are."""
+    period, phase = divmod(even_s, BURST_EVERY_S)
+    dense_s = BURST_EVERY_S * BURST_SHARE
+    if phase < burst * dense_s:
+        phase /= burst
+    else:
+        rest = (phase - burst * dense_s) / (BURST_EVERY_S - burst * dense_s)
+        phase = dense_s + rest * (BURST_EVERY_S - dense_s)
+    return period * BURST_EVERY_S + phase
 
 
 def simulate_rows(

@@ -29,6 +29,7 @@ class LocalServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = [sys.executable, "-m", "moonpool", "serve", *arguments]
         self._arguments += ["--host", "127.0.0.1", "--port", str(self.port)]
+        self._environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         self._start_s = start_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +40,7 @@ class LocalServer:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=self._environment,
         )
         deadline = time.monotonic() + self._start_s
         try:

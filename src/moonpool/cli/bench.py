@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from moonpool.cli.capacity import capacity
-from moonpool.cli.live import agreement
+from moonpool.cli.live import agreement, overload, peers_live
 from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -24,6 +24,8 @@ def bench() -> None:
 
 bench.add_command(capacity)
 bench.add_command(agreement)
+bench.add_command(overload)
+bench.add_command(peers_live)
 
 
 @bench.command()

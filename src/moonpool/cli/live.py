@@ -98,7 +98,7 @@ def live_options(command: Any) -> Any:
     return command
 
 
-def cluster_and_workload(flags: dict[str, Any], **roles: int) -> tuple[Any, Any]:
+def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
     from moonpool.bench.live_cluster import LiveCluster
     from moonpool.bench.live_workload import LiveWorkload
 
@@ -116,7 +116,7 @@ def cluster_and_workload(flags: dict[str, Any], **roles: int) -> tuple[Any, Any]
         chunk_tokens=flags["max_num_batched_tokens"],
         threads=flags["threads"],
     )
-    return cluster.with_(**roles), workload
+    return cluster.with_(**changes), workload
 
 
 def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
@@ -176,3 +176,93 @@ def agreement(
     )
     if not found["passes"]:
         raise SystemExit(1)
+
+
+@click.command()
+@live_options
+@click.option("--prefill", type=COUNT, default=1, show_default=True)
+@click.option("--decode", type=COUNT, default=1, show_default=True)
+@click.option(
+    "--admissions",
+    default=",".join(choices(Admission)),
+    show_default=True,
+    help="Which, separated by commas.",
+)
+@click.option(
+    "--loads", type=NUMBERS, default="1,2,3,4,5", show_default=True, help="Times its capacity."
+)
+@click.option(
+    "--burst",
+    type=click.FloatRange(min=1, max=4.9),
+    default=2.5,
+    show_default=True,
+    help="How much denser requests come in the first 2 of every 10 seconds.",
+)
+def overload(
+    admissions: str,
+    loads: tuple[float, ...],
+    burst: float,
+    prefill: int,
+    decode: int,
+    json_file: str | None,
+    **flags: Any,
+) -> None:
+    """The four admissions on the live local cluster at several times its capacity, in bursts; the
+    simulated run beside each."""
+    from moonpool.bench.overload import bench_overload
+
+    names = dict.fromkeys(admissions.split(","))
+    try:
+        chosen = msgspec.convert(tuple(names), tuple[Admission, ...])
+    except msgspec.ValidationError:
+        fail(f"--admissions {admissions}: use some of {', '.join(choices(Admission))}")
+    cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode)
+    workload = workload.with_(burst=burst)
+    run_bench(
+        lambda: bench_overload(
+            cluster, workload, chosen, sorted(loads), flags["seconds"], click.echo
+        ),
+        json_file,
+    )
+
+
+@click.command("peers-live")
+@live_options
+@click.option("--peer-url", default="", help="A vLLM that serves the same model already.")
+@click.option("--peer-python", default="", help="Python of a vLLM installation to start it with.")
+@click.option("--peer-cores", default="", help="Its cores, such as 0-1; all unless given.")
+@click.option("--peer-eager", is_flag=True, help="Do not let vLLM compile.")
+@click.option(
+    "--loads",
+    type=NUMBERS,
+    default="0.25,0.5,1,1.5,2,3",
+    show_default=True,
+    help="Times what two colocated instances should bear.",
+)
+@click.option("--admission", type=click.Choice(choices(Admission)), default="predictive")
+def peers_live(
+    peer_url: str,
+    peer_python: str,
+    peer_cores: str,
+    peer_eager: bool,
+    loads: tuple[float, ...],
+    admission: Admission,
+    json_file: str | None,
+    **flags: Any,
+) -> None:
+    """moonpool (1P+1D, and 2 mixed) and vLLM under the same requests through HTTP.
+
+    --model must be a checkpoint's folder with tokeniser files, which both can serve.
+    """
+    from moonpool.bench.peers_live import Peer, bench_peers_live
+
+    if bool(peer_url) == bool(peer_python):
+        fail("which vLLM? give --peer-url of one that runs, or --peer-python to start one")
+    cluster, workload = cluster_and_workload(flags, admission=admission)
+    peer = Peer(url=peer_url, python=peer_python, cores=peer_cores, eager=peer_eager)
+    run_bench(
+        lambda: bench_peers_live(
+            cluster, workload, peer, sorted(loads), flags["seconds"], click.echo
+        ),
+        json_file,
+    )

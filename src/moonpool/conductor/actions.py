@@ -71,6 +71,7 @@ class Refuse(msgspec.Struct, frozen=True):
     reason: str
     message: str
     retry_after_s: float | None
+    projection: dict[str, float] | None = None
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

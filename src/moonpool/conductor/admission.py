@@ -86,6 +86,16 @@ class _Pool(msgspec.Struct, frozen=True):
         room lets answers wait, and breaks the promise too."""
         return max(self.tbt_s(batch, context_tokens) / self.promised_s, self.memory(context_tokens))
 
+    def numbers(self, batch: float, context_tokens: float, limit: float) -> dict[str, float]:
+        """The same for machines."""
+        return {
+            "predicted_tbt_s": float(self.tbt_s(batch, context_tokens)),
+            "limit_tbt_s": self.promised_s * limit,
+            "predicted_decode_load": float(self.load(batch, context_tokens)),
+            "limit_decode_load": limit,
+            "predicted_decoding": float(batch),
+        }
+
     def describe(self, batch: float, context_tokens: float, limit: float) -> str:
         """The load in words, and what it exceeds."""
         tbt_s = self.tbt_s(batch, context_tokens)
@@ -108,7 +118,14 @@ def _too_late(placement: Placement, promise: Promise, limit: float) -> Rejection
     text = f"predicted TTFT {ttft_s:.2f} s exceeds {_share(limit)}the SLO of {promised_s:g} s"
     if placement.ttft_s - placement.queue_s > promised_s * limit:
         text += " even on an idle instance: shorten the prompt or raise the SLO"
-    return Rejection(429, "ttft_slo", text, ttft_s - promised_s * limit)
+    return Rejection(
+        429,
+        "ttft_slo",
+        text,
+        ttft_s - promised_s * limit,
+        {"predicted_ttft_s": ttft_s, "limit_ttft_s": promised_s * limit}
+        | {"predicted_queue_s": placement.queue_s, "predicted_prefill_s": placement.prefill_s},
+    )
 
 
 def _slow_now(demand: Demand, pool: _Pool, limit: float) -> Rejection:
@@ -117,7 +134,8 @@ def _slow_now(demand: Demand, pool: _Pool, limit: float) -> Rejection:
     # Answers end evenly over the time that one takes; the load falls in proportion.
     load, alone = pool.load(batch, context_tokens), pool.load(0, 0)
     excess = (load - limit) / max(load - alone, 1e-9)
-    return Rejection(429, "decode_load", text, demand.answer_s * min(excess, 1.0))
+    numbers = pool.numbers(batch, context_tokens, limit)
+    return Rejection(429, "decode_load", text, demand.answer_s * min(excess, 1.0), numbers)
 
 
 def _slow_then(
@@ -134,7 +152,8 @@ def _slow_then(
             if pool.load(*forecast.project(now + ttft_s + later_s, now)) <= limit:
                 wait_s = later_s
                 break
-    return Rejection(429, "decode_load_predicted", text, wait_s)
+    numbers = pool.numbers(*projected, limit) | {"ahead_s": ttft_s}
+    return Rejection(429, "decode_load_predicted", text, wait_s, numbers)
 
 
 def _share(limit: float) -> str:

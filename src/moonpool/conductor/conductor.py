@@ -495,6 +495,7 @@ class Conductor:
     def _refuse(self, tracked: Tracked, rejection: Rejection, now: float) -> None:
         retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
         tracked.explanation.add(f"refused: {rejection.message}")
+        tracked.record.projection = rejection.projection
         self._actions.append(
             Refuse(
                 tracked.request.request_id,
@@ -502,6 +503,7 @@ class Conductor:
                 rejection.reason,
                 rejection.message,
                 retry_after_s if rejection.status in (429, 503) else None,
+                rejection.projection,
             )
         )
         self._end(tracked, rejection.reason, now)

@@ -52,6 +52,7 @@ class Rejection(msgspec.Struct, frozen=True):
     reason: str  # for machines
     message: str  # for people
     retry_after_s: float
+    projection: dict[str, float] | None = None  # the numbers behind it, by name and unit
 
 
 def place(

@@ -39,7 +39,13 @@ class Answer:
         self._wakeup.clear()
         if self._refused is not None and not self._tokens:
             refused = self._refused
-            raise Refused(refused.status, refused.reason, refused.message, refused.retry_after_s)
+            raise Refused(
+                refused.status,
+                refused.reason,
+                refused.message,
+                refused.retry_after_s,
+                refused.projection,
+            )
         if self._refused is not None:
             self._wakeup.set()  # first what came before it
         assert self._last is not None

@@ -43,6 +43,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "generated_tokens": record.num_generated_tokens,
         "slo": {"ttft_s": record.slo.ttft_s, "tbt_s": record.slo.tbt_s},
         "predicted": {"ttft_s": record.predicted_ttft_s, "tbt_s": record.predicted_tbt_s},
+        "refused_by": record.projection,
         "observed": {
             "ttft_s": record.ttft_s,
             "tpot_s": record.tpot_s,

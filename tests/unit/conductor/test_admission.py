@@ -168,3 +168,24 @@ def test_an_engine_that_would_be_full_is_a_load_too() -> None:
     fleet.engine_tokens[:] -= 1
     refusal = scene.refuse("early", tbt_s=0.5)
     assert refusal.reason == "decode_load" and "100% of the engine's memory" in refusal.message
+
+
+def test_a_refusal_tells_the_numbers_behind_it() -> None:
+    late = Scene(queue_s=40.0).decide("predictive")
+    assert late is not None and late.projection is not None
+    assert late.projection["predicted_ttft_s"] == pytest.approx(41.0, rel=0.01)
+    assert late.projection["limit_ttft_s"] == 30.0
+    assert late.projection["predicted_queue_s"] == pytest.approx(40.0)
+
+    slow = Scene(decoding=(200, 200)).decide("early", load_limit=0.5)
+    assert slow is not None and slow.projection is not None
+    assert slow.projection["predicted_tbt_s"] > slow.projection["limit_tbt_s"] == 0.5
+    assert slow.projection["predicted_decode_load"] > slow.projection["limit_decode_load"]
+    assert slow.projection["predicted_decoding"] == 400
+
+    scene = Scene()
+    scene.enter(400, 0.0, 1000.0)
+    projected = scene.decide("predictive")
+    assert projected is not None and projected.projection is not None
+    assert projected.projection["ahead_s"] == pytest.approx(1.0, rel=0.01)
+    assert all(type(value) is float for value in projected.projection.values())

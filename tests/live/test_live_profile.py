@@ -1,0 +1,23 @@
+"""The profile taken through a real cluster's front door, and its simulated twin."""
+
+from __future__ import annotations
+
+import asyncio
+
+from moonpool.bench.live_profile import LiveProfiler
+from moonpool.bench.local_server import LocalServer
+
+
+def test_a_cluster_is_measured_through_its_front_door(cluster: LocalServer) -> None:
+    profile = asyncio.run(LiveProfiler(cluster.url, longest_tokens=512).measure())
+    cost = profile.cost
+    assert cost.prefill_s(512, 0) > cost.prefill_s(64, 0) > 0
+    assert cost.decode_step_s(8, 1024) >= cost.decode_step_s(1, 64) > 0
+    assert min(cost.contention) >= 1.0 and max(cost.contention) < 20.0
+    assert 0 < cost.control_latency_s < 1.0 and 0 <= cost.front_s < 1.0
+    pool = cluster.instances()[0]["pool"]
+    assert cost.token_bytes * pool["block_tokens"] == pool["block_bytes"]
+    assert profile.num_blocks == pool["blocks"]
+    cached = [s for s in profile.prefills if s.cached_tokens]
+    assert [s.cached_tokens for s in cached] == [384]
+    assert {s.batch for s in profile.decodes} >= {1, 4, 8, 16}

@@ -1,0 +1,95 @@
+"""What live benchmarks rest on, without a cluster: workloads, bursts, twins, oscillation."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from moonpool.bench.live_cluster import LiveCluster
+from moonpool.bench.live_profile import LiveProfile
+from moonpool.bench.live_workload import LiveWorkload, estimate_capacity, simulate_rows
+from moonpool.bench.local_server import ServerError
+from moonpool.bench.overload import oscillation
+from moonpool.bench.peers_live import Peer, PeerServer
+from moonpool.cost.fitted import FittedCost
+from moonpool.types import Slo
+
+COST = FittedCost(
+    prefill=(0.005, 2e-4, 0.0, 1e-8),
+    decode=(0.004, 2e-4, 1e-7),
+    contention=(1.0, 1.0),
+    control_latency_s=0.001,
+    front_s=0.002,
+    token_bytes=4096,
+)
+WORKLOAD = LiveWorkload(scale=Fraction(1, 32), longest_tokens=2048)
+SLO = Slo(ttft_s=1.0, tbt_s=0.05)
+
+
+def profile(**changes: object) -> LiveProfile:
+    cost = FittedCost(**{**{f: getattr(COST, f) for f in COST.__struct_fields__}, **changes})
+    return LiveProfile(
+        cost=cost,
+        believed=COST,
+        prefills=(),
+        decodes=(),
+        busy_ratios={},
+        fit_error={},
+        num_blocks=4096,
+        block_tokens=16,
+        seconds=0.0,
+    )
+
+
+def test_the_same_workload_at_another_rate() -> None:
+    slow, fast = WORKLOAD.rows(1.0, 60.0), WORKLOAD.rows(4.0, 60.0)
+    assert 30 < len(slow) < 90 and 160 < len(fast) < 320
+    assert slow == WORKLOAD.rows(1.0, 60.0)
+    assert max(r.input_tokens + r.output_tokens for r in fast) <= 2048
+    assert WORKLOAD.block_tokens == 16
+
+
+def test_bursts_keep_order_and_mean_rate() -> None:
+    even = WORKLOAD.rows(4.0, 100.0)
+    bursts = WORKLOAD.with_(burst=2.5).rows(4.0, 100.0)
+    times = [row.arrived_s for row in bursts]
+    assert times == sorted(times)
+    assert len(bursts) == len(even)
+    dense = sum(t % 10 < 2 for t in times) / len(times)
+    assert 0.4 < dense < 0.6
+    assert 0.1 < sum(r.arrived_s % 10 < 2 for r in even) / len(even) < 0.3
+
+
+def test_front_and_messages_count_and_neighbours_slow_down() -> None:
+    rows = WORKLOAD.rows(2.0, 30.0)
+    cluster = LiveCluster()
+    plain, _ = simulate_rows(cluster, profile(), rows, 16)
+    front, _ = simulate_rows(cluster, profile(front_s=0.052), rows, 16)
+    # All come later by as much, so nothing else changes.
+    assert front["ttft_s"]["mean"] - plain["ttft_s"]["mean"] == pytest.approx(0.05, abs=2e-4)
+    slow, _ = simulate_rows(cluster, profile(contention=(1.5, 2.0)), rows, 16)
+    assert plain["tbt_s"]["p50"] < slow["tbt_s"]["p90"] <= 2.1 * plain["tbt_s"]["p90"]
+    assert slow["prefill_compute_s"]["mean"] > plain["prefill_compute_s"]["mean"]
+    assert slow["prefill_compute_s"]["mean"] < 1.5 * plain["prefill_compute_s"]["mean"]
+
+
+def test_capacity_follows_the_machine() -> None:
+    cluster = LiveCluster()
+    usual = estimate_capacity(cluster, profile(), WORKLOAD, 60.0, SLO)
+    slower = profile(prefill=tuple(2 * x for x in COST.prefill))
+    half = estimate_capacity(cluster, slower, WORKLOAD, 60.0, SLO)
+    assert usual > 1.0
+    assert 0.3 * usual < half < 0.8 * usual
+
+
+def test_oscillation_of_known_series() -> None:
+    swinging = oscillation([1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0])
+    assert swinging.decode_deviation == 0.5 and swinging.prefill_correlation == pytest.approx(-1)
+    still = oscillation([1.0, 0.0, 1.0], [0.5, 0.5, 0.5])
+    assert still.decode_deviation == 0 and still.prefill_correlation is None
+
+
+def test_a_python_without_vllm_is_told() -> None:
+    with pytest.raises(ServerError, match="must be that of a vLLM"):
+        PeerServer(Peer(python="/nowhere/python"), LiveCluster(), 2048)
