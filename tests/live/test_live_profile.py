@@ -9,7 +9,7 @@ from moonpool.bench.local_server import LocalServer
 
 
 def test_a_cluster_is_measured_through_its_front_door(cluster: LocalServer) -> None:
-    profile = asyncio.run(LiveProfiler(cluster.url, longest_tokens=512).measure())
+    profile = asyncio.run(LiveProfiler(cluster.url, longest_tokens=1024).measure())
     cost = profile.cost
     assert cost.prefill_s(512, 0) > cost.prefill_s(64, 0) > 0
     assert cost.decode_step_s(8, 1024) >= cost.decode_step_s(1, 64) > 0
@@ -19,5 +19,5 @@ def test_a_cluster_is_measured_through_its_front_door(cluster: LocalServer) -> N
     assert cost.token_bytes * pool["block_tokens"] == pool["block_bytes"]
     assert profile.num_blocks == pool["blocks"]
     cached = [s for s in profile.prefills if s.cached_tokens]
-    assert [s.cached_tokens for s in cached] == [384]
-    assert {s.batch for s in profile.decodes} >= {1, 4, 8, 16}
+    assert [s.cached_tokens for s in cached] == [384, 768]
+    assert len(profile.decodes) >= 3

@@ -32,6 +32,7 @@ DECODES = ((1, 64), (1, 1024), (4, 64), (4, 512), (8, 256), (16, 128))  # batch,
 DECODE_TOKENS = 24
 REPEATS = 3
 MOST_REPEATS = 6
+LEAST_DECODES = 3
 BUSY_PROMPTS = (128, 512, 1024)
 BUSY_DECODES = ((1, 64), (4, 512), (8, 256))
 BACKGROUND_BATCH = 4
@@ -101,22 +102,32 @@ class LiveProfiler:
         for tokens, cached in CACHED:
             if tokens <= self._longest_tokens:
                 prefills.append(await self._prefill(tokens, cached))
-        decodes = [await self._decode(*point) for point in DECODES if self._fits(*point)]
+        tried = [await self._decode(*point) for point in DECODES if self._fits(*point)]
+        decodes = [sample for sample in tried if sample is not None]
+        if len(decodes) < LEAST_DECODES:
+            raise ProfileError(
+                f"only {len(decodes)} batches of {len(tried)} ran together long enough: the pool is"
+                " too small (raise --kv-tokens) or the machine too busy"
+            )
         ratios = await self._busy_ratios(prefills, decodes)
         answered = [await self._ask(self._prompt(64), 4) for _ in range(4 * REPEATS)]
         cost = fit_cost(prefills, decodes)
+        believed = believed_cost(self._instances[0])
         found = msgspec.structs.replace(
             cost,
             contention=(_typical(ratios["prefill"]), _typical(ratios["decode"])),
             control_latency_s=median(t.stages_s.get("handover", 0.0) for t in answered) / 3,
             front_s=max(median(_front_s(t) for t in answered), 0.0),
             token_bytes=self._token_bytes,
+            # Steps of both kinds cannot be told apart from outside: as the engine measured them.
+            mixed=believed.mixed,
+            tile_tokens=believed.tile_tokens,
         )
         self._client.close()
         pool = self._instances[0]["pool"]
         return LiveProfile(
             cost=found,
-            believed=believed_cost(self._instances[0]),
+            believed=believed,
             prefills=tuple(prefills),
             decodes=tuple(decodes),
             busy_ratios=ratios,
@@ -157,7 +168,20 @@ class LiveProfiler:
         return [n for n in lengths if n <= self._longest_tokens]
 
     def _fits(self, batch: int, context: int) -> bool:
-        return context + DECODE_TOKENS <= self._longest_tokens
+        most = self._most_tokens(batch, context)
+        return context + most <= self._longest_tokens and most >= self._usual_tokens(batch)
+
+    def _usual_tokens(self, batch: int) -> int:
+        """Of an answer, so that the first still runs when the last one begins."""
+        return DECODE_TOKENS + 4 * batch * self._num_decoders
+
+    def _most_tokens(self, batch: int, context: int) -> int:
+        """Of an answer, so that the batch takes no more than half of a pool."""
+        pool = self._instances[0]["pool"]
+        share = (
+            pool["blocks"] * pool["block_tokens"] // (2 * batch) - context - pool["block_tokens"]
+        )
+        return max(min(int(share), self._longest_tokens - context), 0)
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return [self._rng.randrange(self._vocab) for _ in range(num_tokens)]
@@ -199,25 +223,26 @@ class LiveProfiler:
             found = timed.record.cached_tokens
         return PrefillSample(num_tokens=tokens, cached_tokens=found, seconds=median(times_s))
 
-    async def _decode(self, batch: int, context: int) -> DecodeSample:
-        """`batch` answers on each decoding instance, timed while all of them run."""
+    async def _decode(self, batch: int, context: int) -> DecodeSample | None:
+        """`batch` answers on each decoding instance, timed while all of them run; None if they
+        never did for long."""
         count = batch * self._num_decoders
         prompts = [self._prompt(context) for _ in range(count)]
         for prompt in prompts:  # so that the answers begin nearly together
             await self._ask(prompt, 1)
-        answer = DECODE_TOKENS + 4 * count
+        answer, most = self._usual_tokens(batch), self._most_tokens(batch, context)
         steps_s: list[float] = []
         for _ in range(MOST_REPEATS):
             asked = [self._ask([*prompt, *self._prompt(1)], answer) for prompt in prompts]
             step_s = _common_step_s(await asyncio.gather(*asked))
             if step_s is None:
-                answer *= 2
+                answer = min(2 * answer, most)
                 continue
             steps_s.append(step_s)
             if len(steps_s) == REPEATS:
                 break
         if not steps_s:
-            raise ProfileError(f"a batch of {batch} never ran together: the machine is too busy")
+            return None
         middle = context + answer // 2
         return DecodeSample(batch=batch, context_tokens=batch * middle, seconds=median(steps_s))
 
@@ -240,7 +265,8 @@ class LiveProfiler:
                 alone = await self._decode(batch, context)
                 async with self._background(self._num_entries, 512, 1):
                     busy = await self._decode(batch, context)
-                ratios["decode"].append(busy.seconds / alone.seconds)
+                if alone is not None and busy is not None:
+                    ratios["decode"].append(busy.seconds / alone.seconds)
         ratios["decode"] = ratios["decode"] or ratios["prefill"]
         return ratios
 
@@ -279,8 +305,7 @@ class LiveProfiler:
 
 def believed_cost(instance: dict[str, Any]) -> FittedCost:
     """Of an instance as `/cluster` describes it."""
-    cost = instance["cost"]
-    return FittedCost(prefill=tuple(cost["prefill"]), decode=tuple(cost["decode"]))
+    return msgspec.convert(instance["cost"], FittedCost)
 
 
 def _common_step_s(timed: Sequence[_Timed]) -> float | None:

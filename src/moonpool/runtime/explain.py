@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
+import msgspec
+
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
@@ -112,7 +114,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
             "block_bytes": info.layout.block_bytes,
             "blocks": info.num_blocks,
         },
-        "cost": {"prefill": list(info.cost.prefill), "decode": list(info.cost.decode)},
+        "cost": msgspec.to_builtins(info.cost),
     }
     if load is not None:
         described["pool"] |= {
