@@ -49,12 +49,8 @@ def test_a_stream_is_counted_however_it_is_cut(cut: int) -> None:
     figures, calls = play(lambda *_: stream(*GOOD, cut=cut), count=3, slo_tbt_s=60.0)
     assert (figures["completed"], figures["effective"], figures["failed"]) == (3, 3, 0)
     assert figures["output_tokens"] == 9
-    assert figures["cache"] == {
-        "input_tokens": 24,
-        "hit_tokens": 12,
-        "fetched_tokens": 0,
-        "hit_ratio": 0.5,
-    }
+    cache = figures["cache"]
+    assert (cache["input_tokens"], cache["hit_tokens"], cache["hit_ratio"]) == (24, 12, 0.5)
     body = calls[0][2]
     assert body["max_tokens"] == 3 and body["ignore_eos"] and body["stream"]
     assert len(body["prompt"]) == 8
