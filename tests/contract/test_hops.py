@@ -68,6 +68,29 @@ def test_a_bit_that_flips_where_a_block_was_received_is_found_at_the_next_hop(
     assert fetch(third, second, [7], [0]).num_blocks == 0
 
 
+def test_a_source_learns_which_of_its_blocks_changed_and_only_those(make_node: MakeNode) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    source.fill(1)
+    fetch(reader, source, [3, 4, 5], [0, 1, 2])
+    source.arena.slice(4, 0)[5] ^= 4
+    reader.messenger.fetch("f", source.address, keys(3), [0, 1, 2], 5.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [3, 4, 5])
+    assert source.expect_event(ReadEnded).corrupt == (4,)
+    assert source.messenger.counts().corrupt_slices == 1
+
+
+def test_damage_on_the_way_is_not_blamed_on_the_source(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reader = make_node("source"), make_node("reader")
+    monkeypatch.setattr(landing, "checksum_slice", lambda view: checksum_slice(view) ^ 1)
+    reader.messenger.fetch("f", source.address, keys(1), [0], 5.0)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [3])
+    ended = source.expect_event(ReadEnded)
+    assert (ended.corrupt, "3 slices" in ended.error) == ((), True)
+    assert source.messenger.counts().corrupt_slices == 0
+
+
 def test_a_block_that_is_written_again_is_summed_again(make_node: MakeNode) -> None:
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)

@@ -7,7 +7,7 @@ never will.
 
 from __future__ import annotations
 
-from moonpool.types import BlockKey, InstanceId, Struct
+from moonpool.types import BlockId, BlockKey, InstanceId, Struct
 
 
 class PeerAddress(Struct, frozen=True):
@@ -39,9 +39,11 @@ class ReadRequested(Struct, frozen=True, tag=True):
 
 
 class ReadEnded(Struct, frozen=True, tag=True):
-    """(terminal) The peer is done with the granted blocks, or died, or let its lease run out."""
+    """(terminal) The peer is done with the granted blocks, or died, or let its lease run out.
+    `corrupt` are those of them that changed in our own memory since they were made."""
 
     read_id: str
+    corrupt: tuple[BlockId, ...] = ()
     error: str = ""
 
 

@@ -43,6 +43,11 @@ class Counters:
             self._received_slices += num_slices
             self._corrupt_slices += num_corrupt
 
+    def found_corrupt(self, num_slices: int) -> None:
+        """In our own memory, after a reader's complaint."""
+        with self._lock:
+            self._corrupt_slices += num_slices
+
     def failed(self) -> None:
         with self._lock:
             self._failed_operations += 1

@@ -41,6 +41,7 @@ class _Read:
         self.waiting = threading.Lock()  # held until there is an answer, or no more need of one
         self.waiting.acquire()
         self.granted: tuple[BlockId, ...] | None = None
+        self.doubted = False
 
     def answer(self) -> None:
         if not self.answered:
@@ -94,7 +95,8 @@ class Reads:
             read.line.let_go()
             if error:
                 self._station.counters.failed()
-            self._station.post(ReadEnded(read_id=read_id, error=error))
+            corrupt = self._changed(read.granted or ()) if read.doubted else ()
+            self._station.post(ReadEnded(read_id=read_id, corrupt=corrupt, error=error))
         return not error
 
     def close(self, reason: str) -> None:
@@ -102,6 +104,21 @@ class Reads:
             for read in self._reads.values():
                 read.line.break_off(reason)
                 read.answer()
+
+    def _changed(self, block_ids: Sequence[BlockId]) -> tuple[BlockId, ...]:
+        """Those whose bytes are not what was summed: it was our memory, not the way to the peer."""
+        arena, checksum = self._station.arena, self._station.checksum
+        changed = []
+        for block_id in block_ids:
+            layers = range(arena.layout.num_layers)
+            wrong = sum(
+                arena.sums.get(block_id, layer) not in (0, checksum(arena.slice(block_id, layer)))
+                for layer in layers
+            )
+            if wrong:
+                self._station.counters.found_corrupt(wrong)
+                changed.append(block_id)
+        return tuple(changed)
 
     def _lend(self, connection: Connection, read: _Read, end_s: float) -> None:
         def deadline_s() -> float:
@@ -132,4 +149,5 @@ class Reads:
         if not isinstance(released, ReadReleased):
             raise ProtocolError(f"unexpected {type(released).__name__} instead of a release")
         if released.corrupt_slices:
+            read.doubted = True
             raise TransportError(f"the reader found {released.corrupt_slices} slices corrupt")

@@ -166,6 +166,7 @@ class Arrivals:
 
     def on_read_ended(self, event: ReadEnded) -> None:
         self._reads.pop(event.read_id, None)
+        self._pool.forget(event.corrupt)
         self._pool.release(_reader(event.read_id))
 
     def _grant(self, read_id: str, keys: Sequence[BlockKey]) -> None:

@@ -72,6 +72,7 @@ class Bench:
 
     def fill(self, block: int, key: BlockKey) -> None:
         size = self.arena.layout.block_bytes
+        self.arena.sums.forget([BlockId(block)])
         self.arena.buffer[block * size : (block + 1) * size] = content_of(key, size)
 
     def holds(self, block: int, key: BlockKey) -> bool:

@@ -105,6 +105,16 @@ def test_the_forgotten_is_not_found_again(bench: Bench) -> None:
     assert dict(bench.stored) == {1: key_of(1), 2: key_of(2), 3: key_of(3), 4: key_of(40)}
 
 
+def test_a_block_that_changed_in_memory_is_found_out_when_it_is_read_back(bench: Bench) -> None:
+    bench.put({0: 7, 1: 8})
+    assert bench.get({0: 7, 1: 8}).num_blocks == 2
+    bench.arena.buffer[1] ^= 16  # in block 0, whose sums are known since it was read
+    bench.store.store("s", (key_of(7), key_of(8)), (BlockId(0), BlockId(1)), (4, 5))
+    assert bench.event(StoreEnded).num_blocks == 2
+    ended = bench.get({5: 8, 4: 7}, first_block=2)
+    assert (ended.num_blocks, ended.corrupt_slices) == (1, 1)
+
+
 def test_what_was_found_damaged_is_not_found_again(bench: Bench) -> None:
     bench.put({0: 0, 1: 1})
     flip(bench, 1, bench.store.geometry.header_bytes)

@@ -228,7 +228,7 @@ class BlockStore:
         for i, sequence in zip(range(start, end), sequences, strict=True):
             block = self._block(job.block_ids[i])
             header = SlotHeader(
-                self.geometry, job.keys[i], job.slots[i], sequence, self._checksums(block)
+                self.geometry, job.keys[i], job.slots[i], sequence, self._sums(job.block_ids[i])
             )
             place = headers[i - start]
             place[:] = encode_header(header)
@@ -257,6 +257,7 @@ class BlockStore:
         geometry = self.geometry
         headers = self._headers()
         buffers: list[memoryview] = []
+        self._arena.sums.forget(job.block_ids[start:end])
         for i in range(start, end):
             buffers += [headers[i - start], self._block(job.block_ids[i])]
             if self._padding:
@@ -299,7 +300,17 @@ class BlockStore:
         if header is None or header.key != job.keys[i]:
             return 1
         found = self._checksums(self._block(job.block_ids[i]))
+        for layer, (a, b) in enumerate(zip(found, header.checksums, strict=True)):
+            if a == b:
+                self._arena.sums.set(job.block_ids[i], layer, a)
         return sum(a != b for a, b in zip(found, header.checksums, strict=True))
+
+    def _sums(self, block_id: BlockId) -> tuple[int, ...]:
+        """Those remembered from when the block was made, where they are known: a block that changed
+        in memory since is then found out when it is read back."""
+        sums = self._arena.sums
+        known = [sums.get(block_id, layer) for layer in range(self.geometry.num_layers)]
+        return tuple(known) if all(known) else self._checksums(self._block(block_id))
 
     def _checksums(self, block: memoryview) -> tuple[int, ...]:
         size = self.geometry.slice_bytes
