@@ -116,7 +116,8 @@ class EngineConfig(Struct, frozen=True):
 class HardwareConfig(Struct, frozen=True):
     """What a simulated instance runs on. `cost` is the truth of the simulation: a calibrated model
     of the catalogue, "roofline" (of `device` and `shape`), or the file of a measured profile.
-    `nodes_per_prefill` nodes form one prefill (or mixed) instance, joined by `parallelism`."""
+    `nodes_per_prefill` nodes form one prefill (or mixed) instance, joined by `parallelism`. Decode
+    instances may run on nodes of another kind."""
 
     cost: str = "a800-llama3-70b"
     device: str = "A800-SXM"
@@ -126,6 +127,8 @@ class HardwareConfig(Struct, frozen=True):
     parallelism: Parallelism = "tp"
     ssd_read_bytes_per_s: float = 0.0  # of one node; 0: as `cost.node` assumes
     ssd_write_bytes_per_s: float = 0.0
+    decode_device: str = ""  # "": as `device`
+    decode_devices_per_node: int = 0  # 0: as `devices_per_node`
 
 
 class ApiConfig(Struct, frozen=True):
@@ -251,6 +254,8 @@ def _check_ranges(config: Config) -> None:
         '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
         " become a decode instance",
     )
+    number = hardware.decode_devices_per_node
+    _require(0 <= number <= 64, "hardware.decode_devices_per_node", "0 to 64 (0: as the others)")
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
 
 

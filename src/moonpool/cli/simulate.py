@@ -63,6 +63,8 @@ FLAG_KEYS: FlagKeys = {
     "devices_per_node": ("hardware", "devices_per_node"),
     "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
     "parallelism": ("hardware", "parallelism"),
+    "decode_device": ("hardware", "decode_device"),
+    "decode_devices_per_node": ("hardware", "decode_devices_per_node"),
 }
 
 
@@ -133,6 +135,8 @@ def cluster_options(command: Any) -> Any:
         click.option("--device", help="A device of the catalogue (with --cost roofline)."),
         click.option("--shape", help="A model shape of the catalogue."),
         click.option("--devices-per-node", type=int),
+        click.option("--decode-device", help="Decode instances' device, if it is another."),
+        click.option("--decode-devices-per-node", type=int),
         click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
         click.option("--parallelism", type=click.Choice(choices(Parallelism))),
         click.option(
@@ -281,7 +285,7 @@ def read_cluster(
         defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
     if cost is not None:
         flags["cost"] = cost
-    elif flags["device"] is not None or flags["shape"] is not None:
+    elif any(flags[name] is not None for name in ("device", "shape", "decode_device")):
         flags["cost"] = "roofline"
     flags["seed"] = seed
     keys = {**FLAG_KEYS, "cost": ("hardware", "cost"), "seed": ("conductor", "seed")}

@@ -8,6 +8,7 @@ from typing import Any
 from moonpool.config import Config
 from moonpool.report.cluster import busy_share
 from moonpool.report.words import GAP, both, counted, duration, percent, significant
+from moonpool.sim.hardware import decode_nodes
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
@@ -36,6 +37,12 @@ def cluster_words(config: Config) -> str:
     if group > 1:
         kind = "prefill" if cluster.prefill else "mixed"
         node += f" ({kind}: {group} such nodes, {hardware.parallelism.upper()})"
+    decode = decode_nodes(hardware)
+    if cluster.decode and (decode.device, decode.devices_per_node) != (
+        hardware.device,
+        hardware.devices_per_node,
+    ):
+        node += f" (decode: {decode.devices_per_node}{GAP}×{GAP}{decode.device})"
     if cluster.prefill + cluster.decode + cluster.mixed == 1:
         return f"{pools} instance, {node} with {hardware.shape},"
     return f"{pools} instances, each {node} with {hardware.shape},"

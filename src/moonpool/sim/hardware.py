@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from moonpool.config import Config
+from moonpool.config import Config, HardwareConfig
 from moonpool.cost.belief import fit_belief, scaled
 from moonpool.cost.catalogue import BUILT_IN, Catalogue
 from moonpool.cost.fitted import FittedCost
@@ -69,11 +69,11 @@ def build_hardware(
     """From configuration. The errors are factors by which the Conductor's belief of prefill and
     decode times is wrong. Raises ConfigError for what cannot be built."""
     node = open_node(config.hardware, profile, catalogue)
+    decoder = open_node(decode_nodes(config.hardware), profile, catalogue)
     layout = _layout(node, config, profile)
-    pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
-    single = _node_hardware(config, node, node.cost, 1, pool_tokens, layout)
+    single = _node_hardware(config, decoder, decoder.cost, 1, layout)
     group = config.hardware.nodes_per_prefill
-    prefill = _node_hardware(config, node, node.prefill_cost, group, pool_tokens, layout)
+    prefill = _node_hardware(config, node, node.prefill_cost, group, layout)
     wrong = [
         replace(part, belief=scaled(part.belief, prefill_error, decode_error))
         for part in (prefill, single)
@@ -86,6 +86,16 @@ def build_hardware(
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
     hardware = Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
     return hardware if profile is None else _as_measured(hardware, profile)
+
+
+def decode_nodes(hardware: HardwareConfig) -> HardwareConfig:
+    """That of the nodes on which decode instances run: one node each."""
+    return structs.replace(
+        hardware,
+        device=hardware.decode_device or hardware.device,
+        devices_per_node=hardware.decode_devices_per_node or hardware.devices_per_node,
+        nodes_per_prefill=1,
+    )
 
 
 def _as_measured(hardware: Hardware, profile: FittedCost) -> Hardware:
@@ -135,12 +145,12 @@ def _node_hardware(
     node: Node,
     truth: StepCost,
     num_nodes: int,
-    pool_tokens: int,
     layout: BlockLayout,
 ) -> NodeHardware:
     network_bytes_per_s = node.network_bytes_per_s * num_nodes
     ssd_read_bytes_per_s = node.ssd_read_bytes_per_s * num_nodes
     num_slots = config.pool.ssd_tokens_per_instance * num_nodes // layout.block_tokens
+    pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
     if isinstance(truth, FittedCost):
         belief = truth
     else:

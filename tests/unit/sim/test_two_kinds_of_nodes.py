@@ -1,0 +1,71 @@
+"""Prefill on one kind of node, decode on another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.config import Config, ConfigError, parse_config
+from moonpool.report.opening import cluster_words
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware import NodeHardware, build_hardware
+from moonpool.sim.simulation import Simulation
+from moonpool.sim.workload import make_arrivals
+from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.generate import BLOCK_TOKENS, generate
+
+
+def config(**hardware: Any) -> Config:
+    tables = {"hardware": {"cost": "roofline"} | hardware, "cluster": {"prefill": 2, "decode": 2}}
+    return parse_config("", tables, DEFAULTS)
+
+
+def sizes(node: NodeHardware) -> tuple[object, ...]:
+    """All of it but the truth, which the belief is fitted to."""
+    return (node.belief, node.nic_bytes_per_s, node.pcie_bytes_per_s, node.engine_tokens)
+
+
+def test_each_role_has_its_own() -> None:
+    both = build_hardware(config(device="H100-SXM", decode_device="H20", decode_devices_per_node=4))
+    h100 = build_hardware(config(device="H100-SXM"))
+    h20 = build_hardware(config(device="H20", devices_per_node=4))
+    assert sizes(both.prefill) == sizes(h100.prefill)
+    assert sizes(both.decode) == sizes(h20.decode) != sizes(h100.decode)
+    assert both.layout == h20.layout
+    assert both.decode.engine_tokens < both.prefill.engine_tokens
+
+
+def test_groups_are_of_prefill_nodes_only() -> None:
+    grouped = build_hardware(
+        config(device="H100-SXM", decode_device="H20", nodes_per_prefill=2, parallelism="cpp")
+    )
+    assert sizes(grouped.decode) == sizes(build_hardware(config(device="H20")).decode)
+    assert grouped.prefill.truth.num_stages == 2
+
+
+def test_the_same_named_twice_is_one_kind() -> None:
+    named = build_hardware(config(device="H20", decode_device="H20"))
+    assert sizes(named.decode) == sizes(build_hardware(config(device="H20")).decode)
+    assert "(decode:" not in cluster_words(config(device="H20", decode_device="H20"))
+    assert "(decode: 8" in cluster_words(config(device="H20", decode_device="H100-SXM"))
+
+
+def test_what_was_measured_on_one_device_is_no_truth_of_another() -> None:
+    wrong = parse_config("", {"hardware": {"decode_device": "H20"}}, DEFAULTS)
+    with pytest.raises(ConfigError, match=r'use hardware.cost = "roofline"$'):
+        build_hardware(wrong)
+
+
+def test_decode_on_faster_memory_answers_faster() -> None:
+    gaps = []
+    for decode_device in ("A40", "H200"):
+        settings = config(device="H100-SXM", decode_device=decode_device, decode_devices_per_node=8)
+        hardware = build_hardware(settings)
+        simulation = Simulation(settings, hardware)
+        rows = generate(BUILT_IN["conversation"], num_requests=60, seed=2)
+        arrivals = make_arrivals(rows, BLOCK_TOKENS, 256, hardware.largest_request_tokens)
+        simulation.run(arrivals)
+        assert simulation.collector.num_completed == 60
+        gaps.append(simulation.collector.gap_s.quantile(0.5))
+    assert gaps[0] > 2 * gaps[1]
