@@ -18,6 +18,7 @@ COMMANDS = {
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "compare": ("moonpool.cli.live", "compare", "Lay a simulation and a replay side by side."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
+    "plan": ("moonpool.cli.plan", "plan", "What to buy: the cheapest that keeps the SLOs."),
     "trace": ("moonpool.cli.trace", "trace", "Read, make and get workloads."),
     "reproduce": ("moonpool.cli.reproduce", "reproduce", "A paper's figure beside ours."),
     "profile": ("moonpool.cli.profile", "profile", "Measure this machine; fit the cost model."),

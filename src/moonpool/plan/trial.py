@@ -60,8 +60,8 @@ class Trial(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """`error`: why it cannot be run at all; then nothing else is meant. `gave_up`: the figures are
-    those until then, and all later requests count as misses."""
+    """`error`: why it cannot be run at all; then nothing else is meant. `gave_up`: the run ended
+    early; its attainment is what could still have been reached then, so the true one is less."""
 
     attainment: Attainment
     misses: dict[str, int]  # by cause
@@ -142,9 +142,8 @@ def _outcome(simulation: Simulation, watcher: Watcher, counted: int) -> Outcome:
             nodes = [node for node in simulation.nodes.values() if node.info.role is role]
             busy_s = sum(node.engine.figures.busy_s for node in nodes)
             utilisation[role.value] = rounded(busy_s / (len(nodes) * span_s))
-    effective = counted - watcher.num_missed if not watcher.gave_up else watcher.num_met
     return Outcome(
-        attainment=Attainment(counted, effective),
+        attainment=Attainment(counted, counted - watcher.num_missed),
         misses={cause.value: watcher.misses[cause] for cause in Cause if watcher.misses[cause]},
         misses_by_minute=watcher.by_minute(),
         ttft_p50_s=rounded(watcher.ttft_s.quantile(0.5)),

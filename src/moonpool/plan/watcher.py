@@ -42,7 +42,6 @@ class Watcher(Collector):
     def __init__(self, simulation: Simulation, begin_s: float, speed: float) -> None:
         super().__init__()
         self.misses: Counter[Cause] = Counter()
-        self.num_met = 0
         self.gave_up = False
         self._simulation = simulation
         self._begin_s = begin_s
@@ -74,7 +73,6 @@ class Watcher(Collector):
         minute = int(record.arrived_s * self._speed // BIN_S)
         self._arrived[minute] += 1
         if record.effective:
-            self.num_met += 1
             return
         self._missed[minute] += 1
         self.misses[self._cause(record, reason)] += 1

@@ -1,0 +1,297 @@
+"""`moonpool plan`: the cheapest cluster that keeps the SLOs on a trace."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+import msgspec
+
+from moonpool.cli.capacity import MOST_SEEDS, SHARE
+from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.cli.plan_words import figures_of, print_check, print_plan
+from moonpool.cli.settings import FlagKeys, read_config, read_text
+from moonpool.cli.scale import check_folders
+from moonpool.cli.simulate import open_parts
+from moonpool.config import Config, ConfigError
+from moonpool.cost.prices import parse_prices
+from moonpool.plan.candidate import NodeKind, Priced
+from moonpool.plan.prepare import Layout, Prepared, prepare, truth_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.plan.assess import Assessor, PlanGoal
+    from moonpool.plan.trial import Workload
+    from moonpool.plan.workforce import Workforce
+
+FLAG_KEYS: FlagKeys = {
+    "slo_ttft": ("slo", "ttft_s"),
+    "slo_tbt": ("slo", "tbt_s"),
+    "block_size": ("pool", "block_tokens"),
+    "max_num_seqs": ("engine", "max_sequences"),
+    "shape": ("hardware", "shape"),
+    "devices_per_node": ("hardware", "devices_per_node"),
+    "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
+}
+
+
+@click.command()
+@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
+@click.option("--slo-ttft", type=float, help="Seconds to the first token; 30 unless configured.")
+@click.option("--slo-tbt", type=float, help="Seconds between tokens; 0.1 unless configured.")
+@click.option(
+    "--attainment",
+    type=SHARE,
+    default=0.9,
+    show_default=True,
+    help="Share of requests that must meet both SLOs; a rejected one does not.",
+)
+@click.option(
+    "--devices",
+    default="A800-SXM",
+    show_default=True,
+    help="Of the catalogue, with commas; H100-SXM:4 for nodes of four. All mixes are tried.",
+)
+@click.option("--shape", help="Model shape of the catalogue; llama3-70b unless configured.")
+@click.option("--devices-per-node", type=int, help="Where a device names no number; 8.")
+@click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance.")
+@click.option(
+    "--layout",
+    type=click.Choice(get_args(Layout)),
+    default="both",
+    show_default=True,
+    help="Prefill and decode apart, or on the same instances.",
+)
+@click.option("--prices", "prices_file", help="TOML file: USD per hour of devices and DRAM.")
+@click.option("--catalogue", "catalogue_file", help="TOML file with more devices and shapes.")
+@click.option("--cost", help="The truth: a800-llama3-70b, roofline, or a profile's file.")
+@click.option("--config", "config_file", type=click.Path(dir_okay=False), help="TOML file.")
+@click.option("--block-size", type=int, help="Tokens of one KVCache block.")
+@click.option("--max-num-seqs", type=int, help="Requests of one step.")
+@click.option("--confidence", type=SHARE, default=0.95, show_default=True)
+@click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, each.")
+@click.option(
+    "--runs", type=COUNT, default=120, show_default=True, help="Of the whole trace, at most."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
+@click.option("--requests", type=COUNT, help="Only the first so many.")
+@click.option("--processes", type=COUNT, help="That simulate; all cores unless given.")
+@click.option("--check", is_flag=True, help="Simulate choice and neighbours with fresh seeds.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw it: .png, .svg or .pdf.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures.")
+def plan(
+    trace_file: str,
+    prices_file: str | None,
+    catalogue_file: str | None,
+    cost: str | None,
+    config_file: str | None,
+    devices: str,
+    layout: Layout,
+    requests: int | None,
+    processes: int | None,
+    check: bool,
+    plot: str | None,
+    json_file: str | None,
+    **options: Any,
+) -> None:
+    """What to buy: the cheapest cluster that keeps the SLOs on a trace.
+
+    Simulates clusters of the devices named, disaggregated and colocated, with more or less cache,
+    other chunk sizes and policies, and says which is the cheapest, what binds it, and what one
+    instance fewer would break.
+    """
+    from moonpool.plan.assess import PlanGoal
+    from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
+
+    began_s = time.perf_counter()
+    _check_files(plot, json_file)
+    flags = {name: options[name] for name in FLAG_KEYS}
+    try:
+        base, kinds = _base(config_file, flags, devices, cost)
+        workload, priced = _workload(trace_file, requests, base, kinds, catalogue_file, prices_file)
+        prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
+        goal = PlanGoal(
+            options["attainment"],
+            options["confidence"],
+            options["seeds"],
+            options["runs"],
+            options["seed"],
+        )
+        for reason in prepared.left_out:
+            click.echo(f"left out: {reason}")
+        with Workforce(workload, processes or num_cores()) as workforce:
+            job = _Job(prepared, goal, priced, workforce)
+            figures = job.plan(plot)
+            if check:
+                figures["check"] = job.check()
+    except (ConfigError, WorkforceError) as error:
+        fail(str(error))
+    figures["run"] = {"trace": Path(trace_file).name, "devices": devices, "layout": layout}
+    figures["wall_s"] = round(time.perf_counter() - began_s, 1)
+    click.echo(f"\n{figures['runs']:.0f} runs of the whole trace in {figures['wall_s']:.0f} s")
+    write_json(json_file, figures)
+
+
+class _Job:
+    """One plan, and its check."""
+
+    def __init__(
+        self, prepared: Prepared, goal: PlanGoal, priced: Priced, workforce: Workforce
+    ) -> None:
+        self._prepared = prepared
+        self._goal = goal
+        self._priced = priced
+        self._workforce = workforce
+        self._choice: Any = None
+
+    def plan(self, plot: str | None) -> dict[str, Any]:
+        """Searches, prints, draws; returns the figures. Raises ConfigError."""
+        from moonpool.plan.advice import broken_by_fewer, sentence
+        from moonpool.plan.assess import BudgetError
+        from moonpool.plan.draw import draw_plan
+        from moonpool.plan.search import Planner
+
+        slo, wanted = self._prepared.base.slo, self._goal.wanted
+        with _progress(self._goal.max_runs) as tell:
+            assessor = self._assessor(self._goal, tell)
+            found = Planner(assessor, self._prepared.least_cache_tokens).plan(self._prepared.starts)
+            try:
+                fewer = broken_by_fewer(found.neighbours, assessor.in_full)
+            except BudgetError:
+                fewer = []
+        self._choice = found.choice
+        words = sentence(found, fewer, slo, wanted)
+        print_plan(found, words, wanted)
+        if plot is not None:
+            try:
+                draw_plan(found, wanted, slo, Path(plot))
+            except OSError as error:
+                fail(f"cannot write {plot}: {error.strerror}")
+        return figures_of(found, fewer, words, self._prepared, self._goal, self._priced)
+
+    def check(self) -> dict[str, Any]:
+        """Raises ConfigError."""
+        from moonpool.plan.assess import BudgetError
+        from moonpool.plan.check import FRESH_SEEDS_FROM
+        from moonpool.plan.check import check as check_choice
+
+        if self._choice is None:
+            return {}
+        fresh = msgspec.structs.replace(
+            self._goal, first_seed=self._goal.first_seed + FRESH_SEEDS_FROM
+        )
+        least = self._prepared.least_cache_tokens
+        try:
+            with _progress(self._goal.max_runs) as tell:
+                found = check_choice(self._choice.candidate, self._assessor(fresh, tell), least)
+        except BudgetError:
+            fail("the check needs more simulations than --runs allows: give it more")
+        return print_check(found)
+
+    def _assessor(self, goal: PlanGoal, tell: Callable[[str, float], None]) -> Assessor:
+        from moonpool.plan.assess import Assessor
+
+        prepared = self._prepared
+        return Assessor(
+            self._workforce,
+            prepared.base,
+            goal,
+            self._priced,
+            prepared.span,
+            prepared.span_runs,
+            tell,
+        )
+
+
+def _check_files(plot: str | None, json_file: str | None) -> None:
+    from moonpool.plan.draw import SUFFIXES
+
+    check_folders(plot, json_file)
+    if plot is not None and Path(plot).suffix.lower() not in SUFFIXES:
+        fail(f"cannot draw {plot}: its name must end in {', '.join(SUFFIXES)}")
+
+
+def _base(
+    config_file: str | None, flags: dict[str, Any], devices: str, cost: str | None
+) -> tuple[Config, list[NodeKind]]:
+    """Raises ConfigError."""
+    from moonpool.sim.defaults import DEFAULTS
+
+    base = read_config(config_file, flags, FLAG_KEYS, DEFAULTS)
+    kinds = [_node_kind(name.strip(), base) for name in devices.split(",") if name.strip()]
+    if not kinds:
+        raise ConfigError("--devices names none: give one or more of the catalogue, with commas")
+    return truth_for(base, list(dict.fromkeys(kinds)), cost), list(dict.fromkeys(kinds))
+
+
+def _node_kind(text: str, base: Config) -> NodeKind:
+    name, colon, number = text.partition(":")
+    if not colon:
+        return NodeKind(name, base.hardware.devices_per_node)
+    if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 64:
+        raise ConfigError(
+            f"--devices: {text!r} should be a device and how many a node has, 1 to 64"
+        )
+    return NodeKind(name, int(number))
+
+
+def _workload(
+    trace_file: str,
+    requests: int | None,
+    base: Config,
+    kinds: list[NodeKind],
+    catalogue_file: str | None,
+    prices_file: str | None,
+) -> tuple[Workload, Priced]:
+    """Raises ConfigError."""
+    from moonpool.plan.trial import Workload
+    from moonpool.trace.reader import open_trace
+    from moonpool.trace.row import TraceError
+
+    catalogue, profile = open_parts(base, catalogue_file)
+    if profile is not None and len(kinds) > 1:
+        raise ConfigError("a profile was measured on one kind of node: name one of --devices")
+    text = "" if prices_file is None else read_text(prices_file, "the price file")
+    prices = parse_prices(text, catalogue)
+    kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
+    try:
+        trace = open_trace(trace_file, limit=requests)
+        rows = tuple(trace)
+    except TraceError as error:
+        fail(str(error))
+    workload = Workload(rows, trace.info.block_tokens, catalogue, profile)
+    return workload, Priced(prices, kv_bytes, base.hardware.nodes_per_prefill)
+
+
+@contextmanager
+def _progress(total: float) -> Iterator[Callable[[str, float], None]]:
+    """On a terminal, a bar of the runs that are allowed at most; elsewhere a line per stage."""
+    stages: list[str] = []
+    if not sys.stderr.isatty():
+
+        def say(what: str, runs: float) -> None:
+            if what not in stages:
+                stages.append(what)
+                click.echo(f"{runs:5.1f} runs: {what}", err=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed:.0f} of at most {task.total:.0f} runs"))
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what, runs: bar.update(task, completed=runs, description=what)

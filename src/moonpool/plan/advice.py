@@ -1,0 +1,159 @@
+"""What a plan says in words: what to buy, what binds, and when one instance fewer breaks the SLOs.
+
+All of it is read off simulations: causes and moments are those of the misses they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonpool.config import SloConfig
+from moonpool.plan.assess import Assessment
+from moonpool.plan.candidate import Candidate, tokens
+from moonpool.plan.confidence import Interval
+from moonpool.plan.search import NeighbourFound, Plan
+from moonpool.plan.trial import Outcome
+from moonpool.plan.watcher import Cause
+from moonpool.types import Struct
+
+WINDOW_MINUTES = 5
+BINDS_SHARE = 0.005
+"""Of requests: fewer misses than this name no bottleneck; the neighbours are asked then."""
+_SLO = {
+    Cause.PREFILL.value: "the TTFT SLO",
+    Cause.DECODE_SPEED.value: "the TBT SLO",
+    Cause.DECODE_MEMORY.value: "the memory of decode",
+    Cause.POOL.value: "the pool's room",
+    Cause.DEADLINE.value: "the deadline",
+}
+
+
+class Moment(Struct, frozen=True):
+    """Where a run missed most: `at` is hours and minutes from the trace's start."""
+
+    at: str
+    missed: int
+    arrived: int
+
+
+class Broken(Struct, frozen=True):
+    """One instance fewer: what it breaks, and when."""
+
+    change: str
+    outcome: Outcome
+    interval: Interval
+    cause: str
+    moment: Moment | None
+
+
+def worst_moment(outcome: Outcome) -> Moment | None:
+    """The stretch of five minutes whose arrivals missed most often; None if none missed."""
+    arrived = {minute: number for minute, number, _ in outcome.misses_by_minute}
+    missed = {minute: number for minute, _, number in outcome.misses_by_minute}
+    best: tuple[int, int] | None = None
+    for first in sorted(arrived):
+        number = sum(missed.get(first + i, 0) for i in range(WINDOW_MINUTES))
+        if number and (best is None or number > best[0]):
+            best = (number, first)
+    if best is None:
+        return None
+    number, first = best
+    return Moment(
+        at=f"{first // 60:02d}:{first % 60:02d}",
+        missed=number,
+        arrived=sum(arrived.get(first + i, 0) for i in range(WINDOW_MINUTES)),
+    )
+
+
+def main_cause(misses: dict[str, int]) -> str:
+    """The most frequent; "" if there are no misses."""
+    return max(sorted(misses), key=lambda cause: misses[cause], default="")
+
+
+def broken_by_fewer(
+    around: Sequence[NeighbourFound], in_full: Callable[[Candidate], Outcome]
+) -> list[Broken]:
+    """Of the neighbours with one instance fewer, the worst first; `in_full` simulates one without
+    giving up."""
+    found = []
+    for neighbour in around:
+        if not neighbour.change.endswith("instance fewer"):
+            continue
+        assessment = neighbour.assessment
+        outcome = assessment.outcomes[0]
+        if outcome.gave_up:
+            outcome = in_full(assessment.candidate)
+        found.append(
+            Broken(
+                neighbour.change,
+                outcome,
+                assessment.interval,
+                main_cause(outcome.misses),
+                worst_moment(outcome),
+            )
+        )
+    return sorted(found, key=lambda one: one.outcome.share)
+
+
+def binding(choice: Assessment, fewer: Sequence[Broken]) -> str:
+    """What the choice is nearest to lacking; "" if nothing is short even with an instance less."""
+    misses = choice.misses()
+    requests = sum(outcome.attainment.num_requests for outcome in choice.outcomes)
+    if sum(misses.values()) >= BINDS_SHARE * requests:
+        return main_cause(misses)
+    return next((one.cause for one in fewer if one.cause), "")
+
+
+def sentence(plan: Plan, fewer: Sequence[Broken], slo: SloConfig, wanted: float) -> str:
+    """A few sentences that a person can act on."""
+    choice = plan.choice
+    if choice is None:
+        return nothing(plan, slo, wanted)
+    one = choice.candidate
+    cached = tokens(one.cache_tokens * one.num_instances)
+    low, high = choice.interval.low, choice.interval.high
+    text = (
+        f"Buy {one.counts} of {one.hardware} with {cached} cached tokens, for"
+        f" {choice.usd_per_h:,.2f} USD/h: {choice.interval.mean:.1%} of requests"
+        f" ({low:.1%} to {high:.1%}) meet TTFT {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s."
+    )
+    binds = binding(choice, fewer)
+    if binds:
+        text += f" {binds.capitalize()} is what binds."
+    for broken in fewer:
+        text += f" {_broken(broken, wanted)}"
+    return text
+
+
+def _broken(broken: Broken, wanted: float) -> str:
+    change, share = broken.change.capitalize(), broken.outcome.share
+    if broken.outcome.share >= wanted:
+        return (
+            f"{change} still gives {share:.1%} on the trace as it is, but {broken.interval.low:.1%}"
+            f" to {broken.interval.high:.1%} over draws of its sessions: too close to rely on."
+        )
+    if broken.moment is None:
+        return f"{change} leaves {share:.1%}."
+    moment = broken.moment
+    return (
+        f"{change} breaks {_SLO[broken.cause]}: {share:.1%} are left, and at {moment.at}"
+        f" {moment.missed} of {moment.arrived} requests miss within {WINDOW_MINUTES} minutes."
+    )
+
+
+def nothing(plan: Plan, slo: SloConfig, wanted: float) -> str:
+    """Where no cluster was found."""
+    text = (
+        f"No cluster was found in which {wanted:.0%} of requests surely meet TTFT {slo.ttft_s:g} s"
+        f" and TBT {slo.tbt_s:g} s"
+    )
+    if plan.assessed:
+        best = max(plan.assessed, key=lambda one: one.interval.mean)
+        cause = main_cause(best.misses())
+        text += (
+            f"; nearest came {best.candidate.counts} of {best.candidate.hardware}, with"
+            f" {best.interval.mean:.1%}, short of {cause or 'nothing else'}"
+        )
+    if not plan.complete:
+        return f"{text}: the simulations allowed were used up; give it more with --runs."
+    return f"{text}: raise the SLOs, lower --attainment, or name other --devices."

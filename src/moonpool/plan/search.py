@@ -1,0 +1,340 @@
+"""The search for the cheapest cluster that meets the SLOs.
+
+    demand      by the cost model: where each mix of hardware begins; mixes that cost twice the
+                cheapest, or that cannot hold the model, are left out
+    boundaries  on the busiest part of the trace: the fewest instances, all mixes side by side
+    tuning      there, with one instance fewer: policies and chunk size
+    settling    on the whole trace, the best mixes: down in price, step by step, to where nothing
+                cheaper that was looked at meets with confidence
+    confirming  each neighbour of the choice, with as many seeds as it takes; a cheaper one that
+                meets takes its place
+
+Which simulations are run follows from their outcomes alone, not from the time they take or the
+number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moonpool.plan.assess import Assessment, Assessor, BudgetError
+from moonpool.plan.boundary import boundary, grown, side_by_side
+from moonpool.plan.candidate import (
+    ADMISSIONS,
+    CACHE_STEPS,
+    CHUNK_STEPS,
+    PLACEMENTS,
+    Candidate,
+    neighbours,
+    stepped,
+)
+from moonpool.plan.confidence import Verdict
+from moonpool.plan.trial import Outcome
+from moonpool.types import Struct
+
+KEPT_MIXES = 8
+DEAREST = 2.0
+"""Mixes beyond this many times the cheapest, by the cost model, are not simulated."""
+SETTLED_MIXES = 3
+SETTLED_WITHIN = 1.3
+"""Of these, the cheapest by their boundaries, and no others than within this many times the
+cheapest."""
+GAIN = 0.01
+"""Of attainment, from which on another policy or chunk size is worth changing to."""
+MAX_GROWTHS = 8
+MAX_MOVES = 40
+MAX_CONFIRMATIONS = 6
+
+
+class NeighbourFound(Struct, frozen=True):
+    change: str
+    assessment: Assessment
+
+
+class MixFound(Struct, frozen=True):
+    """How far a mix of hardware came. `start`: by the cost model; `boundary`: on the busiest part
+    of the trace; `settled`: the cheapest of it on the whole trace."""
+
+    start: Candidate
+    start_usd_per_h: float
+    boundary: Candidate | None = None
+    settled: Assessment | None = None
+
+
+class Plan(Struct, frozen=True):
+    """`choice` is None where nothing meets the SLOs. `assessed`: all that was simulated whole and
+    with more than one seed, by price."""
+
+    choice: Assessment | None
+    neighbours: tuple[NeighbourFound, ...]
+    mixes: tuple[MixFound, ...]
+    assessed: tuple[Assessment, ...]
+    runs: float
+    complete: bool
+
+    def front(self) -> list[Assessment]:
+        """Those than which nothing cheaper attains as much."""
+        found: list[Assessment] = []
+        for one in self.assessed:
+            if not found or one.interval.mean > found[-1].interval.mean:
+                found.append(one)
+        return found
+
+
+class Planner:
+    def __init__(self, assessor: Assessor, least_cache_tokens: int) -> None:
+        self._assessor = assessor
+        self._least_cache = least_cache_tokens
+        self._wanted = assessor.goal.wanted
+        self._best: Assessment | None = None
+        self._mixes: list[MixFound] = []
+
+    def plan(self, starts: Sequence[Candidate]) -> Plan:
+        """`starts`: one for each mix of hardware. Raises ConfigError."""
+        complete, around = True, tuple[NeighbourFound, ...]()
+        try:
+            self._bound(starts)
+            self._tune()
+            for number in self._worth_settling():
+                self._settle_mix(number)
+            around = self._confirm()
+        except BudgetError:
+            complete = False
+            around = self._known_neighbours()
+        known = [one for one in self._assessor.known.values() if len(one.outcomes) > 1]
+        known.sort(key=lambda one: (one.usd_per_h, -one.interval.mean))
+        mixes = sorted(self._mixes, key=self._mix_order)
+        return Plan(self._best, around, tuple(mixes), tuple(known), self._assessor.runs, complete)
+
+    # Boundaries
+
+    def _bound(self, starts: Sequence[Candidate]) -> None:
+        price = self._assessor.usd_per_h
+        self._mixes = sorted((MixFound(one, price(one)) for one in starts), key=self._mix_order)
+        least = self._mixes[0].start_usd_per_h
+        kept = [
+            number
+            for number, mix in enumerate(self._mixes[:KEPT_MIXES])
+            if mix.start_usd_per_h <= DEAREST * least
+        ]
+        self._assessor.doing = "the busiest part, by hardware"
+        askings = [
+            boundary(mix.start, self._wanted, self._roles(mix.start))
+            for mix in (self._mixes[number] for number in kept)
+        ]
+        for number, found in zip(kept, side_by_side(askings, self._assessor.probe), strict=True):
+            self._mixes[number] = msgspec.structs.replace(self._mixes[number], boundary=found)
+
+    def _roles(self, candidate: Candidate) -> list[str]:
+        """The dearest first."""
+        if candidate.mixed:
+            return ["mixed"]
+        price = self._assessor.usd_per_h
+        saved = {
+            role: price(msgspec.structs.replace(candidate, **{role: getattr(candidate, role) + 1}))
+            for role in ("prefill", "decode")
+        }
+        return sorted(saved, key=lambda role: -saved[role])
+
+    def _mix_order(self, mix: MixFound) -> tuple[float, str]:
+        usd = mix.start_usd_per_h
+        if mix.settled is not None:
+            usd = mix.settled.usd_per_h
+        elif mix.boundary is not None:
+            usd = self._assessor.usd_per_h(mix.boundary)
+        return usd, mix.start.hardware + mix.start.counts
+
+    def _worth_settling(self) -> list[int]:
+        bound = [n for n, mix in enumerate(self._mixes) if mix.boundary is not None]
+        bound.sort(key=lambda n: self._mix_order(self._mixes[n]))
+        most = SETTLED_WITHIN * min((self._mix_order(self._mixes[n])[0] for n in bound), default=0)
+        return [n for n in bound if self._mix_order(self._mixes[n])[0] <= most][:SETTLED_MIXES]
+
+    # Tuning
+
+    def _tune(self) -> None:
+        """Of the cheapest disaggregated and the cheapest colocated mix; the others follow them."""
+        for colocated in (False, True):
+            numbers = [
+                n for n in self._worth_settling() if bool(self._mixes[n].start.mixed) is colocated
+            ]
+            if not numbers:
+                continue
+            first = self._mixes[numbers[0]].boundary
+            assert first is not None
+            settings = self._tuned(first)
+            if not settings:
+                continue
+            askings = []
+            for n in numbers:
+                found = self._mixes[n].boundary
+                assert found is not None
+                start = msgspec.structs.replace(found, **settings)
+                askings.append(boundary(start, self._wanted, self._roles(start)))
+            for n, found in zip(numbers, side_by_side(askings, self._assessor.probe), strict=True):
+                if found is not None:
+                    self._mixes[n] = msgspec.structs.replace(self._mixes[n], boundary=found)
+
+    def _tuned(self, found: Candidate) -> dict[str, Any]:
+        """Settings better than those of `found`, where it is short of one instance."""
+        self._assessor.doing = "policies and chunk size"
+        role = self._roles(found)[0]
+        count = max(getattr(found, role) - 1, 1)
+        stressed = msgspec.structs.replace(found, **{role: count})
+        options: list[tuple[str, Any]] = [
+            *(("placement", value) for value in PLACEMENTS),
+            *(("admission", value) for value in ADMISSIONS),
+            *(("chunk_tokens", stepped(CHUNK_STEPS, found.chunk_tokens, n)) for n in (-2, -1, 1)),
+        ]
+        options = [
+            (name, value)
+            for name, value in options
+            if value is not None and value != getattr(found, name)
+        ]
+        others = [msgspec.structs.replace(stressed, **{name: value}) for name, value in options]
+        base, *outcomes = self._assessor.probe([stressed, *others])
+        best: dict[str, tuple[float, Any]] = {}
+        for (name, value), outcome in zip(options, outcomes, strict=True):
+            if outcome.share > max(base.share + GAIN, best.get(name, (0.0, None))[0]):
+                best[name] = (outcome.share, value)
+        settings = {name: value for name, (_, value) in best.items()}
+        if len(settings) > 1:
+            [together] = self._assessor.probe([msgspec.structs.replace(stressed, **settings)])
+            alone, name = max((share, name) for name, (share, _) in best.items())
+            if together.share < alone:
+                settings = {name: settings[name]}
+        return settings
+
+    # Settling
+
+    def _settle_mix(self, number: int) -> None:
+        mix = self._mixes[number]
+        assert mix.boundary is not None
+        self._assessor.doing = f"the whole trace, {mix.start.hardware}"
+        start = self._brought_up(mix.boundary)
+        if start is not None:
+            settled = self._settle(start)
+            self._mixes[number] = msgspec.structs.replace(mix, settled=settled)
+            self._take(settled)
+
+    def _brought_up(self, candidate: Candidate) -> Assessment | None:
+        """Until it meets on the whole trace; None if it then costs more than the best."""
+        for _ in range(MAX_GROWTHS):
+            [outcome] = self._assessor.glance([candidate])
+            if outcome.share >= self._wanted:
+                [found] = self._assessor.judge([candidate])
+                if found.verdict is Verdict.MEETS:
+                    return found
+            if self._best and self._assessor.usd_per_h(candidate) >= self._best.usd_per_h:
+                return None
+            candidate = _one_more(candidate, outcome)
+        return None
+
+    def _settle(self, now: Assessment) -> Assessment:
+        for _ in range(MAX_MOVES):
+            cheaper = self._first_that_meets(self._cheaper_moves(now.candidate))
+            if cheaper is None:
+                return now
+            now = cheaper
+            self._take(now)
+        return now
+
+    def _cheaper_moves(self, now: Candidate) -> list[Candidate]:
+        """Cheapest first: what is one or a few steps away and costs less."""
+        change = msgspec.structs.replace
+        moves: list[Candidate] = []
+        caches = [stepped(CACHE_STEPS, now.cache_tokens, n) for n in (-3, -1, 1, 3)]
+        caches = [c for c in caches if c is not None and c >= self._least_cache]
+        moves += [change(now, cache_tokens=cache) for cache in caches]
+        for role in self._roles(now):
+            if getattr(now, role) > 1:
+                fewer = change(now, **{role: getattr(now, role) - 1})
+                moves += [fewer, *(change(fewer, cache_tokens=cache) for cache in caches)]
+                for other in self._roles(now):
+                    if other != role:
+                        moves.append(change(fewer, **{other: getattr(now, other) + 1}))
+        price = self._assessor.usd_per_h
+        cheaper = [move for move in moves if price(move) < price(now)]
+        return sorted(dict.fromkeys(cheaper), key=lambda one: (price(one), str(one)))
+
+    def _first_that_meets(self, candidates: Sequence[Candidate]) -> Assessment | None:
+        """With the most instances first, whose failure says something of those with less."""
+        order = sorted(candidates, key=lambda c: (-c.num_instances, -c.cache_tokens))
+        promising = []
+        for pair in (order[i : i + 2] for i in range(0, len(order), 2)):
+            for one, outcome in zip(pair, self._assessor.glance(pair), strict=True):
+                if outcome.share >= self._wanted:
+                    promising.append(one)
+        for one in candidates:
+            if one in promising:
+                [found] = self._assessor.judge([one])
+                if found.verdict is Verdict.MEETS:
+                    return found
+        return None
+
+    def _take(self, found: Assessment) -> None:
+        if self._best is None or found.usd_per_h < self._best.usd_per_h:
+            self._best = found
+
+    # Confirming
+
+    def _confirm(self) -> tuple[NeighbourFound, ...]:
+        """Moves on while a neighbour is cheaper, or as cheap and better; then names them all."""
+        for _ in range(MAX_CONFIRMATIONS):
+            if self._best is None:
+                return ()
+            self._assessor.doing = "neighbours"
+            around = neighbours(self._best.candidate, self._least_cache)
+            price = self._assessor.usd_per_h
+            alike = [n.candidate for n in around if price(n.candidate) <= self._best.usd_per_h]
+            found = self._assessor.judge(alike)
+            found += self._assessor.judge(
+                [n.candidate for n in around if n.candidate not in alike], max_seeds=2
+            )
+            better = self._better_of(found)
+            if better is None:
+                break
+            self._best = better
+            self._best = self._settle(better)
+        return self._known_neighbours()
+
+    def _better_of(self, found: Sequence[Assessment]) -> Assessment | None:
+        assert self._best is not None
+        best = self._best
+        meeting = [one for one in found if one.verdict is Verdict.MEETS]
+        cheaper = [one for one in meeting if one.usd_per_h < best.usd_per_h]
+        if cheaper:
+            return min(cheaper, key=lambda one: (one.usd_per_h, str(one.candidate)))
+        better = [
+            one
+            for one in meeting
+            if one.usd_per_h == best.usd_per_h
+            and one.interval.low > best.interval.high
+            and one.interval.mean > best.interval.mean + GAIN
+        ]
+        return max(better, key=lambda one: (one.interval.mean, str(one.candidate)), default=None)
+
+    def _known_neighbours(self) -> tuple[NeighbourFound, ...]:
+        if self._best is None:
+            return ()
+        known = self._assessor.known
+        return tuple(
+            NeighbourFound(neighbour.change, known[neighbour.candidate])
+            for neighbour in neighbours(self._best.candidate, self._least_cache)
+            if neighbour.candidate in known
+        )
+
+
+def _one_more(candidate: Candidate, outcome: Outcome) -> Candidate:
+    """One instance more of what lacked most."""
+    more = grown(candidate, outcome)
+    if more.mixed:
+        return msgspec.structs.replace(candidate, mixed=candidate.mixed + 1)
+    return msgspec.structs.replace(
+        candidate,
+        prefill=candidate.prefill + (more.prefill > candidate.prefill),
+        decode=candidate.decode + (more.decode > candidate.decode),
+    )
