@@ -4,7 +4,7 @@ worse. A conversation: candidates go out, outcomes come in; several are held sid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import msgspec
 
@@ -26,21 +26,21 @@ def boundary(start: Candidate, wanted: float, roles: Sequence[str]) -> Asking:
         if outcome.share >= wanted:
             break
         fails.append(now)
-        now = grown(now, outcome)
+        now = grown(now, outcome.misses, 1.0 - outcome.share)
     else:
         return None
     for role in roles:
         low = max((getattr(f, role) for f in fails if _as_many_others(f, now, role)), default=0)
-        high = getattr(now, role)
+        high, step = getattr(now, role), 1
         while high - low > 1:
-            middle = high - 1 if high - low <= 4 else (low + high) // 2
+            middle = max(high - step, low + 1)
             less = msgspec.structs.replace(now, **{role: middle})
             outcome = yield less
             if outcome.share >= wanted:
-                now, high = less, middle
+                now, high, step = less, middle, 2 * step
             else:
                 fails.append(less)
-                low = middle
+                low, step = middle, max((high - middle) // 2, 1)
     return now
 
 
@@ -49,21 +49,21 @@ def _as_many_others(failed: Candidate, now: Candidate, role: str) -> bool:
     return all(getattr(failed, name) >= getattr(now, name) for name in others)
 
 
-def grown(candidate: Candidate, outcome: Outcome) -> Candidate:
-    """More of what the misses lacked, by a quarter or at least one; of both if both lacked."""
+def grown(candidate: Candidate, misses: Mapping[str, int], missed: float) -> Candidate:
+    """More of what the misses lacked, by the share that missed or at least one; of both if both
+    lacked."""
     if candidate.mixed:
-        return msgspec.structs.replace(candidate, mixed=_more(candidate.mixed))
-    misses = outcome.misses
+        return msgspec.structs.replace(candidate, mixed=_more(candidate.mixed, missed))
     decode = sum(misses.get(cause, 0) for cause in _DECODE) / max(sum(misses.values()), 1)
     return msgspec.structs.replace(
         candidate,
-        prefill=candidate.prefill if decode > 0.75 else _more(candidate.prefill),
-        decode=candidate.decode if decode < 0.25 else _more(candidate.decode),
+        prefill=candidate.prefill if decode > 0.75 else _more(candidate.prefill, missed),
+        decode=candidate.decode if decode < 0.25 else _more(candidate.decode, missed),
     )
 
 
-def _more(count: int) -> int:
-    return count + max(1, count // 4)
+def _more(count: int, missed: float) -> int:
+    return count + max(1, round(count * missed))
 
 
 def side_by_side(

@@ -104,7 +104,7 @@ def _able_kinds(
             continue
         if demand.longest_tokens > hardware.largest_request_tokens:
             reasons.append(
-                f"{kind} holds {hardware.largest_request_tokens:,} tokens of KVCache beside the"
+                f"{kind} hold {hardware.largest_request_tokens:,} tokens of KVCache beside the"
                 f" model, and the longest request has {demand.longest_tokens:,}; use more devices"
             )
             continue

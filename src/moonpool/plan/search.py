@@ -15,7 +15,7 @@ number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,7 +32,6 @@ from moonpool.plan.candidate import (
     stepped,
 )
 from moonpool.plan.confidence import Verdict
-from moonpool.plan.trial import Outcome
 from moonpool.types import Struct
 
 KEPT_MIXES = 8
@@ -224,13 +223,15 @@ class Planner:
         """Until it meets on the whole trace; None if it then costs more than the best."""
         for _ in range(MAX_GROWTHS):
             [outcome] = self._assessor.glance([candidate])
+            misses = outcome.misses
             if outcome.share >= self._wanted:
                 [found] = self._assessor.judge([candidate])
                 if found.verdict is Verdict.MEETS:
                     return found
+                misses = found.misses()
             if self._best and self._assessor.usd_per_h(candidate) >= self._best.usd_per_h:
                 return None
-            candidate = _one_more(candidate, outcome)
+            candidate = _one_more(candidate, misses)
         return None
 
     def _settle(self, now: Assessment) -> Assessment:
@@ -243,13 +244,16 @@ class Planner:
         return now
 
     def _cheaper_moves(self, now: Candidate) -> list[Candidate]:
-        """Cheapest first: what is one or a few steps away and costs less."""
+        """Cheapest first, what costs less of: less cache; an instance less or more, with any cache;
+        an instance less of one role and more of the other."""
         change = msgspec.structs.replace
         moves: list[Candidate] = []
-        caches = [stepped(CACHE_STEPS, now.cache_tokens, n) for n in (-3, -1, 1, 3)]
-        caches = [c for c in caches if c is not None and c >= self._least_cache]
-        moves += [change(now, cache_tokens=cache) for cache in caches]
+        caches = [cache for cache in CACHE_STEPS if cache >= self._least_cache]
+        near = {stepped(CACHE_STEPS, now.cache_tokens, n) for n in (-3, -1)}
+        moves += [change(now, cache_tokens=cache) for cache in caches if cache in near]
         for role in self._roles(now):
+            more = change(now, **{role: getattr(now, role) + 1})
+            moves += [change(more, cache_tokens=cache) for cache in caches]
             if getattr(now, role) > 1:
                 fewer = change(now, **{role: getattr(now, role) - 1})
                 moves += [fewer, *(change(fewer, cache_tokens=cache) for cache in caches)]
@@ -328,9 +332,9 @@ class Planner:
         )
 
 
-def _one_more(candidate: Candidate, outcome: Outcome) -> Candidate:
-    """One instance more of what lacked most."""
-    more = grown(candidate, outcome)
+def _one_more(candidate: Candidate, misses: Mapping[str, int]) -> Candidate:
+    """One instance more of what the misses lacked."""
+    more = grown(candidate, misses, 0.0)
     if more.mixed:
         return msgspec.structs.replace(candidate, mixed=candidate.mixed + 1)
     return msgspec.structs.replace(

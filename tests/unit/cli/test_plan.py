@@ -1,0 +1,106 @@
+"""`moonpool plan`, as a user sees it: an answer, its check, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonpool.cli.main import cli
+from moonpool.config import parse_config
+from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.generate import generate
+from moonpool.trace.writer import write_trace
+
+SMALL = ("--slo-ttft", "20", "--seeds", "4", "--layout", "disaggregated")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    write_trace(generate(BUILT_IN["conversation"], num_requests=60, seed=1, rate_rps=0.5), path)
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def plan_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    path = folder / "plan.json"
+    done = run(*arguments, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    assert found.pop("wall_s") > 0 and found.pop("cpu_s") > 0
+    return found, done.stdout
+
+
+@pytest.fixture(scope="module")
+def answer(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    folder = tmp_path_factory.mktemp("plan")
+    plot = ("--plot", str(folder / "p.svg"))
+    found = plan_of(folder, "--trace", trace, *SMALL, "--check", "--processes", "1", *plot)
+    assert "<svg" in (folder / "p.svg").read_text()
+    return found
+
+
+def test_it_says_what_to_buy_and_why(answer: tuple[dict[str, Any], str]) -> None:
+    found, text = answer
+    choice = found["choice"]
+    assert text.startswith(f"Buy {choice['cluster']} of 8 x A800-SXM with ")
+    assert found["advice"] in text and "USD/h" in text
+    assert choice["verdict"] == "meets" and choice["attainment"]["low"] >= 0.9
+    assert found["complete"] and found["binds"]
+    for neighbour in found["neighbours"]:
+        cheaper = neighbour["usd_per_h"] < choice["usd_per_h"]
+        assert not (cheaper and neighbour["verdict"] == "meets")
+        assert neighbour["change"] in text
+    costs = [one["usd_per_h"] for one in found["front"]]
+    assert costs == sorted(costs)
+    config = parse_config("", found["config"])
+    assert config.cluster.prefill == choice["candidate"]["prefill"]
+
+
+def test_the_check_uses_fresh_seeds(answer: tuple[dict[str, Any], str]) -> None:
+    found, text = answer
+    assert found["check"]["conclusion"] in text
+    assert found["check"]["choice"]["cluster"] == found["choice"]["cluster"]
+    assert found["check"]["choice"]["attainment"] != found["choice"]["attainment"]
+    changes = [one["change"] for one in found["check"]["neighbours"]]
+    assert any("prefill instance" in change for change in changes)
+    assert any("chunks of" in change for change in changes)
+
+
+def test_the_number_of_processes_changes_nothing(
+    answer: tuple[dict[str, Any], str], trace: str, tmp_path: Path
+) -> None:
+    other, text = plan_of(tmp_path, "--trace", trace, *SMALL, "--check", "--processes", "2")
+    assert other == answer[0]
+    assert text.splitlines()[:-1] == answer[1].splitlines()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--slo-ttft", "0.1"), r"no cluster can: for 90% of the requests, prefill alone takes"),
+        (("--slo-tbt", "0.01"), "no cluster can: a decode step takes"),
+        (("--devices", "H100"), "unknown device 'H100'; did you mean"),
+        (("--devices", "A800-SXM,A6000:8"), "there is no price of A6000: give one by --prices"),
+        (("--devices", "A40:2"), "llama3-70b does not fit 2 A40"),
+        (("--devices", "H100-SXM:many"), "'H100-SXM:many' should be a device and how many"),
+        (("--devices", ","), "--devices names none"),
+        (("--shape", "llama"), "unknown model shape 'llama'"),
+        (("--prices", "nowhere.toml"), "cannot read the price file nowhere.toml"),
+        (("--plot", "p.gif"), "its name must end in .png, .svg, .pdf"),
+        (("--json", "no/where.json"), "there is no folder no"),
+        (("--block-size", "100"), "pool.block_tokens must be a multiple of 16"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], says: str, trace: str) -> None:
+    done = run("--trace", trace, *arguments)
+    assert done.exit_code == 1, done.output
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and says in lines[0] and lines[0].startswith("moonpool: ")

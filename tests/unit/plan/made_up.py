@@ -1,0 +1,52 @@
+"""A made-up cluster in the place of simulations: attainment by a formula, so that what a search
+should find is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from moonpool.config import Config
+from moonpool.plan.confidence import Attainment
+from moonpool.plan.trial import Outcome, Trial
+
+NUM_REQUESTS = 10_000
+Truth = Callable[[Config], tuple[float, float]]
+"""Shares of requests that get their prefill and their decode in time."""
+
+
+def outcome(prefill: float, decode: float) -> Outcome:
+    prefill, decode = min(max(prefill, 0.0), 1.0), min(max(decode, 0.0), 1.0)
+    late = round(NUM_REQUESTS * (1 - prefill))
+    slow = round((NUM_REQUESTS - late) * (1 - decode))
+    misses = {"prefill time": late, "decode speed": slow}
+    return Outcome(
+        Attainment(NUM_REQUESTS, NUM_REQUESTS - late - slow),
+        {cause: number for cause, number in misses.items() if number},
+        ((0, NUM_REQUESTS, late + slow),),
+        ttft_p90_s=1.0,
+    )
+
+
+class MadeUpWorkforce:
+    """Remembers what it was asked; the same trial has the same outcome."""
+
+    def __init__(self, truth: Truth, noise: float = 0.0) -> None:
+        self.num_run = 0
+        self.asked: list[Trial] = []
+        self._truth = truth
+        self._noise = noise
+        self._known: dict[Trial, Outcome] = {}
+
+    def run(
+        self, trials: Sequence[Trial], tell: Callable[[int], None] = lambda done: None
+    ) -> list[Outcome]:
+        for trial in trials:
+            if trial not in self._known:
+                self.asked.append(trial)
+                self.num_run += 1
+                prefill, decode = self._truth(trial.config)
+                draw = Random(f"{trial.seed}").random()
+                self._known[trial] = outcome(prefill - self._noise * draw, decode)
+                tell(1)
+        return [self._known[trial] for trial in trials]

@@ -1,0 +1,87 @@
+"""What the cost model says before anything is simulated."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.config import parse_config
+from moonpool.cost.prices import parse_prices
+from moonpool.plan.candidate import NodeKind, Priced
+from moonpool.plan.demand import Demand, busiest_span, demand_of, mixed_chunk_tokens
+from moonpool.plan.prepare import prepare, truth_for
+from moonpool.plan.trial import WHOLE, Workload
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware import build_hardware
+from moonpool.trace.builtin import BUILT_IN
+from moonpool.trace.generate import BLOCK_TOKENS, generate
+from moonpool.trace.row import TraceRow
+
+BASE = parse_config("", {}, DEFAULTS)
+A800, H100 = NodeKind("A800-SXM", 8), NodeKind("H100-SXM", 8)
+PRICED = Priced(parse_prices(), 327_680.0)
+
+
+def conversation(requests: int = 1500, rate: float = 3.4) -> Workload:
+    rows = generate(BUILT_IN["conversation"], num_requests=requests, seed=1, rate_rps=rate)
+    return Workload(tuple(rows), BLOCK_TOKENS)
+
+
+def test_hits_are_those_of_an_endless_cache() -> None:
+    rows = (
+        TraceRow(0.0, 1024, 10, (1, 2)),
+        TraceRow(1.0, 1500, 10, (1, 2, 3)),
+        TraceRow(2.0, 600, 10, (4, 5)),
+    )
+    demand = demand_of(Workload(rows, 512), 256)
+    assert demand.hit_tokens == (0, 1024, 0) and demand.longest_tokens == 1510
+    assert demand_of(Workload(rows, 0), 256).hit_tokens == (0, 0, 0)
+
+
+def test_the_busiest_part_is_where_most_work_is() -> None:
+    times = tuple(float(i) for i in range(3600))
+    demand = Demand(times, (100,) * 3600, (0,) * 3600, (10,) * 3600)
+    work = [10.0 if 2000 <= at < 2300 else 1.0 for at in times]
+    span = busiest_span(demand, work)
+    assert span.begin_s <= 2000 and span.end_s >= 2300
+    assert span.end_s - span.begin_s == pytest.approx(3599 / 6)
+    assert span.warm_up_s == pytest.approx(3599 / 12)
+    short = Demand(times[:100], (1,) * 100, (0,) * 100, (1,) * 100)
+    assert busiest_span(short, work[:100]) == WHOLE
+
+
+def test_twice_the_load_starts_with_about_twice_the_instances() -> None:
+    counts = []
+    for rate in (3.0, 6.0):
+        found = prepare(conversation(rate=rate), BASE, [A800], PRICED, 0.9, "disaggregated")
+        [start] = found.starts
+        counts.append((start.prefill, start.decode))
+    assert counts[1][0] == pytest.approx(2 * counts[0][0], abs=2)
+    assert counts[1][1] >= counts[0][1] >= 1
+
+
+def test_every_mix_is_a_start_and_what_does_not_fit_is_left_out() -> None:
+    base = truth_for(BASE, [A800, H100], None)
+    small = NodeKind("A40", 2)
+    found = prepare(conversation(), base, [A800, small, H100], PRICED, 0.9)
+    mixes = {(s.kind, s.decode_kind, bool(s.mixed)) for s in found.starts}
+    assert len(found.starts) == len(mixes) == 6
+    [reason] = found.left_out
+    assert "does not fit 2 A40" in reason
+    faster = {s.kind: s.prefill for s in found.starts if s.decode_kind == A800 and not s.mixed}
+    assert faster[H100] < faster[A800]
+
+
+def test_the_measured_node_is_used_for_itself_alone() -> None:
+    assert truth_for(BASE, [A800], None).hardware.cost == "a800-llama3-70b"
+    assert truth_for(BASE, [A800, H100], None).hardware.cost == "roofline"
+    assert truth_for(BASE, [NodeKind("A800-SXM", 4)], None).hardware.cost == "roofline"
+    assert truth_for(BASE, [A800], "roofline").hardware.cost == "roofline"
+
+
+def test_colocated_chunks_leave_room_for_the_tbt() -> None:
+    demand = demand_of(conversation(), 256)
+    node = build_hardware(BASE).mixed
+    chunk = mixed_chunk_tokens(demand, node, BASE)
+    assert chunk in (128, 256, 512)
+    loose = parse_config("", {"slo": {"tbt_s": 2.0}}, DEFAULTS)
+    assert mixed_chunk_tokens(demand, node, loose) > chunk

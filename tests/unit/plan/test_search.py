@@ -1,0 +1,158 @@
+"""The whole search on made-up clusters, where the cheapest is known."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.plan.made_up import MadeUpWorkforce, Truth
+
+from moonpool.config import Config, parse_config
+from moonpool.cost.prices import parse_prices
+from moonpool.plan.advice import broken_by_fewer, sentence
+from moonpool.plan.assess import Assessor, PlanGoal
+from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind, Priced
+from moonpool.plan.check import FRESH_SEEDS_FROM, check
+from moonpool.plan.confidence import Verdict
+from moonpool.plan.search import Plan, Planner
+from moonpool.plan.trial import WHOLE
+from moonpool.sim.defaults import DEFAULTS
+
+A, B = NodeKind("A800-SXM", 8), NodeKind("H100-SXM", 8)
+BASE = parse_config("", {"hardware": {"cost": "roofline"}}, DEFAULTS)
+KV_BYTES = 327_680.0
+
+
+def truth(prefill: float, decode: float, faster: float = 1.0, cache: float = 0.0) -> Truth:
+    """`prefill` and `decode`: instances of A that are needed; B counts `faster` times. A small
+    cache costs prefill: up to `cache` of it more."""
+
+    def of(config: Config) -> tuple[float, float]:
+        cluster, hardware = config.cluster, config.hardware
+        hits = min(config.pool.dram_tokens_per_instance / 4_000_000, 1.0)
+        needed = prefill * (1 + cache * (1 - hits))
+        strong = faster if hardware.device == "H100-SXM" else 1.0
+        strong_decode = faster if hardware.decode_device == "H100-SXM" else 1.0
+        if cluster.mixed:
+            share = strong * cluster.mixed / (needed + decode + 2)
+            return share, 1.0
+        return strong * cluster.prefill / needed, strong_decode * cluster.decode / decode
+
+    return of
+
+
+def priced(a: float = 1.5, b: float = 3.5, dram: float = 0.004) -> Priced:
+    text = f"[devices]\nA800-SXM = {a}\nH100-SXM = {b}\n[dram]\nusd_per_gb_h = {dram}"
+    return Priced(parse_prices(text), KV_BYTES)
+
+
+def assessor(workforce: MadeUpWorkforce, price: Priced, **goal: object) -> Assessor:
+    wanted = msgspec.structs.replace(PlanGoal(), **goal)
+    return Assessor(workforce, BASE, wanted, price, WHOLE, 0.25)  # type: ignore[arg-type]
+
+
+def starts() -> list[Candidate]:
+    found = [Candidate(p, d, 4, 2, 0, 3_000_000, 2048) for p, d in product((A, B), repeat=2)]
+    return [*found, *(Candidate(k, k, 0, 0, 6, 3_000_000, 256) for k in (A, B))]
+
+
+def planned(workforce: MadeUpWorkforce, price: Priced, **goal: object) -> tuple[Plan, Assessor]:
+    used = assessor(workforce, price, **goal)
+    return Planner(used, 200_000).plan(starts()), used
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prefill=st.floats(1.2, 9),
+    decode=st.floats(0.5, 5),
+    faster=st.floats(1.0, 4.0),
+    cache=st.floats(0.0, 1.0),
+    b=st.floats(1.0, 6.0),
+)
+def test_nothing_next_to_the_choice_is_cheaper_and_meets(
+    prefill: float, decode: float, faster: float, cache: float, b: float
+) -> None:
+    workforce = MadeUpWorkforce(truth(prefill, decode, faster, cache), noise=0.01)
+    price = priced(b=b)
+    found, used = planned(workforce, price, max_runs=1000.0)
+    assert found.complete and found.choice is not None
+    assert found.choice.verdict is Verdict.MEETS
+    for neighbour in found.neighbours:
+        cheaper = neighbour.assessment.usd_per_h < found.choice.usd_per_h
+        assert not (cheaper and neighbour.assessment.verdict is Verdict.MEETS)
+    fresh = assessor(workforce, price, first_seed=FRESH_SEEDS_FROM, max_runs=1000.0)
+    checked = check(found.choice.candidate, fresh, 200_000)
+    assert checked.holds, checked.conclusion()
+    assert used.runs < 160
+
+
+@pytest.mark.parametrize(("b", "kinds"), [(1.6, (B, B)), (12.0, (A, A))])
+def test_the_hardware_is_what_gives_most_for_its_price(
+    b: float, kinds: tuple[NodeKind, NodeKind]
+) -> None:
+    found, _ = planned(MadeUpWorkforce(truth(6.0, 3.0, faster=2.0)), priced(b=b))
+    assert found.choice is not None
+    one = found.choice.candidate
+    assert (one.kind, one.decode_kind) == kinds
+
+
+def test_the_best_of_all_small_clusters_is_found() -> None:
+    """Against every count and cache of one mix."""
+    model, price = truth(5.0, 2.0, cache=0.5), priced(b=100.0)
+    found, _ = planned(MadeUpWorkforce(model), price)
+    assert found.choice is not None
+    meets = [
+        price.usd_per_h(one)
+        for p, d, cache in product(range(1, 12), range(1, 6), CACHE_STEPS[1:])
+        for one in [Candidate(A, A, p, d, 0, cache, 2048)]
+        for shares in [model(one.config(BASE))]
+        if min(shares[0], 1.0) * min(shares[1], 1.0) > 0.9062  # what 20,000 requests can tell
+    ]
+    assert found.choice.usd_per_h <= min(meets) * 1.0001
+
+
+def test_dear_dram_buys_less_of_it() -> None:
+    model = truth(5.0, 2.0, cache=0.3)
+    sizes = []
+    for dram in (0.0, 0.05):
+        found, _ = planned(MadeUpWorkforce(model), priced(b=100.0, dram=dram))
+        assert found.choice is not None
+        sizes.append(found.choice.candidate.cache_tokens)
+    assert sizes[1] < sizes[0]
+
+
+def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
+    found, _ = planned(MadeUpWorkforce(truth(6.0, 3.0)), priced(), max_runs=14.0)
+    assert not found.complete and found.runs >= 14.0
+    words = sentence(found, [], BASE.slo, 0.9)
+    assert found.choice is not None or "give it more with --runs" in words
+
+
+def test_where_nothing_meets_the_nearest_is_named() -> None:
+    found, _ = planned(MadeUpWorkforce(lambda config: (0.5, 0.5)), priced())
+    assert found.choice is None and found.neighbours == ()
+    assert sentence(found, [], BASE.slo, 0.9).startswith("No cluster was found in which 90%")
+
+
+def test_the_sentence_names_what_binds_and_what_one_fewer_breaks() -> None:
+    found, used = planned(MadeUpWorkforce(truth(6.0, 2.0)), priced(b=100.0))
+    assert found.choice is not None
+    fewer = broken_by_fewer(found.neighbours, used.in_full)
+    words = sentence(found, fewer, BASE.slo, 0.9)
+    assert words.startswith("Buy 6P+2D of 8 x A800-SXM with ")
+    assert "Prefill time is what binds." in words or "Decode speed is what binds." in words
+    assert "One prefill instance fewer breaks the TTFT SLO" in words
+    assert "One decode instance fewer breaks the TBT SLO" in words
+    assert "at 00:00" in words
+
+
+def test_the_same_simulations_are_asked_for_every_time() -> None:
+    asked = []
+    for _ in range(2):
+        workforce = MadeUpWorkforce(truth(5.0, 2.0, 1.5, 0.4), noise=0.02)
+        planned(workforce, priced())
+        asked.append(workforce.asked)
+    assert asked[0] == asked[1]
