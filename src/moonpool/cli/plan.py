@@ -16,8 +16,8 @@ import msgspec
 from moonpool.cli.capacity import MOST_SEEDS, SHARE
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.cli.plan_words import figures_of, print_check, print_plan
-from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.cli.scale import check_folders
+from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.cli.simulate import open_parts
 from moonpool.config import Config, ConfigError
 from moonpool.cost.prices import parse_prices

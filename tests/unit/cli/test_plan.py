@@ -11,17 +11,26 @@ from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
 from moonpool.config import parse_config
-from moonpool.trace.builtin import BUILT_IN
-from moonpool.trace.generate import generate
+from moonpool.trace.row import TraceRow
 from moonpool.trace.writer import write_trace
 
-SMALL = ("--slo-ttft", "20", "--seeds", "4", "--layout", "disaggregated")
+SMALL = ("--slo-ttft", "6", "--seeds", "4", "--layout", "disaggregated")
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Even enough that a few draws of it tell: prompts of two lengths, the longer with a past."""
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
-    write_trace(generate(BUILT_IN["conversation"], num_requests=60, seed=1, rate_rps=0.5), path)
+    rows = []
+    for number in range(100):
+        ids = tuple(range(number * 20, number * 20 + 12))
+        at_s = 0.5 * number
+        rows.append(TraceRow(at_s, 12 * 512, 30, ids))
+        if number % 4 == 0 and number < 90:
+            rows.append(
+                TraceRow(at_s + 5.1, 15 * 512, 30, (*ids, ids[-1] + 1, ids[-1] + 2, ids[-1] + 3))
+            )
+    write_trace(iter(sorted(rows, key=lambda row: row.arrived_s)), path)
     return str(path)
 
 
@@ -74,12 +83,13 @@ def test_the_check_uses_fresh_seeds(answer: tuple[dict[str, Any], str]) -> None:
     assert any("chunks of" in change for change in changes)
 
 
-def test_the_number_of_processes_changes_nothing(
-    answer: tuple[dict[str, Any], str], trace: str, tmp_path: Path
-) -> None:
-    other, text = plan_of(tmp_path, "--trace", trace, *SMALL, "--check", "--processes", "2")
-    assert other == answer[0]
-    assert text.splitlines()[:-1] == answer[1].splitlines()[:-1]
+def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> None:
+    few = ("--trace", trace, *SMALL, "--runs", "8")
+    one, text = plan_of(tmp_path, *few, "--processes", "1")
+    other, other_text = plan_of(tmp_path, *few, "--processes", "2")
+    assert one == other and not one["complete"]
+    assert text.splitlines()[:-1] == other_text.splitlines()[:-1]
+    assert "give it more with --runs" in text
 
 
 @pytest.mark.parametrize(
