@@ -22,7 +22,7 @@ import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
 from moonpool.metrics import RequestRecord
-from moonpool.replay.connection import HttpClient
+from moonpool.replay.connection import ConnectionFailedError, HttpClient
 from moonpool.replay.stream import CompletionReceiver
 from moonpool.types import RequestId, Slo
 
@@ -84,8 +84,11 @@ class LiveProfiler:
     """Use `measure` on an idle cluster."""
 
     def __init__(self, url: str, longest_tokens: int) -> None:
-        """Prompts are at most `longest_tokens` long."""
-        self._client = HttpClient(url)
+        """Prompts are at most `longest_tokens` long. Raises ProfileError for what is no URL."""
+        try:
+            self._client = HttpClient(url)
+        except ValueError as error:
+            raise ProfileError(str(error)) from None
         self._longest_tokens = longest_tokens
         self._rng = Random(7)
         self._vocab = 256
@@ -157,7 +160,10 @@ class LiveProfiler:
         return int(pool["block_bytes"] // pool["block_tokens"])
 
     async def _get(self, path: str) -> Any:
-        status, body = await self._client.get(path)
+        try:
+            status, body = await self._client.get(path)
+        except ConnectionFailedError as error:
+            raise ProfileError(f"no server answers at {self._client.url}: {error}") from None
         if status != 200:
             raise ProfileError(f"{path} answers {status}: only a moonpool cluster can be profiled")
         return msgspec.json.decode(body)

@@ -77,6 +77,12 @@ def bench_overload(
     verdicts = {name: _verdict(found) for name, found in runs.items()}
     for name, verdict in verdicts.items():
         say(_words(name, verdict))
+    swing = _swing(verdicts)
+    if swing:
+        say(
+            f"with prediction the decode load swings {swing['live']:.2f} times as much as with"
+            f" early rejection ({swing['simulated']:.2f} simulated)"
+        )
     return {
         "cluster": msgspec.to_builtins(cluster),
         "slo": msgspec.to_builtins(slo),
@@ -84,6 +90,7 @@ def bench_overload(
         "profile": msgspec.to_builtins(profile),
         "runs": runs,
         "verdicts": verdicts,
+        "swing_of_early": swing,
     }
 
 
@@ -176,6 +183,21 @@ def _verdict(by_load: dict[str, Any]) -> dict[str, Any]:
             "last_decode_deviation": last["oscillation"]["decode_deviation"],
             "last_prefill_correlation": last["oscillation"]["prefill_correlation"],
         }
+    return found
+
+
+def _swing(verdicts: dict[str, Any]) -> dict[str, float]:
+    """Standard deviation of the decode load with prediction over that with early rejection, at the
+    highest load; empty unless both ran and it swings at all."""
+    if not {"early", "predictive"} <= set(verdicts):
+        return {}
+    found = {}
+    for way in ("live", "simulated"):
+        early = verdicts["early"][way]["last_decode_deviation"]
+        predictive = verdicts["predictive"][way]["last_decode_deviation"]
+        if not early:
+            return {}
+        found[way] = predictive / early
     return found
 
 

@@ -15,6 +15,8 @@ from moonpool.cli.scale import SHARE, check_folders
 from moonpool.cli.settings import read_text
 from moonpool.config import Admission, choices
 
+PROFILED_TOKENS = 2560
+"""The longest prompt with its answer that a live profile asks for."""
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
@@ -146,6 +148,17 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
         fail(str(error))
     write_json(json_file, found | {"origin": origin()})
     return found
+
+
+def profile_live(url: str, json_file: str | None) -> None:
+    """`moonpool profile --url`."""
+    from moonpool.bench.agreement import measure_live
+    from moonpool.bench.live_workload import LiveWorkload
+
+    check_folders(json_file)
+    workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
+    found = run_bench(lambda: msgspec.to_builtins(measure_live(url, workload, click.echo)), None)
+    write_json(json_file, found["cost"])
 
 
 @click.command()

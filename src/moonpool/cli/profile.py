@@ -49,6 +49,7 @@ SECONDS = click.FloatRange(min=0, min_open=True)
     show_default=True,
     help="Seconds to spend on the curve of chunk sizes at most.",
 )
+@click.option("--url", help="Measure the live moonpool cluster there, through its front door.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the curve as a PNG here.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the profile here."
@@ -62,6 +63,7 @@ def profile(
     decodes: int,
     context: int,
     curve_s: float,
+    url: str | None,
     plot: str | None,
     json_file: str | None,
 ) -> None:
@@ -69,8 +71,14 @@ def profile(
     machine's tiles and saturation, and recommend chunk sizes.
 
     Workers measure costs by themselves when there is no profile; run it on an idle machine for a
-    better one, and for the tiles, which only this command looks for.
+    better one, and for the tiles, which only this command looks for. With --url it measures an idle
+    live cluster instead, for its simulation: all that happens between two steps is then in it.
     """
+    if url is not None:
+        from moonpool.cli.live import profile_live
+
+        profile_live(url, json_file)
+        return
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from moonpool.engine.chunk_sizes import recommend
     from moonpool.runtime.profile_store import measure_profile, profile_path
