@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -133,6 +135,7 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
     from moonpool.trace.row import TraceError
 
     check_folders(json_file)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends servers, too
     try:
         found = run()
     except (
