@@ -212,6 +212,33 @@ def store(
     finish(found, json_file)
 
 
+@bench.command()
+@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
+@click.option("--engine-tokens", type=COUNT, default=500_000, show_default=True)
+@click.option("--kv-tokens", type=COUNT, default=1_000_000, show_default=True, help="Of DRAM.")
+@click.option("--ssd-tokens", type=COUNT, default=20_000_000, show_default=True)
+@click.option("--requests", type=COUNT, help="Only the first so many.")
+@JSON
+def tiers(
+    trace_file: str,
+    engine_tokens: int,
+    kv_tokens: int,
+    ssd_tokens: int,
+    requests: int | None,
+    json_file: str | None,
+) -> None:
+    """What each tier of the KVCache pool adds, simulated: engine memory, DRAM, remote DRAM, SSD."""
+    from moonpool.bench.tiers import bench_tiers
+    from moonpool.config import ConfigError
+    from moonpool.trace.row import TraceError
+
+    try:
+        found = bench_tiers(trace_file, engine_tokens, kv_tokens, ssd_tokens, requests, click.echo)
+    except (ConfigError, TraceError) as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
 def finish(found: dict[str, Any], json_file: str | None) -> None:
     """Figures without their origin are worth nothing: command, commit and machine go along."""
     found["origin"] = origin()

@@ -15,7 +15,7 @@ from moonpool.kvcache.lru import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6
-OWNERS = st.sampled_from(("a", "b", "c"))
+OWNERS = st.sampled_from(("a", "b", "c"))  # and "w", which withdraws
 
 
 def key(name: int) -> BlockKey:
@@ -32,6 +32,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds: dict[str, list[int]] = {}
         self.names: dict[int, BlockKey] = {}
         self.let_go: OrderedDict[int, None] = OrderedDict()
+        self.withdrawn: set[int] = set()
+        self.evicted: list[BlockKey] = []
         self.announced: set[BlockKey] = set()
 
     def held(self) -> set[int]:
@@ -50,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
         evicted = [self.let_go.popitem(last=False)[0] for _ in range(count - num_free)]
         assert [b for b in blocks if b in self.names] == evicted
         for block in evicted:
-            del self.names[block]
+            self.evicted.append(self.names.pop(block))
         self.holds.setdefault(owner, []).extend(blocks)
 
     @rule(owner=OWNERS, names=st.lists(st.integers(0, 5), max_size=4))
@@ -66,7 +68,36 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.acquire(owner, blocks)
         for block in blocks:
             self.let_go.pop(block, None)
+            assert self.pool.was_reused(block)
+        self.withdrawn -= set(blocks)
         self.holds.setdefault(owner, []).extend(blocks)
+
+    @rule(count=st.integers(0, 3))
+    def withdraw(self, count: int) -> None:
+        expected = list(self.let_go)[:count]
+        assert self.pool.withdraw("w", count) == expected
+        for block in expected:
+            del self.let_go[block]
+        self.withdrawn |= set(expected)
+        if expected:
+            self.holds.setdefault("w", []).extend(expected)
+
+    @precondition(lambda self: self.holds.get("w"))
+    @rule(data=st.data())
+    def let_some_withdrawn_go(self, data: st.DataObject) -> None:
+        some = data.draw(st.lists(st.sampled_from(self.holds["w"]), unique=True))
+        self.pool.release_some("w", [BlockId(block) for block in some])
+        self.holds["w"] = [block for block in self.holds["w"] if block not in some]
+        self.now_idle(some)
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.names)))
+        self.pool.forget([BlockId(block)])
+        del self.names[block]
+        self.let_go.pop(block, None)
+        self.withdrawn.discard(block)
 
     @precondition(lambda self: self.held() - set(self.names))
     @rule(pick=st.integers(0, NUM_BLOCKS), name=st.integers(0, 5))
@@ -82,10 +113,23 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, owner: str) -> None:
         blocks = self.holds.pop(owner, [])
         self.pool.release(owner)
+        self.now_idle(blocks)
+
+    def now_idle(self, blocks: list[int]) -> None:
+        """These holds have ended."""
         for index in reversed(range(len(blocks))):
             block = blocks[index]
-            if block not in self.held() and block not in blocks[:index] and block in self.names:
+            if block in self.held() or block in blocks[:index]:
+                continue
+            if block in self.withdrawn:
+                self.withdrawn.remove(block)
+                del self.names[block]
+            elif block in self.names:
                 self.let_go[block] = None
+
+    @rule()
+    def release_withdrawn(self) -> None:
+        self.release("w")
 
     @rule()
     def take_changes(self) -> None:
@@ -94,6 +138,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(changes.stored) & self.announced
         self.announced = self.announced - set(changes.removed) | set(changes.stored)
         assert self.announced == set(self.names.values())
+        assert changes.evicted == self.evicted
+        self.evicted = []
 
     @invariant()
     def agrees(self) -> None:
@@ -249,6 +295,33 @@ def test_a_name_can_be_given_once_its_first_block_is_gone() -> None:
     pool.validate()
     pool.release("second")
     assert pool.match([key(0)]) == [copy]
+
+
+def test_a_victim_keeps_its_name_until_it_is_copied_away() -> None:
+    pool = BlockPool(4)
+    _fill(pool, "a", [0, 1, 2, 3])
+    pool.release("a")
+    victims = pool.withdraw("copy", 2)
+    assert [pool.key_of(b) for b in victims] == [key(3), key(2)], "the order of eviction"
+    assert len(pool.match([key(n) for n in range(4)])) == 4
+    assert pool.allocate("new", 3) is None, "they are being read"
+    pool.acquire("again", pool.match([key(n) for n in range(3)]))
+    pool.release("copy")
+    assert len(pool.match([key(n) for n in range(4)])) == 3, "what was used again stays"
+    assert (pool.num_free, pool.num_held) == (1, 3)
+    pool.validate()
+
+
+def test_adopted_blocks_go_the_longest_unused_first() -> None:
+    pool = BlockPool(6)
+    named = [
+        (BlockId(block), key(name)) for block, name in ((3, 0), (1, 1), (9, 2), (4, 1), (3, 4))
+    ]
+    assert pool.adopt(named) == [9, 4, 3], "outside, a name twice, a block twice"
+    pool.validate()
+    assert (pool.num_free, pool.num_cached) == (4, 2)
+    pool.allocate("a", 5)
+    assert pool.keys() == [key(1)]
 
 
 def test_a_large_pool_costs_nothing_until_it_is_used() -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.kvcache.prefix_index import Depths, PrefixIndex
+from moonpool.kvcache.prefix_index import Depths, PrefixIndex, PrefixMatch
 from moonpool.types import BlockKey, InstanceId
 
 NAMES = st.sampled_from(("p0", "p1", "d0"))
@@ -43,6 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.lives: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
         self.known: dict[str, set[BlockKey] | None] = {}
+        self.demoted: dict[str, set[BlockKey]] = {}
         self.expected: dict[str, list[list[int]]] = {}
 
     @rule(name=NAMES, life=LIVES)
@@ -50,6 +51,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.forget_expected(name)
         self.index.add_instance(InstanceId(name), life)
         self.lives[name], self.known[name], self.expected[name] = life, None, []
+        self.demoted[name] = set()
 
     def forget_expected(self, name: str) -> None:
         for prompt in self.expected.pop(name, []):
@@ -62,29 +64,36 @@ class IndexMachine(RuleBasedStateMachine):
         self.lives.pop(name, None)
         self.known.pop(name, None)
 
-    @rule(name=NAMES, life=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS)
-    def apply(self, name: str, life: int, skip: int, a: list[int], b: list[int]) -> None:
+    @rule(name=NAMES, life=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS, c=KEYS)
+    def apply(
+        self, name: str, life: int, skip: int, a: list[int], b: list[int], c: list[int]
+    ) -> None:
         number = self.numbers.get(name, 0) + skip
         stored, removed = keys(a), keys([n for n in b if n not in a])
-        taken = self.index.apply(InstanceId(name), life, number, stored, removed)
+        demoted = keys([n for n in c if n not in a and n not in b])
+        taken = self.index.apply(InstanceId(name), life, number, stored, removed, demoted)
         if self.lives.get(name) != life:
             assert not taken
             return
         known = self.known[name]
         if known is None or skip:
             assert not taken
-            self.known[name] = None
+            self.known[name], self.demoted[name] = None, set()
             return
         assert taken
         self.numbers[name] = number + 1
-        self.known[name] = (known - set(removed)) | set(stored)
+        self.known[name] = (known - set(removed)) | set(stored) | set(demoted)
+        below = self.demoted.get(name, set()) - set(removed) - set(stored)
+        self.demoted[name] = below | set(demoted)
 
-    @rule(name=NAMES, life=LIVES, number=st.integers(0, 9), a=KEYS)
-    def snapshot(self, name: str, life: int, number: int, a: list[int]) -> None:
-        taken = self.index.load_snapshot(InstanceId(name), life, number, keys(a))
+    @rule(name=NAMES, life=LIVES, number=st.integers(0, 9), a=KEYS, b=KEYS)
+    def snapshot(self, name: str, life: int, number: int, a: list[int], b: list[int]) -> None:
+        demoted = keys([n for n in b if n not in a])
+        taken = self.index.load_snapshot(InstanceId(name), life, number, keys(a), demoted)
         assert taken == (self.lives.get(name) == life)
         if taken:
-            self.known[name], self.numbers[name] = set(keys(a)), number
+            self.known[name], self.numbers[name] = set(keys(a)) | set(demoted), number
+            self.demoted[name] = set(demoted)
 
     @rule(name=NAMES, prompt=KEYS)
     def expect(self, name: str, prompt: list[int]) -> None:
@@ -107,9 +116,26 @@ class IndexMachine(RuleBasedStateMachine):
             hitting[name] = _depth(prompt, (known or set()) | coming)
         assert by_name(self.index, match.held) == {n: d for n, d in holding.items() if d}
         assert by_name(self.index, match.hits) == {n: d for n, d in hitting.items() if d}
+        self.check_tiers(prompt, match)
         assert match.deepest == max(holding.values(), default=0)
         few = [self.index._instances[InstanceId(n)].row for n, d in holding.items() if d]
         assert sorted(match.few) == sorted(few)
+
+    def check_tiers(self, prompt: list[int], match: PrefixMatch) -> None:
+        below = {key for name in self.known for key in self.demoted[name]}
+        if match.held_in_dram is None or match.hits_in_dram is None:
+            assert match.hits_in_dram is None and not below.intersection(keys(prompt))
+            return
+        near, coming_near = {}, {}
+        for name, known in self.known.items():
+            in_dram = (known or set()) - self.demoted[name]
+            coming = {key(n) for expected in self.expected[name] for n in expected}
+            near[name] = _depth(prompt, in_dram)
+            coming_near[name] = _depth(prompt, in_dram | coming)
+        assert by_name(self.index, match.held_in_dram) == {n: d for n, d in near.items() if d}
+        assert by_name(self.index, match.hits_in_dram) == {
+            n: d for n, d in coming_near.items() if d
+        }
 
     @invariant()
     def agrees(self) -> None:
@@ -121,6 +147,8 @@ class IndexMachine(RuleBasedStateMachine):
         for name, known in self.known.items():
             assert self.index.num_blocks(InstanceId(name)) == len(known or ())
             assert all(self.index.holds(InstanceId(name), k) for k in known or ())
+            for k in known or ():
+                assert self.index.is_demoted(InstanceId(name), k) == (k in self.demoted[name])
             coming = {key(n) for expected in self.expected[name] for n in expected}
             assert self.index.expected(InstanceId(name)) == coming
 

@@ -8,22 +8,32 @@ import pytest
 
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    LoadEnded,
     PeerAddress,
     ReadEnded,
     ReadRequested,
     ReceiveEnded,
     SendEnded,
+    StoreEnded,
 )
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.network import Network
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.types import BlockId, BlockKey, InstanceId
-from moonpool.workers.actions import ExpectStream, FetchBlocks, StepEntry
+from moonpool.workers.actions import (
+    ExpectStream,
+    FetchBlocks,
+    LoadBlocks,
+    StepEntry,
+    StoreBlocks,
+)
 from moonpool.workers.messages import WorkId
 
 BLOCK_BYTES = 1000
 NIC = 1e6  # bytes per second: a block takes a millisecond
 PCIE = 2e6
+SSD_READ = 0.5e6
+SSD_WRITE = 0.25e6
 BLOCKS = [BlockId(i) for i in range(10)]
 KEYS = tuple(BlockKey(bytes([i])) for i in range(10))
 
@@ -36,6 +46,7 @@ class Bench:
         self.network = Network(self.clock)
         self.heard: dict[str, list[tuple[float, Any]]] = {"a": [], "b": [], "c": []}
         self.granted = granted
+        self.grants = True
         peers: dict[InstanceId, SimMessenger] = {}
         self.messengers: dict[str, SimMessenger] = {}
         for name in self.heard:
@@ -43,6 +54,8 @@ class Bench:
                 self.network.add_link(f"{name} in", NIC),
                 self.network.add_link(f"{name} out", NIC),
                 self.network.add_link(f"{name} pcie", PCIE),
+                self.network.add_link(f"{name} ssd-read", SSD_READ),
+                self.network.add_link(f"{name} ssd-write", SSD_WRITE),
             )
             self.messengers[name] = SimMessenger(
                 InstanceId(name),
@@ -58,7 +71,7 @@ class Bench:
 
     def _hear(self, name: str, event: Any) -> None:
         self.heard[name].append((self.clock.now, event))
-        if isinstance(event, ReadRequested):
+        if isinstance(event, ReadRequested) and self.grants:
             held = BLOCKS[: min(self.granted, len(event.keys))]
             self.messengers[name].grant(event.read_id, held)
 
@@ -96,6 +109,46 @@ def test_a_busy_holder_slows_a_fetch() -> None:
     for reader in ("b", "c"):
         ((at_s, ended),) = shared.of(reader, FetchEnded)
         assert at_s == pytest.approx(0.020) == ended.seconds
+
+
+def load(bench: Bench, name: str, blocks: range) -> None:
+    ids = tuple(BLOCKS[i] for i in blocks)
+    bench.messengers["a"].load(LoadBlocks(name, KEYS[: len(ids)], ids, ids))
+
+
+def test_a_busy_ssd_slows_a_load() -> None:
+    alone = Bench()
+    load(alone, "l", range(5))
+    alone.clock.run()
+    ((at_s, ended),) = alone.of("a", LoadEnded)
+    assert at_s == pytest.approx(0.010, rel=0.02) and ended.num_bytes == 5000
+    shared = Bench()
+    load(shared, "l", range(5))
+    load(shared, "m", range(5, 10))
+    shared.messengers["a"].store(StoreBlocks("s", KEYS[:5], tuple(BLOCKS[:5]), tuple(range(5))))
+    shared.clock.run()
+    for at_s, ended in shared.of("a", LoadEnded):
+        assert at_s == pytest.approx(0.020, rel=0.02)
+        assert ended.seconds == pytest.approx(at_s) and ended.num_blocks == 5
+    ((at_s, stored),) = shared.of("a", StoreEnded)
+    assert at_s == pytest.approx(0.020, rel=0.02), "writes have a link of their own"
+    assert (stored.num_blocks, stored.num_bytes) == (5, 5000)
+    figures = shared.messengers["a"].figures
+    assert (figures.loaded_bytes, figures.stored_bytes) == (10_000, 5000)
+
+
+def test_a_reader_that_gives_up_before_the_grant_is_told_nothing() -> None:
+    """The source read the blocks from its SSD for longer than the reader could wait."""
+    bench = Bench()
+    bench.grants = False
+    bench.fetch("b", "a", timeout_s=0.5)
+    bench.clock.run()
+    ((at_s, ended),) = bench.of("b", FetchEnded)
+    assert at_s == pytest.approx(0.5) and ended.error and not ended.num_blocks
+    ((_, read),) = bench.of("a", ReadEnded)
+    bench.messengers["a"].grant(read.read_id, BLOCKS)
+    bench.clock.run()
+    assert len(bench.of("a", ReadEnded)) == 1 and not bench.network.links["a out"].bytes_carried
 
 
 def test_what_the_source_no_longer_holds_is_not_fetched() -> None:

@@ -53,8 +53,56 @@ def assert_nothing_left(simulation: Simulation) -> None:
     for node in simulation.nodes.values():
         node.instance.validate()
         assert not node.instance.works and node.instance.pool.owners() == {}
+        tier = node.instance.tier
+        assert tier is None or tier.slots.owners() == {}
     assert not simulation.conductor.requests
     assert all(link.num_flows == 0 for link in simulation.network.links.values())
+
+
+def conversations(number: int, turns: int, gap_s: float = 0.4) -> list[Arrival]:
+    """Each goes on after all the others have had a turn."""
+    made = []
+    for turn in range(turns):
+        for who in range(number):
+            tokens = (8 + 4 * turn) * BLOCK + 100
+            keys = private_keys(who, tokens, BLOCK)[: tokens // BLOCK]
+            made.append(Arrival(len(made) * gap_s, tokens, 20, keys))
+    return made
+
+
+def with_ssd(**pool: Any) -> Config:
+    return config(pool={"dram_tokens_per_instance": 60_000, **pool})
+
+
+def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
+    requests = conversations(40, 4)
+    _, without = run(with_ssd(), requests)
+    simulation, found = run(with_ssd(ssd_tokens_per_instance=2_000_000), requests)
+    assert_nothing_left(simulation)
+    assert without["ssd"]["slots"] == 0 and without["cache"]["loaded_tokens"] == 0
+    assert found["cache"]["hit_ratio"] > without["cache"]["hit_ratio"] + 0.3
+    assert found["ttft_s"]["mean"] < without["ttft_s"]["mean"]
+    ssd, block_bytes = found["ssd"], simulation.hardware.layout.block_bytes
+    assert found["cache"]["loaded_tokens"] > 0 < ssd["promoted_blocks"]
+    assert ssd["written_bytes"] == ssd["demoted_blocks"] * block_bytes
+    assert ssd["read_bytes"] == ssd["promoted_blocks"] * block_bytes
+    assert 0 < ssd["blocks"] <= ssd["slots"]
+    carried = sum(
+        link.bytes_carried
+        for name, link in simulation.network.links.items()
+        if name.endswith("ssd-read")
+    )
+    assert carried == pytest.approx(ssd["read_bytes"])
+    assert found == run(with_ssd(ssd_tokens_per_instance=2_000_000), requests)[1]
+
+
+def test_an_ssd_slower_than_computing_is_not_read() -> None:
+    slow = config(
+        pool={"dram_tokens_per_instance": 60_000, "ssd_tokens_per_instance": 2_000_000},
+        hardware={"ssd_read_bytes_per_s": 1e6},
+    )
+    _, found = run(slow, conversations(40, 4))
+    assert found["ssd"]["written_bytes"] > 0 == found["ssd"]["read_bytes"]
 
 
 @pytest.mark.parametrize("admission", choices(Admission))
