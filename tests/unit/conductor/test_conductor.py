@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from conductor_desk import LAYOUT, PROMPT, Desk, of, sent
 
 from moonpool.conductor.actions import (
@@ -255,6 +256,19 @@ def test_requests_of_one_prefix_follow_it() -> None:
     other = sent(desk.ask("c", token_ids=(*prompt, 1), tenant="x"), StartPrefill)[0][0]
     assert second == first != busy
     assert other == busy, "what another tenant computes is no hit"
+
+
+def test_a_reader_is_told_how_long_its_source_reads_from_the_ssd() -> None:
+    desk = Desk("p0", "d0")
+    prompt = tuple(range(400))
+    keys = block_keys(prompt, LAYOUT.block_tokens, root_key(LAYOUT.fingerprint, ""))
+    row = desk.conductor.instances[InstanceId("d0")].row
+    desk.conductor.fleet.s_per_ssd_byte[row] = 1e-3 / LAYOUT.block_bytes
+    desk.report("d0", BlocksSnapshot(next_sequence=0, keys=tuple(keys[:40])))
+    desk.report("d0", BlocksChanged(sequence=0, demoted=tuple(keys[40:])))
+    (_, start) = sent(desk.ask("a", token_ids=prompt), StartPrefill)[0]
+    assert start.fetch is not None and start.fetch.num_blocks == 99
+    assert start.fetch.load_s == pytest.approx(0.059)
 
 
 def test_what_lies_elsewhere_is_fetched() -> None:

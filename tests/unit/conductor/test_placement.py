@@ -26,6 +26,8 @@ def view(name: str, **known: Any) -> dict[str, Any]:
         "name": name,
         "host_id": "",
         "source_tokens": 0,
+        "dram_tokens": None,  # of those held, before the first that is on the SSD only; None: all
+        "ssd_bytes_per_s": 4e6,  # 0.25 ms a token, which takes a millisecond to compute
         "queue_s": 0.0,
         "num_fetches_served": 0,
         "decode_batch": 0,
@@ -55,6 +57,7 @@ def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
     fleet = books.fleet
     for row, known in enumerate(views):
         books.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
+        fleet.s_per_ssd_byte[row] = 1.0 / known["ssd_bytes_per_s"]
         fleet.room_tokens[row] = known["room_tokens"]
         fleet.waiting_ns[row] = known["queue_s"] * 1e9
         fleet.num_serving[row] = known["num_fetches_served"]
@@ -63,7 +66,13 @@ def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
         fleet.last_placed_s[row] = known["last_placed_s"]
     held = np.array([known["source_tokens"] for known in views], dtype=np.float64)
     hits = np.array([known["hit_tokens"] for known in views], dtype=np.float64)
-    return books, match_of(held, hits)
+    match = match_of(held, hits)
+    if all(known["dram_tokens"] is None for known in views):
+        return books, match
+    known_dram = [known["dram_tokens"] for known in views]
+    in_dram = np.array([h if d is None else d for h, d in zip(held, known_dram, strict=True)])
+    near = np.where(in_dram < held, in_dram, hits)
+    return books, match._replace(held_in_dram=in_dram, hits_in_dram=near)
 
 
 def match_of(held: Depths, hits: Depths) -> PrefixMatch:
@@ -176,6 +185,54 @@ def test_a_busy_source_is_shared() -> None:
 def test_an_instance_does_not_fetch_from_itself() -> None:
     mixed = view("m0", source_tokens=500, hit_tokens=0)
     assert placed(demand(), mixed).fetch_from is None
+
+
+def test_what_is_on_its_own_ssd_costs_an_instance_the_reading() -> None:
+    decision = placed(demand(), view("p0", source_tokens=800, dram_tokens=200), view("d0"))
+    assert (decision.hit_tokens, decision.held_blocks) == (800, 200)
+    assert decision.ttft_s == pytest.approx(600 * 0.00025 + 0.2)
+    best = decision.chosen.candidates[0]
+    assert best.load_tokens == 600 and "(600 of them on its SSD)" in str(best)
+
+
+def test_what_is_computed_sooner_than_read_is_computed() -> None:
+    slow = view("p0", source_tokens=800, dram_tokens=200, ssd_bytes_per_s=5e5)
+    decision = placed(demand(), slow, view("d0"))
+    assert (decision.hit_tokens, decision.chosen.candidates[0].load_tokens) == (200, 0)
+    assert decision.ttft_s == decision.prefill_s == pytest.approx(0.8)
+
+
+def test_an_ssd_is_read_while_the_request_waits() -> None:
+    slow = view("p0", source_tokens=800, dram_tokens=200, ssd_bytes_per_s=5e5, queue_s=2.0)
+    for name in ("load-balancing", "cache-aware", "random", "kvcache-centric"):
+        decision = placed(demand(), slow, view("d0"), config=policy(name))
+        assert decision.ttft_s == pytest.approx(2.0 + 0.2) and decision.hit_tokens == 800
+
+
+def test_a_source_reads_its_ssd_before_it_sends() -> None:
+    source = view("d0", source_tokens=800, dram_tokens=100, host_id="h")
+    decision = placed(demand(), view("p0", source_tokens=300, host_id="h"), source)
+    assert (decision.fetch_from, decision.fetch_tokens) == ("d0", 800)
+    assert decision.source_load_s == pytest.approx(500 * 0.00025)
+    assert decision.ttft_s == pytest.approx(500 * 0.00025 + 500 * 0.00001 + 0.2)
+    far = view("d0", source_tokens=800, dram_tokens=100, ssd_bytes_per_s=1e6, host_id="h")
+    assert placed(demand(), view("p0", source_tokens=300, host_id="h"), far).fetch_from is None
+
+
+def test_of_equal_holders_one_that_has_it_in_dram_is_asked() -> None:
+    below = view("d0", source_tokens=800, dram_tokens=0, host_id="h")
+    above = view("d1", source_tokens=800, num_fetches_served=1, host_id="h")
+    decision = placed(demand(), view("p0", host_id="h"), below, above)
+    assert (decision.fetch_from, decision.source_load_s) == ("d1", 0.0)
+
+
+def test_a_load_and_a_fetch_go_on_at_once() -> None:
+    local = view("p0", source_tokens=400, dram_tokens=0, host_id="h")
+    source = view("d0", source_tokens=800, host_id="h")
+    decision = placed(demand(), local, source)
+    assert decision.fetch_from == "d0"
+    assert decision.ttft_s == pytest.approx(max(400 * 0.00025, 400 * 0.00001) + 0.2)
+    assert decision.chosen.candidates[0].load_tokens == 400
 
 
 def test_of_many_holders_the_deepest_is_asked() -> None:

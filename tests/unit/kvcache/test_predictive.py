@@ -31,6 +31,21 @@ class Chains:
         return keys
 
 
+def test_a_prompt_may_go_on_from_a_cached_block() -> None:
+    """What stood at the end of the queue is continued there: it waits, and is queued once again."""
+    policy = PredictiveEviction(64)
+    for block in range(6):
+        policy.store(BlockId(block), BlockKey(bytes([block])), block)
+    policy.add([BlockId(0), BlockId(1), BlockId(2)], None)
+    policy.add([BlockId(3), BlockId(4), BlockId(5)], BlockId(2))
+    for _ in range(40):  # ages pass, and what is queued changes its queue
+        policy.store(BlockId(6), BlockKey(b"busy"), 0)
+        policy.touch([BlockId(6)] * 30)
+    assert policy.pop(3) == [5, 4, 3], "no block goes before what continues it"
+    assert policy.pop(3) == [2, 1, 0]
+    assert len(policy) == 0
+
+
 def some(name: object, count: int) -> Names:
     return [(name, place) for place in range(count)]
 
