@@ -150,6 +150,32 @@ def conductor(
     finish(found | {"blocks_per_instance": blocks, "decisions": decisions}, json_file)
 
 
+@bench.command(name="role-balance")
+@click.option(
+    "--instances", type=click.IntRange(3, 64), default=6, show_default=True, help="In all."
+)
+@click.option(
+    "--window",
+    type=click.FloatRange(1.0, 86_400.0),
+    default=120.0,
+    show_default=True,
+    help="Of conductor.role_balance_window_s; the day has but two hours.",
+)
+@click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True)
+@JSON
+def role_balance(
+    instances: int, window: float, seeds: tuple[int, ...], json_file: str | None
+) -> None:
+    """Fixed splits of the instances against one that follows a day's mix, simulated. Minutes."""
+    from moonpool.bench.role_balance import RoleBalanceBenchError, bench_role_balance
+
+    try:
+        found = bench_role_balance(instances, window, seeds, click.echo)
+    except RoleBalanceBenchError as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
 @bench.command()
 @click.option(
     "--size",

@@ -169,7 +169,7 @@ BUILT_IN = {
 
 DOCUMENTS = GeneratorProfile(
     name="documents",
-    rate_rps=0.8,
+    rate_rps=0.68,
     burst_short_cv2=0.01,
     burst_long_cv2=0.01,
     first_tokens=_through((0, 2_000), (0.5, 12_000), (0.9, 30_000), (1, 80_000)),
@@ -192,12 +192,12 @@ CHATS = GeneratorProfile(
 # Documents are read in the morning, and talked about all day; the evening is for long answers.
 # fmt: off
 _MORNING = (
-    0.3, 0.2, 0.2, 0.2, 0.2, 0.3, 0.6, 1.2, 1.9, 2.3, 2.4, 2.3,
-    2.0, 1.8, 1.6, 1.3, 1.0, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3, 0.3,
+    0.1, 0.1, 0.1, 0.1, 0.2, 0.3, 0.7, 1.4, 2.1, 2.4, 2.4, 2.4,
+    2.2, 2.2, 2.0, 1.6, 1.1, 0.7, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1,
 )
 _EVENING = (
-    1.1, 0.7, 0.4, 0.3, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4, 0.5, 0.6,
-    0.6, 0.7, 0.8, 0.9, 1.2, 1.5, 1.9, 2.2, 2.4, 2.4, 2.2, 1.7,
+    1.1, 0.7, 0.4, 0.2, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.3, 0.3,
+    0.4, 0.4, 0.5, 0.8, 1.3, 1.8, 2.2, 2.4, 2.4, 2.4, 2.2, 1.7,
 )
 # fmt: on
 SHIFTING_DAY = Mix(

@@ -1,0 +1,140 @@
+"""Real processes change sides while they serve: answers stay right, also where one is killed
+amid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+
+LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}
+IMPOSSIBLE = {"x-slo-ttft-ms": "0.01"}
+"""What is refused costs nothing, and is demand all the same."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    config: Path = tmp_path_factory.mktemp("roles") / "roles.toml"
+    config.write_text("[conductor]\nrole_balance_window_s = 3\n")
+    arguments = [MODEL, "--prefill", "1", "--decode", "3", "--role-balance", "switch"]
+    with LocalServer([*arguments, "--config", str(config), *SMALL]) as running:
+        yield running
+
+
+class Desk:
+    """Questions to one server."""
+
+    def __init__(self, server: LocalServer) -> None:
+        self.client = httpx.Client(base_url=server.url, timeout=60)
+
+    def answer(self) -> str:
+        text: str = self.client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        return text
+
+    def cluster(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.client.get("/cluster").json()
+        return found
+
+    def roles(self) -> list[str]:
+        return [instance["role"] for instance in self.cluster()["instances"]]
+
+    @contextmanager
+    def asking(self, number: int) -> Iterator[list[str]]:
+        """Long answers meanwhile, one after the other from each of so many clients."""
+        answers: list[str] = []
+        over = threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                answers.append(self.answer())
+
+        with _threads([ask] * number, over):
+            yield answers
+
+    @contextmanager
+    def demanding(self) -> Iterator[None]:
+        """Long prompts, all of them refused."""
+        over = threading.Event()
+
+        def demand() -> None:
+            for number in count():
+                if over.is_set():
+                    return
+                body = {"prompt": [number % 250] * 4000, "max_tokens": 1}
+                done = self.client.post("/v1/completions", json=body, headers=IMPOSSIBLE)
+                assert done.status_code == 429
+                time.sleep(0.01)
+
+        with _threads([demand], over):
+            yield
+
+
+@contextmanager
+def _threads(works: list[Callable[[], None]], over: threading.Event) -> Iterator[None]:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_instance_changes_sides_and_answers_stay_right(server: LocalServer) -> None:
+    desk = Desk(server)
+    expected = desk.answer()
+    with desk.asking(2) as answers:
+        with desk.demanding():
+            wait_until(lambda: desk.roles().count("prefill") >= 2)
+        before = len(answers)
+        wait_until(lambda: len(answers) > before + 2)
+    assert set(answers) == {expected}
+    balance = desk.cluster()["role_balance"]
+    assert balance["mode"] == "switch"
+    assert balance["switches"]["prefill"] >= 1
+    metrics = desk.client.get("/metrics").text
+    assert "moonpool:role_switches_total{" in metrics and "moonpool:role_load{" in metrics
+
+
+def test_an_instance_killed_while_it_drains_costs_no_answer(server: LocalServer) -> None:
+    desk = Desk(server)
+    expected = desk.answer()
+    killed: list[str] = []
+
+    def kill_what_drains() -> bool:
+        for instance in desk.cluster()["instances"]:
+            if instance["draining"]:
+                os.kill(instance["pid"], signal.SIGKILL)
+                killed.append(instance["instance_id"])
+                return True
+        return False
+
+    with desk.asking(4) as answers, desk.demanding():
+        wait_until(kill_what_drains)
+    wait_until(lambda: len(desk.roles()) == 4)
+    assert set(answers) == {expected}
+    back = next(i for i in desk.cluster()["instances"] if i["instance_id"] == killed[0])
+    assert back["role"] == killed[0].split("-")[0], "started anew in the role it was given first"
+    assert desk.cluster()["role_balance"]["given_up"] >= 1
+    assert desk.answer() == expected
