@@ -43,6 +43,11 @@ def test_tables_and_overrides() -> None:
         ("[api]\nrequest_timeout_s = inf", "api.request_timeout_s"),
         ("[engine]\nchunk_tokens = 0", "engine.chunk_tokens must be >= 1"),
         ("[conductor]\nmax_attempts = 0", "conductor.max_attempts must be 1 to 10"),
+        ("[conductor]\nrole_balance_window_s = 0", "role_balance_window_s must be 1 to 86400"),
+        (
+            '[conductor]\nrole_balance = "switch"\n[hardware]\nnodes_per_prefill = 2',
+            "a group of nodes cannot become a decode instance",
+        ),
         ("[conductor]\nkvcache_balancing_threshold = 0.5", "kvcache_balancing_threshold must be"),
     ],
 )

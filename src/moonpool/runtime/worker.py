@@ -129,7 +129,8 @@ class Worker:
         assert self._channel is not None
         if self._listen_host is None:
             self._listen_host = self._channel.local_host
-        self._channel.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
+        role = self.role if self._booted is None else self._booted.instance.role
+        self._channel.send(Apply(role=role, host=self._machine, pid=os.getpid()))
 
     def on_frame(self, frame: DownFrame) -> None:
         match frame:
