@@ -55,6 +55,24 @@ def engine(
 
 @bench.command()
 @click.option("--model", default="random:m150", show_default=True)
+@click.option("--repeats", type=COUNT, default=3, show_default=True, help="Of each single step.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@JSON
+def sarathi(model: str, repeats: int, seed: int, json_file: str | None) -> None:
+    """Chunked prefill on this engine: decode speed-ups, P:D, tails of TBT, KVCache occupation;
+    measured and predicted. One thread, about three minutes."""
+    from moonpool.bench.sarathi import bench_sarathi
+    from moonpool.engine.spec import ModelError
+
+    try:
+        found = bench_sarathi(model, repeats, seed, click.echo)
+    except ModelError as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
+@click.option("--model", default="random:m150", show_default=True)
 @click.option("--prefix-tokens", type=COUNT, default=4096, show_default=True)
 @click.option("--repeats", type=COUNT, default=3, show_default=True)
 @JSON

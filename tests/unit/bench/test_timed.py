@@ -1,0 +1,40 @@
+"""One instance on the cost model's clock: what `bench sarathi` predicts with."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.bench.timed import Job, Timed, by_cost, serve
+from moonpool.config import Batching, InstanceConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.kvcache.layout import BlockLayout
+
+COST = FittedCost(prefill=(0.0, 1e-3, 0.0, 0.0), decode=(0.01, 1e-3, 0.0))
+LAYOUT = BlockLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=16,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=4,
+)
+
+
+def run(jobs: list[Job], batching: Batching = "chunked", tbt_s: float = float("inf")) -> Timed:
+    config = InstanceConfig(batching=batching, tbt_slo_s=tbt_s, prefix_caching=False)
+    return serve(jobs, config, LAYOUT, 1000, COST, by_cost(COST))
+
+
+def test_times_follow_from_the_costs() -> None:
+    timed = run([Job(0.0, 100, 3), Job(5.0, 200, 1)])
+    assert timed.ttft_s == pytest.approx([0.1, 0.2])
+    assert timed.gaps_s == pytest.approx([0.011, 0.011])
+    assert timed.makespan_s == pytest.approx(5.2)
+    assert timed.held_block_s == pytest.approx([7 * 0.1, 13 * 0.2])
+
+
+def test_a_whole_prompt_stalls_decodes_and_the_budget_does_not() -> None:
+    jobs = [Job(0.0, 16, 100), Job(0.1, 400, 2)]
+    assert max(run(jobs, "whole-prompts").gaps_s) > 0.4
+    assert max(run(jobs, "prefill-first").gaps_s) > 0.4
+    assert max(run(jobs, "chunked", 0.1).gaps_s) <= 0.1
