@@ -78,7 +78,7 @@ FLAG_KEYS: FlagKeys = {
 @click.option("--confidence", type=SHARE, default=0.95, show_default=True)
 @click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, each.")
 @click.option(
-    "--runs", type=COUNT, default=120, show_default=True, help="Of the whole trace, at most."
+    "--runs", type=COUNT, default=80, show_default=True, help="Of the whole trace, at most."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
 @click.option("--requests", type=COUNT, help="Only the first so many.")

@@ -28,7 +28,7 @@ class PlanGoal(Struct, frozen=True):
     wanted: float = 0.9
     confidence: float = 0.95
     max_seeds: int = 6
-    max_runs: float = 120.0  # whole traces
+    max_runs: float = 80.0  # whole traces
     first_seed: int = 0
 
 
@@ -73,6 +73,7 @@ class Assessor:
         """`span_runs`: the share of a whole run that a simulation of `span` takes."""
         self.goal = goal
         self.runs = 0.0
+        self.allowed_runs = goal.max_runs  # until now; a stage may be given less than all
         self.known: dict[Candidate, Assessment] = {}
         self.doing = ""
         self._looks: dict[Candidate, Outcome] = {}
@@ -155,7 +156,7 @@ class Assessor:
         return Trial(candidate.config(self._base), seed, 1.0, span, give_up_below)
 
     def _run(self, trials: Sequence[Trial], each: float) -> list[Outcome]:
-        if trials and self.runs >= self.goal.max_runs:
+        if trials and self.runs >= self.allowed_runs:
             raise BudgetError
         before, counted = self._workforce.num_run, self.runs
 

@@ -46,6 +46,9 @@ GAIN = 0.01
 MAX_GROWTHS = 8
 MAX_MOVES = 40
 MAX_CONFIRMATIONS = 6
+SEARCH_SHARE = 0.6
+"""Of the runs allowed, for all before confirming: a choice that was not compared with its
+neighbours is worth less than one that was not compared with every mix."""
 
 
 class NeighbourFound(Struct, frozen=True):
@@ -94,11 +97,17 @@ class Planner:
     def plan(self, starts: Sequence[Candidate]) -> Plan:
         """`starts`: one for each mix of hardware. Raises ConfigError."""
         complete, around = True, tuple[NeighbourFound, ...]()
+        most = self._assessor.goal.max_runs
+        self._assessor.allowed_runs = SEARCH_SHARE * most
         try:
             self._bound(starts)
             self._tune()
             for number in self._worth_settling():
                 self._settle_mix(number)
+        except BudgetError:
+            complete = False
+        self._assessor.allowed_runs = most
+        try:
             around = self._confirm()
         except BudgetError:
             complete = False
@@ -215,6 +224,7 @@ class Planner:
         self._assessor.doing = f"the whole trace, {mix.start.hardware}"
         start = self._brought_up(mix.boundary)
         if start is not None:
+            self._take(start)
             settled = self._settle(start)
             self._mixes[number] = msgspec.structs.replace(mix, settled=settled)
             self._take(settled)

@@ -97,7 +97,7 @@ class Watcher(Collector):
         """Which of the two is nearer to its limit, over the instances that decode."""
         held = memory = 0
         step_s = 0.0
-        nodes = [n for n in self._simulation.nodes.values() if n.info.role is not Role.PREFILL]
+        nodes = [n for n in self._simulation.nodes.values() if n.role is not Role.PREFILL]
         block_tokens = self._simulation.hardware.layout.block_tokens
         for node in nodes:
             tokens = node.instance.pool.num_held * block_tokens

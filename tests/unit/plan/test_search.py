@@ -126,9 +126,11 @@ def test_dear_dram_buys_less_of_it() -> None:
 
 def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
     found, _ = planned(MadeUpWorkforce(truth(6.0, 3.0)), priced(), max_runs=14.0)
-    assert not found.complete and found.runs >= 14.0
-    words = sentence(found, [], BASE.slo, 0.9)
-    assert found.choice is not None or "give it more with --runs" in words
+    assert not found.complete and 0 < found.runs < 40
+    assert found.choice is not None and found.choice.verdict is Verdict.MEETS
+    nothing, _ = planned(MadeUpWorkforce(truth(6.0, 3.0)), priced(), max_runs=1.0)
+    assert nothing.choice is None and not nothing.complete
+    assert "give it more with --runs" in sentence(nothing, [], BASE.slo, 0.9)
 
 
 def test_where_nothing_meets_the_nearest_is_named() -> None:
