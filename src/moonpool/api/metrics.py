@@ -101,6 +101,10 @@ class ServerMetrics(Collector):
         self._role_loads: dict[str, float] = {}
         self._advised: dict[str, int] = {}
         self._switches: dict[str, int] = {}
+        self._tier_blocks: dict[str, int] = {}
+        self._tier_cached: dict[str, int] = {}
+        self._ssd_bytes: Counter[str] = Counter()
+        self._ssd_s: dict[str, float] = {}
         self._registry.register(self)
 
     # The head tells.
@@ -172,6 +176,20 @@ class ServerMetrics(Collector):
         """A stream of KVCache to a decode instance took so long."""
         self._transfer_s += seconds
 
+    def add_ssd(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """The SSD tier has "written" or "read" so much; seconds are those of its threads."""
+        self._ssd_bytes[direction] += num_bytes
+        self._ssd_s[direction] = self._ssd_s.get(direction, 0.0) + seconds
+
+    def add_ssd_failures(self, count: int) -> None:
+        """Writes and reads of the disk that failed; a damaged block is no failure."""
+        self._totals["ssd_failures"] += count
+
+    def set_tiers(self, blocks: Mapping[str, int], cached: Mapping[str, int]) -> None:
+        """By tier ("dram", "ssd"): the blocks of all instances, and how many of them hold
+        something that has a name."""
+        self._tier_blocks, self._tier_cached = dict(blocks), dict(cached)
+
     def set_pool_loads(self, loads: Mapping[str, float]) -> None:
         """Predicted over promised latency, by pool."""
         self._loads = dict(loads)
@@ -230,6 +248,8 @@ class ServerMetrics(Collector):
         )
         for name, text, values in by_role:
             yield self._gauge(name, text, "role", values)
+        yield self._gauge("moonpool:tier_blocks", "Of the pool.", "tier", self._tier_blocks)
+        yield self._gauge("moonpool:tier_cached_blocks", "With a name.", "tier", self._tier_cached)
         yield self._gauge(
             "moonpool:pool_load", "Predicted over promised latency.", "pool", self._loads
         )
@@ -250,6 +270,11 @@ class ServerMetrics(Collector):
                 "moonpool:recomputed_tokens",
                 "Tokens computed again because a block was lost or corrupt.",
                 totals["recomputed_tokens"],
+            ),
+            (
+                "moonpool:ssd_failures",
+                "Writes and reads of the SSD tier that failed.",
+                totals["ssd_failures"],
             ),
             (
                 "moonpool:fetched_tokens",
@@ -290,6 +315,8 @@ class ServerMetrics(Collector):
             ("moonpool:requests_failed", "Accepted, not answered.", "reason", self._failed),
             ("moonpool:transfer_bytes", "KVCache moved.", "transport", self._transfer_bytes),
             ("moonpool:transfers", "Transfers done.", "transport", self._transfers),
+            ("moonpool:ssd_bytes", "Moved to and from the SSD.", "direction", self._ssd_bytes),
+            ("moonpool:ssd_seconds", "Of the threads that did.", "direction", self._ssd_s),
             ("moonpool:step_seconds", "Seconds that engines computed.", "role", self._step_s),
             ("moonpool:role_switches", "Instances that took a role on.", "role", self._switches),
         )

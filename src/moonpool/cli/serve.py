@@ -34,6 +34,8 @@ FLAG_KEYS = {
     "mixed": ("cluster", "mixed"),
     "block_size": ("pool", "block_tokens"),
     "kv_tokens": ("pool", "dram_tokens_per_instance"),
+    "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
+    "ssd_folder": ("pool", "ssd_folder"),
     "enable_prefix_caching": ("pool", "prefix_caching"),
     "head_host": ("network", "head_host"),
     "head_port": ("network", "head_port"),
@@ -72,6 +74,8 @@ def config_options(command: Any) -> Any:
         click.option("--max-model-len", type=int, help="Tokens of prompt and answer together."),
         click.option("--block-size", type=int, help="Tokens of one KVCache block."),
         click.option("--kv-tokens", type=int, help="Tokens of KVCache per instance."),
+        click.option("--ssd-tokens", type=int, help="Tokens of KVCache on disk per instance."),
+        click.option("--ssd-folder", help="Where; each instance has a folder of its own in it."),
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             default=None,

@@ -17,6 +17,7 @@ from moonpool.types import RequestId
 from moonpool.workers.actions import (
     ExpectStream,
     FetchBlocks,
+    LoadBlocks,
     RunStep,
     StepEnded,
     StepEntry,
@@ -44,7 +45,7 @@ class EngineThread:
         self._eos = eos_token_ids
         self._num_threads = num_threads
         self._post = post
-        self._steps: queue.SimpleQueue[RunStep | FetchBlocks | ExpectStream | None]
+        self._steps: queue.SimpleQueue[RunStep | FetchBlocks | ExpectStream | LoadBlocks | None]
         self._steps = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -56,9 +57,11 @@ class EngineThread:
         self._steps.put(step)
 
     def before_transfer(self, action: WorkerAction) -> None:
-        """To be called with every action before it is performed: if it lets the messenger write
-        blocks, the engine learns of it before any step that is submitted later."""
-        if isinstance(action, FetchBlocks | ExpectStream) and self._engine.mirror is not None:
+        """To be called with every action before it is performed: if it lets others write blocks of
+        the arena, the engine learns of it before any step that is submitted later."""
+        if self._engine.mirror is None:
+            return
+        if isinstance(action, FetchBlocks | ExpectStream | LoadBlocks):
             self._steps.put(action)
 
     def stop(self, timeout_s: float) -> None:

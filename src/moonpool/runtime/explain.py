@@ -113,16 +113,20 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
             "block_tokens": info.layout.block_tokens,
             "block_bytes": info.layout.block_bytes,
             "blocks": info.num_blocks,
+            "promised": info.num_blocks,
         },
         "cost": msgspec.to_builtins(info.cost),
     }
     if load is not None:
         described["pool"] |= {
+            "blocks": load.num_blocks,
             "held": load.held_blocks,
             "available": load.free_blocks,
             "cached": load.cached_blocks,
             "owners": load.owners,
         }
+        if load.ssd is not None:
+            described["ssd"] = msgspec.to_builtins(load.ssd)
         described["running"] = load.num_running
         described["waiting"] = load.num_waiting
         described["counters"] = load.counters

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -23,11 +25,13 @@ from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.store.folder import StoreError, default_folder
+from moonpool.messenger.store.store import BlockStore, open_store
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import InstanceInfo, InstanceLoad
+from moonpool.workers.messages import InstanceInfo, InstanceLoad, TierLoad
 
 DEFAULT_POOL_TOKENS = 65_536
 MEMORY_SHARE = 0.25
@@ -57,6 +61,8 @@ class BootedInstance:
     instance: Instance
     eos_token_ids: tuple[int, ...]
     threads: int
+    store: BlockStore | None = None
+    store_error: str = ""  # why there is none, though one was asked for
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
@@ -65,7 +71,7 @@ class BootedInstance:
             incarnation=self.incarnation,
             address=self.address,
             layout=self.layout,
-            num_blocks=self.arena.num_blocks,
+            num_blocks=self.instance.num_blocks,
             cost=self.cost,
             pid=pid,
             host=host,
@@ -73,17 +79,27 @@ class BootedInstance:
         )
 
     def load(self) -> InstanceLoad:
-        """The instance's gauges and counters, with the messenger's counters added."""
+        """The instance's gauges and counters, with those of messenger and store added."""
         load = self.instance.load()
         moved = self.messenger.counts()
         counters = load.counters | {
             f"{transport}_received_bytes": float(count)
             for transport, count in moved.received_bytes.items()
         }
-        return msgspec.structs.replace(load, counters=counters)
+        ssd = load.ssd
+        if self.store is not None:
+            found = msgspec.structs.asdict(self.store.counts())
+            counters |= {f"ssd_{name}": float(count) for name, count in found.items()}
+        elif self.store_error:
+            ssd = TierLoad(
+                blocks=0, held=0, available=0, cached=0, owners={}, error=self.store_error
+            )
+        return msgspec.structs.replace(load, counters=counters, ssd=ssd)
 
     def close(self) -> None:
         self.messenger.close()
+        if self.store is not None:
+            self.store.close()
         self.arena.close()
 
 
@@ -122,6 +138,9 @@ def boot_instance(
         use_shared_memory=setup.network.use_shared_memory,
     )
     eos = model.spec.eos_token_ids
+    store, store_error = _open_store(setup, instance_id, arena, post)
+    if store is not None:
+        cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.disk.read_bytes_per_s)
     return BootedInstance(
         instance_id=instance_id,
         incarnation=secrets.randbits(62),
@@ -131,19 +150,47 @@ def boot_instance(
         messenger=messenger,
         address=messenger.start(),
         cost=cost,
-        instance=_state_machine(setup, layout, arena.num_blocks, role, cost, eos),
+        instance=_state_machine(setup, arena, role, cost, eos, store),
         eos_token_ids=eos,
         threads=threads,
+        store=store,
+        store_error=store_error,
     )
+
+
+def _open_store(
+    setup: Setup, instance_id: InstanceId, arena: Arena, post: Callable[[MessengerEvent], None]
+) -> tuple[BlockStore | None, str]:
+    """The SSD tier if one is wanted, or why it cannot be had: that is no reason not to serve."""
+    pool = setup.pool
+    if not pool.ssd_tokens_per_instance or not pool.prefix_caching:
+        return None, ""
+    root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
+    num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
+    began_s = time.monotonic()
+    try:
+        store = open_store(root, instance_id, arena, num_slots, post)
+    except StoreError as error:
+        log.warning("serving goes on without the SSD tier: %s", error)
+        return None, str(error)
+    log.info(
+        "SSD tier at %s: %d of %d blocks found again in %.2f s; %s",
+        store.folder,
+        len(store.stored),
+        num_slots,
+        time.monotonic() - began_s,
+        "direct I/O" if store.disk.direct else "through the page cache",
+    )
+    return store, ""
 
 
 def _state_machine(
     setup: Setup,
-    layout: BlockLayout,
-    num_blocks: int,
+    arena: Arena,
     role: Role,
     cost: FittedCost,
     eos_token_ids: tuple[int, ...],
+    store: BlockStore | None,
 ) -> Instance:
     config = InstanceConfig(
         chunk_tokens=setup.engine.chunk_tokens,
@@ -152,8 +199,11 @@ def _state_machine(
         eviction=setup.pool.eviction,
         batching=setup.engine.batching,
         tbt_slo_s=setup.slo.tbt_s,
+        ssd_blocks=0 if store is None else store.num_slots,
+        ssd_admission=setup.pool.ssd_admission,
     )
-    return Instance(config, layout, num_blocks, role, cost, eos_token_ids)
+    stored = () if store is None else store.stored
+    return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)
 
 
 def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:

@@ -67,6 +67,12 @@ class Observer:
             if num_bytes:
                 self._metrics.add_transfer(transport, num_bytes)
 
+        for direction, verb in (("written", "write"), ("read", "read")):
+            num_bytes = new(f"ssd_{direction}_bytes")
+            if num_bytes:
+                self._metrics.add_ssd(direction, num_bytes, grown(f"ssd_{verb}_seconds"))
+        self._metrics.add_ssd_failures(new("ssd_failed_operations"))
+
     def instance_lost(self, instance_id: InstanceId) -> None:
         """Its next life counts from zero."""
         self._last.pop(instance_id, None)
@@ -78,6 +84,14 @@ class Observer:
         held = sum(load.held_blocks for load in loads)
         blocks = sum(s.info.num_blocks for s in conductor.instances.values())
         self._metrics.set_load(len(attempts) - waiting, waiting, held / blocks if blocks else 0.0)
+        tiers = [load.ssd for load in loads if load.ssd is not None]
+        self._metrics.set_tiers(
+            {"dram": blocks, "ssd": sum(tier.blocks for tier in tiers if not tier.error)},
+            {
+                "dram": sum(load.cached_blocks for load in loads),
+                "ssd": sum(tier.cached for tier in tiers),
+            },
+        )
         roles: dict[str, int] = {}
         for state in conductor.instances.values():
             roles[state.info.role.value] = roles.get(state.info.role.value, 0) + 1

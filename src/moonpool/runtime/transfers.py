@@ -1,21 +1,25 @@
-"""Performs what a state machine asks of the messenger."""
+"""Performs what a state machine asks of the messenger and the SSD store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.store.store import BlockStore
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
     ExpectStream,
     FetchBlocks,
     FinishStream,
+    ForgetStored,
     GrantRead,
+    LoadBlocks,
     OpenStream,
     RunStep,
     SendBlocks,
     StepEntry,
+    StoreBlocks,
 )
 
 Transfer = (
@@ -28,6 +32,7 @@ Transfer = (
     | ExpectStream
     | CancelStream
 )
+Storage = StoreBlocks | LoadBlocks | ForgetStored
 
 
 def perform_transfer(messenger: Messenger, num_layers: int, action: Transfer) -> None:
@@ -55,6 +60,17 @@ def perform_transfer(messenger: Messenger, num_layers: int, action: Transfer) ->
             )
         case GrantRead():
             messenger.grant(action.read_id, action.block_ids)
+
+
+def perform_storage(store: BlockStore, action: Storage) -> None:
+    """Begins the operation; what comes of it is posted by the store."""
+    match action:
+        case StoreBlocks():
+            store.store(action.store_id, action.keys, action.block_ids, action.slots)
+        case LoadBlocks():
+            store.load(action.load_id, action.keys, action.slots, action.block_ids)
+        case ForgetStored():
+            store.forget(action.slots)
 
 
 def send_layer(messenger: Messenger, entries: Iterable[StepEntry], layer: int) -> None:

@@ -31,7 +31,7 @@ from moonpool.runtime.protocol import (
     UpFrame,
 )
 from moonpool.runtime.settle import settle_memory
-from moonpool.runtime.transfers import perform_transfer
+from moonpool.runtime.transfers import perform_storage, perform_transfer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
     ForgetStored,
@@ -247,7 +247,9 @@ class Worker:
                 case RunStep():
                     self._engine.submit(action)
                 case StoreBlocks() | LoadBlocks() | ForgetStored():
-                    raise AssertionError("an instance without SSD slots asks for none")
+                    assert booted.store is not None, "an instance without slots asks for none"
+                    self._engine.before_transfer(action)
+                    perform_storage(booted.store, action)
                 case _:
                     self._engine.before_transfer(action)
                     perform_transfer(booted.messenger, booted.layout.num_layers, action)

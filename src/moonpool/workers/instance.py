@@ -61,6 +61,7 @@ from moonpool.workers.messages import (
     StopReceiving,
     StreamBroken,
     SwitchRole,
+    TierLoad,
     TransferDone,
     Work,
     WorkFailed,
@@ -204,7 +205,8 @@ class Instance:
             free_blocks=self.pool.num_available,
             owners=self.pool.owners(),
             counters=dict(self.counters),
-            ssd_blocks=0 if self.tier is None else self.tier.slots.num_cached,
+            num_blocks=self.pool.num_blocks,
+            ssd=None if self.tier is None else _tier_load(self.tier),
         )
 
     def validate(self) -> None:
@@ -469,3 +471,15 @@ class Instance:
         self.pool.release(active.owner)
         self.pool.release(active.fetch_owner)
         del self.works[active.work_id]
+
+
+def _tier_load(tier: SsdTier) -> TierLoad:
+    slots = tier.slots
+    return TierLoad(
+        blocks=slots.num_blocks,
+        held=slots.num_held,
+        available=slots.num_available,
+        cached=slots.num_cached,
+        owners=slots.owners(),
+        error=tier.error,
+    )

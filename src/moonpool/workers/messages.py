@@ -210,6 +210,18 @@ class RoleChanged(Struct, frozen=True, tag=True):
     role: Role
 
 
+class TierLoad(Struct, frozen=True):
+    """Blocks of the SSD tier as they are now: held + available is all of them. `error`: why the
+    tier is gone, or never was."""
+
+    blocks: int
+    held: int
+    available: int
+    cached: int
+    owners: dict[str, int]
+    error: str = ""
+
+
 class InstanceLoad(Struct, frozen=True, tag=True):
     """Heartbeat and gauges of an instance; `owners` are the holds behind `held_blocks`."""
 
@@ -220,7 +232,8 @@ class InstanceLoad(Struct, frozen=True, tag=True):
     free_blocks: int
     owners: dict[str, int]
     counters: dict[str, float]
-    ssd_blocks: int = 0  # with a name, on the SSD, in DRAM as well or not
+    num_blocks: int = 0  # of the pool: held and free ones
+    ssd: TierLoad | None = None
 
 
 Report = (

@@ -15,6 +15,7 @@ from moonpool.messenger.store.format import PAGE_BYTES
 PROBE_NAME = "probe"
 _PROBE_BYTES = 8 << 20
 _PROBE_STEP_BYTES = 4 << 20
+_PROBE_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,8 @@ def _read_rate(path: Path, flags: int) -> float:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if not flags:
             os.fdatasync(fd)  # the page cache lets go only of what is written
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        began_s = time.perf_counter()
-        for offset in range(0, _PROBE_BYTES, _PROBE_STEP_BYTES):
-            os.preadv(fd, [pages], offset)
-        return _PROBE_BYTES / max(time.perf_counter() - began_s, 1e-6)
+        # The best: a busy machine makes a disk look slower, never faster.
+        return _PROBE_BYTES / min(_read_s(fd, pages) for _ in range(_PROBE_PASSES))
     except OSError as error:
         if flags and error.errno == errno.EINVAL:
             raise _NoDirectError from None
@@ -67,3 +65,11 @@ def _read_rate(path: Path, flags: int) -> float:
         if fd >= 0:
             os.close(fd)
         pages.close()
+
+
+def _read_s(fd: int, pages: mmap.mmap) -> float:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    began_s = time.perf_counter()
+    for offset in range(0, _PROBE_BYTES, _PROBE_STEP_BYTES):
+        os.preadv(fd, [pages], offset)
+    return max(time.perf_counter() - began_s, 1e-6)

@@ -1,0 +1,184 @@
+"""Blocks that left DRAM come back from the disk: before and after a kill -9, and never wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from moonpool.bench.local_server import LocalServer
+from moonpool.cli.main import cli
+from moonpool.messenger.store.folder import INDEX_NAME, instance_folder
+
+# Large enough that computing a block takes much longer than reading it.
+MODEL = "random:hidden=192,layers=6,heads=4,kv_heads=2,inter=768,vocab=300"
+NUM_PROMPTS = 60
+PROMPT_TOKENS = 200
+BLOCK_TOKENS = 16
+DRAM = ["--kv-tokens", "8192", "--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", "128"]
+WAIT_S = 30.0
+
+
+class Talk:
+    """The same long prompts again and again; the first answers are computed without any cache."""
+
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60)
+        rng = random.Random(7)
+        self.prompts = [
+            [rng.randrange(300) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)
+        ]
+        self.expected: list[str] = []
+
+    def ask(self, number: int) -> tuple[str, int]:
+        """The answer, and how many of the prompt's tokens were not computed."""
+        body = {
+            "prompt": self.prompts[number],
+            "max_tokens": 6,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        answer: dict[str, Any] = self.http.post("/v1/completions", json=body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+
+    def round(self) -> int:
+        """Asks all of them, expects the first answers again, and counts cached tokens."""
+        cached = 0
+        for number in range(NUM_PROMPTS):
+            text, tokens = self.ask(number)
+            if len(self.expected) == number:
+                self.expected.append(text)
+            assert text == self.expected[number], number
+            cached += tokens
+        return cached
+
+    def instance(self) -> dict[str, Any]:
+        (found,) = self.http.get("/cluster").json()["instances"]
+        return dict(found)
+
+    def wait_for_counters(self, **least: float) -> dict[str, float]:
+        """Heartbeats bring them once a second."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            counters: dict[str, float] = self.instance().get("counters", {})
+            if all(counters.get(name, 0.0) >= value for name, value in least.items()):
+                return counters
+            time.sleep(0.1)
+        raise AssertionError((least, counters))
+
+    def restart(self) -> None:
+        """Kills the worker and waits for its successor."""
+        old = self.instance()["pid"]
+        os.kill(old, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            instances = self.http.get("/cluster").json()["instances"]
+            if instances and instances[0]["pid"] != old:
+                return
+            time.sleep(0.1)
+        raise AssertionError("the killed worker did not come back")
+
+
+def serve(folder: Path, config: Path) -> LocalServer:
+    config.write_text('[pool]\nssd_admission = "always"\n')
+    ssd = ["--ssd-tokens", "65536", "--ssd-folder", str(folder), "--config", str(config)]
+    return LocalServer([MODEL, "--mixed", "1", *DRAM, *ssd])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ssd")
+
+
+@pytest.fixture(scope="module")
+def talk(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talk]:
+    with serve(folder, tmp_path_factory.mktemp("config") / "c.toml") as server:
+        talk = Talk(server.url)
+        assert talk.round() == 0  # all computed, and most of it driven out of DRAM again
+        yield talk
+
+
+def test_what_left_dram_comes_back_from_the_disk(talk: Talk, folder: Path) -> None:
+    cached = talk.round()
+    most = NUM_PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
+    assert cached > 0.5 * most
+    counters = talk.wait_for_counters(ssd_read_blocks=1, ssd_written_blocks=1)
+    assert counters["ssd_corrupt_slices"] == 0
+    ssd = talk.instance()["ssd"]
+    assert ssd["held"] + ssd["available"] == ssd["blocks"] == 65536 // BLOCK_TOKENS
+    assert ssd["cached"] > 0 and not ssd["error"]
+    metrics = talk.http.get("/metrics").text
+    (line,) = [
+        x for x in metrics.splitlines() if x.startswith("moonpool:ssd_bytes_total{") and "read" in x
+    ]
+    assert float(line.split()[-1]) > 0
+    assert 'moonpool:tier_blocks{model_name="' in metrics
+    url = str(talk.http.base_url)
+    for command in ("stat", "audit"):
+        result = CliRunner().invoke(cli, ["pool", command, "--url", url])
+        assert result.exit_code == 0, result.output
+        assert "SSD" in result.output
+
+
+def test_a_killed_worker_finds_its_blocks_again(talk: Talk) -> None:
+    talk.restart()
+    assert talk.instance()["indexed_blocks"] > 0
+    assert talk.round() > 0
+    counters = talk.wait_for_counters(ssd_read_blocks=1)
+    assert counters["ssd_corrupt_slices"] == 0
+
+
+def test_flipped_bits_cost_time_and_no_answer(talk: Talk, folder: Path) -> None:
+    found = instance_folder(folder, "mixed-0")
+    geometry_bytes = 4096
+    for path in sorted(found.glob("segment-*")):
+        with path.open("r+b") as file:
+            for offset in range(geometry_bytes + 100, path.stat().st_size, 8192):
+                file.seek(offset)
+                byte = file.read(1)
+                file.seek(offset)
+                file.write(bytes([byte[0] ^ 1]))
+    talk.round()
+    counters = talk.wait_for_counters(ssd_corrupt_slices=1)
+    assert counters["corrupt_slices"] >= counters["ssd_corrupt_slices"] > 0
+
+
+def test_after_the_end_the_folder_can_be_verified_and_found_again(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "ssd"
+    with serve(folder, tmp_path / "c.toml") as server:
+        talk = Talk(server.url)
+        talk.round()
+        talk.round()
+        expected = talk.expected
+        server.stop()
+    result = CliRunner().invoke(cli, ["pool", "verify", str(folder)])
+    assert result.exit_code == 0, result.output
+    (instance_folder(folder, "mixed-0") / INDEX_NAME).unlink()  # the slots alone must do
+    with serve(folder, tmp_path / "c.toml") as server:
+        talk = Talk(server.url)
+        talk.expected = expected
+        assert talk.round() > 0
+
+
+def test_a_folder_that_cannot_be_had_is_said_and_served_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with serve(tmp_path / "file", tmp_path / "c.toml") as server:
+        talk = Talk(server.url)
+        assert talk.round() == 0
+        deadline = time.monotonic() + WAIT_S
+        while "ssd" not in talk.instance() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert str(tmp_path / "file") in talk.instance()["ssd"]["error"]
+        assert "serving goes on without the SSD tier" in server.last_words(200)
