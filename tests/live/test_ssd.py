@@ -180,7 +180,10 @@ def test_what_left_dram_comes_back_from_the_disk(talk: Talk, folder: Path) -> No
 
 def test_a_killed_worker_finds_its_blocks_again(talk: Talk) -> None:
     talk.restart()
-    assert talk.instance()["indexed_blocks"] > 0
+    deadline = time.monotonic() + 5.0
+    while not talk.instance()["indexed_blocks"]:
+        assert time.monotonic() < deadline, "it announced nothing of what it had"
+        time.sleep(0.05)
     assert talk.round() > 0
     counters = talk.wait_for_counters(ssd_read_blocks=1)
     assert counters["ssd_corrupt_slices"] == 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from store_harness import Bench, key_of, make_layout
 
 from moonpool.kvcache.transfers import LoadEnded, StoreEnded, StoreLost
@@ -69,6 +70,17 @@ def test_a_load_counts_up_to_the_first_miss(bench: Bench) -> None:
     assert (ended.num_blocks, ended.num_bytes) == (2, 2 * bench.arena.layout.block_bytes)
     assert "damaged" in ended.error
     assert bench.get({14: 1}).num_blocks == 0  # of a segment that was never made
+
+
+def test_loaded_slices_are_sent_on_with_their_checksums(bench: Bench) -> None:
+    bench.put({0: 0, 1: 1})
+    flip(bench, 1, bench.store.geometry.header_bytes)  # of layer 0
+    bench.get({0: 0, 1: 1}, first_block=4)
+    sums = bench.arena.sums
+    for layer in range(3):
+        content = bench.arena.slice(BlockId(4), layer)
+        assert sums.get(BlockId(4), layer) == xxhash.xxh3_64_intdigest(content)
+    assert sums.get(BlockId(5), 0) == 0
 
 
 def test_what_is_asked_in_the_wrong_way_is_the_callers_mistake(bench: Bench) -> None:

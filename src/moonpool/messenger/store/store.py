@@ -309,8 +309,10 @@ class BlockStore:
         """Those remembered from when the block was made, where they are known: a block that changed
         in memory since is then found out when it is read back."""
         sums = self._arena.sums
-        known = [sums.get(block_id, layer) for layer in range(self.geometry.num_layers)]
-        return tuple(known) if all(known) else self._checksums(self._block(block_id))
+        return tuple(
+            sums.get(block_id, layer) or checksum(self._arena.slice(block_id, layer))
+            for layer in range(self.geometry.num_layers)
+        )
 
     def _checksums(self, block: memoryview) -> tuple[int, ...]:
         size = self.geometry.slice_bytes
