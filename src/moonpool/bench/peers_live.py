@@ -25,6 +25,8 @@ from moonpool.types import Slo, Struct
 
 START_S = 600.0
 KV_GIB = 2
+CPU_BLOCK_TOKENS = 32
+"""vLLM's attention on a CPU takes blocks of multiples of it."""
 Say = Callable[[str], None]
 
 
@@ -49,13 +51,14 @@ class PeerServer(LocalServer):
             "--port": self.port,
             "--host": "127.0.0.1",
             "--dtype": "bfloat16",
-            "--block-size": cluster.block_tokens,
+            "--block-size": -(-cluster.block_tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS,
             "--max-model-len": longest_tokens,
             "--max-num-batched-tokens": max(cluster.chunk_tokens, 1),
             "--max-num-seqs": cluster.max_sequences,
         }
         words = [str(word) for pair in options.items() for word in pair]
         flags = ["--enable-prefix-caching", "--enable-chunked-prefill"]
+        flags += ["--enable-prompt-tokens-details"]  # tells its hits
         flags += ["--enforce-eager"] if peer.eager else []
         self._arguments = [str(command), "serve", cluster.model, *words, *flags]
         cores = peer.cores or f"0-{(os.cpu_count() or 1) - 1}"
@@ -68,6 +71,13 @@ class PeerServer(LocalServer):
             "HF_HUB_OFFLINE": "1",
         }
         self._environment.pop("PYTHONPATH", None)  # ours is not its
+
+    def last_words(self, num_lines: int = 5) -> str:
+        """What went wrong first: vLLM's last lines only say that something did."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        causes = [line.strip() for line in lines if "Error: " in line]
+        return causes[0] if causes else super().last_words(num_lines)
 
 
 def bench_peers_live(
