@@ -80,6 +80,7 @@ class ConductorConfig(Struct, frozen=True):
     load_limit: float = 1.0  # of predicted over promised latency, above which requests are refused
     decode_prediction: DecodePrediction = "duration"
     inline_prefill: bool = True  # short prompts run in a decode batch, if its TBT SLO holds
+    learning: bool = True  # instances' times are believed as they are seen, not as profiled
     seed: int = 0  # of the random placement
     role_balance: RoleBalance = "off"  # say that the P:D ratio does not fit the load, or change it
     role_balance_window_s: float = 300.0  # of the load that it goes by
@@ -99,6 +100,7 @@ class InstanceConfig(Struct, frozen=True):
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
     ssd_blocks: int = 0  # that the SSD has slots for; 0: there is no such tier
     ssd_admission: SsdAdmission = "always"
+    learning: bool = True  # its own check believes steps as they are seen, not as profiled
 
 
 class EngineConfig(Struct, frozen=True):

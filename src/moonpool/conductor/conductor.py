@@ -33,6 +33,7 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.admission import UNLIMITED, Promise, admit
 from moonpool.conductor.answers import Answers
+from moonpool.conductor.beliefs import Beliefs
 from moonpool.conductor.bookings import Bookings
 from moonpool.conductor.fleet import to_ns
 from moonpool.conductor.orders import orders
@@ -97,6 +98,7 @@ class Conductor:
         self.books = Bookings(self.answers.forecast)
         self.index, self.fleet = self.books.index, self.books.fleet
         self.forecast = self.answers.forecast
+        self.beliefs = Beliefs(self.fleet, config.learning, self.forecast.error)
         self.instances = self.books.instances
         self.roles = RoleSwitching(config, self.books, default_slo)
         self.requests: dict[RequestId, Tracked] = {}
@@ -376,7 +378,7 @@ class Conductor:
         record = tracked.record
         match report:
             case PrefillStarted():
-                self.books.start_prefill(attempt, now)
+                self._start_prefill(attempt, report, now)
                 if record.prefill_started_s is None:
                     record.prefill_started_s = now
                     record.cached_tokens = min(report.cached_tokens, record.num_prompt_tokens)
@@ -402,6 +404,11 @@ class Conductor:
             case WorkFailed():
                 self._on_work_failed(tracked, report, instance_id, now)
 
+    def _start_prefill(self, attempt: Attempt, report: PrefillStarted, now: float) -> None:
+        self.books.start_prefill(attempt, now)
+        source = self.instances.get(attempt.fetch_from) if attempt.fetch_from else None
+        self.beliefs.start_prefill(self.instances[attempt.prefill], source, attempt, report)
+
     def _on_work_failed(
         self, tracked: Tracked, report: WorkFailed, instance_id: InstanceId, now: float
     ) -> None:
@@ -417,8 +424,7 @@ class Conductor:
     def _on_prefill_done(
         self, tracked: Tracked, attempt: Attempt, report: PrefillDone, now: float
     ) -> None:
-        tracked.record.prefill_done_s = now
-        self._unbook_prefill(tracked, attempt, now)
+        self._end_prefill(tracked, attempt, now)
         if report.finish is not None:
             self._deliver(tracked, (report.token,), report.finish, now)
             self._end(tracked, report.finish.value, now)
@@ -428,12 +434,19 @@ class Conductor:
         attempt.first_token = report.token
         self._send(attempt.decode, StartDecode(work_id=attempt.work_id, token=report.token))
 
+    def _end_prefill(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
+        """It ended well, whatever comes of it."""
+        tracked.record.prefill_done_s = now
+        self.beliefs.end_prefill(self.instances.get(attempt.prefill), attempt, now)
+        self._unbook_prefill(tracked, attempt, now)
+
     def _begin_decoding(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
         tracked.record.decode_started_s = now
         self.books.begin_decoding(attempt, now)
         self.answers.begin(tracked, attempt, now)
 
     def _on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
+        self._learn_steps(state, report, now)
         num_tokens = room_tokens = 0
         ending: list[tuple[Tracked, FinishReason]] = []
         for item in report.works:
@@ -442,8 +455,7 @@ class Conductor:
                 continue
             attempt = tracked.attempt
             if attempt.stage is Stage.PREFILL:  # a mixed instance: the first token ends the prefill
-                tracked.record.prefill_done_s = now
-                self._unbook_prefill(tracked, attempt, now)
+                self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
             self._deliver(tracked, item.tokens, item.finish, now, report.gap_s)
             if attempt.answers:
@@ -455,6 +467,21 @@ class Conductor:
         self.fleet.grow(state.row, num_tokens, room_tokens)
         for tracked, finish in ending:
             self._end(tracked, finish.value, now)
+
+    def _learn_steps(self, state: InstanceState, report: StepTokens, now: float) -> None:
+        """From steps of decodes alone. What waited longest for its token joined during the step
+        before; the shortest gap is that of the steps."""
+        if not report.gap_s:
+            return
+        num_steps = len(report.works[0].tokens)
+        shortest_s, context_tokens = float("inf"), 0
+        for item in report.works:
+            tracked = self._works.get(item.work_id)
+            if tracked is None or tracked.attempt is None or tracked.record.last_token_s is None:
+                return  # of one that is gone, the tokens are not known
+            shortest_s = min(shortest_s, now - tracked.record.last_token_s)
+            context_tokens += tracked.attempt.num_tokens
+        self.beliefs.note_steps(state, shortest_s, num_steps, len(report.works), context_tokens)
 
     def _deliver(
         self,
@@ -473,6 +500,8 @@ class Conductor:
     # Endings
 
     def _on_tick(self, now: float) -> None:
+        at_s = now + self._usual_ttft_s.value
+        self.forecast.note_projection(at_s, self.forecast.project(at_s, now)[0])
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             tracked = self.requests.get(request_id)
@@ -513,6 +542,7 @@ class Conductor:
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
             self._learn(tracked, now)
+            self.beliefs.note_answer(tracked.record)
         self._unbook(tracked, now, abort=not finished)
         del self.requests[tracked.request.request_id]
         if len(self._deadlines) > 2 * len(self.requests) + 64:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.cost.fitted import FittedCost
 from moonpool.types import InstanceId, Slo
 from moonpool.workers.messages import InstanceInfo
 
@@ -105,13 +106,7 @@ class Fleet:
         self.ids[row] = info.instance_id
         assert not self.prefills[row] and not self.decodes[row]
         self._clear(row)
-        cost = info.cost
-        self.a[row], self.b[row], self.c[row], self.d[row] = cost.prefill
-        self.e[row], self.f[row], self.g[row] = cost.decode
-        self.latency_s[row] = cost.transfer_latency_s
-        self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
-        self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
-        self.s_per_ssd_byte[row] = 1.0 / (cost.ssd_read_bytes_per_s or 1.0)
+        self.believe(row, info.cost)
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
@@ -122,6 +117,15 @@ class Fleet:
         self.host[row] = host
         self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
         self._count_roles()
+
+    def believe(self, row: int, cost: FittedCost) -> None:
+        """What the instance's work takes, from now on: what is booked stays as it was predicted."""
+        self.a[row], self.b[row], self.c[row], self.d[row] = cost.prefill
+        self.e[row], self.f[row], self.g[row] = cost.decode
+        self.latency_s[row] = cost.transfer_latency_s
+        self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
+        self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
+        self.s_per_ssd_byte[row] = 1.0 / (cost.ssd_read_bytes_per_s or 1.0)
 
     def leave(self, row: int) -> None:
         """Whatever is still booked there goes with it."""

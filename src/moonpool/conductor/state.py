@@ -10,6 +10,7 @@ from enum import Enum
 from moonpool.conductor.decode_forecast import Stay
 from moonpool.conductor.explanation import Explanation
 from moonpool.conductor.fleet import NEVER_S, S_PER_NS
+from moonpool.cost.learned import LearnedFactor
 from moonpool.metrics import RequestRecord
 from moonpool.types import BlockKey, InstanceId, Request, Role, Token
 from moonpool.workers.messages import InstanceInfo, InstanceLoad, WorkId
@@ -41,6 +42,7 @@ class Attempt:
     stay_tokens: int = 0  # length of the answer that the stay's end was reckoned with; 0: none
     stage: Stage = Stage.PREFILL
     started_s: float | None = None
+    expected_s: float = 0.0  # of its prefill, by the profile, with what was then really cached
     decoding_since_s: float | None = None
     first_token: Token | None = None
 
@@ -91,6 +93,9 @@ class InstanceState:
     load: InstanceLoad | None = None
     resyncing: bool = False  # all its blocks were asked for
     drain: Drain | None = None
+    prefill_factor: LearnedFactor = field(default_factory=LearnedFactor)
+    decode_factor: LearnedFactor = field(default_factory=LearnedFactor)
+    transfer_factor: LearnedFactor = field(default_factory=LearnedFactor)
 
     @property
     def drained(self) -> bool:

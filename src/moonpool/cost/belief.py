@@ -51,16 +51,26 @@ def fit_belief(
     )
 
 
-def scaled(belief: FittedCost, prefill_factor: float, decode_factor: float) -> FittedCost:
-    """A belief that is wrong on purpose: its times multiplied."""
-    if min(prefill_factor, decode_factor) <= 0:
+def scaled(
+    belief: FittedCost, prefill_factor: float, decode_factor: float, transfer_factor: float = 1.0
+) -> FittedCost:
+    """Its times multiplied: because the truth was seen to be so, or to be wrong on purpose."""
+    if min(prefill_factor, decode_factor, transfer_factor) <= 0:
         raise ValueError("a belief's times can only be multiplied by factors above 0")
     a, b, c, d = (x * prefill_factor for x in belief.prefill)
     e, f, g = (x * decode_factor for x in belief.decode)
     mixed = belief.mixed
     if mixed is not None:
         mixed = mixed[0] * decode_factor, mixed[1] * decode_factor
-    return msgspec.structs.replace(belief, prefill=(a, b, c, d), decode=(e, f, g), mixed=mixed)
+    return msgspec.structs.replace(
+        belief,
+        prefill=(a, b, c, d),
+        decode=(e, f, g),
+        transfer_latency_s=belief.transfer_latency_s * transfer_factor,
+        shared_memory_bytes_per_s=belief.shared_memory_bytes_per_s / transfer_factor,
+        network_bytes_per_s=belief.network_bytes_per_s / transfer_factor,
+        mixed=mixed,
+    )
 
 
 def _prefill_samples(truth: StepCost, chunk_tokens: int, max_tokens: int) -> list[PrefillSample]:

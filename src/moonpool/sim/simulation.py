@@ -195,6 +195,7 @@ class Simulation:
             max_steps_in_flight=stages + 1 if stages > 1 else 1,
             # Where instances slow each other down, who computes is asked at each step.
             max_repeats=MAX_REPEATS if stages == 1 and hardware.contention == ALONE else 1,
+            learning=config.conductor.learning,
         )
 
     def _step_factor(

@@ -53,6 +53,7 @@ class ActiveWork:
     num_fetched_tokens: int = 0
     num_loaded_tokens: int = 0
     corrupt_slices: int = 0
+    fetch_s: float = 0.0
     num_sealed: int = 0
     num_streamed_blocks: int = 0
     block_ids: list[BlockId] = field(default_factory=list)

@@ -294,6 +294,7 @@ class Batch:
                 fetched_tokens=min(active.num_fetched_tokens, active.num_computed),
                 loaded_tokens=min(active.num_loaded_tokens, active.num_computed),
                 corrupt_slices=active.corrupt_slices,
+                fetch_s=active.fetch_s,
             )
         )
         if active.target is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from moonpool.config import InstanceConfig
+from moonpool.cost.learned import LearnedFactor
 from moonpool.cost.model import CostModel
 from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.layout import BlockLayout
@@ -45,7 +46,7 @@ from moonpool.workers.actions import (
 )
 from moonpool.workers.active import ActiveWork, Pending, Phase
 from moonpool.workers.arrivals import Arrivals
-from moonpool.workers.batch import Batch
+from moonpool.workers.batch import Batch, Step
 from moonpool.workers.demotion import Demotion, reserved_blocks
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import (
@@ -91,6 +92,7 @@ class Instance:
         self.role = role
         self.cost = cost
         self.works: dict[WorkId, ActiveWork] = {}
+        self._decode_factor = LearnedFactor()  # by which its steps take longer than `cost` says
         self._outbox = Outbox()
         self._holdings = Holdings(config, layout, num_blocks)
         self._batch = Batch(config, self._holdings, self._outbox, cost)
@@ -277,7 +279,7 @@ class Instance:
         if not num_running or work.slo.tbt_s == float("inf"):
             return ""
         contexts = batch.context_tokens + len(active.tokens)
-        step_s = self.cost.decode_step_s(num_running + 1, contexts)
+        step_s = self.cost.decode_step_s(num_running + 1, contexts) * self._decode_factor.value
         if step_s > work.slo.tbt_s * work.tolerance:
             return f"one more request would raise the time between tokens to {step_s:.3f} s"
         if not batch.has_room(len(active.tokens), work.tolerance):
@@ -303,6 +305,7 @@ class Instance:
         step = self._batch.end_step(event.seconds)
         assert len(step) == len(event.tokens)
         told: list[WorkTokens] = []
+        decodes_s = self._learn_steps(step, event.seconds, 1)
         self._outbox.count("steps")
         self._outbox.count("step_s", event.seconds)
         for (active, num_tokens), token in zip(step, event.tokens, strict=True):
@@ -314,13 +317,14 @@ class Instance:
             if token is not None:
                 self._take_token(active, token, told)
         if told:
-            self._outbox.tell(StepTokens(works=tuple(told)))
+            self._outbox.tell(StepTokens(works=tuple(told), gap_s=decodes_s))
 
     def _on_steps_ended(self, event: StepsEnded) -> None:
         """Decodes alone, several times over; only the last token of a work can be its last."""
         step = self._batch.end_step()
         told: list[WorkTokens] = []
         num_steps = len(event.tokens[0])
+        decodes_s = self._learn_steps(step, event.seconds, num_steps)
         self._outbox.count("steps", num_steps)
         self._outbox.count("step_s", event.seconds)
         for (active, _), tokens in zip(step, event.tokens, strict=True):
@@ -337,7 +341,20 @@ class Instance:
             if finish is not None:
                 self._close(active)
         if told:
-            self._outbox.tell(StepTokens(works=tuple(told), gap_s=event.seconds / num_steps))
+            self._outbox.tell(StepTokens(works=tuple(told), gap_s=decodes_s))
+
+    def _learn_steps(self, step: Step, seconds: float, num_steps: int) -> float:
+        """Seconds of one of the steps if they were of decodes alone, else 0."""
+        context_tokens = 0
+        for active, num_tokens in step:
+            if num_tokens != 1 or active.target is not None or not active.tokens.num_generated:
+                return 0.0
+            context_tokens += active.tokens.size
+        seconds /= num_steps
+        if self.config.learning:
+            context_tokens += len(step) * (num_steps - 1) // 2
+            self._decode_factor.observe(seconds, self.cost.decode_step_s(len(step), context_tokens))
+        return seconds
 
     def _take_token(self, active: ActiveWork, token: Token, told: list[WorkTokens]) -> None:
         first = active.target is not None

@@ -123,13 +123,14 @@ class InstanceInfo(Struct, frozen=True):
 
 class PrefillStarted(Struct, frozen=True, tag=True):
     """The first chunk is being computed; `cached_tokens` are not, `fetched_tokens` of them by
-    fetch, `loaded_tokens` because they were on this instance's SSD."""
+    a fetch that took `fetch_s`, `loaded_tokens` because they were on this instance's SSD."""
 
     work_id: WorkId
     cached_tokens: int
     fetched_tokens: int
     loaded_tokens: int = 0
     corrupt_slices: int = 0
+    fetch_s: float = 0.0
 
 
 class PrefillDone(Struct, frozen=True, tag=True):
@@ -180,7 +181,8 @@ class WorkTokens(Struct, frozen=True, array_like=True):
 
 
 class StepTokens(Struct, frozen=True, tag=True):
-    """All tokens of one step, or of several that came `gap_s` apart, the last one now."""
+    """All tokens of one step, or of several that came `gap_s` apart, the last one now. 0: the step
+    was not of decodes alone."""
 
     works: tuple[WorkTokens, ...]
     gap_s: float = 0.0

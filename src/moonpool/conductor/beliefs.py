@@ -1,0 +1,129 @@
+"""What the Conductor learns of its instances' times, and how far its predictions were off.
+
+An instance joins with its profile; what is then seen of its prefills, steps and fetches becomes a
+factor each, by which the fleet's coefficients are multiplied (`cost.learned`). It goes with the
+instance: a new incarnation begins at its own profile. Times are those of the Conductor's clock, so
+that they contain what the engine does not know of, as the predictions must. Books and chooses
+nothing.
+"""
+
+from __future__ import annotations
+
+from moonpool.conductor.fleet import Fleet
+from moonpool.conductor.prediction_error import PredictionError
+from moonpool.conductor.state import Attempt, InstanceState
+from moonpool.cost.belief import scaled
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.learned import LearnedFactor
+from moonpool.cost.recorded import BeliefRecord, InstanceRecord
+from moonpool.metrics import RequestRecord
+from moonpool.workers.messages import PrefillStarted
+
+
+class Beliefs:
+    """One per Conductor. With `learning` off, the profiles stay as they are; what would have been
+    learned is still kept, to be looked at."""
+
+    def __init__(self, fleet: Fleet, learning: bool, decoding_error: PredictionError) -> None:
+        self.ttft_s = PredictionError()
+        self.tbt_s = PredictionError()
+        self.decoding = decoding_error  # of the number of answers that decode
+        self._fleet = fleet
+        self._learning = learning
+
+    def start_prefill(
+        self,
+        state: InstanceState,
+        source: InstanceState | None,
+        attempt: Attempt,
+        report: PrefillStarted,
+    ) -> None:
+        """Its first chunk is computed now (mutates `attempt`); what was fetched is here."""
+        cost = state.info.cost
+        attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
+        if source is None or not report.fetched_tokens or not report.fetch_s:
+            return
+        host = state.info.address.host_id
+        num_bytes = report.fetched_tokens * state.info.layout.token_bytes
+        sharing = self._fleet.num_serving.item(source.row)
+        expected_s = cost.transfer_s(
+            num_bytes, bool(host) and host == source.info.address.host_id, int(sharing)
+        )
+        self._learn(state, state.transfer_factor, report.fetch_s, expected_s)
+
+    def end_prefill(self, state: InstanceState | None, attempt: Attempt, now: float) -> None:
+        """To be told while it is still booked. Prefills run one after another: the oldest has had
+        all the time since the one before it ended, and what ended before its turn had none."""
+        if state is None or attempt.started_s is None or attempt.work_id not in state.started:
+            return
+        seconds = 0.0
+        if next(iter(state.started)) == attempt.work_id:
+            seconds = now - max(attempt.started_s, state.freed_s)
+        self._learn(state, state.prefill_factor, seconds, attempt.expected_s)
+
+    def note_steps(
+        self,
+        state: InstanceState,
+        seconds: float,
+        num_steps: int,
+        batch: int,
+        context_tokens: int,
+    ) -> None:
+        """So many steps of decodes alone took so long in all; the tokens are those of the first."""
+        mean_context = context_tokens + batch * (num_steps - 1) / 2
+        e, f, g = state.info.cost.decode
+        expected_s = num_steps * (e + f * batch + g * mean_context)
+        self._learn(state, state.decode_factor, seconds, expected_s)
+
+    def note_answer(self, record: RequestRecord) -> None:
+        """A request was answered. One that was tried again tells nothing of its first placement."""
+        if record.attempts != 1 or record.first_token_s is None or record.placed_s is None:
+            return
+        if record.predicted_ttft_s is not None:
+            self.ttft_s.note(record.predicted_ttft_s, record.first_token_s - record.placed_s)
+        tpot_s = record.tpot_s
+        if tpot_s is not None and record.predicted_tbt_s:
+            self.tbt_s.note(record.predicted_tbt_s, tpot_s)
+
+    @property
+    def errors(self) -> dict[str, PredictionError]:
+        return {"ttft_s": self.ttft_s, "tbt_s": self.tbt_s, "decoding": self.decoding}
+
+    def record(self, states: list[InstanceState]) -> BeliefRecord:
+        """All of it, to be kept or shown."""
+        return BeliefRecord(
+            tuple(_recorded(state) for state in states),
+            {name: error.summary() for name, error in self.errors.items()},
+        )
+
+    def _learn(
+        self, state: InstanceState, factor: LearnedFactor, seconds: float, expected_s: float
+    ) -> None:
+        if factor.observe(seconds, expected_s) and self._learning:
+            self._fleet.believe(state.row, believed(state))
+
+
+def believed(state: InstanceState) -> FittedCost:
+    """The profile times what was learned."""
+    return scaled(
+        state.info.cost,
+        state.prefill_factor.value,
+        state.decode_factor.value,
+        state.transfer_factor.value,
+    )
+
+
+def _recorded(state: InstanceState) -> InstanceRecord:
+    info = state.info
+    learned = {
+        "prefill": state.prefill_factor,
+        "decode": state.decode_factor,
+        "transfer": state.transfer_factor,
+    }
+    return InstanceRecord(
+        instance_id=info.instance_id,
+        role=info.role,
+        profile=info.cost,
+        **{name: factor.samples for name, factor in learned.items()},
+        factors={name: factor.value for name, factor in learned.items()},
+    )
