@@ -4,6 +4,8 @@ processes."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +15,7 @@ import openai
 import pytest
 
 from moonpool.bench.local_server import LocalServer
+from moonpool.cost.recorded import parse_beliefs
 from tests.live.conftest import MODEL, SMALL
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -139,6 +142,26 @@ def test_explain_says_where_and_why(http: httpx.Client) -> None:
     assert explained["generated_tokens"] == 24
     total_s = explained["since_arrival_s"]["finished"]
     assert sum(explained["stages_s"].values()) == pytest.approx(total_s, rel=0.05)
+
+
+def test_what_was_learned_is_shown_and_can_be_simulated(
+    cluster: LocalServer, http: httpx.Client, tmp_path: Any
+) -> None:
+    for start in range(30):
+        body = {"prompt": list(range(start, start + 120)), **GREEDY}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    metrics = http.get("/metrics").text
+    assert 'moonpool:predictions_total{model_name="' in metrics
+    assert 'quantity="decoding"' in metrics
+    assert 'moonpool:learned_decode_factor{instance="decode-0"' in metrics
+    seen = http.get("/cluster").json()["predictions"]
+    assert seen["ttft_s"]["count"] >= 30 and seen["tbt_s"]["ratio_p50"] > 0
+    path = tmp_path / "beliefs.json"
+    arguments = [sys.executable, "-m", "moonpool", "profile", "--from-url", cluster.url]
+    subprocess.run([*arguments, "--json", str(path)], check=True, capture_output=True)
+    record = parse_beliefs(path.read_bytes())
+    assert {each.instance_id for each in record.instances} >= {"prefill-0", "decode-1"}
+    assert any(each.decode for each in record.instances)
 
 
 def test_an_slo_that_cannot_be_met_is_refused_before_any_work(http: httpx.Client) -> None:

@@ -52,6 +52,7 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
             route("/server_info", inspector.server_info),
             route("/explain/{request_id}", inspector.explain),
             route("/cluster", inspector.cluster),
+            route("/beliefs", inspector.beliefs),
             route("/", inspector.page, open_to_all=True),
         ],
         exception_handlers={HTTPException: _routing_error},

@@ -25,7 +25,7 @@ _PAGE = b"""moonpool
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models
 POST /tokenize              POST /detokenize
 GET  /health   GET /metrics   GET /version   GET /server_info
-GET  /cluster  GET /explain/{request_id}
+GET  /cluster  GET /beliefs  GET /explain/{request_id}
 """
 
 
@@ -65,6 +65,9 @@ class Inspector:
 
     async def cluster(self, exchange: Exchange) -> None:
         await _respond(exchange, self._frontend.cluster())
+
+    async def beliefs(self, exchange: Exchange) -> None:
+        await _respond(exchange, self._frontend.beliefs())
 
     async def explain(self, exchange: Exchange) -> None:
         """Takes a request id or the id of an answer."""

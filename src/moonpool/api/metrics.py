@@ -21,6 +21,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from moonpool.types import Struct
+
 # vLLM's bounds, so that its dashboards' quantiles keep their meaning.
 # fmt: off
 _TTFT_S = (
@@ -37,6 +39,16 @@ _REQUEST_S = (
 )
 # fmt: on
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+
+
+class Prediction(Struct, frozen=True):
+    """How far the predictions of one quantity were off, in its unit."""
+
+    count: int
+    too_much: float
+    too_little: float
+    ratio_p50: float
+    ratio_p90: float
 
 
 class Histogram:
@@ -105,6 +117,8 @@ class ServerMetrics(Collector):
         self._tier_cached: dict[str, int] = {}
         self._ssd_bytes: Counter[str] = Counter()
         self._ssd_s: dict[str, float] = {}
+        self._predictions: dict[str, Prediction] = {}
+        self._learned: dict[str, dict[str, float]] = {}
         self._registry.register(self)
 
     # The head tells.
@@ -216,6 +230,14 @@ class ServerMetrics(Collector):
         self._switches, self._draining = dict(switches), draining
         self._totals["role_switches_given_up"] = given_up
 
+    def set_predictions(self, predictions: Mapping[str, Prediction]) -> None:
+        """All so far, by what was predicted."""
+        self._predictions = dict(predictions)
+
+    def set_learned(self, factors: Mapping[str, Mapping[str, float]]) -> None:
+        """By kind of work and instance: how many times its profile's time it takes."""
+        self._learned = {kind: dict(of_instance) for kind, of_instance in factors.items()}
+
     # Prometheus asks.
 
     def text(self) -> bytes:
@@ -253,6 +275,16 @@ class ServerMetrics(Collector):
         yield self._gauge(
             "moonpool:pool_load", "Predicted over promised latency.", "pool", self._loads
         )
+        said = self._predictions
+        for part, ratios in (
+            ("p50", {what: each.ratio_p50 for what, each in said.items()}),
+            ("p90", {what: each.ratio_p90 for what, each in said.items()}),
+        ):
+            text = f"Predicted over actual, {part} of all predictions; 1 is right."
+            yield self._gauge(f"moonpool:prediction_ratio_{part}", text, "quantity", ratios)
+        for kind, factors in self._learned.items():
+            text = f"Time of {kind} as it was learned, over what the profile says."
+            yield self._gauge(f"moonpool:learned_{kind}_factor", text, "instance", factors)
 
     def _counters(self) -> Iterator[Metric]:
         totals = self._totals
@@ -309,7 +341,7 @@ class ServerMetrics(Collector):
         )
         for name, text, value in plain:
             yield self._counter(name, text, None, {"": value})
-        by_label = (
+        by_label: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
             ("vllm:request_success", "Answered.", "finished_reason", self._finished),
             ("moonpool:requests_rejected", "Refused early.", "reason", self._rejected),
             ("moonpool:requests_failed", "Accepted, not answered.", "reason", self._failed),
@@ -319,9 +351,21 @@ class ServerMetrics(Collector):
             ("moonpool:ssd_seconds", "Of the threads that did.", "direction", self._ssd_s),
             ("moonpool:step_seconds", "Seconds that engines computed.", "role", self._step_s),
             ("moonpool:role_switches", "Instances that took a role on.", "role", self._switches),
+            *self._prediction_sums(),
         )
         for name, text, label, counts in by_label:
             yield self._counter(name, text, label, counts)
+
+    def _prediction_sums(self) -> Iterator[tuple[str, str, str, dict[str, float]]]:
+        """Of which a dashboard makes the mean error of any time: rates over rates."""
+        for suffix, text in (
+            ("", "Predictions that could be compared with what came."),
+            ("_too_much", "Sum by which predictions were too high, in the quantity's unit."),
+            ("_too_little", "Sum by which they were too low."),
+        ):
+            part = suffix.strip("_") or "count"
+            values = {what: float(getattr(each, part)) for what, each in self._predictions.items()}
+            yield f"moonpool:predictions{suffix}", text, "quantity", values
 
     def _histograms(self) -> Iterator[Metric]:
         plain = (

@@ -60,6 +60,18 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "roles", _roles(figures["roles"])
     error = figures["predicted_ttft_error_s"]
     yield "predicted", f"TTFT off by {error['mean_absolute']:.3f} s, bias {error['bias']:+.3f} s"
+    seen = figures["predictions"]
+    tbt, decoding = seen["tbt_s"], seen["decoding"]
+    text = f"TBT off by {tbt['mean_absolute'] * 1e3:.3g} ms, bias {tbt['mean'] * 1e3:+.3g} ms; "
+    yield "", f"{text}answers decoding by {decoding['mean_absolute']:.3g}"
+    learned = [
+        f"{kind} x {span['least']:.3g} to {span['most']:.3g} on {span['changed']}"
+        for kind, span in figures["learned"].items()
+        if span["changed"]
+    ]
+    if learned:
+        believed = "" if figures["config"]["conductor"]["learning"] else ", and not believed"
+        yield "learned", f"{', '.join(learned)} instances{believed}"
     simulated = f"{figures['simulated_s']:,.0f} s of simulated time, {figures['events']:,} events"
     yield "took", f"{figures['wall_s']:.1f} s for {simulated}, seed {figures['seed']}"
 

@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest step that is measured
 SLOS_S = (0.05, 0.1, 0.2, 0.5)
 SECONDS = click.FloatRange(min=0, min_open=True)
+KINDS = ("prefill", "decode", "transfer")
 
 
 @click.command()
 @click.argument("model", default="moonpool/induction")
+@click.option(
+    "--from-url",
+    metavar="URL",
+    help="Measure nothing: write what the server there believes and saw, with --json, for"
+    " `simulate --beliefs`.",
+)
+@click.option("--api-key", default="", help="Of that server, if it asks for one.")
 @click.option("--dtype", type=click.Choice(choices(Dtype)), default="auto", show_default=True)
 @click.option(
     "--threads", type=COUNT, default=1, show_default=True, help="CPU threads, as workers will use."
@@ -56,6 +64,8 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 )
 def profile(
     model: str,
+    from_url: str | None,
+    api_key: str,
     dtype: str,
     threads: int,
     block_size: int,
@@ -78,6 +88,9 @@ def profile(
         from moonpool.cli.live import profile_live
 
         profile_live(url, json_file)
+        return
+    if from_url is not None:
+        _record(from_url, api_key, json_file)
         return
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from moonpool.engine.chunk_sizes import recommend
@@ -138,3 +151,33 @@ def _tell(found: Profile) -> None:
             text += ", the least, and the SLO is missed"
         beside = f"beside {choice.decodes} decodes of {choice.context_tokens} tokens"
         click.echo(f"{text} {beside}; a step takes {choice.step_s:.3f} s")
+
+
+def _record(url: str, api_key: str, json_file: str | None) -> None:
+    """Prints, and writes, what a live Conductor learned of its instances."""
+    import httpx
+
+    from moonpool.cost.recorded import RecordError, parse_beliefs
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/beliefs", headers=headers, timeout=30.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        fail(f"no server answers at {url}: {error}")
+    if answer.status_code != 200:
+        fail(f"{url}/beliefs answered {answer.status_code}: is it a moonpool head, and the key?")
+    try:
+        record = parse_beliefs(answer.content)
+    except RecordError as error:
+        fail(f"{url}/beliefs: {error}")
+    click.echo(f"{'instance':<16} {'prefill':>8} {'decode':>8} {'transfer':>8}  x its profile")
+    for each in record.instances:
+        factors = " ".join(f"{each.factors.get(kind, 1.0):>8.2f}" for kind in KINDS)
+        click.echo(f"{each.instance_id:<16} {factors}")
+    for name, seen in record.errors.items():
+        click.echo(
+            f"predicted {name}: {seen['count']:.0f} times, off by {seen['mean_absolute']:.4g} in"
+            f" the mean, bias {seen['mean']:+.4g}; predicted over actual p50"
+            f" {seen['ratio_p50']:.2f}, p90 {seen['ratio_p90']:.2f}"
+        )
+    write_json(json_file, msgspec.to_builtins(record))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from moonpool.cost.catalogue import Catalogue
     from moonpool.cost.fitted import FittedCost
+    from moonpool.cost.recorded import BeliefRecord
 
 
 FLAG_KEYS: FlagKeys = {
@@ -89,6 +90,8 @@ OF_THE_RUN = (
     "noise",
     "prefill_belief",
     "decode_belief",
+    "slow",
+    "beliefs_file",
     "layer_wise",
     "capped_answers",
     "catalogue_file",
@@ -195,6 +198,18 @@ def cluster_options(command: Any) -> Any:
     help="Factor by which it misjudges decode times.",
 )
 @click.option(
+    "--slow",
+    multiple=True,
+    metavar="NAME=FACTOR",
+    help="This instance takes so many times what its kind does, and nobody says so.",
+)
+@click.option(
+    "--beliefs",
+    "beliefs_file",
+    type=click.Path(dir_okay=False),
+    help="As wrong as a live cluster was: what `profile --from-url` wrote.",
+)
+@click.option(
     "--layer-wise/--no-layer-wise",
     default=True,
     show_default=True,
@@ -223,6 +238,8 @@ def simulate(
     noise: float,
     prefill_belief: float,
     decode_belief: float,
+    slow: tuple[str, ...],
+    beliefs_file: str | None,
     layer_wise: bool,
     capped_answers: bool,
     json_file: str | None,
@@ -250,7 +267,14 @@ def simulate(
         trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
         hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
         simulation = Simulation(
-            config, hardware, config.conductor.seed, noise, layer_wise, capped=capped_answers
+            config,
+            hardware,
+            config.conductor.seed,
+            noise,
+            layer_wise,
+            slow=_read_slow(slow),
+            recorded=_read_beliefs(beliefs_file),
+            capped=capped_answers,
         )
         rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
         simulation.run(
@@ -337,6 +361,31 @@ def _check_profile(profile: FittedCost, path: str) -> None:
         fail(f"{path} holds a negative time: measure it again with `moonpool profile --json`")
     if min(profile.shared_memory_bytes_per_s, profile.network_bytes_per_s) <= 0:
         fail(f"{path} holds a bandwidth of 0 or less: measure it again with `moonpool profile`")
+
+
+def _read_slow(values: tuple[str, ...]) -> dict[str, float]:
+    slow: dict[str, float] = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = 0.0
+        if not 0.01 <= factor <= 100.0:
+            fail(f"--slow {value}: must be NAME=FACTOR, such as prefill-0=2, from 0.01 to 100")
+        slow[name] = factor
+    return slow
+
+
+def _read_beliefs(path: str | None) -> BeliefRecord | None:
+    from moonpool.cost.recorded import RecordError, parse_beliefs
+
+    if path is None:
+        return None
+    try:
+        return parse_beliefs(read_text(path, "the beliefs"))
+    except RecordError as error:
+        fail(f"{path}: {error}")
 
 
 def with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:

@@ -113,17 +113,23 @@ def believed(state: InstanceState) -> FittedCost:
     )
 
 
+def learned_factors(state: InstanceState) -> dict[str, float]:
+    """What was learned, by the kind of work."""
+    return {
+        "prefill": state.prefill_factor.value,
+        "decode": state.decode_factor.value,
+        "transfer": state.transfer_factor.value,
+    }
+
+
 def _recorded(state: InstanceState) -> InstanceRecord:
     info = state.info
-    learned = {
-        "prefill": state.prefill_factor,
-        "decode": state.decode_factor,
-        "transfer": state.transfer_factor,
-    }
     return InstanceRecord(
         instance_id=info.instance_id,
         role=info.role,
         profile=info.cost,
-        **{name: factor.samples for name, factor in learned.items()},
-        factors={name: factor.value for name, factor in learned.items()},
+        prefill=state.prefill_factor.samples,
+        decode=state.decode_factor.samples,
+        transfer=state.transfer_factor.samples,
+        factors=learned_factors(state),
     )

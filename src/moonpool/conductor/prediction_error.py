@@ -27,7 +27,7 @@ class PredictionError:
             self.too_little += actual - predicted
         if predicted > 0 and actual > 0:
             fraction, exponent = frexp(predicted / actual)
-            place = exponent * PARTS + int((2.0 * fraction - 1.0) * PARTS)
+            place = exponent * PARTS + round((2.0 * fraction - 1.0) * PARTS)
             self._ratios[place] = self._ratios.get(place, 0) + 1
             self.num_ratios += 1
 
@@ -47,7 +47,7 @@ class PredictionError:
             seen += self._ratios[place]
             if seen >= share * self.num_ratios:
                 exponent, part = divmod(place, PARTS)
-                return float(2.0 ** (exponent - 1) * (1.0 + (part + 0.5) / PARTS))
+                return float(2.0 ** (exponent - 1) * (1.0 + part / PARTS))
         return 0.0
 
     def summary(self) -> dict[str, float]:

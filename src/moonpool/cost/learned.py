@@ -16,7 +16,7 @@ from collections import deque
 
 SUMMED = 4
 """Observations of one sample."""
-WINDOW = 21
+WINDOW = 31
 """Samples remembered."""
 FEWEST = 5
 """Before so many samples, the profile is believed."""

@@ -23,14 +23,14 @@ class InstanceRecord(Struct, frozen=True):
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
-    factors: dict[str, float] = {}  # what the Conductor multiplies by
+    factors: dict[str, float] = msgspec.field(default_factory=dict)  # the Conductor's
 
 
 class BeliefRecord(Struct, frozen=True):
     """`errors` are those of predictions, by what was predicted."""
 
     instances: tuple[InstanceRecord, ...]
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
 class RecordError(ValueError):

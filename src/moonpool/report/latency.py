@@ -9,7 +9,7 @@ from moonpool.metrics import STAGES
 from moonpool.report.axis import latency_axis, share_axis
 from moonpool.report.figure import Figure, note
 from moonpool.report.svg import Plot, bars
-from moonpool.report.words import duration, percent
+from moonpool.report.words import duration, percent, significant
 from moonpool.sim.histogram import Histogram
 from moonpool.sim.simulation import Simulation
 
@@ -91,10 +91,15 @@ def foresight_figure(simulation: Simulation, figures: dict[str, Any]) -> Figure:
     bias_s = found["bias"]
     side = "soon" if bias_s < 0 else "late"
     lean = f"; on balance it promised {duration(abs(bias_s))} too {side}" if bias_s else ""
+    seen = figures["predictions"]
+    others = (
+        f" The time between tokens was off by {duration(seen['tbt_s']['mean_absolute'])}, the"
+        f" number of answers decoding by {significant(seen['decoding']['mean_absolute'])}."
+    )
     return _distribution(
         title,
         "Placement and admission rest on a predicted TTFT. Shown is how far it was off, early or "
-        f"late: {duration(found['mean_absolute'])} in the mean{lean}.",
+        f"late: {duration(found['mean_absolute'])} in the mean{lean}.{others}",
         [("c1", "answered requests", error_s)],
         None,
     )

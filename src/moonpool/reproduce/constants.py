@@ -6,12 +6,21 @@ uses; they are not tuned to any single table.
 
 from __future__ import annotations
 
+from typing import Any
+
 from moonpool.cost.catalogue import BUILT_IN
 from moonpool.cost.hardware import Device
 from moonpool.cost.model import StepCost
 from moonpool.cost.parallel import Nic, group_cost
 from moonpool.cost.roofline import RooflineCost
 from moonpool.cost.shapes import ModelShape
+from moonpool.sim.defaults import DEFAULTS
+
+PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
+    **DEFAULTS,
+    "conductor": {**DEFAULTS.get("conductor", {}), "learning": False},
+}
+"""The papers' schedulers go by formulas that were fitted beforehand; ours would learn on."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
 """Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:

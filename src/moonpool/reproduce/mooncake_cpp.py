@@ -16,6 +16,7 @@ from moonpool.cost.parallel import Nic, group_cost, group_nic_bytes, group_node_
 from moonpool.reproduce.constants import (
     MOONCAKE_DECODE,
     MOONCAKE_PREFILL,
+    PAPERS_DEFAULTS,
     VLLM_PROMPT_TOKENS,
     device_of,
     roofline,
@@ -159,7 +160,7 @@ def serve_groups(workload: Workload, name: str, seed: int) -> Clustered:
     overrides["hardware"] = {"cost": "roofline", "nodes_per_prefill": nodes, "parallelism": kind}
     # The budget of whole prompts only says which short ones may share a step.
     overrides["engine"] = {"batching": "whole-prompts" if whole else "chunked"}
-    config = parse_config("", overrides, DEFAULTS)
+    config = parse_config("", overrides, PAPERS_DEFAULTS)
     hardware = build_hardware(parse_config("", _believed(overrides, whole), DEFAULTS))
     simulation = Simulation(config, hardware, seed)
     simulation.run(

@@ -18,6 +18,7 @@ from moonpool.cost.node import kv_capacity_tokens
 from moonpool.reproduce.constants import (
     MOONCAKE_QUICK_RATE_STEPS,
     MOONCAKE_RATE_STEPS,
+    PAPERS_DEFAULTS,
     RATE_SPEEDS,
     VLLM_CHUNK_TOKENS,
     VLLM_PROMPT_TOKENS,
@@ -27,7 +28,6 @@ from moonpool.reproduce.constants import (
 )
 from moonpool.reproduce.mooncake_workload import Workload
 from moonpool.reproduce.options import Options
-from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware import Hardware, build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
@@ -126,7 +126,7 @@ def serve(
 ) -> Served:
     """The workload, replayed `speed` times faster. `watch` is given the simulation before it
     runs."""
-    config = parse_config("", overrides, DEFAULTS)
+    config = parse_config("", overrides, PAPERS_DEFAULTS)
     hardware = build_hardware(config)
     if nic_bytes_per_s is not None:
         hardware = with_nic(hardware, nic_bytes_per_s)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.conductor.beliefs import learned_factors
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
@@ -67,6 +68,7 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
         "requests_under_way": len(conductor.requests),
         "indexed_blocks": len(conductor.index),
         "role_balance": _describe_roles(conductor, now),
+        "predictions": {name: error.summary() for name, error in conductor.beliefs.errors.items()},
     }
 
 
@@ -116,6 +118,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
             "promised": info.num_blocks,
         },
         "cost": msgspec.to_builtins(info.cost),
+        "learned": learned_factors(state),
     }
     if load is not None:
         described["pool"] |= {

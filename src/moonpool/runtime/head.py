@@ -142,6 +142,12 @@ class Head:
     def cluster(self) -> dict[str, Any]:
         return describe_cluster(self.conductor, self.now())
 
+    def beliefs(self) -> dict[str, Any]:
+        conductor = self.conductor
+        record = conductor.beliefs.record(list(conductor.instances.values()))
+        described: dict[str, Any] = msgspec.to_builtins(record)
+        return described
+
     def server_info(self) -> dict[str, Any]:
         config = msgspec.to_builtins(self.config)
         config["api"]["api_keys"] = len(self.config.api.api_keys)
@@ -273,6 +279,7 @@ class Head:
             network=self.config.network,
             engine=self.config.engine,
             slo=self.config.slo,
+            learning=self.config.conductor.learning,
             num_instances=max(cluster.prefill + cluster.decode + cluster.mixed, 1),
         )
 

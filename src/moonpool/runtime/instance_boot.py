@@ -201,6 +201,7 @@ def _state_machine(
         tbt_slo_s=setup.slo.tbt_s,
         ssd_blocks=0 if store is None else store.num_slots,
         ssd_admission=setup.pool.ssd_admission,
+        learning=setup.learning,
     )
     stored = () if store is None else store.stored
     return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moonpool.api.metrics import ServerMetrics
+from moonpool.api.metrics import Prediction, ServerMetrics
+from moonpool.conductor.beliefs import learned_factors
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import Stage
 from moonpool.metrics import RequestRecord
@@ -105,4 +106,24 @@ class Observer:
             switches={role.value: number for role, number in balance.num_switches.items()},
             given_up=balance.num_given_up,
             draining=sum(s.drain is not None for s in conductor.instances.values()),
+        )
+        self._beliefs(conductor)
+
+    def _beliefs(self, conductor: Conductor) -> None:
+        self._metrics.set_predictions(
+            {
+                name: Prediction(
+                    error.count,
+                    error.too_much,
+                    error.too_little,
+                    error.ratio(0.5),
+                    error.ratio(0.9),
+                )
+                for name, error in conductor.beliefs.errors.items()
+            }
+        )
+        by_instance = {i: learned_factors(state) for i, state in conductor.instances.items()}
+        kinds = next(iter(by_instance.values()), {})
+        self._metrics.set_learned(
+            {kind: {i: each[kind] for i, each in by_instance.items()} for kind in kinds}
         )

@@ -38,6 +38,7 @@ class Setup(Struct, frozen=True, tag=True):
     network: NetworkConfig
     engine: EngineConfig
     slo: SloConfig  # of requests that were promised nothing themselves
+    learning: bool  # instances believe their steps as they see them
     num_instances: int  # expected on one machine, to divide its memory and cores among
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.conductor.beliefs import learned_factors
 from moonpool.config import Config
 from moonpool.sim.collector import Collector
 from moonpool.sim.histogram import rounded
@@ -23,6 +24,11 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     nodes = list(simulation.nodes.values())
     return {
         **request_figures(found, arriving_s),
+        "predictions": {
+            name: {key: rounded(value) for key, value in error.summary().items()}
+            for name, error in simulation.conductor.beliefs.errors.items()
+        },
+        "learned": _learned(simulation),
         "transfer": _transfers(nodes),
         "ssd": _ssd(nodes),
         "utilisation": {
@@ -75,6 +81,25 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
             "mean_absolute": rounded(found.ttft_error_s.mean),
             "bias": rounded(found.ttft_bias_s / max(found.ttft_error_s.count, 1)),
         },
+    }
+
+
+def _learned(simulation: Simulation) -> dict[str, Any]:
+    """By what the Conductor multiplied the times of those that do a kind of work, in the end."""
+    factors: dict[str, list[float]] = {"prefill": [], "decode": [], "transfer": []}
+    for state in simulation.conductor.instances.values():
+        learned, role = learned_factors(state), state.info.role
+        for kind in ("prefill", "transfer") if role.prefills else ():
+            factors[kind].append(learned[kind])
+        if role.decodes:
+            factors["decode"].append(learned["decode"])
+    return {
+        kind: {
+            "least": rounded(min(values)),
+            "most": rounded(max(values)),
+            "changed": sum(value != 1.0 for value in values),
+        }
+        for kind, values in factors.items()
     }
 
 

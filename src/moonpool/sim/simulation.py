@@ -7,7 +7,7 @@ memory. The same seed gives the same run, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from random import Random
 
 from moonpool.conductor.actions import (
@@ -22,7 +22,8 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config, InstanceConfig
+from moonpool.config import Config, ConfigError, InstanceConfig
+from moonpool.cost.recorded import BeliefRecord
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.sim.arrival import Arrival
 from moonpool.sim.clock import Clock, Priority
@@ -33,6 +34,7 @@ from moonpool.sim.network import Link, Network
 from moonpool.sim.node import Node
 from moonpool.sim.timeline import Timeline
 from moonpool.sim.transfers import NodeLinks, SimMessenger
+from moonpool.sim.wrongness import StepFactor, Wrongness
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams, Slo
 from moonpool.workers.instance import Instance
 from moonpool.workers.messages import InstanceInfo, Report, WorkId
@@ -68,9 +70,12 @@ class Simulation:
         sample_s: float = 5.0,
         node_series: int = 32,
         capped: bool = False,
+        slow: Mapping[str, float] | None = None,
+        recorded: BeliefRecord | None = None,
     ) -> None:
-        """`noise`: each step takes up to this share longer or shorter than the truth says.
-        `capped`: clients cap each answer at the length it has, as a replay does."""
+        """For `noise`, `slow` and `recorded` see `Wrongness`. `capped`: clients cap each answer at
+        the length it has, as a replay does. Raises ConfigError if there is no instance of a name
+        that is to be slow."""
         self.config = config
         self.hardware = hardware
         self.seed = seed
@@ -84,7 +89,7 @@ class Simulation:
         self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.timeline = Timeline(POOL_SERIES, sample_s)
-        self._noise = noise
+        self._wrongness = Wrongness(noise, slow, recorded)
         self._layer_wise = layer_wise
         self._capped = capped
         self._latency_s = hardware.control_latency_s
@@ -103,7 +108,11 @@ class Simulation:
             (Role.MIXED, cluster.mixed),
         ):
             for number in range(count):
-                self._add_node(InstanceId(f"{role.value}-{number}"), role)
+                self._add_node(InstanceId(f"{role.value}-{number}"), role, number)
+        for name in slow or {}:
+            if name not in self.nodes:
+                known = f"{next(iter(self.nodes))} to {list(self.nodes)[-1]}"
+                raise ConfigError(f"no instance is named {name!r} to be slow: they are {known}")
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
@@ -118,8 +127,8 @@ class Simulation:
 
     # Building
 
-    def _add_node(self, instance_id: InstanceId, role: Role) -> None:
-        hardware = self.hardware.of_role(role)
+    def _add_node(self, instance_id: InstanceId, role: Role, number: int) -> None:
+        hardware = self._wrongness.hardware(self.hardware.of_role(role), role, number)
         instance = Instance(
             self._instance_config(hardware),
             self.hardware.layout,
@@ -147,7 +156,7 @@ class Simulation:
             hardware.truth,
             self._output_of,
             node.post,
-            lambda prefills: self._step_factor(instance_id, hardware.contention, prefills),
+            self._step_factor(instance_id, role, number, hardware.contention),
             self._note_prefill,
         )
         links = self._add_links(instance_id, hardware)
@@ -199,16 +208,20 @@ class Simulation:
         )
 
     def _step_factor(
-        self, instance_id: InstanceId, contention: tuple[float, float], prefills: bool
-    ) -> float:
+        self, instance_id: InstanceId, role: Role, number: int, contention: tuple[float, float]
+    ) -> StepFactor:
         """Of the time a step takes alone and without noise."""
-        factor = 1.0
-        if contention != ALONE and len(self.nodes) > 1:
+        wrong = self._wrongness.step_factor(instance_id, role, number, self._rng)
+        if contention == ALONE:
+            return wrong
+
+        def factor(prefills: bool) -> float:
+            if len(self.nodes) < 2:
+                return wrong(prefills)
             busy = sum(n.engine.busy for name, n in self.nodes.items() if name != instance_id)
             slower = contention[0] if prefills else contention[1]
-            factor += (slower - 1.0) * busy / (len(self.nodes) - 1)
-        if self._noise:
-            factor *= 1.0 + self._noise * (2.0 * self._rng.random() - 1.0)
+            return wrong(prefills) * (1.0 + (slower - 1.0) * busy / (len(self.nodes) - 1))
+
         return factor
 
     # Requests

@@ -129,6 +129,7 @@ class Arrivals:
         self._batch.stop_repeating()
         active.num_fetched_tokens = event.num_blocks * self._holdings.layout.block_tokens
         active.corrupt_slices += event.corrupt_slices
+        active.fetch_s = event.seconds
 
     # Loads
 

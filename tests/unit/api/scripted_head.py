@@ -104,6 +104,9 @@ class ScriptedHead:
     def cluster(self) -> dict[str, Any]:
         return {"instances": []}
 
+    def beliefs(self) -> dict[str, Any]:
+        return {"instances": [], "errors": {}}
+
     def server_info(self) -> dict[str, Any]:
         return {"model": "fake"}
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moonpool.api.metrics import Histogram, ServerMetrics
+from moonpool.api.metrics import Histogram, Prediction, ServerMetrics
 
 
 def samples(metrics: ServerMetrics) -> dict[tuple[str, str], float]:
@@ -48,6 +48,8 @@ def test_what_the_head_observes_is_what_prometheus_reads() -> None:
     metrics.add_step_seconds("prefill", 1.5)
     metrics.add_transfer_seconds(0.125)
     metrics.set_pool_loads({"decode": 0.75})
+    metrics.set_predictions({"ttft_s": Prediction(7, 0.5, 0.25, 1.1, 1.4)})
+    metrics.set_learned({"prefill": {"prefill-0": 2.0}})
 
     found = samples(metrics)
 
@@ -71,6 +73,12 @@ def test_what_the_head_observes_is_what_prometheus_reads() -> None:
     assert found["vllm:num_requests_waiting", ""] == 5
     assert found["vllm:kv_cache_usage_perc", ""] == 0.25
     assert found["moonpool:stage_seconds_count", "stage=queue"] == 1
+    assert found["moonpool:predictions_total", "quantity=ttft_s"] == 7
+    assert found["moonpool:predictions_too_much_total", "quantity=ttft_s"] == 0.5
+    assert found["moonpool:predictions_too_little_total", "quantity=ttft_s"] == 0.25
+    assert found["moonpool:prediction_ratio_p50", "quantity=ttft_s"] == 1.1
+    assert found["moonpool:prediction_ratio_p90", "quantity=ttft_s"] == 1.4
+    assert found["moonpool:learned_prefill_factor", "instance=prefill-0"] == 2.0
     assert found["moonpool:requests_rejected_total", "reason=ttft_slo"] == 1
     assert found["moonpool:requests_failed_total", "reason=deadline"] == 1
     assert found["moonpool:transfer_bytes_total", "transport=shm"] == 4096

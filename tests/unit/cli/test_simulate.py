@@ -41,6 +41,8 @@ FIGURES = {
     "cache": {"input_tokens", "hit_tokens", "hit_ratio"},
     "prefill_compute_s": {"mean"},
     "wasted_prefill_s": None,
+    "predictions": {"ttft_s", "tbt_s", "decoding"},
+    "learned": {"prefill", "decode", "transfer"},
     "transfer": {"bytes", "seconds"},
     "utilisation": {"prefill", "decode"},
     "simulated_s": None,

@@ -94,3 +94,44 @@ def test_flags_change_what_the_file_says_and_nothing_else(trace: str, tmp_path: 
     counts = alone["config"]["cluster"]
     assert (counts["prefill"], counts["decode"], counts["mixed"]) == (0, 0, 1)
     assert (alone["seed"], alone["config"]["conductor"]["seed"]) == (0, 0)
+
+
+@pytest.mark.parametrize("slow", ["prefill-0", "prefill-0=", "prefill-0=fast", "prefill-0=0"])
+def test_how_slow_must_be_said(trace: str, slow: str) -> None:
+    result = simulate(trace, "--slow", slow)
+    assert result.exit_code != 0
+    assert "NAME=FACTOR" in result.output
+
+
+def test_what_is_slow_must_be_there(trace: str) -> None:
+    result = simulate(trace, "--slow", "prefill-99=2")
+    assert result.exit_code != 0
+    assert "no instance is named 'prefill-99'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"prefill": [5.0]}, "departs 5 times"),
+        ({"profile": PROFILE | {"prefill": [-1, 0, 0, 0]}}, "negative time"),
+        ({"profile": PROFILE | {"decode": [0, 0, 0]}}, "takes no time"),
+        ({"profile": PROFILE | {"network_bytes_per_s": 0.0}}, "bandwidth of 0"),
+        ({"role": "cook"}, "no record of"),
+    ],
+)
+def test_impossible_beliefs_are_refused(
+    trace: str, tmp_path: Path, wrong: dict[str, Any], words: str
+) -> None:
+    record = {"instance_id": "p", "role": "prefill", "profile": PROFILE, "decode": [1.0]} | wrong
+    path = tmp_path / "beliefs.json"
+    path.write_text(json.dumps({"instances": [record]}))
+    result = simulate(trace, "--beliefs", str(path))
+    assert result.exit_code != 0
+    assert words in result.output
+
+
+def test_beliefs_of_nobody_are_refused(trace: str, tmp_path: Path) -> None:
+    path = tmp_path / "beliefs.json"
+    path.write_text('{"instances": []}')
+    assert "names no instance" in simulate(trace, "--beliefs", str(path)).output
+    assert "cannot read the beliefs" in simulate(trace, "--beliefs", "nowhere").output

@@ -159,7 +159,7 @@ def test_cached_prefixes_are_found_fetched_and_save_time() -> None:
 
 
 def test_belief_and_truth_are_apart() -> None:
-    settings = config()
+    settings = config(conductor={"learning": False})
     wrong = build_hardware(settings, prefill_error=3.0)
     simulation = Simulation(settings, wrong)
     simulation.run(arrivals(60))

@@ -1,0 +1,174 @@
+"""Beliefs follow what is seen of an instance, and go with it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from conductor_desk import COST, LAYOUT, Desk
+
+from moonpool.conductor.actions import InstanceLost
+from moonpool.cost.learned import FEWEST, SUMMED
+from moonpool.cost.recorded import parse_beliefs
+from moonpool.types import FinishReason, InstanceId, RequestId, Token
+from moonpool.workers.messages import (
+    DecodeAccepted,
+    PrefillDone,
+    PrefillStarted,
+    StepTokens,
+    WorkId,
+    WorkTokens,
+)
+
+ENOUGH = FEWEST * SUMMED
+PREFILL_S = COST.prefill_s(10, 0)
+
+
+def serve(desk: Desk, number: int, prefill_s: float, step_s: float, num_steps: int = 1) -> None:
+    """One request by itself: each of its steps takes so long."""
+    work = WorkId(f"r{number}/{number}")
+    desk.ask(f"r{number}", use_cache=False)
+    desk.report("p0", PrefillStarted(work, 0, 0))
+    desk.now += prefill_s
+    desk.report("p0", PrefillDone(work, Token(50)))
+    desk.report("d0", DecodeAccepted(work))
+    desk.now += step_s * num_steps
+    tokens = (Token(60),) * num_steps
+    item = WorkTokens(work, tokens, FinishReason.LENGTH)
+    desk.report("d0", StepTokens(works=(item,), gap_s=step_s))
+
+
+def predicted(desk: Desk) -> tuple[float, float]:
+    desk.ask("probe")
+    tracked = desk.conductor.requests[RequestId("probe")]
+    record = tracked.record
+    assert record.predicted_ttft_s is not None and record.predicted_tbt_s is not None
+    return record.predicted_ttft_s, record.predicted_tbt_s
+
+
+def slow_desk(count: int = ENOUGH, **config: object) -> Desk:
+    """Prefill takes three times, a step twice what the profile says."""
+    desk = Desk("p0", "d0", **config)
+    for number in range(1, count + 1):
+        serve(desk, number, 3 * PREFILL_S, 2 * COST.decode_step_s(1, 11))
+    return desk
+
+
+def test_predictions_follow_what_was_seen() -> None:
+    ttft_s, tbt_s = predicted(Desk("p0", "d0"))
+    slow_ttft_s, slow_tbt_s = predicted(slow_desk())
+    assert slow_ttft_s == pytest.approx(3 * ttft_s)
+    assert slow_tbt_s == pytest.approx(2 * tbt_s)
+
+
+def test_too_little_was_seen() -> None:
+    assert predicted(slow_desk(ENOUGH - 1)) == predicted(Desk("p0", "d0"))
+
+
+def test_without_learning_the_profile_is_believed_and_what_was_seen_is_kept() -> None:
+    desk = slow_desk(learning=False)
+    record = desk.conductor.beliefs.record(list(desk.conductor.instances.values()))
+    assert record.instances[0].factors["prefill"] == pytest.approx(3.0)
+    assert predicted(desk) == predicted(Desk("p0", "d0"))
+
+
+def test_what_the_profile_says_changes_nothing() -> None:
+    desk = Desk("p0", "d0")
+    fleet = desk.conductor.fleet
+    before = fleet.b.copy(), fleet.e.copy(), fleet.f.copy()
+    for number in range(1, 3 * ENOUGH):
+        serve(desk, number, PREFILL_S, COST.decode_step_s(1, 11))
+    assert [list(x) for x in before] == [list(x) for x in (fleet.b, fleet.e, fleet.f)]
+
+
+def test_repeated_steps_are_steps() -> None:
+    desk = Desk("p0", "d0")
+    for number in range(1, ENOUGH + 1):
+        serve(desk, number, PREFILL_S, 2 * COST.decode_step_s(1, 11), num_steps=5)
+    factors = desk.conductor.instances[InstanceId("d0")].decode_factor
+    assert factors.value == pytest.approx(2.0)
+
+
+def test_a_step_with_a_prompt_in_it_teaches_nothing_of_decodes() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask("r")
+    desk.decoding()
+    for _ in range(4 * ENOUGH):
+        desk.now += 1.0
+        desk.tokens("d0", 60)  # gap_s 0: not of decodes alone
+    assert desk.conductor.instances[InstanceId("d0")].decode_factor.samples == ()
+
+
+def test_prefills_in_a_queue_are_timed_one_after_another() -> None:
+    """All have started; each waits for the one before it, and is not slow for that."""
+    desk = Desk("p0", "d0")
+    works = []
+    for number in range(1, 2 * ENOUGH + 1):
+        desk.ask(f"r{number}", use_cache=False)
+        works.append(WorkId(f"r{number}/{number}"))
+        desk.report("p0", PrefillStarted(works[-1], 0, 0))
+    for work in works:
+        desk.now += 2 * PREFILL_S
+        desk.report("p0", PrefillDone(work, Token(50), FinishReason.STOP))
+    state = desk.conductor.instances[InstanceId("p0")]
+    assert state.prefill_factor.value == pytest.approx(2.0)
+
+
+def test_time_is_held_against_what_was_really_computed() -> None:
+    """Half of the prompt turned out to be cached, and half of the time it took."""
+    desk = Desk("p0", "d0")
+    for number in range(1, 2 * ENOUGH):
+        work = WorkId(f"r{number}/{number}")
+        desk.ask(f"r{number}", use_cache=False)
+        desk.report("p0", PrefillStarted(work, 5, 0))
+        desk.now += COST.prefill_s(10, 5)
+        desk.report("p0", PrefillDone(work, Token(50), FinishReason.STOP))
+    assert desk.conductor.instances[InstanceId("p0")].prefill_factor.value == 1.0
+
+
+def test_what_fetches_take_is_learned() -> None:
+    desk = Desk("p0", "p1", "d0")
+    num_bytes = 8 * LAYOUT.token_bytes
+    expected_s = COST.transfer_s(num_bytes, same_host=True)
+    for number in range(1, ENOUGH + 1):
+        work = WorkId(f"r{number}/{number}")
+        desk.ask(f"r{number}", use_cache=False)
+        attempt = desk.conductor.requests[RequestId(f"r{number}")].attempt
+        assert attempt is not None
+        prefill = attempt.prefill
+        source = InstanceId("p1" if prefill == "p0" else "p0")
+        started = PrefillStarted(work, 8, 8, fetch_s=3 * expected_s)
+        states = desk.conductor.instances
+        desk.conductor.beliefs.start_prefill(states[prefill], states[source], attempt, started)
+        desk.report(prefill, PrefillDone(work, Token(50), FinishReason.STOP))
+    factors = [desk.conductor.instances[InstanceId(p)].transfer_factor for p in ("p0", "p1")]
+    assert sum(len(factor.samples) for factor in factors) > 0
+    for factor in factors:
+        assert all(sample == pytest.approx(3.0) for sample in factor.samples)
+
+
+def test_a_new_life_begins_at_its_profile() -> None:
+    desk = slow_desk()
+    desk.join("p0", incarnation=2)
+    desk.handle(InstanceLost(InstanceId("d0"), "it died"))
+    desk.join("d0", incarnation=2)
+    assert predicted(desk) == predicted(Desk("p0", "d0"))
+    for state in desk.conductor.instances.values():
+        assert state.prefill_factor.samples == state.decode_factor.samples == ()
+
+
+def test_a_lost_instances_place_is_not_haunted_by_it() -> None:
+    desk = slow_desk()
+    desk.handle(InstanceLost(InstanceId("p0"), "it died"))
+    desk.join("p9")
+    assert predicted(desk)[0] == predicted(Desk("p0", "d0"))[0]
+
+
+def test_errors_are_counted_and_the_record_is_read_back() -> None:
+    desk = slow_desk(3)
+    beliefs = desk.conductor.beliefs
+    assert beliefs.ttft_s.count == 3
+    assert beliefs.ttft_s.mean == pytest.approx(-2 * PREFILL_S)
+    assert beliefs.ttft_s.ratio(0.5) == pytest.approx(1 / 3, rel=0.03)
+    record = beliefs.record(list(desk.conductor.instances.values()))
+    assert parse_beliefs(msgspec.json.encode(record)) == record
+    assert record.errors["ttft_s"]["count"] == 3

@@ -1,0 +1,95 @@
+"""The learned factor: bounded, right in the end, deaf to storms."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.cost.learned import FEWEST, INDIFFERENCE, MOST, SUMMED, WINDOW, LearnedFactor
+
+ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=300))
+def test_it_stays_within_its_bounds_whatever_is_seen(seen: list[tuple[float, float]]) -> None:
+    factor = LearnedFactor()
+    for seconds, expected_s in seen:
+        before = factor.value
+        changed = factor.observe(seconds, expected_s)
+        assert changed == (factor.value != before)
+        assert 1 / MOST <= factor.value <= MOST
+    assert len(factor.samples) <= WINDOW
+    assert list(factor.samples) == sorted(factor.samples)
+
+
+@given(st.floats(1 / MOST, MOST), st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=5))
+def test_a_constant_factor_is_found(true: float, expected_s: list[float]) -> None:
+    factor = LearnedFactor()
+    for number in range(FEWEST * SUMMED):
+        each_s = expected_s[number % len(expected_s)]
+        factor.observe(true * each_s, each_s)
+    wanted = 1.0 if abs(true - 1.0) < 0.99 * INDIFFERENCE else true
+    if abs(abs(true - 1.0) - INDIFFERENCE) > 1e-9:
+        assert factor.value == pytest.approx(wanted, abs=INDIFFERENCE * 0.02)
+
+
+def test_what_is_broken_is_not_hidden() -> None:
+    for true, believed in ((1000.0, MOST), (1e-6, 1 / MOST)):
+        factor = LearnedFactor()
+        for _ in range(FEWEST * SUMMED):
+            factor.observe(true, 1.0)
+        assert factor.value == believed
+
+
+def test_a_few_observations_are_not_believed() -> None:
+    factor = LearnedFactor()
+    for _ in range(FEWEST * SUMMED - 1):
+        assert not factor.observe(3.0, 1.0)
+    assert factor.value == 1.0
+    assert factor.observe(3.0, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_storm_of_a_tenth_moves_it_little(seed: int) -> None:
+    rng = Random(seed)
+    factor = LearnedFactor()
+    errors = []
+    for number in range(2000):
+        usual = 2.0 * rng.uniform(0.9, 1.1)
+        storm = rng.choice((50.0, 0.001)) if rng.random() < 0.1 else 1.0
+        factor.observe(usual * storm, 1.0)
+        if number > WINDOW * SUMMED:
+            errors.append(abs(factor.value / 2.0 - 1.0))
+    assert max(errors) < 0.25
+    assert sum(errors) / len(errors) < 0.05
+
+
+def test_what_has_passed_is_forgotten() -> None:
+    factor = LearnedFactor()
+    for _ in range(1000):
+        factor.observe(3.0, 1.0)
+    for _ in range((WINDOW // 2 + 1) * SUMMED):
+        factor.observe(1.0, 1.0)
+    assert factor.value == 1.0
+
+
+def test_works_that_share_their_steps_teach_no_error() -> None:
+    """One is seen to take the other's time; together they took what was expected."""
+    factor = LearnedFactor()
+    for number in range(400):
+        factor.observe(1.6 if number % 2 else 0.4, 1.0)
+        assert factor.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_s"),
+    [(float("nan"), 1.0), (1.0, float("nan")), (-1.0, 1.0), (1.0, 0.0), (float("inf"), 1.0)],
+)
+def test_what_is_no_time_teaches_nothing(seconds: float, expected_s: float) -> None:
+    factor = LearnedFactor()
+    for _ in range(1000):
+        assert not factor.observe(seconds, expected_s)
+    assert factor.samples == ()
