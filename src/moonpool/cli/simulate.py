@@ -295,12 +295,15 @@ def simulate(
     write_json(json_file, figures)
     if report_file is not None:
         command = " ".join(["moonpool", *sys.argv[1:]])
-        page = render_report(simulation, figures, command, Path(trace_file).name)
-        try:
-            Path(report_file).write_text(page, encoding="utf-8")
-        except OSError as error:
-            fail(f"cannot write {report_file}: {error.strerror}")
-        click.echo(f"report: {report_file}")
+        _write_page(report_file, render_report(simulation, figures, command, Path(trace_file).name))
+
+
+def _write_page(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+    click.echo(f"report: {path}")
 
 
 def read_cluster(

@@ -9,15 +9,20 @@ nothing.
 
 from __future__ import annotations
 
+from moonpool.conductor.admission import Promise
 from moonpool.conductor.fleet import Fleet
+from moonpool.conductor.placement import Placement
 from moonpool.conductor.prediction_error import PredictionError
 from moonpool.conductor.state import Attempt, InstanceState
 from moonpool.cost.belief import scaled
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.learned import LearnedFactor
+from moonpool.cost.learned import MOST, LearnedFactor
 from moonpool.cost.recorded import BeliefRecord, InstanceRecord
 from moonpool.metrics import RequestRecord
 from moonpool.workers.messages import PrefillStarted
+
+PROBE_EVERY_S = 5.0
+"""How often an idle instance may be given what its belief says it is too slow for."""
 
 
 class Beliefs:
@@ -84,6 +89,22 @@ class Beliefs:
         tpot_s = record.tpot_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)
+
+    def may_probe(
+        self, placement: Placement, prefill_row: int, promise: Promise, limit: float, now: float
+    ) -> bool:
+        """Whether a request is to be taken although the belief refuses it: of a belief that refuses
+        everything nothing would ever be learned. Only instances that do nothing are so tried, now
+        and then, and only where the belief could be as wrong as that."""
+        fleet, row = self._fleet, placement.decoder_row
+        if not self._learning or placement.queue_s > 0.0 or fleet.booked_batch.item(row):
+            return False
+        slo = promise.slo
+        late_s = promise.waited_s + placement.ttft_s
+        if late_s > MOST * limit * slo.ttft_s or placement.tbt_s > MOST * limit * slo.tbt_s:
+            return False
+        last_s = max(fleet.last_placed_s.item(row), fleet.last_placed_s.item(prefill_row))
+        return now - last_s >= PROBE_EVERY_S
 
     @property
     def errors(self) -> dict[str, PredictionError]:

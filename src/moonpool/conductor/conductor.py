@@ -279,7 +279,13 @@ class Conductor:
         slo = UNLIMITED if tracked.generated else request.slo
         promise = Promise(slo, max(now - request.arrived_s, 0.0))
         refusal = admit(demand, decision, promise, self.fleet, self.forecast, self.config, now)
-        return decision if refusal is None else refusal
+        if refusal is None:
+            return decision
+        row, limit = self.instances[decision.prefill].row, self.config.load_limit
+        if not self.beliefs.may_probe(decision, row, promise, limit, now):
+            return refusal
+        tracked.explanation.add(f"taken, to see if the belief is right, although {refusal.message}")
+        return decision
 
     def _book(
         self,

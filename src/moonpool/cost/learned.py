@@ -50,7 +50,7 @@ class LearnedFactor:
         factor. What is no time at all (negative, infinite, NaN) teaches nothing."""
         if not (0.0 <= seconds < float("inf") and 0.0 < expected_s < float("inf")):
             return False
-        self._seconds += min(seconds, MOST * expected_s)
+        self._seconds += seconds
         self._expected_s += expected_s
         self._num_summed += 1
         if self._num_summed < SUMMED:

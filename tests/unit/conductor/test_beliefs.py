@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from conductor_desk import COST, LAYOUT, Desk
+from conductor_desk import COST, LAYOUT, Desk, of
 
-from moonpool.conductor.actions import InstanceLost
-from moonpool.cost.learned import FEWEST, SUMMED
+from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse
+from moonpool.conductor.beliefs import PROBE_EVERY_S
+from moonpool.cost.learned import FEWEST, MOST, SUMMED
 from moonpool.cost.recorded import parse_beliefs
 from moonpool.types import FinishReason, InstanceId, RequestId, Token
 from moonpool.workers.messages import (
@@ -172,3 +173,48 @@ def test_errors_are_counted_and_the_record_is_read_back() -> None:
     record = beliefs.record(list(desk.conductor.instances.values()))
     assert parse_beliefs(msgspec.json.encode(record)) == record
     assert record.errors["ttft_s"]["count"] == 3
+
+
+def refused(actions: list[ConductorAction]) -> bool:
+    return bool(of(actions, Refuse))
+
+
+TBT_S = COST.decode_step_s(1, 0)
+
+
+@pytest.mark.parametrize("slo", [{"ttft_s": 0.6 * PREFILL_S}, {"tbt_s": 0.6 * TBT_S}])
+def test_a_belief_that_refuses_everything_is_tried_on_an_idle_instance(
+    slo: dict[str, float],
+) -> None:
+    """Else nothing could ever show that it is wrong."""
+    desk = Desk("p0", "d0")
+    assert not refused(desk.ask("r1", **slo))
+    assert any("taken, to see" in line for line in explained(desk, "r1"))
+    desk.now += PROBE_EVERY_S
+    assert refused(desk.ask("r2", **slo)), "not idle: it has the first"
+    desk.decoding("r1/1")
+    desk.tokens("d0", 60, finish=FinishReason.STOP, work="r1/1")
+    assert not refused(desk.ask("r3", **slo))
+
+
+def explained(desk: Desk, name: str) -> tuple[str, ...]:
+    return desk.conductor.requests[RequestId(name)].explanation.lines()
+
+
+def test_an_instance_is_tried_only_now_and_then() -> None:
+    desk = Desk("p0", "d0")
+    for number, wait_s in ((1, 0.0), (2, PROBE_EVERY_S / 2), (3, PROBE_EVERY_S)):
+        desk.now += wait_s
+        taken = not refused(desk.ask(f"r{number}", tbt_s=0.6 * TBT_S))
+        assert taken == (number != 2)
+        if taken:
+            desk.decoding(f"r{number}/{number}")
+            desk.tokens("d0", 60, finish=FinishReason.STOP, work=f"r{number}/{number}")
+
+
+@pytest.mark.parametrize("learning", [True, False])
+def test_what_no_belief_could_be_wrong_about_is_refused(learning: bool) -> None:
+    factor = 0.9 / MOST if learning else 0.9
+    desk = Desk("p0", "d0", learning=learning)
+    assert refused(desk.ask("r1", tbt_s=factor * TBT_S))
+    assert refused(desk.ask("r2", ttft_s=factor * PREFILL_S))
