@@ -157,7 +157,7 @@ def test_what_was_learned_is_shown_and_can_be_simulated(
     seen = http.get("/cluster").json()["predictions"]
     assert seen["ttft_s"]["count"] >= 30 and seen["tbt_s"]["ratio_p50"] > 0
     path = tmp_path / "beliefs.json"
-    arguments = [sys.executable, "-m", "moonpool", "profile", "--from-url", cluster.url]
+    arguments = [sys.executable, "-m", "moonpool", "profile", "--beliefs-of", cluster.url]
     subprocess.run([*arguments, "--json", str(path)], check=True, capture_output=True)
     record = parse_beliefs(path.read_bytes())
     assert {each.instance_id for each in record.instances} >= {"prefill-0", "decode-1"}

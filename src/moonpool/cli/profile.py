@@ -27,7 +27,7 @@ KINDS = ("prefill", "decode", "transfer")
 @click.command()
 @click.argument("model", default="moonpool/induction")
 @click.option(
-    "--from-url",
+    "--beliefs-of",
     metavar="URL",
     help="Measure nothing: write what the server there believes and saw, with --json, for"
     " `simulate --beliefs`.",
@@ -64,7 +64,7 @@ KINDS = ("prefill", "decode", "transfer")
 )
 def profile(
     model: str,
-    from_url: str | None,
+    beliefs_of: str | None,
     api_key: str,
     dtype: str,
     threads: int,
@@ -89,8 +89,8 @@ def profile(
 
         profile_live(url, json_file)
         return
-    if from_url is not None:
-        _record(from_url, api_key, json_file)
+    if beliefs_of is not None:
+        _record(beliefs_of, api_key, json_file)
         return
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from moonpool.engine.chunk_sizes import recommend

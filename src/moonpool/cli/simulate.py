@@ -207,7 +207,7 @@ def cluster_options(command: Any) -> Any:
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
-    help="As wrong as a live cluster was: what `profile --from-url` wrote.",
+    help="As wrong as a live cluster was: what `profile --beliefs-of` wrote.",
 )
 @click.option(
     "--layer-wise/--no-layer-wise",

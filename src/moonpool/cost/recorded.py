@@ -42,7 +42,7 @@ def parse_beliefs(text: str | bytes) -> BeliefRecord:
     try:
         record = msgspec.json.decode(text, type=BeliefRecord)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"it is no record of `moonpool profile --from-url`: {error}") from None
+        raise RecordError(f"it is no record of `moonpool profile --beliefs-of`: {error}") from None
     if not record.instances:
         raise RecordError("it names no instance: record a cluster whose instances are up")
     for instance in record.instances:
