@@ -2,9 +2,9 @@
 
 An instance joins with its profile; what is then seen of its prefills, steps and fetches becomes a
 factor each, by which the fleet's coefficients are multiplied (`cost.learned`). It goes with the
-instance: a new incarnation begins at its own profile. Times are those of the Conductor's clock, so
-that they contain what the engine does not know of, as the predictions must. Books and chooses
-nothing.
+instance: a new incarnation begins at its own profile. Prefills are timed by the Conductor's clock,
+so that they contain what the engine does not know of; steps by the engine's, because a busy head
+hears of tokens in bunches. Books and chooses nothing.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ class Beliefs:
         batch: int,
         context_tokens: int,
     ) -> None:
-        """So many steps of decodes alone took so long in all; the tokens are those of the first."""
-        mean_context = context_tokens + batch * (num_steps - 1) / 2
-        e, f, g = state.info.cost.decode
-        expected_s = num_steps * (e + f * batch + g * mean_context)
+        """So many steps of decodes alone took so long each; the tokens are those of the first."""
+        mean_context = context_tokens + batch * (num_steps - 1) // 2
+        expected_s = state.info.cost.decode_step_s(batch, mean_context)
         self._learn(state, state.decode_factor, seconds, expected_s)
 
     def note_answer(self, record: RequestRecord) -> None:

@@ -452,7 +452,7 @@ class Conductor:
         self.answers.begin(tracked, attempt, now)
 
     def _on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
-        self._learn_steps(state, report, now)
+        self._learn_steps(state, report)
         num_tokens = room_tokens = 0
         ending: list[tuple[Tracked, FinishReason]] = []
         for item in report.works:
@@ -474,20 +474,18 @@ class Conductor:
         for tracked, finish in ending:
             self._end(tracked, finish.value, now)
 
-    def _learn_steps(self, state: InstanceState, report: StepTokens, now: float) -> None:
-        """From steps of decodes alone. What waited longest for its token joined during the step
-        before; the shortest gap is that of the steps."""
+    def _learn_steps(self, state: InstanceState, report: StepTokens) -> None:
+        """From steps of decodes alone, before their tokens count."""
         if not report.gap_s:
             return
         num_steps = len(report.works[0].tokens)
-        shortest_s, context_tokens = float("inf"), 0
+        context_tokens = 0
         for item in report.works:
             tracked = self._works.get(item.work_id)
-            if tracked is None or tracked.attempt is None or tracked.record.last_token_s is None:
+            if tracked is None or tracked.attempt is None:
                 return  # of one that is gone, the tokens are not known
-            shortest_s = min(shortest_s, now - tracked.record.last_token_s)
             context_tokens += tracked.attempt.num_tokens
-        self.beliefs.note_steps(state, shortest_s, num_steps, len(report.works), context_tokens)
+        self.beliefs.note_steps(state, report.gap_s, num_steps, len(report.works), context_tokens)
 
     def _deliver(
         self,
