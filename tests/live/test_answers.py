@@ -137,7 +137,8 @@ def test_explain_says_where_and_why(http: httpx.Client) -> None:
     assert answered.headers["x-request-id"] == "explain-me"
     explained = http.get("/explain/explain-me").json()
     assert explained["outcome"] == "length"
-    assert explained["prefill_instance"].startswith("prefill-")
+    # A short prompt may run in a decode batch, where that is believed to be sooner.
+    assert explained["prefill_instance"].startswith(("prefill-", "decode-"))
     assert explained["decode_instance"].startswith("decode-")
     assert explained["generated_tokens"] == 24
     total_s = explained["since_arrival_s"]["finished"]
