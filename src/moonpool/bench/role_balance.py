@@ -96,8 +96,8 @@ def bench_role_balance(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = []
         for figures in pool.map(_run_apart, runs):
-            tell(_line(figures))
             found.append(figures)
+            tell(_line(figures))
     return {"runs": found, **_compare(found)}
 
 

@@ -24,8 +24,8 @@ from moonpool.config import ConductorConfig
 from moonpool.types import InstanceId, Role, Slo
 from moonpool.workers.messages import SwitchRole
 
-LEAST_DRAIN_S = 60.0
-"""Answers may take minutes; a window's time is allowed for, and at least this."""
+LEAST_DRAIN_S = 300.0
+"""Answers may take minutes. A window's time is allowed for, and at least this."""
 EVERY = 32
 """The ratio is looked at so often in a window."""
 

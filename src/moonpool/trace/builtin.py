@@ -169,16 +169,16 @@ BUILT_IN = {
 
 DOCUMENTS = GeneratorProfile(
     name="documents",
-    rate_rps=0.68,
+    rate_rps=0.75,
     burst_short_cv2=0.01,
     burst_long_cv2=0.01,
-    first_tokens=_through((0, 2_000), (0.5, 12_000), (0.9, 30_000), (1, 80_000)),
+    first_tokens=_through((0, 2_000), (0.5, 12_000), (0.9, 30_000), (1, 40_000)),
     output_tokens=_through((0, 20), (0.5, 180), (0.9, 380), (1, 900)),
     max_input_tokens=126_000,
 )
 CHATS = GeneratorProfile(
     name="chats",
-    rate_rps=1.6,
+    rate_rps=1.35,
     burst_short_cv2=0.01,
     burst_long_cv2=0.01,
     first_tokens=_through((0, 20), (0.5, 250), (0.9, 1_200), (1, 6_000)),
