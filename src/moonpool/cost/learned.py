@@ -22,6 +22,8 @@ FEWEST = 5
 """Before so many samples, the profile is believed."""
 INDIFFERENCE = 0.05
 """A factor that is nearer to 1 is taken for 1: the profile is no better than that itself."""
+NOTICED = 0.02
+"""A factor that moves less stays where it is: it would move with every sample."""
 MOST = 4.0
 """Nothing is believed to take more than so many times what the profile says, nor less than the
 same part of it: beyond that something is broken, and the belief should not hide it."""
@@ -70,6 +72,8 @@ class LearnedFactor:
             return False
         median = ordered[len(ordered) // 2]
         value = 1.0 if abs(median - 1.0) < INDIFFERENCE else median
+        if value != 1.0 and abs(value - self.value) < NOTICED * self.value:
+            return False
         changed = value != self.value
         self.value = value
         return changed
