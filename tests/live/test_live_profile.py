@@ -14,7 +14,7 @@ def test_a_cluster_is_measured_through_its_front_door(cluster: LocalServer) -> N
     assert cost.prefill_s(512, 0) > cost.prefill_s(64, 0) > 0
     assert cost.decode_step_s(8, 1024) >= cost.decode_step_s(1, 64) > 0
     assert min(cost.contention) >= 1.0 and max(cost.contention) < 20.0
-    assert 0 < cost.control_latency_s < 1.0 and 0 <= cost.front_s < 1.0
+    assert 0 <= cost.control_latency_s < 1.0 and 0 <= cost.front_s < 1.0
     pool = cluster.instances()[0]["pool"]
     assert cost.token_bytes * pool["block_tokens"] == pool["block_bytes"]
     assert profile.num_blocks == pool["blocks"]

@@ -39,35 +39,42 @@ def test_seeds_that_failed_once(seed: int) -> None:
     assert run_seed(seed).ended
 
 
+CORNERS = {
+    "FetchBlocks",
+    "StoreBlocks",
+    "LoadBlocks",
+    "StopReceiving",
+    "SwitchRole",
+    "role is a ",
+    "role was lost ",
+    "CancelStream",
+    "AbortStream",
+    "StepFailed",
+    "InstanceLost",
+    "counter preemptions",
+    "counter corrupt_blocks",
+    "counter failed_streams",
+    "outcome stop",
+    "outcome length",
+    "outcome abort",
+    "outcome deadline",
+    "outcome tbt_slo_late",
+    "outcome decode_load",
+    "outcome decode_load_predicted",
+    "outcome ttft_slo",
+    "outcome no_decode_capacity",
+}
+
+
 def test_runs_reach_every_corner() -> None:
-    """A swarm that never preempts, fetches or breaks a stream would prove nothing about them."""
+    """A swarm that never preempts, fetches or breaks a stream would prove nothing about them. The
+    rarest come once in some hundred runs."""
     seen: Counter[str] = Counter()
-    for seed in range(1000, 1200):
+    for seed in range(1000, 2000):
         seen += run_seed(seed).seen
-    for name in (
-        "FetchBlocks",
-        "StopReceiving",
-        "SwitchRole",
-        "role is a ",
-        "role was lost ",
-        "CancelStream",
-        "AbortStream",
-        "StepFailed",
-        "InstanceLost",
-        "counter preemptions",
-        "counter corrupt_blocks",
-        "counter failed_streams",
-        "outcome stop",
-        "outcome length",
-        "outcome abort",
-        "outcome deadline",
-        "outcome tbt_slo_late",
-        "outcome decode_load",
-        "outcome decode_load_predicted",
-        "outcome ttft_slo",
-        "outcome no_decode_capacity",
-    ):
-        assert seen[name] > 0, f"no run had {name}"
+        if seen.keys() >= CORNERS:
+            break
+    assert not CORNERS - seen.keys()
     assert seen["outcome length"] + seen["outcome stop"] > seen["RequestArrived"] / 2
 
 

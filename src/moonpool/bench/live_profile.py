@@ -33,6 +33,7 @@ DECODE_TOKENS = 24
 REPEATS = 3
 MOST_REPEATS = 6
 LEAST_DECODES = 3
+ANSWERED = (64, 1024)
 BUSY_PROMPTS = (128, 512, 1024)
 BUSY_DECODES = ((1, 64), (4, 512), (8, 256))
 BACKGROUND_BATCH = 4
@@ -113,13 +114,18 @@ class LiveProfiler:
                 " too small (raise --kv-tokens) or the machine too busy"
             )
         ratios = await self._busy_ratios(prefills, decodes)
-        answered = [await self._ask(self._prompt(64), 4) for _ in range(4 * REPEATS)]
+        lengths = self._fitting(ANSWERED)
+        answered = [
+            await self._ask(self._prompt(n), 4) for n in lengths for _ in range(2 * REPEATS)
+        ]
+        handovers_s = [t.stages_s.get("handover", 0.0) for t in answered]
+        handovers_s = [s for s in handovers_s if s > 0.0]  # a short prompt may have run inline
         cost = fit_cost(prefills, decodes)
         believed = believed_cost(self._instances[0])
         found = msgspec.structs.replace(
             cost,
             contention=(_typical(ratios["prefill"]), _typical(ratios["decode"])),
-            control_latency_s=median(t.stages_s.get("handover", 0.0) for t in answered) / 3,
+            control_latency_s=median(handovers_s) / 3 if handovers_s else 0.0,
             front_s=max(median(_front_s(t) for t in answered), 0.0),
             token_bytes=self._token_bytes,
             # Steps of both kinds cannot be told apart from outside: as the engine measured them.
