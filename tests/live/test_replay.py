@@ -46,3 +46,21 @@ def test_the_same_trace_live_and_simulated(cluster: LocalServer, tmp_path: Path)
     assert 0 < live["server"]["ttft_s"]["mean"] <= live["ttft_s"]["mean"] * 1.01
     stages = sum(seconds for name, seconds in live["stages_s"].items() if name != "decode")
     assert abs(stages - live["ttft_s"]["mean"]) < 0.02
+
+
+def test_the_capacity_of_a_live_cluster_is_searched(cluster: LocalServer, tmp_path: Path) -> None:
+    write_trace(generate(BUILT_IN["conversation"], num_requests=24, seed=3), tmp_path / "t.jsonl")
+    out = tmp_path / "capacity.json"
+    words = [sys.executable, "-m", "moonpool", "bench", "capacity", "--url", cluster.url]
+    words += ["--trace", str(tmp_path / "t.jsonl"), "--scale-tokens", "1/64", "--start", "20"]
+    words += ["--slo-ttft", "20", "--slo-tbt", "5", "--attainment", "0.5", "--runs", "2"]
+    done = subprocess.run(
+        [*words, "--json", str(out)], check=True, capture_output=True, text=True, timeout=120
+    )
+    found = json.loads(out.read_text())["capacity"]
+    assert found["num_runs"] == 2 and found["ended"] == "runs used up"
+    assert found["points"][0]["rate"] == 20.0 and found["points"][0]["verdict"] == "meets"
+    assert all(
+        run["num_effective"] == run["num_requests"] > 0 for run in found["points"][0]["runs"]
+    )
+    assert "requests/s" in done.stdout

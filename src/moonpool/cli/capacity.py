@@ -1,17 +1,24 @@
-"""`moonpool bench capacity`: the highest rate at which a cluster keeps its SLOs, simulated."""
+"""`moonpool bench capacity`: the highest rate at which the SLOs hold, simulated or live."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from moonpool.bench.capacity import Capacity, Goal, Point
+from moonpool.bench.capacity import Capacity, Goal, Measure, Point
 from moonpool.cli.output import COUNT, fail
+from moonpool.cli.scale import SHARE as TOKENS
 from moonpool.cli.simulate import FACTOR, cluster_options, open_parts, read_cluster
 from moonpool.plan.confidence import Attainment
+
+if TYPE_CHECKING:
+    from moonpool.config import Config
+    from moonpool.plan.trial import Workload
+    from moonpool.plan.workforce import Workforce
 
 SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True, max_open=True)
 MOST_SEEDS = click.IntRange(min=2, max=100)
@@ -33,6 +40,15 @@ MOST_SEEDS = click.IntRange(min=2, max=100)
 )
 @click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, per rate.")
 @click.option("--runs", type=COUNT, default=100, show_default=True, help="At most, in all.")
+@click.option("--url", help="Of a live server, which is measured instead of a simulated cluster.")
+@click.option(
+    "--scale-tokens",
+    "scale",
+    type=TOKENS,
+    default="1",
+    show_default=True,
+    help="Share of each prompt and answer, such as 1/16.",
+)
 @click.option("--start", type=FACTOR, default=1.0, show_default=True, help="Speed to begin at.")
 @click.option("--requests", type=COUNT, help="Only the first so many.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
@@ -48,6 +64,8 @@ def capacity(
     tolerance: float,
     seeds: int,
     runs: int,
+    url: str | None,
+    scale: Fraction,
     start: float,
     requests: int | None,
     seed: int,
@@ -55,21 +73,23 @@ def capacity(
     json_file: str | None,
     **flags: Any,
 ) -> None:
-    """The highest rate at which the SLOs hold, in simulation.
+    """The highest rate at which the SLOs hold, in simulation or on the server at --url.
 
     By bisection of the trace's speed. Each seed but 0 draws the trace's sessions anew; a rate is
-    judged when the confidence interval of its attainment is clear of --attainment.
+    judged when the confidence interval of its attainment is clear of --attainment. A live server
+    gets one replay after another, each with tokens of its own.
     """
     from moonpool.cli.bench import finish
-    from moonpool.plan.trial import Trial, Workload
+    from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
     from moonpool.trace.reader import open_trace
     from moonpool.trace.row import TraceError
+    from moonpool.trace.scale import scale_trace
 
     config = read_cluster(config_file, flags, cost, None)
     catalogue, profile = open_parts(config, catalogue_file)
     try:
-        trace = open_trace(trace_file, limit=requests)
+        trace = scale_trace(open_trace(trace_file, limit=requests), scale)
         rows = tuple(trace)
     except TraceError as error:
         fail(str(error))
@@ -79,22 +99,47 @@ def capacity(
     goal = Goal(attainment, confidence, tolerance, seeds, runs, seed)
     workload = Workload(rows, trace.info.block_tokens, catalogue, profile)
     click.echo(f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval")
-    with Workforce(workload, processes or num_cores()) as workforce:
-
-        def measure(points: Sequence[tuple[float, int]]) -> list[Attainment]:
-            trials = [Trial(config, point_seed, speed) for speed, point_seed in points]
-            outcomes = workforce.run(trials)
-            for outcome in outcomes:
-                if outcome.error:
-                    fail(outcome.error)
-            return [outcome.attainment for outcome in outcomes]
-
-        try:
-            found = _search(measure, start, goal, trace_rps)
-        except WorkforceError as error:
-            fail(str(error))
+    if url is not None:
+        live = _live(url, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        found = _search(live, start, goal, trace_rps)
+    else:
+        with Workforce(workload, processes or num_cores()) as workforce:
+            try:
+                found = _search(_simulated(workforce, config), start, goal, trace_rps)
+            except WorkforceError as error:
+                fail(str(error))
     click.echo(conclusion(found, goal, trace_rps))
-    finish(_figures(found, goal, trace_rps, config), json_file)
+    finish(_figures(found, goal, trace_rps, config, url), json_file)
+
+
+def _simulated(workforce: Workforce, config: Config) -> Measure:
+    from moonpool.plan.trial import Trial
+
+    def measure(points: Sequence[tuple[float, int]]) -> list[Attainment]:
+        outcomes = workforce.run([Trial(config, seed, speed) for speed, seed in points])
+        for outcome in outcomes:
+            if outcome.error:
+                fail(outcome.error)
+        return [outcome.attainment for outcome in outcomes]
+
+    return measure
+
+
+def _live(url: str, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
+    from moonpool.bench.capacity import one_by_one
+    from moonpool.bench.live_capacity import LiveCapacity
+    from moonpool.replay.player import HopelessError
+    from moonpool.replay.server import ServerUnfitError
+
+    live = LiveCapacity(url, workload.rows, workload.block_tokens, ttft_s, tbt_s)
+
+    def measure(speed: float, seed: int) -> Attainment:
+        try:
+            return live.measure(speed, seed)
+        except (ServerUnfitError, HopelessError, ValueError) as error:
+            fail(str(error))
+
+    return one_by_one(measure)
 
 
 def _search(measure: Any, start: float, goal: Goal, trace_rps: float) -> Capacity:
@@ -127,7 +172,9 @@ def conclusion(found: Capacity, goal: Goal, trace_rps: float) -> str:
     return f"{text}, all that were allowed." if found.ended == "runs used up" else f"{text}."
 
 
-def _figures(found: Capacity, goal: Goal, trace_rps: float, config: Any) -> dict[str, Any]:
+def _figures(
+    found: Capacity, goal: Goal, trace_rps: float, config: Config, url: str | None
+) -> dict[str, Any]:
     rates = {
         "holds_rps": found.holds * trace_rps,
         "fails_rps": found.fails * trace_rps if found.fails < float("inf") else None,
@@ -137,6 +184,13 @@ def _figures(found: Capacity, goal: Goal, trace_rps: float, config: Any) -> dict
     figures["fails"] = found.fails if found.fails < float("inf") else None
     api = {"api_keys": len(config.api.api_keys)}
     tables = msgspec.to_builtins(config)
+    if url is not None:
+        return {
+            "capacity": rates | figures,
+            "trace_rps": trace_rps,
+            "goal": msgspec.to_builtins(goal),
+            "url": url,
+        }
     return {
         "capacity": rates | figures,
         "trace_rps": trace_rps,

@@ -18,9 +18,10 @@ from moonpool.sim.defaults import DEFAULTS
 
 PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
     **DEFAULTS,
-    "conductor": {**DEFAULTS.get("conductor", {}), "learning": False},
+    "conductor": {**DEFAULTS.get("conductor", {}), "learning": False, "inline_prefill": False},
 }
-"""The papers' schedulers go by formulas that were fitted beforehand; ours would learn on."""
+"""The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
+the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
 """Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:

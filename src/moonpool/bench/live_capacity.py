@@ -1,0 +1,53 @@
+"""One rate on a live server: a trace replayed at that speed, and what share met both SLOs.
+
+Owns no search (`bench.capacity`). Runs follow each other: a replay ends when its last answer has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from moonpool.plan.confidence import Attainment
+from moonpool.replay.run import ReplayPlan, run_replay
+from moonpool.trace.resample import resample
+from moonpool.trace.row import TraceRow
+
+
+class LiveCapacity:
+    """The server's own SLOs hold unless others are given; moonpool is told those."""
+
+    def __init__(
+        self,
+        url: str,
+        rows: Sequence[TraceRow],
+        block_tokens: int,
+        slo_ttft_s: float | None = None,
+        slo_tbt_s: float | None = None,
+    ) -> None:
+        self._url = url
+        self._rows = rows
+        self._block_tokens = block_tokens
+        self._slo = (slo_ttft_s, slo_tbt_s)
+        self._num_runs = 0
+
+    def measure(self, speed: float, seed: int) -> Attainment:
+        """Raises ServerUnfitError, HopelessError, ValueError."""
+        self._num_runs += 1
+        ttft_s, tbt_s = self._slo
+        plan = ReplayPlan(
+            url=self._url,
+            rows=tuple(_faster(row, speed) for row in resample(self._rows, seed)),
+            block_tokens=self._block_tokens,
+            slo_ttft_s=ttft_s,
+            slo_tbt_s=tbt_s,
+            seed=self._num_runs,  # other tokens, or each run would find the cache of the one before
+        )
+        figures = asyncio.run(run_replay(plan))
+        return Attainment(figures["requests"], figures["effective"])
+
+
+def _faster(row: TraceRow, speed: float) -> TraceRow:
+    return TraceRow(
+        row.arrived_s / speed, row.input_tokens, row.output_tokens, row.hash_ids, row.session
+    )
