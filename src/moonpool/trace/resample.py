@@ -51,7 +51,8 @@ def sessions_of(rows: Sequence[TraceRow], common: frozenset[int]) -> list[list[i
 
 def resample(rows: Sequence[TraceRow], seed: int) -> list[TraceRow]:
     """Seed 0 is the trace as it is. Any other: each session none, one or several times (Poisson of
-    mean 1); a further copy has blocks of its own, but for common ones."""
+    mean 1); a further copy has blocks of its own, but for common ones. A draw of no session at all,
+    which few of them may give, would say nothing: it is the trace as it is, too."""
     if seed == 0 or not rows:
         return list(rows)
     rng = Random(seed)
@@ -67,7 +68,7 @@ def resample(rows: Sequence[TraceRow], seed: int) -> list[TraceRow]:
             shift_s = earliest_s + rng.random() * (latest_s - earliest_s)
             drawn += [_copied(rows[place], shift_s, copy, stride, common) for place in places]
     drawn.sort(key=lambda row: row.arrived_s)
-    return drawn
+    return drawn or list(rows)
 
 
 def _copied(
