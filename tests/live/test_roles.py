@@ -24,8 +24,9 @@ IMPOSSIBLE = {"x-slo-ttft-ms": "0.01"}
 """What is refused costs nothing, and is demand all the same."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """One for each test: what has switched in one could not switch again in the next."""
     config: Path = tmp_path_factory.mktemp("roles") / "roles.toml"
     config.write_text("[conductor]\nrole_balance_window_s = 3\n")
     arguments = [MODEL, "--prefill", "1", "--decode", "3", "--role-balance", "switch"]
