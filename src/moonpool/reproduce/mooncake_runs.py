@@ -107,7 +107,7 @@ def system(name: System, num_nodes: int) -> Overrides:
             "prefix_caching": name == "vLLM prefix caching",
         },
         "engine": {
-            "batching": "chunked" if chunked else "prefill-first",
+            "batching": "fixed-chunks" if chunked else "prefill-first",
             "chunk_tokens": VLLM_CHUNK_TOKENS if chunked else VLLM_PROMPT_TOKENS,
             "max_sequences": VLLM_SEQUENCES,
         },

@@ -34,6 +34,7 @@ Planner = Callable[[list[Candidate], list[Candidate], int, int], BatchPlan]
 # One is made for each instance, since some remember whose turn it is.
 PLANNERS: dict[Batching, Callable[[], Planner]] = {
     "chunked": lambda: plan_chunked,
+    "fixed-chunks": lambda: plan_chunked,  # as vLLM has it: whatever the TBT SLO
     "prefill-first": lambda: plan_prefill_first,
     "whole-prompts": lambda: plan_whole_prompts,
     "alternating": AlternatingPlanner,
