@@ -198,8 +198,9 @@ def test_flipped_bits_cost_time_and_no_answer(talk: Talk, folder: Path) -> None:
                 byte = file.read(1)
                 file.seek(offset)
                 file.write(bytes([byte[0] ^ 1]))
-    talk.round()
-    talk.wait_for_counters(ssd_corrupt_slices=1, corrupt_slices=1)
+    talk.round()  # which expects the first answers again
+    counters = talk.wait_for_counters(ssd_corrupt_slices=1, corrupt_slices=1)
+    assert counters["ssd_corrupt_slices"] > 0
 
 
 def test_a_folder_that_cannot_be_had_is_said_and_served_without(tmp_path: Path) -> None:

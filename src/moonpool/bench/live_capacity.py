@@ -37,7 +37,7 @@ class LiveCapacity:
         ttft_s, tbt_s = self._slo
         plan = ReplayPlan(
             url=self._url,
-            rows=tuple(_faster(row, speed) for row in resample(self._rows, seed)),
+            rows=tuple(row.faster(speed) for row in resample(self._rows, seed)),
             block_tokens=self._block_tokens,
             slo_ttft_s=ttft_s,
             slo_tbt_s=tbt_s,
@@ -45,9 +45,3 @@ class LiveCapacity:
         )
         figures = asyncio.run(run_replay(plan))
         return Attainment(figures["requests"], figures["effective"])
-
-
-def _faster(row: TraceRow, speed: float) -> TraceRow:
-    return TraceRow(
-        row.arrived_s / speed, row.input_tokens, row.output_tokens, row.hash_ids, row.session
-    )

@@ -67,27 +67,18 @@ def bench_role_balance(
     runs = []
     for seed in seeds:
         day_s = SHIFTING_DAY.day_s
-        half = num_instances // 2
-        runs.append(
-            Run(
-                prefill=half,
-                decode=num_instances - half,
-                mode="switch",
-                window_s=window_s,
-                seed=seed,
-                day_s=day_s,
-            )
-        )
+        splits: list[tuple[int, RoleBalance]] = [(num_instances // 2, "switch")]
+        splits += [(prefill, "advise") for prefill in range(1, num_instances)]
         runs += [
             Run(
                 prefill=prefill,
                 decode=num_instances - prefill,
-                mode="advise",
+                mode=mode,
                 window_s=window_s,
                 seed=seed,
                 day_s=day_s,
             )
-            for prefill in range(1, num_instances)
+            for prefill, mode in splits
         ]
         each = CONSTANT_INSTANCES // 2
         runs.append(

@@ -11,7 +11,7 @@ import msgspec
 
 from moonpool.bench.capacity import Capacity, Goal, Measure, Point
 from moonpool.cli.output import COUNT, fail
-from moonpool.cli.scale import SHARE as TOKENS
+from moonpool.cli.scale import scale_option
 from moonpool.cli.simulate import FACTOR, cluster_options, open_parts, read_cluster
 from moonpool.plan.confidence import Attainment
 
@@ -41,14 +41,7 @@ MOST_SEEDS = click.IntRange(min=2, max=100)
 @click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, per rate.")
 @click.option("--runs", type=COUNT, default=100, show_default=True, help="At most, in all.")
 @click.option("--url", help="Of a live server, which is measured instead of a simulated cluster.")
-@click.option(
-    "--scale-tokens",
-    "scale",
-    type=TOKENS,
-    default="1",
-    show_default=True,
-    help="Share of each prompt and answer, such as 1/16.",
-)
+@scale_option
 @click.option("--start", type=FACTOR, default=1.0, show_default=True, help="Speed to begin at.")
 @click.option("--requests", type=COUNT, help="Only the first so many.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")

@@ -135,7 +135,8 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
     from moonpool.trace.row import TraceError
 
     check_folders(json_file)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends servers, too
+    # Told to end, it takes its servers along.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         found = run()
     except (
@@ -149,6 +150,8 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
         httpx.HTTPError,
     ) as error:
         fail(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     write_json(json_file, found | {"origin": origin()})
     return found
 

@@ -17,7 +17,7 @@ import uvloop
 
 from moonpool.cli.figures import spread
 from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.scale import SHARE, check_folders
+from moonpool.cli.scale import check_folders, scale_option
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -35,14 +35,7 @@ LATE_S = 0.05
     "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True
 )
 @click.option("--requests", type=COUNT, help="Only the first so many.")
-@click.option(
-    "--scale-tokens",
-    "scale",
-    type=SHARE,
-    default="1",
-    show_default=True,
-    help="Share of each prompt and answer, such as 1/16.",
-)
+@scale_option
 @click.option("--model", help="One of the server's; its first unless named.")
 @click.option("--vocab", type=click.IntRange(min=2), help="Token ids to draw prompts from.")
 @click.option(

@@ -26,6 +26,14 @@ class _Share(click.ParamType[Fraction]):
 
 
 SHARE = _Share()
+scale_option = click.option(
+    "--scale-tokens",
+    "scale",
+    type=SHARE,
+    default="1",
+    show_default=True,
+    help="Share of each prompt and answer, such as 1/16.",
+)
 
 
 def check_folders(*paths: str | None) -> None:

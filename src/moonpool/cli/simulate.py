@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.scale import SHARE, check_folders
+from moonpool.cli.scale import check_folders, scale_option
 from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.config import (
     Admission,
@@ -167,14 +167,7 @@ def cluster_options(command: Any) -> Any:
     "--speed", type=FACTOR, default=1.0, show_default=True, help="Replay this much faster."
 )
 @click.option("--requests", type=COUNT, help="Only the first so many.")
-@click.option(
-    "--scale-tokens",
-    "scale",
-    type=SHARE,
-    default="1",
-    show_default=True,
-    help="Share of each prompt and answer, such as 1/16.",
-)
+@scale_option
 @click.option("--seed", type=int, help="Of noise and random placement; 0 unless configured.")
 @click.option(
     "--noise",

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from moonpool.cost.hardware import Device
 from moonpool.cost.model import Chunk
 from moonpool.cost.roofline import RooflineCost
 from moonpool.cost.shapes import ModelShape
 
-MIN_INFLATION = 0.2
+INFLATION = 0.2
 """The share by which Lamina lets the wire lengthen a step (alpha of its section 3.1)."""
 
 
@@ -128,7 +129,7 @@ class OffloadCost:
     def layer_times(self, batch: float, context_tokens: float) -> LayerTimes:
         """Of one batch of so many decodes whose contexts sum to `context_tokens`."""
         layers = self.model.shape.layers
-        model_s = self.model.dense_s(-int(-batch // 1)) / layers
+        model_s = self.model.dense_s(ceil(batch)) / layers
         attention_s = self._launch_s + self._key_s * context_tokens
         there_s, kv_s, back_s = self._query_s * batch, self._kv_s * batch, self._query_s * batch
         if self._early_query:
@@ -176,7 +177,7 @@ class OffloadCost:
         layer_s = times.alone_s
         if n > 1:
             layer_s = max(layer_s, n * times.model_s / self.num_replicas, n * times.attention_s)
-        head_s = self.model.head_s(-int(-batch // n)) * n / self.num_replicas
+        head_s = self.model.head_s(ceil(batch / n)) * n / self.num_replicas
         return self.model.engine_overhead_s + layers * layer_s + head_s
 
 
@@ -185,7 +186,7 @@ def least_bandwidth_bytes_per_s(
     attention: AttentionPool,
     batch: int,
     context: int,
-    inflation: float = MIN_INFLATION,
+    inflation: float = INFLATION,
 ) -> float:
     """Lamina's BW_min (section 3.1): with it the wire lengthens a step by `inflation` at most, both
     sides working one after the other."""

@@ -5,7 +5,7 @@ The same trial has the same outcome everywhere; nothing in an outcome depends on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from moonpool.config import Config, ConfigError
 from moonpool.cost.catalogue import BUILT_IN, Catalogue
@@ -106,7 +106,7 @@ def run_trial(trial: Trial, workload: Workload) -> Outcome:
         watcher = Watcher(simulation, span.begin_s / trial.speed, trial.speed)
         simulation.collector = watcher
         arrivals = make_arrivals(
-            _at_speed(rows, trial.speed),
+            (row.faster(trial.speed) for row in rows),
             workload.block_tokens,
             trial.config.pool.block_tokens,
             hardware.largest_request_tokens,
@@ -116,11 +116,6 @@ def run_trial(trial: Trial, workload: Workload) -> Outcome:
     except (ConfigError, TraceError) as error:
         return Outcome(Attainment(0, 0), {}, (), error=str(error))
     return _outcome(simulation, watcher, counted)
-
-
-def _at_speed(rows: Sequence[TraceRow], speed: float) -> Iterator[TraceRow]:
-    for row in rows:
-        yield TraceRow(row.arrived_s / speed, row.input_tokens, row.output_tokens, row.hash_ids)
 
 
 def _until_hopeless(

@@ -87,28 +87,12 @@ class Case:
     all_memory: Plant
 
 
+_LARGE = (Plant("Lamina (2,4)", 2, 4), Plant("4 H100", 4, 0), Plant("8 H20", 8, 0, MEMORY))
+_SMALL = (Plant("Lamina (1,2)", 1, 2), Plant("2 H100", 2, 0), Plant("4 H20", 4, 0, MEMORY))
 CASES = (
-    Case(
-        "33B",
-        "llama-33b",
-        Plant("Lamina (1,2)", 1, 2),
-        Plant("2 H100", 2, 0),
-        Plant("4 H20", 4, 0, MEMORY),
-    ),
-    Case(
-        "65B",
-        "llama-65b",
-        Plant("Lamina (2,4)", 2, 4),
-        Plant("4 H100", 4, 0),
-        Plant("8 H20", 8, 0, MEMORY),
-    ),
-    Case(
-        "LLaMA3-70B",
-        "llama3-70b",
-        Plant("Lamina (2,4)", 2, 4),
-        Plant("4 H100", 4, 0),
-        Plant("8 H20", 8, 0, MEMORY),
-    ),
+    Case("33B", "llama-33b", *_SMALL),
+    Case("65B", "llama-65b", *_LARGE),
+    Case("LLaMA3-70B", "llama3-70b", *_LARGE),
 )
 
 

@@ -29,6 +29,11 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     hash_ids: tuple[int, ...] = ()
     session: str = ""
 
+    def faster(self, speed: float) -> TraceRow:
+        """The same request, where all come `speed` times as fast."""
+        at_s = self.arrived_s / speed
+        return TraceRow(at_s, self.input_tokens, self.output_tokens, self.hash_ids, self.session)
+
 
 class TraceInfo(Struct, frozen=True):
     """What a scan of the file found, before any row is handed out.

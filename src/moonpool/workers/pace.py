@@ -11,22 +11,20 @@ from math import inf
 
 from moonpool.batching.budget import token_budget
 from moonpool.config import InstanceConfig
+from moonpool.cost.learned import LearnedFactor
 from moonpool.cost.model import Chunk, CostModel
 from moonpool.workers.active import ActiveWork
 
 HEADROOM = 0.9
 """Steps are planned for so much of the SLO: an estimate is a mean, and half of all steps exceed
 it."""
-LEARNING_RATE = 0.2
-LEAST_SLOWNESS, MOST_SLOWNESS = 0.5, 4.0
-"""One step that was interrupted for a second must not stop prefills for long."""
 
 Share = tuple[ActiveWork, int]
 
 
 class Pace:
     def __init__(self, config: InstanceConfig, cost: CostModel) -> None:
-        self.slowness = 1.0  # of steps with chunks and decodes: measured over predicted
+        self._factor = LearnedFactor()  # of steps with chunks and decodes
         self._config = config
         self._cost = cost
 
@@ -42,7 +40,7 @@ class Pace:
             chunks = _chunks(prefills, num_tokens)
             return self._cost.step_s(chunks, batch, context_tokens)
 
-        limit_s = tbt_s * HEADROOM / self.slowness
+        limit_s = tbt_s * HEADROOM / self._factor.value
         return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
 
     def expect(self, step: Sequence[Share]) -> float:
@@ -57,10 +55,8 @@ class Pace:
 
     def learn(self, expected_s: float, seconds: float) -> None:
         """What a step took of which `expect` said so much."""
-        if expected_s <= 0.0:
-            return
-        ratio = min(max(seconds / expected_s, LEAST_SLOWNESS), MOST_SLOWNESS)
-        self.slowness += LEARNING_RATE * (ratio - self.slowness)
+        if self._config.learning:
+            self._factor.observe(seconds, expected_s)
 
     def _tbt_s(self, active: ActiveWork) -> float:
         promised_s = active.work.slo.tbt_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moonpool.reproduce.lamina_runs import CASES, fitting, run_plant
@@ -38,9 +40,6 @@ def test_bandwidth() -> None:
     assert all(0 < value < 0.2 for value in saved.values()) and len(saved) == 2
 
 
-def test_throughput_without_a_trace_says_which(tmp_path: object) -> None:
-    from pathlib import Path
-
-    assert isinstance(tmp_path, Path)
+def test_throughput_without_a_trace_says_which(tmp_path: Path) -> None:
     with pytest.raises(MissingTraceError, match="azure"):
         Options(folders=(tmp_path,)).find_trace("azure-conv")
