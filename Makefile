@@ -39,9 +39,11 @@ types: setup-dev
 
 check: lint types test
 
-# PEER_PYTHON=/path/to/python of a vLLM CPU installation adds it to the engine's table.
+# PEER_PYTHON=/path/to/python of a vLLM CPU installation (and OPENVINO_PYTHON, LLAMA_PYTHON) adds it to the engine's table.
 bench: setup
-	$(BIN)/moonpool bench engine $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	$(BIN)/moonpool bench engine $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) \
+	  $(if $(OPENVINO_PYTHON),--openvino-python $(OPENVINO_PYTHON)) \
+	  $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 	$(BIN)/moonpool bench cached
 	$(BIN)/moonpool bench head
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from moonpool.bench.engine import prefill_flops
+from moonpool.bench.engine_rows import prefill_flops
 from moonpool.engine.builtin import open_model
 from moonpool.engine.cuda.mirror import Mirror
 from moonpool.engine.cuda.torch_ops import TorchOps

@@ -49,13 +49,13 @@ class SoloInstance:
         )
         self._ids = count()
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:
-        """Answers all prompts together, `num_tokens` each."""
+    def generate(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Generation:
+        """Answers all prompts together, each with as many tokens as `lengths` says."""
         generation = Generation()
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         began_s = time.perf_counter()
         actions: list[WorkerAction] = []
-        for prompt in prompts:
+        for prompt, num_tokens in zip(prompts, lengths, strict=True):
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
             work = Work(
                 work_id=WorkId(str(next(self._ids))),
                 token_ids=tuple(prompt),
@@ -68,9 +68,12 @@ class SoloInstance:
             )
             generation.tokens[work.work_id] = []
             actions += self._instance.handle(StartPrefill(work=work), 0.0)
+        last_s = began_s
         while True:
             step = next((a for a in actions if isinstance(a, RunStep)), None)
-            self._note(actions, generation, time.perf_counter() - began_s)
+            now_s = time.perf_counter()
+            self._note(actions, generation, now_s - last_s)
+            last_s = now_s
             if step is None:
                 break
             actions = self._instance.handle(self._run(step), 0.0)
@@ -82,24 +85,27 @@ class SoloInstance:
         result = self.engine.step(sequences)
         return StepEnded(result.tokens, result.seconds)
 
-    def _note(self, actions: Sequence[WorkerAction], generation: Generation, now_s: float) -> None:
+    def _note(
+        self, actions: Sequence[WorkerAction], generation: Generation, seconds: float
+    ) -> None:
         for action in actions:
             if not isinstance(action, Tell):
                 continue
             if isinstance(action.report, StepTokens):
                 for item in action.report.works:
                     generation.tokens[item.work_id].extend(item.tokens)
-                generation.step_instants_s.append(now_s)
+                drawn = sum(len(item.tokens) for item in action.report.works)
+                generation.steps.append((seconds, drawn))
             elif isinstance(action.report, PrefillStarted):
                 generation.cached_tokens += action.report.cached_tokens
 
 
 class Generation:
-    """What `generate` made, and when."""
+    """What `generate` made; of each step that drew tokens, its seconds and how many they were."""
 
     def __init__(self) -> None:
         self.tokens: dict[WorkId, list[Token]] = {}
-        self.step_instants_s: list[float] = []
+        self.steps: list[tuple[float, int]] = []
         self.cached_tokens = 0
         self.seconds = 0.0
 

@@ -34,20 +34,55 @@ bench.add_command(peers_live)
 @click.option(
     "--peer-python", help="Python of an installation of vLLM's CPU build to compare with."
 )
+@click.option(
+    "--openvino-python", help="Python that has openvino-genai and optimum-intel, likewise."
+)
+@click.option("--llama-python", help="Python that has llama-cpp-python and gguf, likewise.")
 @click.option("--peer-eager", is_flag=True, help="Do not let vLLM compile (starts sooner, slower).")
 @click.option(
-    "--repeats", type=COUNT, default=3, show_default=True, help="Runs of each; the best counts."
+    "--prompt", "prefills", multiple=True, type=COUNT, default=(512, 2048, 8192), show_default=True
+)
+@click.option(
+    "--batch", "batches", multiple=True, type=COUNT, default=(1, 8, 32), show_default=True
+)
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=COUNT,
+    default=(512, 4096),
+    show_default=True,
+    help="Of each decode. All prompts are computed: 32 of 4,096 take minutes.",
+)
+@click.option("--chunk-tokens", type=COUNT, default=512, show_default=True, help="At all engines.")
+@click.option(
+    "--repeats", type=COUNT, default=3, show_default=True, help="Of a prefill; the best counts."
 )
 @JSON
 def engine(
-    model: str, peer_python: str | None, peer_eager: bool, repeats: int, json_file: str | None
+    model: str,
+    peer_python: str | None,
+    openvino_python: str | None,
+    llama_python: str | None,
+    peer_eager: bool,
+    prefills: tuple[int, ...],
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
+    chunk_tokens: int,
+    repeats: int,
+    json_file: str | None,
 ) -> None:
-    """Prefill and decode, against GEMM rate, memory bandwidth and vLLM. One thread."""
+    """Prefill and decode, against GEMM rate and memory bandwidth, vLLM, OpenVINO and llama.cpp. One
+    thread."""
     from moonpool.bench.engine import PeerError, bench_engine
+    from moonpool.bench.engine_rows import Rows
     from moonpool.engine.spec import ModelError
 
+    rows = Rows(prefills, batches, contexts, chunk_tokens)
+    pythons = {"vllm": peer_python, "openvino": openvino_python, "llama.cpp": llama_python}
+    peers = {name: python for name, python in pythons.items() if python is not None}
     try:
-        found = bench_engine(model, peer_python, peer_eager, repeats, click.echo)
+        found = bench_engine(model, rows, peers, peer_eager, repeats, click.echo)
     except (PeerError, ModelError) as error:
         fail(str(error))
     finish(found, json_file)
