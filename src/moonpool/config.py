@@ -119,7 +119,9 @@ class HardwareConfig(Struct, frozen=True):
     """What a simulated instance runs on. `cost` is the truth of the simulation: a calibrated model
     of the catalogue, "roofline" (of `device` and `shape`), or the file of a measured profile.
     `nodes_per_prefill` nodes form one prefill (or mixed) instance, joined by `parallelism`. Decode
-    instances may run on nodes of another kind."""
+    instances may run on nodes of another kind, and keep their KVCache and its attention on
+    `attention_devices_per_node` devices more (Lamina); their own devices then hold weights alone,
+    and serve `decode_batches` staggered batches on one replica fewer."""
 
     cost: str = "a800-llama3-70b"
     device: str = "A800-SXM"
@@ -131,6 +133,9 @@ class HardwareConfig(Struct, frozen=True):
     ssd_write_bytes_per_s: float = 0.0
     decode_device: str = ""  # "": as `device`
     decode_devices_per_node: int = 0  # 0: as `devices_per_node`
+    attention_device: str = ""  # of decode instances; "": their own devices attend
+    attention_devices_per_node: int = 0
+    decode_batches: int = 2
 
 
 class ApiConfig(Struct, frozen=True):
@@ -258,7 +263,24 @@ def _check_ranges(config: Config) -> None:
     )
     number = hardware.decode_devices_per_node
     _require(0 <= number <= 64, "hardware.decode_devices_per_node", "0 to 64 (0: as the others)")
+    _check_attention(config)
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
+
+
+def _check_attention(config: Config) -> None:
+    hardware = config.hardware
+    number, named = hardware.attention_devices_per_node, bool(hardware.attention_device)
+    _require(
+        0 <= number <= 64 and bool(number) == named,
+        "hardware.attention_devices_per_node",
+        "1 to 64 where hardware.attention_device names one, and 0 where it does not",
+    )
+    _require(1 <= hardware.decode_batches <= 8, "hardware.decode_batches", "1 to 8")
+    _require(
+        not named or config.conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with hardware.attention_device: the devices that attend cannot prefill',
+    )
 
 
 def _require(holds: bool, name: str, wanted: str) -> None:

@@ -15,19 +15,21 @@ import msgspec
 
 from moonpool.cli.capacity import MOST_SEEDS, SHARE
 from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.plan_words import figures_of, print_check, print_plan
+from moonpool.cli.plan_words import figures_of, print_check, print_offloading, print_plan
 from moonpool.cli.scale import check_folders
 from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.cli.simulate import open_parts
 from moonpool.config import Config, ConfigError
 from moonpool.cost.prices import parse_prices
 from moonpool.plan.candidate import NodeKind, Priced
+from moonpool.plan.offloading import with_rivals
 from moonpool.plan.prepare import Layout, Prepared, prepare, truth_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moonpool.plan.assess import Assessor, PlanGoal
+    from moonpool.plan.search import Plan
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
 
@@ -57,7 +59,8 @@ FLAG_KEYS: FlagKeys = {
     "--devices",
     default="A800-SXM",
     show_default=True,
-    help="Of the catalogue, with commas; H100-SXM:4 for nodes of four. All mixes are tried.",
+    help="Of the catalogue, with commas; H100-SXM:4 for nodes of four, H100-SXM:2+H20:4 for decode"
+    " nodes of two whose attention is on four. All mixes are tried.",
 )
 @click.option("--shape", help="Model shape of the catalogue; llama3-70b unless configured.")
 @click.option("--devices-per-node", type=int, help="Where a device names no number; 8.")
@@ -116,6 +119,7 @@ def plan(
     try:
         base, kinds = _base(config_file, flags, devices, cost)
         workload, priced = _workload(trace_file, requests, base, kinds, catalogue_file, prices_file)
+        kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
         goal = PlanGoal(
             options["attainment"],
@@ -127,7 +131,7 @@ def plan(
         for reason in prepared.left_out:
             click.echo(f"left out: {reason}")
         with Workforce(workload, processes or num_cores()) as workforce:
-            job = _Job(prepared, goal, priced, workforce)
+            job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
             if check:
                 figures["check"] = job.check()
@@ -147,10 +151,16 @@ class _Job:
     """One plan, and its check."""
 
     def __init__(
-        self, prepared: Prepared, goal: PlanGoal, priced: Priced, workforce: Workforce
+        self,
+        prepared: Prepared,
+        goal: PlanGoal,
+        workload: Workload,
+        priced: Priced,
+        workforce: Workforce,
     ) -> None:
         self._prepared = prepared
         self._goal = goal
+        self._workload = workload
         self._priced = priced
         self._workforce = workforce
         self._choice: Any = None
@@ -178,7 +188,25 @@ class _Job:
                 draw_plan(found, wanted, slo, Path(plot))
             except OSError as error:
                 fail(f"cannot write {plot}: {error.strerror}")
-        return figures_of(found, fewer, words, self._prepared, self._goal, self._priced)
+        figures = figures_of(found, fewer, words, self._prepared, self._goal, self._priced)
+        return figures | self._offloading(found)
+
+    def _offloading(self, found: Plan) -> dict[str, Any]:
+        """Whether it pays, where the devices named offer it. Raises ConfigError."""
+        from moonpool.plan.offloading import decode_nodes_of, verdict
+
+        starts = self._prepared.starts
+        kinds = list(dict.fromkeys(start.decode_kind for start in starts))
+        if not any(kind.offloads for kind in kinds):
+            return {}
+        nodes = decode_nodes_of(
+            kinds,
+            self._prepared.base,
+            self._workload.catalogue,
+            self._priced.prices,
+            self._prepared.context_tokens,
+        )
+        return print_offloading(verdict(found), nodes, self._prepared)
 
     def check(self) -> dict[str, Any]:
         """Raises ConfigError."""
@@ -236,14 +264,22 @@ def _base(
 
 
 def _node_kind(text: str, base: Config) -> NodeKind:
+    own, plus, attention = text.partition("+")
+    name, number = _devices(own.strip(), base)
+    if not plus:
+        return NodeKind(name, number)
+    return NodeKind(name, number, *_devices(attention.strip(), base))
+
+
+def _devices(text: str, base: Config) -> tuple[str, int]:
     name, colon, number = text.partition(":")
     if not colon:
-        return NodeKind(name, base.hardware.devices_per_node)
+        return name, base.hardware.devices_per_node
     if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 64:
         raise ConfigError(
             f"--devices: {text!r} should be a device and how many a node has, 1 to 64"
         )
-    return NodeKind(name, int(number))
+    return name, int(number)
 
 
 def _workload(

@@ -12,6 +12,7 @@ from moonpool.plan.advice import Broken, binding, main_cause, worst_moment
 from moonpool.plan.assess import Assessment, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.check import Check
+from moonpool.plan.offloading import Balance, DecodeNode
 from moonpool.plan.prepare import Prepared
 from moonpool.plan.search import NeighbourFound, Plan
 from moonpool.sim.histogram import rounded
@@ -40,6 +41,42 @@ def print_plan(plan: Plan, words: str, wanted: float) -> None:
         click.echo(f"  {_mix(mix)}")
     if not plan.complete:
         click.echo("\nnot complete: all simulations allowed were run; give it more with --runs")
+
+
+def print_offloading(words: str, nodes: Sequence[DecodeNode], prepared: Prepared) -> dict[str, Any]:
+    """Prints, and returns its figures."""
+    slo, context = prepared.base.slo, prepared.context_tokens
+    click.echo(
+        f"\n{words}\n\none decode node, by the cost model: contexts of {context:,} tokens, TBT"
+        f" within {slo.tbt_s:g} s"
+    )
+    for node in nodes:
+        bound = "memory" if node.full else "time"
+        click.echo(
+            f"  {node.kind!s:<28} {node.usd_per_h:>8.2f} USD/h  {tokens(node.kv_tokens):>6} of"
+            f" KVCache  batch {node.batch:>4} (bound by {bound}), {1e3 * node.step_s:.1f} ms,"
+            f" {node.tokens_per_usd / 1e6:.2f}M tokens per USD"
+        )
+        if node.balance is not None:
+            click.echo(f"    {_balance(node.balance)}")
+    return {
+        "offloading": {
+            "verdict": words,
+            "nodes": [
+                msgspec.to_builtins(node) | {"tokens_per_usd": rounded(node.tokens_per_usd)}
+                for node in nodes
+            ],
+        }
+    }
+
+
+def _balance(found: Balance) -> str:
+    return (
+        f"per layer and batch: model {1e6 * found.model_s:.0f} us, attention"
+        f" {1e6 * found.attention_s:.0f} us, wire {1e6 * found.wire_s:.0f} us: {found.slower} sets"
+        f" the pace; the wire needs {found.least_bytes_per_s / 1e9:.1f} GB/s and has"
+        f" {found.wire_bytes_per_s / 1e9:.1f}"
+    )
 
 
 def print_check(check: Check) -> dict[str, Any]:
@@ -104,11 +141,14 @@ def figures_of(
 ) -> dict[str, Any]:
     """Of `--json`. All but `wall_s`, which the command adds, follow from the inputs."""
     choice = plan.choice
-    devices = {
-        name: priced.prices.devices[name]
+    names = {
+        name
         for start in prepared.starts
-        for name in (start.kind.device, start.decode_kind.device)
+        for kind in (start.kind, start.decode_kind)
+        for name in (kind.device, kind.attention_device)
+        if name
     }
+    devices = {name: priced.prices.devices[name] for name in sorted(names)}
     return {
         "advice": words,
         "choice": None if choice is None else _assessment(choice),

@@ -67,6 +67,8 @@ FLAG_KEYS: FlagKeys = {
     "parallelism": ("hardware", "parallelism"),
     "decode_device": ("hardware", "decode_device"),
     "decode_devices_per_node": ("hardware", "decode_devices_per_node"),
+    "attention_device": ("hardware", "attention_device"),
+    "attention_devices_per_node": ("hardware", "attention_devices_per_node"),
 }
 
 
@@ -146,6 +148,11 @@ def cluster_options(command: Any) -> Any:
         click.option("--devices-per-node", type=int),
         click.option("--decode-device", help="Decode instances' device, if it is another."),
         click.option("--decode-devices-per-node", type=int),
+        click.option(
+            "--attention-device",
+            help="Keeps the KVCache of decode instances and attends for them (Lamina).",
+        ),
+        click.option("--attention-devices-per-node", type=int),
         click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
         click.option("--parallelism", type=click.Choice(choices(Parallelism))),
         click.option(
@@ -299,6 +306,10 @@ def _write_page(path: str, page: str) -> None:
     click.echo(f"report: {path}")
 
 
+ROOFLINE_FLAGS = ("device", "shape", "decode_device", "attention_device")
+"""Whoever names one means the catalogue, not the node that was measured."""
+
+
 def read_cluster(
     config_file: str | None, flags: dict[str, Any], cost: str | None, seed: int | None
 ) -> Config:
@@ -311,7 +322,7 @@ def read_cluster(
         defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
     if cost is not None:
         flags["cost"] = cost
-    elif any(flags[name] is not None for name in ("device", "shape", "decode_device")):
+    elif any(flags[name] is not None for name in ROOFLINE_FLAGS):
         flags["cost"] = "roofline"
     flags["seed"] = seed
     keys = {**FLAG_KEYS, "cost": ("hardware", "cost"), "seed": ("conductor", "seed")}

@@ -3,7 +3,7 @@ which a driver gets a truth from configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.config import ConfigError, HardwareConfig
 from moonpool.cost import calibrated
@@ -11,6 +11,7 @@ from moonpool.cost.catalogue import BUILT_IN, Catalogue, nearest
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.hardware import Device
 from moonpool.cost.model import StepCost
+from moonpool.cost.offload import AttentionPool, OffloadCost, Wire
 from moonpool.cost.parallel import Nic, group_cost
 from moonpool.cost.roofline import RooflineCost
 from moonpool.cost.shapes import ModelShape
@@ -29,7 +30,8 @@ COSTS = (calibrated.NAME, "roofline")
 @dataclass(frozen=True, slots=True)
 class Node:
     """`cost` is the truth of one node, `prefill_cost` that of a prefill instance, which may be a
-    group of `nodes_per_prefill` of them."""
+    group of `nodes_per_prefill` of them. With `attention`, KVCache and its links are that pool's;
+    `device` has the weights."""
 
     device: Device
     shape: ModelShape
@@ -45,12 +47,7 @@ class Node:
     network_latency_s: float
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
-
-    @property
-    def price_usd_per_h(self) -> float | None:
-        """Of one node; None where the catalogue has no price."""
-        price = self.device.price
-        return None if price is None else price.usd_per_h * self.num_devices
+    attention: AttentionPool | None = None
 
 
 def open_cost(
@@ -96,7 +93,7 @@ def open_node(
         raise ConfigError(str(error)) from None
     measured = profile is None and hardware.cost == calibrated.NAME
     kv_bytes = shape.kv_bytes_per_token
-    return Node(
+    node = Node(
         device=device,
         shape=shape,
         num_devices=num_devices,
@@ -113,6 +110,32 @@ def open_node(
         network_latency_s=0.0 if measured else device.nic_latency_s,
         ssd_read_bytes_per_s=hardware.ssd_read_bytes_per_s or SSD_READ_BYTES_PER_S,
         ssd_write_bytes_per_s=hardware.ssd_write_bytes_per_s or SSD_WRITE_BYTES_PER_S,
+    )
+    if not hardware.attention_device:
+        return node
+    pool = AttentionPool(
+        catalogue.device(hardware.attention_device), hardware.attention_devices_per_node
+    )
+    return _offloaded(node, pool, hardware.decode_batches)
+
+
+def _offloaded(node: Node, pool: AttentionPool, num_batches: int) -> Node:
+    """The node with its KVCache on `pool`: blocks arrive there, and over its links. Raises
+    ConfigError."""
+    if not isinstance(node.cost, RooflineCost):
+        raise ConfigError(
+            "hardware.attention_device needs a truth that tells dense layers from attention;"
+            ' use hardware.cost = "roofline"'
+        )
+    attends = pool.device
+    wire = Wire.of(node.device, node.num_devices, pool)
+    return replace(
+        node,
+        cost=OffloadCost(node.cost, pool, wire, num_batches),
+        kv_capacity_tokens=pool.capacity_tokens(node.shape, MEMORY_SHARE),
+        network_bytes_per_s=pool.num_devices * attends.nic_bytes_per_s * attends.rdma_share,
+        host_bytes_per_s=pool.num_devices * attends.pcie_bytes_per_s * attends.rdma_share,
+        attention=pool,
     )
 
 

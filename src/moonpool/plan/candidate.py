@@ -22,11 +22,28 @@ EVICTIONS: tuple[EvictionName, ...] = ("lru", "length-aware")
 
 
 class NodeKind(Struct, frozen=True):
+    """With `num_attention` devices more that keep the KVCache and attend (Lamina), it decodes and
+    does nothing else."""
+
     device: str
     num_devices: int
+    attention_device: str = ""
+    num_attention: int = 0
 
     def __str__(self) -> str:
-        return f"{self.num_devices} x {self.device}"
+        own = f"{self.num_devices} x {self.device}"
+        return f"{own} + {self.num_attention} x {self.attention_device}" if self.offloads else own
+
+    @property
+    def offloads(self) -> bool:
+        return self.num_attention > 0
+
+    def usd_per_h(self, prices: Prices) -> float:
+        """Raises ConfigError where a device has no price."""
+        usd = prices.node_usd_per_h(self.device, self.num_devices)
+        if self.offloads:
+            usd += prices.node_usd_per_h(self.attention_device, self.num_attention)
+        return usd
 
 
 class Candidate(Struct, frozen=True):
@@ -70,6 +87,8 @@ class Candidate(Struct, frozen=True):
             devices_per_node=self.kind.num_devices,
             decode_device="" if self.mixed else self.decode_kind.device,
             decode_devices_per_node=0 if self.mixed else self.decode_kind.num_devices,
+            attention_device=self.decode_kind.attention_device,
+            attention_devices_per_node=self.decode_kind.num_attention,
         )
         return change(
             base,
@@ -106,11 +125,9 @@ class Priced(Struct, frozen=True):
     def usd_per_h(self, candidate: Candidate) -> float:
         """Raises ConfigError where a device has no price."""
         groups = (candidate.prefill + candidate.mixed) * self.nodes_per_prefill
-        node_usd = self.prices.node_usd_per_h(candidate.kind.device, candidate.kind.num_devices)
-        usd = groups * node_usd
+        usd = groups * candidate.kind.usd_per_h(self.prices)
         if candidate.decode:
-            kind = candidate.decode_kind
-            usd += candidate.decode * self.prices.node_usd_per_h(kind.device, kind.num_devices)
+            usd += candidate.decode * candidate.decode_kind.usd_per_h(self.prices)
         num_bytes = (groups + candidate.decode) * candidate.cache_tokens * self.kv_bytes_per_token
         return usd + self.prices.dram_usd_per_h(num_bytes)
 

@@ -151,7 +151,8 @@ def mixed_chunk_tokens(demand: Demand, node: NodeHardware, config: Config) -> in
 
 def check_possible(needs: dict[NodeKind, Need], config: Config, wanted: float) -> None:
     """Raises ConfigError where not even an idle cluster keeps the SLOs."""
-    fastest = min(needs, key=lambda kind: needs[kind].idle_ttft_s)
+    prefilling = [kind for kind in needs if not kind.offloads]
+    fastest = min(prefilling, key=lambda kind: needs[kind].idle_ttft_s)
     idle_s = needs[fastest].idle_ttft_s
     if idle_s > config.slo.ttft_s:
         raise ConfigError(

@@ -41,6 +41,7 @@ class Prepared(Struct, frozen=True):
     span_runs: float
     least_cache_tokens: int
     left_out: tuple[str, ...]
+    context_tokens: int  # mean, of a request half-way through its answer
 
 
 def truth_for(base: Config, kinds: Sequence[NodeKind], cost: str | None) -> Config:
@@ -64,7 +65,11 @@ def prepare(
     """Raises ConfigError: nothing that can be bought could keep the SLOs."""
     demand = demand_of(workload, base.pool.block_tokens)
     able, left_out = _able_kinds(workload, base, kinds, priced, demand)
-    first = able[kinds[0]] if kinds[0] in able else next(iter(able.values()))
+    first = next((node for kind, node in able.items() if not kind.offloads), None)
+    if first is None:
+        raise ConfigError(
+            f"{', '.join(str(kind) for kind in able)} only decode: name --devices that prefill, too"
+        )
     span = busiest_span(demand, prefill_times_s(demand, first.prefill))
     needs = {
         kind: need_of(demand, span, node.prefill, node.decode, base, wanted)
@@ -74,7 +79,7 @@ def prepare(
     within = [kind for kind in needs if _can_decode(needs[kind], base)]
     starts: list[Candidate] = []
     for kind, need in needs.items():
-        if need.idle_ttft_s > base.slo.ttft_s:
+        if need.idle_ttft_s > base.slo.ttft_s or kind.offloads:
             continue
         if layout != "colocated":
             starts += [_disaggregated(kind, other, needs) for other in within]
@@ -84,7 +89,8 @@ def prepare(
             starts.append(Candidate(kind, kind, 0, 0, mixed, FIRST_CACHE_TOKENS, chunk))
     least = -(-demand.longest_tokens // base.pool.block_tokens) * base.pool.block_tokens
     starts = [_with_room(start, least) for start in starts]
-    return Prepared(base, tuple(starts), span, _span_runs(demand, span), least, left_out)
+    runs, context = _span_runs(demand, span), round(demand.context_tokens)
+    return Prepared(base, tuple(starts), span, runs, least, left_out, max(context, 1))
 
 
 def _able_kinds(
@@ -96,6 +102,8 @@ def _able_kinds(
         candidate = Candidate(kind, kind, 1, 1, 0, CACHE_STEPS[-1], FIRST_CHUNK_TOKENS)
         config = candidate.config(base)
         workload.catalogue.device(kind.device)
+        if kind.offloads:
+            workload.catalogue.device(kind.attention_device)
         priced.usd_per_h(candidate)
         try:
             hardware = build_hardware(config, workload.profile, workload.catalogue)

@@ -43,6 +43,9 @@ def cluster_words(config: Config) -> str:
         hardware.devices_per_node,
     ):
         node += f" (decode: {decode.devices_per_node}{GAP}×{GAP}{decode.device})"
+    if cluster.decode and hardware.attention_device:
+        number = hardware.attention_devices_per_node
+        node += f" (attention of decode: {number}{GAP}×{GAP}{hardware.attention_device})"
     if cluster.prefill + cluster.decode + cluster.mixed == 1:
         return f"{pools} instance, {node} with {hardware.shape},"
     return f"{pools} instances, each {node} with {hardware.shape},"

@@ -68,7 +68,7 @@ def build_hardware(
 ) -> Hardware:
     """From configuration. The errors are factors by which the Conductor's belief of prefill and
     decode times is wrong. Raises ConfigError for what cannot be built."""
-    node = open_node(config.hardware, profile, catalogue)
+    node = open_node(prefill_nodes(config.hardware), profile, catalogue)
     decoder = open_node(decode_nodes(config.hardware), profile, catalogue)
     layout = _layout(node, config, profile)
     single = _node_hardware(config, decoder, decoder.cost, 1, layout)
@@ -86,6 +86,11 @@ def build_hardware(
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
     hardware = Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
     return hardware if profile is None else _as_measured(hardware, profile)
+
+
+def prefill_nodes(hardware: HardwareConfig) -> HardwareConfig:
+    """That of the nodes on which prefill and mixed instances run: they attend by themselves."""
+    return structs.replace(hardware, attention_device="", attention_devices_per_node=0)
 
 
 def decode_nodes(hardware: HardwareConfig) -> HardwareConfig:

@@ -22,7 +22,6 @@ def test_the_default_is_mooncakes_node() -> None:
     assert node.host_bytes_per_s == 99e9
     # .9 of 8 x 80 GiB, less 141 GB of weights
     assert node.kv_capacity_tokens == int((0.9 * 8 * 80 * 2**30 - 2 * 70_552_387_584) / 327_680)
-    assert node.price_usd_per_h == pytest.approx(12.0)
 
 
 def test_a_roofline_node() -> None:
@@ -44,13 +43,6 @@ def test_a_measured_profile_stands_for_itself() -> None:
     profile = FittedCost(prefill=(0.1, 0.0, 0.0, 0.0), decode=(0.1, 0.0, 0.0))
     hardware = HardwareConfig(cost="here.json", device="A10", shape="llama3-8b", devices_per_node=1)
     assert open_node(hardware, profile).cost is profile
-
-
-def test_a_device_without_a_price_has_none() -> None:
-    hardware = HardwareConfig(
-        cost="roofline", device="A6000", shape="llama2-13b", devices_per_node=1
-    )
-    assert open_node(hardware).price_usd_per_h is None
 
 
 @pytest.mark.parametrize(

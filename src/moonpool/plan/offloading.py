@@ -1,0 +1,165 @@
+"""Does attention offloading pay (Lamina, arXiv 2405.01814v2)? Decode nodes side by side by the cost
+model, and what the search found with them and without.
+
+The paper compares with the computing devices alone. Devices with much memory alone, for no more
+money, are the rival that it leaves out; they are always put beside it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.config import Config
+from moonpool.cost.catalogue import Catalogue
+from moonpool.cost.model import StepCost
+from moonpool.cost.node import open_node
+from moonpool.cost.offload import OffloadCost, Wire, least_bandwidth_bytes_per_s
+from moonpool.cost.prices import Prices
+from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind
+from moonpool.plan.search import MixFound, Plan
+from moonpool.sim.hardware import decode_nodes
+from moonpool.types import Struct
+
+MOST_DEVICES = 8  # of a node
+
+
+class Balance(Struct, frozen=True):
+    """Of one layer with the batch halved among two: the model's part, attention's, the wire's; and
+    the bandwidth that the wire needs (Lamina's BW_min, section 3.1) beside what it has."""
+
+    model_s: float
+    attention_s: float
+    wire_s: float
+    least_bytes_per_s: float
+    wire_bytes_per_s: float
+
+    @property
+    def slower(self) -> str:
+        """Which side sets the pace; they are best alike (t_a = t_m / (n - 1), n = 2)."""
+        return "attention" if self.attention_s > self.model_s else "model"
+
+
+class DecodeNode(Struct, frozen=True):
+    """What one decode node of a kind can do: the largest batch within the limit between tokens and
+    its memory, `context_tokens` each."""
+
+    kind: NodeKind
+    usd_per_h: float
+    kv_tokens: int
+    batch: int
+    step_s: float
+    full: bool  # of KVCache, so that memory is what binds
+    balance: Balance | None = None
+
+    @property
+    def tokens_per_usd(self) -> float:
+        return 3600 * self.batch / self.step_s / self.usd_per_h if self.batch else 0.0
+
+
+def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
+    """As many of its attention devices alone, a power of two, as its price buys."""
+    usd = kind.usd_per_h(prices)
+    number = MOST_DEVICES
+    while number > 1 and prices.node_usd_per_h(kind.attention_device, number) > usd:
+        number //= 2
+    return NodeKind(kind.attention_device, number)
+
+
+def with_rivals(kinds: Sequence[NodeKind], prices: Prices) -> list[NodeKind]:
+    """The kinds, and the rival of each that offloads. Raises ConfigError: no price."""
+    rivals = [all_memory(kind, prices) for kind in kinds if kind.offloads]
+    return list(dict.fromkeys([*kinds, *rivals]))
+
+
+def decode_nodes_of(
+    kinds: Sequence[NodeKind],
+    base: Config,
+    catalogue: Catalogue,
+    prices: Prices,
+    context_tokens: int,
+) -> list[DecodeNode]:
+    """Most tokens per dollar first. Raises ConfigError."""
+    found = [_decode_node(kind, base, catalogue, prices, context_tokens) for kind in kinds]
+    return sorted(found, key=lambda one: -one.tokens_per_usd)
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence: whether offloading is in the cheapest cluster found."""
+    with_it = _cheapest([mix for mix in plan.mixes if mix.start.decode_kind.offloads])
+    without = _cheapest([mix for mix in plan.mixes if not mix.start.decode_kind.offloads])
+    if with_it is None:
+        return "No cluster that offloads attention keeps the SLOs."
+    if without is None:
+        return f"Offloading attention is needed: only {_name(with_it)} was found to keep the SLOs."
+    if with_it[0] < without[0]:
+        return (
+            f"Offloading attention pays: {_name(with_it)} is {without[0] - with_it[0]:,.2f} USD/h"
+            f" cheaper than {_name(without)}."
+        )
+    return (
+        f"Offloading attention does not pay: {_name(with_it)} is {with_it[0] - without[0]:,.2f}"
+        f" USD/h dearer than {_name(without)}."
+    )
+
+
+def _cheapest(mixes: Sequence[MixFound]) -> tuple[float, MixFound] | None:
+    """By the whole trace where it was simulated, else by the cost model: such a mix was left where
+    it was dearer than what was found."""
+    priced = [(_price(mix), number) for number, mix in enumerate(mixes)]
+    if not priced:
+        return None
+    usd, number = min(priced)
+    return usd, mixes[number]
+
+
+def _price(mix: MixFound) -> float:
+    return mix.start_usd_per_h if mix.settled is None else mix.settled.usd_per_h
+
+
+def _name(found: tuple[float, MixFound]) -> str:
+    usd, mix = found
+    seen = "" if mix.settled is not None else " by the cost model"
+    counts = mix.start.counts if mix.settled is None else mix.settled.candidate.counts
+    return f"{counts} of {mix.start.hardware} ({usd:,.2f} USD/h{seen})"
+
+
+def _decode_node(
+    kind: NodeKind, base: Config, catalogue: Catalogue, prices: Prices, context_tokens: int
+) -> DecodeNode:
+    candidate = Candidate(kind, kind, 1, 1, 0, CACHE_STEPS[-1], base.engine.chunk_tokens)
+    node = open_node(decode_nodes(candidate.config(base).hardware), None, catalogue)
+    room = node.kv_capacity_tokens // context_tokens
+    most = min(room, base.engine.max_sequences)
+    batch = _largest_batch(node.cost, context_tokens, most, base.slo.tbt_s)
+    balance = None
+    if isinstance(node.cost, OffloadCost) and batch:
+        balance = _balance(node.cost, batch, context_tokens, node.num_devices)
+    return DecodeNode(
+        kind,
+        kind.usd_per_h(prices),
+        node.kv_capacity_tokens,
+        batch,
+        node.cost.step_s((), max(batch, 1), max(batch, 1) * context_tokens),
+        batch == room,
+        balance,
+    )
+
+
+def _largest_batch(cost: StepCost, context_tokens: int, most: int, limit_s: float) -> int:
+    """A step's time only grows with its batch, so halving finds it."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost.step_s((), middle, middle * context_tokens) <= limit_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _balance(cost: OffloadCost, batch: int, context_tokens: int, num_devices: int) -> Balance:
+    half = max(batch / cost.num_batches, 1)
+    times = cost.layer_times(half, half * context_tokens)
+    wire = Wire.of(cost.model.device, num_devices, cost.attention)
+    least = least_bandwidth_bytes_per_s(cost.model, cost.attention, int(half), context_tokens)
+    return Balance(times.model_s, times.attention_s, times.wire_s, least, wire.bytes_per_s)

@@ -1,0 +1,104 @@
+"""Whether attention offloading pays: decode nodes side by side, and what the search found."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from moonpool.config import ConfigError, parse_config
+from moonpool.cost.catalogue import BUILT_IN
+from moonpool.cost.offload import OffloadCost
+from moonpool.cost.prices import parse_prices
+from moonpool.plan.candidate import Candidate, NodeKind, Priced
+from moonpool.plan.offloading import all_memory, decode_nodes_of, verdict, with_rivals
+from moonpool.plan.prepare import prepare
+from moonpool.plan.search import MixFound, Plan
+from moonpool.plan.trial import Workload
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware import build_hardware
+from moonpool.trace.row import TraceRow
+
+BASE = parse_config("", {"hardware": {"cost": "roofline"}}, DEFAULTS)
+PRICES = parse_prices("devices = { H100-SXM = 11.06, H20 = 4.63 }")
+H100, H20 = NodeKind("H100-SXM", 8), NodeKind("H20", 8)
+LAMINA = NodeKind("H100-SXM", 2, "H20", 4)
+ROWS = tuple(TraceRow(float(n), 4000, 200, ()) for n in range(50))
+
+
+def mix(decode_kind: NodeKind, usd: float) -> MixFound:
+    return MixFound(Candidate(H100, decode_kind, 2, 1, 0, 1_000_000, 1024), usd)
+
+
+def plan(*mixes: MixFound) -> Plan:
+    return Plan(None, (), mixes, (), 0.0, True)
+
+
+def test_the_rival_is_what_the_price_buys() -> None:
+    assert LAMINA.usd_per_h(PRICES) == pytest.approx(2 * 11.06 + 4 * 4.63)
+    assert all_memory(LAMINA, PRICES) == H20  # 8 x 4.63 = 37.04 of 40.64
+    assert all_memory(NodeKind("H100-SXM", 1, "H20", 2), PRICES).num_devices == 4
+    assert with_rivals([H100, LAMINA, H20], PRICES) == [H100, LAMINA, H20]
+    assert with_rivals([H100], PRICES) == [H100]
+
+
+def test_each_node_keeps_the_limit_and_its_memory() -> None:
+    found = decode_nodes_of([H100, LAMINA, H20], BASE, BUILT_IN, PRICES, 4000)
+    assert [node.tokens_per_usd for node in found] == sorted(
+        (node.tokens_per_usd for node in found), reverse=True
+    )
+    for node in found:
+        assert node.batch > 1 and node.step_s <= BASE.slo.tbt_s
+        assert node.batch * 4000 <= node.kv_tokens
+        assert (node.balance is not None) == node.kind.offloads
+    lamina = next(node for node in found if node.kind.offloads)
+    assert lamina.balance is not None
+    assert 0 < lamina.balance.least_bytes_per_s < lamina.balance.wire_bytes_per_s
+    tight = msgspec.structs.replace(BASE, slo=msgspec.structs.replace(BASE.slo, tbt_s=1e-6))
+    [none] = decode_nodes_of([LAMINA], tight, BUILT_IN, PRICES, 4000)
+    assert none.batch == 0 and none.tokens_per_usd == 0.0
+
+
+def test_the_verdict_compares_the_cheapest_of_both() -> None:
+    cheap, dear = mix(LAMINA, 10.0), mix(H100, 12.0)
+    assert "pays: 2P+1D of 8 x H100-SXM / 2 x H100-SXM + 4 x H20" in verdict(plan(dear, cheap))
+    assert "2.00 USD/h cheaper" in verdict(plan(dear, cheap))
+    assert "does not pay" in verdict(plan(mix(LAMINA, 15.0), dear))
+    assert "No cluster that offloads" in verdict(plan(dear))
+    assert "is needed" in verdict(plan(cheap))
+
+
+def test_it_is_a_mix_that_only_decodes() -> None:
+    priced = Priced(PRICES, 327_680.0)
+    found = prepare(Workload(ROWS, 0), BASE, [H100, LAMINA], priced, 0.9)
+    kinds = {(start.kind, start.decode_kind, bool(start.mixed)) for start in found.starts}
+    assert kinds == {(H100, H100, False), (H100, LAMINA, False), (H100, H100, True)}
+    with pytest.raises(ConfigError, match="only decode: name --devices that prefill"):
+        prepare(Workload(ROWS, 0), BASE, [LAMINA], priced, 0.9)
+
+
+def test_what_is_simulated_holds_its_cache_on_the_attention_devices() -> None:
+    hardware = build_hardware(Candidate(H100, LAMINA, 2, 1, 0, 1_000_000, 1024).config(BASE))
+    assert isinstance(hardware.decode.truth, OffloadCost)
+    assert not isinstance(hardware.prefill.truth, OffloadCost)
+    alone = build_hardware(
+        Candidate(H100, NodeKind("H100-SXM", 2), 2, 1, 0, 1_000_000, 1024).config(BASE)
+    )
+    assert hardware.decode.engine_tokens > 10 * alone.decode.engine_tokens
+    assert hardware.decode.nic_bytes_per_s == pytest.approx(2 * alone.decode.nic_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "said"),
+    [
+        ({"attention_device": "H20"}, "attention_devices_per_node must be 1 to 64 where"),
+        ({"attention_devices_per_node": 4}, "attention_devices_per_node must be 1 to 64 where"),
+        ({"decode_batches": 0}, "decode_batches must be 1 to 8"),
+        (
+            {"attention_device": "H20", "attention_devices_per_node": 4, "cost": "a800-llama3-70b"},
+            'tells dense layers from attention; use hardware.cost = "roofline"',
+        ),
+    ],
+)
+def test_mistakes_are_named(hardware: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_hardware(parse_config("", {"hardware": hardware}, DEFAULTS))
