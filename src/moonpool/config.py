@@ -21,6 +21,7 @@ Batching = Literal["chunked", "fixed-chunks", "prefill-first", "whole-prompts", 
 DecodePrediction = Literal["duration", "length"]
 RoleBalance = Literal["off", "advise", "switch"]
 Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
+MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 
@@ -56,6 +57,17 @@ class PoolConfig(Struct, frozen=True):
     ssd_tokens_per_instance: int = 0
     ssd_admission: SsdAdmission = "always"
     ssd_folder: str = ""  # each live instance keeps its blocks in a folder of its own below it
+
+
+class MooncakeConfig(Struct, frozen=True):
+    """A Mooncake Store that keeps, in the SSD's place, what instances compute; the keys are those
+    of Mooncake's own configuration. No address: no such store."""
+
+    master_server_address: str = ""  # HOST:PORT
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: MooncakeProtocol = "tcp"
+    device_name: str = ""
+    global_segment_size: int = 0  # bytes of memory that each instance lends to the store
 
 
 class NetworkConfig(Struct, frozen=True):
@@ -100,6 +112,7 @@ class InstanceConfig(Struct, frozen=True):
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
     ssd_blocks: int = 0  # that the SSD has slots for; 0: there is no such tier
     ssd_admission: SsdAdmission = "always"
+    store_shared: bool = False  # in the SSD's place, a store that other instances use too
     learning: bool = True  # its own check believes steps as they are seen, not as profiled
 
 
@@ -150,6 +163,7 @@ class Config(Struct, frozen=True):
     model: ModelConfig = ModelConfig()
     cluster: ClusterConfig = ClusterConfig()
     pool: PoolConfig = PoolConfig()
+    mooncake: MooncakeConfig = MooncakeConfig()
     network: NetworkConfig = NetworkConfig()
     slo: SloConfig = SloConfig()
     conductor: ConductorConfig = ConductorConfig()
@@ -229,6 +243,7 @@ def _check_ranges(config: Config) -> None:
     )
     _require(config.pool.dram_tokens_per_instance >= 0, "pool.dram_tokens_per_instance", ">= 0")
     _require(config.pool.ssd_tokens_per_instance >= 0, "pool.ssd_tokens_per_instance", ">= 0")
+    _check_mooncake(config)
     _require(config.model.max_model_tokens >= 0, "model.max_model_tokens", ">= 0")
     _require(config.slo.ttft_s > 0 and config.slo.tbt_s > 0, "slo", "> 0 seconds")
     _require(config.engine.chunk_tokens >= 1, "engine.chunk_tokens", ">= 1")
@@ -281,6 +296,22 @@ def _check_attention(config: Config) -> None:
         "conductor.role_balance",
         '"off" or "advise" with hardware.attention_device: the devices that attend cannot prefill',
     )
+
+
+def _check_mooncake(config: Config) -> None:
+    mooncake = config.mooncake
+    host, _, port = mooncake.master_server_address.rpartition(":")
+    _require(
+        not mooncake.master_server_address or bool(host and port.isdigit()),
+        "mooncake.master_server_address",
+        "HOST:PORT of a mooncake_master",
+    )
+    _require(
+        not (mooncake.master_server_address and config.pool.ssd_tokens_per_instance),
+        "mooncake.master_server_address",
+        '"" where pool.ssd_tokens_per_instance is above 0: an instance has an SSD or a store',
+    )
+    _require(mooncake.global_segment_size >= 0, "mooncake.global_segment_size", ">= 0")
 
 
 def _require(holds: bool, name: str, wanted: str) -> None:

@@ -36,6 +36,7 @@ FLAG_KEYS = {
     "kv_tokens": ("pool", "dram_tokens_per_instance"),
     "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
     "ssd_folder": ("pool", "ssd_folder"),
+    "mooncake_master": ("mooncake", "master_server_address"),
     "enable_prefix_caching": ("pool", "prefix_caching"),
     "head_host": ("network", "head_host"),
     "head_port": ("network", "head_port"),
@@ -76,6 +77,11 @@ def config_options(command: Any) -> Any:
         click.option("--kv-tokens", type=int, help="Tokens of KVCache per instance."),
         click.option("--ssd-tokens", type=int, help="Tokens of KVCache on disk per instance."),
         click.option("--ssd-folder", help="Where; each instance has a folder of its own in it."),
+        click.option(
+            "--mooncake-master",
+            metavar="HOST:PORT",
+            help="Keep KVCache in this Mooncake Store, not on disk.",
+        ),
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             default=None,

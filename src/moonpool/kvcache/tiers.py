@@ -85,6 +85,19 @@ class SsdTier:
         assert reserved is not None
         return reserved, voided
 
+    def learn(self, keys: Sequence[BlockKey], first_depth: int) -> list[BlockId]:
+        """Others have put these, the run of a prompt from `first_depth` on, into a store that is
+        shared. Returns the slots whose content is void for that."""
+        new = [(depth, key) for depth, key in enumerate(keys, first_depth) if not self.knows(key)]
+        slots, voided = self.reserve("learn", len(new))
+        for slot, (depth, key) in zip(slots, new, strict=False):
+            self.fill(slot, key, depth)
+        self.slots.release("learn")
+        return voided
+
+    def knows(self, key: BlockKey) -> bool:
+        return self.slots.find(key) is not None
+
     def fill(self, slot: BlockId, key: BlockKey, depth: int) -> bool:
         """A reserved slot is written. False if the block got here by another way meanwhile."""
         self._ghosts.pop(key, None)

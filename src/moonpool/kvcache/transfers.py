@@ -90,6 +90,14 @@ class LoadEnded(Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class LookUpEnded(Struct, frozen=True, tag=True):
+    """(terminal) The store that others use too was asked: it holds the first `num_blocks`."""
+
+    lookup_id: str
+    num_blocks: int
+    error: str = ""
+
+
 class StoreLost(Struct, frozen=True, tag=True):
     """The SSD tier is gone for good (a disk error, a folder that vanished). Stores and loads under
     way still end, each by its own event."""
@@ -105,5 +113,6 @@ MessengerEvent = (
     | ReceiveEnded
     | StoreEnded
     | LoadEnded
+    | LookUpEnded
     | StoreLost
 )

@@ -276,6 +276,7 @@ class Head:
         return Setup(
             model=self.config.model,
             pool=self.config.pool,
+            mooncake=self.config.mooncake,
             network=self.config.network,
             engine=self.config.engine,
             slo=self.config.slo,

@@ -26,7 +26,9 @@ from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store.folder import StoreError, default_folder
-from moonpool.messenger.store.store import BlockStore, open_store
+from moonpool.messenger.store.mooncake import MooncakeStore
+from moonpool.messenger.store.store import open_store
+from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
@@ -61,7 +63,7 @@ class BootedInstance:
     instance: Instance
     eos_token_ids: tuple[int, ...]
     threads: int
-    store: BlockStore | None = None
+    store: TierStore | None = None
     store_error: str = ""  # why there is none, though one was asked for
 
     def info(self, host: str, pid: int) -> InstanceInfo:
@@ -138,9 +140,9 @@ def boot_instance(
         use_shared_memory=setup.network.use_shared_memory,
     )
     eos = model.spec.eos_token_ids
-    store, store_error = _open_store(setup, instance_id, arena, post)
+    store, store_error = _open_store(setup, instance_id, listen_host, arena, post)
     if store is not None:
-        cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.disk.read_bytes_per_s)
+        cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
     return BootedInstance(
         instance_id=instance_id,
         incarnation=secrets.randbits(62),
@@ -159,27 +161,37 @@ def boot_instance(
 
 
 def _open_store(
-    setup: Setup, instance_id: InstanceId, arena: Arena, post: Callable[[MessengerEvent], None]
-) -> tuple[BlockStore | None, str]:
-    """The SSD tier if one is wanted, or why it cannot be had: that is no reason not to serve."""
+    setup: Setup,
+    instance_id: InstanceId,
+    listen_host: str,
+    arena: Arena,
+    post: Callable[[MessengerEvent], None],
+) -> tuple[TierStore | None, str]:
+    """The tier below DRAM if one is wanted, or why it cannot be had: no reason not to serve."""
     pool = setup.pool
-    if not pool.ssd_tokens_per_instance or not pool.prefix_caching:
+    wants_mooncake = bool(setup.mooncake.master_server_address)
+    if not (pool.ssd_tokens_per_instance or wants_mooncake) or not pool.prefix_caching:
         return None, ""
-    root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
-    num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
     began_s = time.monotonic()
+    store: TierStore
     try:
-        store = open_store(root, instance_id, arena, num_slots, post)
+        if wants_mooncake:
+            store = MooncakeStore(arena, setup.mooncake, listen_host, post)
+        else:
+            root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
+            num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
+            store = open_store(root, instance_id, arena, num_slots, post)
     except StoreError as error:
-        log.warning("serving goes on without the SSD tier: %s", error)
+        tier = "Mooncake Store" if wants_mooncake else "SSD tier"
+        log.warning("serving goes on without the %s: %s", tier, error)
         return None, str(error)
     log.info(
-        "SSD tier at %s: %d of %d blocks found again in %.2f s; %s",
-        store.folder,
+        "%s tier at %s: %d of %d blocks found again in %.2f s",
+        store.name,
+        store.describe(),
         len(store.stored),
-        num_slots,
+        store.num_slots,
         time.monotonic() - began_s,
-        "direct I/O" if store.disk.direct else "through the page cache",
     )
     return store, ""
 
@@ -190,7 +202,7 @@ def _state_machine(
     role: Role,
     cost: FittedCost,
     eos_token_ids: tuple[int, ...],
-    store: BlockStore | None,
+    store: TierStore | None,
 ) -> Instance:
     config = InstanceConfig(
         chunk_tokens=setup.engine.chunk_tokens,
@@ -201,6 +213,7 @@ def _state_machine(
         tbt_slo_s=setup.slo.tbt_s,
         ssd_blocks=0 if store is None else store.num_slots,
         ssd_admission=setup.pool.ssd_admission,
+        store_shared=store is not None and store.shared,
         learning=setup.learning,
     )
     stored = () if store is None else store.stored

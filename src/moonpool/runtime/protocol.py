@@ -13,7 +13,14 @@ worker                                   head
 
 from __future__ import annotations
 
-from moonpool.config import EngineConfig, ModelConfig, NetworkConfig, PoolConfig, SloConfig
+from moonpool.config import (
+    EngineConfig,
+    ModelConfig,
+    MooncakeConfig,
+    NetworkConfig,
+    PoolConfig,
+    SloConfig,
+)
 from moonpool.types import Role, Struct
 from moonpool.workers.messages import Command, InstanceInfo, Report
 
@@ -35,6 +42,7 @@ class Setup(Struct, frozen=True, tag=True):
 
     model: ModelConfig
     pool: PoolConfig
+    mooncake: MooncakeConfig
     network: NetworkConfig
     engine: EngineConfig
     slo: SloConfig  # of requests that were promised nothing themselves

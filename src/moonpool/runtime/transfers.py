@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moonpool.messenger.messenger import Messenger
-from moonpool.messenger.store.store import BlockStore
+from moonpool.messenger.store.tier_store import TierStore
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
@@ -15,6 +15,7 @@ from moonpool.workers.actions import (
     ForgetStored,
     GrantRead,
     LoadBlocks,
+    LookUpBlocks,
     OpenStream,
     RunStep,
     SendBlocks,
@@ -32,7 +33,7 @@ Transfer = (
     | ExpectStream
     | CancelStream
 )
-Storage = StoreBlocks | LoadBlocks | ForgetStored
+Storage = StoreBlocks | LoadBlocks | LookUpBlocks | ForgetStored
 
 
 def perform_transfer(messenger: Messenger, num_layers: int, action: Transfer) -> None:
@@ -62,13 +63,15 @@ def perform_transfer(messenger: Messenger, num_layers: int, action: Transfer) ->
             messenger.grant(action.read_id, action.block_ids)
 
 
-def perform_storage(store: BlockStore, action: Storage) -> None:
+def perform_storage(store: TierStore, action: Storage) -> None:
     """Begins the operation; what comes of it is posted by the store."""
     match action:
         case StoreBlocks():
             store.store(action.store_id, action.keys, action.block_ids, action.slots)
         case LoadBlocks():
             store.load(action.load_id, action.keys, action.slots, action.block_ids)
+        case LookUpBlocks():
+            store.look_up(action.lookup_id, action.keys)
         case ForgetStored():
             store.forget(action.slots)
 

@@ -36,6 +36,7 @@ from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
     ForgetStored,
     LoadBlocks,
+    LookUpBlocks,
     RunStep,
     StepEnded,
     StepFailed,
@@ -246,7 +247,7 @@ class Worker:
                     continue
                 case RunStep():
                     self._engine.submit(action)
-                case StoreBlocks() | LoadBlocks() | ForgetStored():
+                case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
                     assert booted.store is not None, "an instance without slots asks for none"
                     self._engine.before_transfer(action)
                     perform_storage(booted.store, action)

@@ -148,6 +148,15 @@ class LoadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUpBlocks:
+    """Ask a store that others use too how long a run of `keys` it holds; answer with
+    `LookUpEnded`, soon: a prefill waits for it."""
+
+    lookup_id: str
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetStored:
     """These slots' contents are void (evicted, corrupt, or never completely written): they must
     not be found again. Needs no answer."""
@@ -177,6 +186,7 @@ WorkerAction = (
     | CancelStream
     | StoreBlocks
     | LoadBlocks
+    | LookUpBlocks
     | ForgetStored
     | Tell
 )

@@ -60,6 +60,7 @@ class ActiveWork:
     keys: list[BlockKey] = field(default_factory=list)
     pending: set[Pending] = field(default_factory=set)
     loads: set[str] = field(default_factory=set)  # from the SSD, for which it waits
+    asked_from: int | None = None  # the first of `keys` that a shared store is being asked for
     fetched_blocks: list[BlockId] = field(default_factory=list)
     fetch_first_index: int = 0
     closing: bool = False
@@ -86,9 +87,13 @@ class ActiveWork:
         return Pending.FETCH in self.pending
 
     @property
+    def asking(self) -> bool:
+        return self.asked_from is not None
+
+    @property
     def arriving(self) -> bool:
         """Some of its prefix is on its way."""
-        return self.writing or bool(self.loads)
+        return self.writing or self.asking or bool(self.loads)
 
     @property
     def num_uncomputed(self) -> int:

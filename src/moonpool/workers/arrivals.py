@@ -3,6 +3,9 @@
 They come from the instance's SSD, where reading them is worth it, and what follows from the peer
 that the Conductor named; both at the same time. A peer's read of blocks on this instance's SSD is
 answered when they are in DRAM. Whatever does not arrive is computed.
+
+Where the place of the SSD is taken by a store that other instances use too, a prefill that no peer
+is named for asks it first what it holds: then that is loaded as if it lay on an SSD.
 """
 
 from __future__ import annotations
@@ -11,9 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.cost.model import CostModel
-from moonpool.kvcache.transfers import FetchEnded, LoadEnded, ReadEnded, ReadRequested
+from moonpool.kvcache.transfers import (
+    FetchEnded,
+    LoadEnded,
+    LookUpEnded,
+    ReadEnded,
+    ReadRequested,
+)
 from moonpool.types import BlockKey
-from moonpool.workers.actions import FetchBlocks, GrantRead
+from moonpool.workers.actions import FetchBlocks, ForgetStored, GrantRead, LookUpBlocks
 from moonpool.workers.active import ActiveWork, Pending
 from moonpool.workers.batch import Batch
 from moonpool.workers.holdings import Holdings
@@ -52,9 +61,39 @@ class Arrivals:
         if not holdings.caches(active) or (fetch is None and not holdings.num_slots):
             return
         keys = active.keys[: holdings.max_cached_blocks(active)]
+        if fetch is None and self._ask(active, keys):
+            return
         num_local = self._load(active, keys)
         if fetch is not None:
             self._fetch(active, fetch, keys[: fetch.num_blocks], num_local)
+
+    def _ask(self, active: ActiveWork, keys: Sequence[BlockKey]) -> bool:
+        """Asks a shared store for what is not known of `keys`; False if there is no need."""
+        if not self._holdings.store_shared:
+            return False
+        num_known, _ = self.promotion.reach(keys)
+        if num_known == len(keys):
+            return False
+        active.asked_from = num_known
+        self._outbox.do(LookUpBlocks(active.work_id, tuple(keys[num_known:])))
+        return True
+
+    def on_looked_up(self, active: ActiveWork, event: LookUpEnded) -> None:
+        """What was found is loaded, as far as that still pays."""
+        asked_from, tier = active.asked_from, self._holdings.tier
+        assert asked_from is not None
+        assert tier is not None
+        active.asked_from = None
+        self._batch.stop_repeating()
+        self._outbox.count("failed_lookups", 1 if event.error else 0)
+        if tier.lost:
+            return
+        keys = active.keys[: self._holdings.max_cached_blocks(active)]
+        voided = tier.learn(keys[asked_from : asked_from + event.num_blocks], asked_from)
+        if voided:
+            self._outbox.do(ForgetStored(tuple(voided)))
+        self._outbox.count("found_blocks", event.num_blocks)
+        self._load(active, keys)
 
     def _load(self, active: ActiveWork, keys: Sequence[BlockKey]) -> int:
         """Returns how many blocks of the prefix are here, or will be."""

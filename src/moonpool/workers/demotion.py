@@ -6,10 +6,15 @@ While a block is written it keeps its name, and can be hit. Blocks that the SSD 
 freed at once, and so are those that it does not admit. Where demand outruns the writes, blocks are
 evicted plainly. What is being written is held, so it cannot be promised to anybody: an instance
 with an SSD tier promises fewer blocks than it has (`reserved_blocks`).
+
+A store that other instances use too gets every new block at once (`publish`), not only when it
+leaves DRAM here: so the others find it, and so does a cluster that starts when this one has ended.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moonpool.kvcache.tiers import SsdTier
@@ -47,17 +52,26 @@ class Demotion:
         self._stores: dict[str, _Store] = {}
         self._num_stores = 0
         self._num_storing = 0  # blocks
+        self._new: deque[BlockKey] = deque(maxlen=self._pool.num_blocks)  # the newest
         self._limit = reserved_blocks(self._pool.num_blocks, holdings.num_slots)
 
     @property
     def owners(self) -> set[str]:
         return {_owner(store_id) for store_id in self._stores}
 
+    def publish(self, keys: Iterable[BlockKey]) -> None:
+        """These have just got their names."""
+        tier = self._holdings.tier
+        if tier is not None and self._holdings.store_shared and not tier.lost:
+            self._new.extend(keys)
+            self._publish(tier)
+
     def run(self) -> None:
         """Begins what the free blocks call for; to be called when everything else has been done."""
         tier = self._holdings.tier
         if tier is None or tier.lost:
             return
+        self._publish(tier)
         soon_free = self._pool.num_free + self._num_storing
         if soon_free >= self._limit:
             return
@@ -65,29 +79,52 @@ class Demotion:
         while wanted > 0 and self._num_storing < self._limit and self._pool.num_evictable:
             wanted -= self._demote(tier, min(wanted, self._limit - self._num_storing))
 
+    def _publish(self, tier: SsdTier) -> None:
+        while self._new and self._num_storing < self._limit:
+            most = min(self._limit - self._num_storing, MAX_BATCH_BLOCKS)
+            blocks: dict[BlockId, None] = {}
+            while self._new and len(blocks) < most:
+                key = self._new.popleft()
+                block = self._pool.find(key)
+                if block is not None and not tier.knows(key):
+                    blocks[block] = None
+            owner = self._next_owner()
+            self._pool.acquire(owner, blocks)
+            self._write(tier, owner, list(blocks))
+
     def _demote(self, tier: SsdTier, num_blocks: int) -> int:
         """Up to so many blocks, and no more than one write takes; returns how many they are."""
         pool = self._pool
-        self._num_stores += 1
-        store_id = str(self._num_stores)
-        owner = _owner(store_id)
+        owner = self._next_owner()
         victims = pool.withdraw(owner, min(num_blocks, MAX_BATCH_BLOCKS))
         # Victims come with the end of a prompt first; on the disk they are a prompt's in its order.
         written = [b for b in reversed(victims) if self._deserves_write(tier, b)]
-        slots, voided = tier.reserve(owner, len(written))
-        if voided:
-            self._outbox.do(ForgetStored(tuple(voided)))
-        self._outbox.count("refused_blocks", len(written) - len(slots))
-        del written[len(slots) :]
         writing = set(written)
         pool.release_some(owner, [b for b in victims if b not in writing])
+        self._write(tier, owner, written)
+        return len(victims)
+
+    def _next_owner(self) -> str:
+        self._num_stores += 1
+        return _owner(str(self._num_stores))
+
+    def _write(self, tier: SsdTier, owner: str, blocks: list[BlockId]) -> None:
+        """Of the blocks that `owner` holds, those there are slots for; lets go of the others."""
+        pool = self._pool
+        slots, voided = tier.reserve(owner, len(blocks))
+        if voided:
+            self._outbox.do(ForgetStored(tuple(voided)))
+        refused = blocks[len(slots) :]
+        self._outbox.count("refused_blocks", len(refused))
+        pool.release_some(owner, refused)
+        written = blocks[: len(slots)]
         if written:
+            store_id = str(self._num_stores)
             keys = tuple(_key(pool.key_of(b)) for b in written)
             depths = tuple(pool.depth_of(b) for b in written)
             self._stores[store_id] = _Store(keys, depths, tuple(slots))
             self._num_storing += len(written)
             self._outbox.do(StoreBlocks(store_id, keys, tuple(written), tuple(slots)))
-        return len(victims)
 
     def _deserves_write(self, tier: SsdTier, block_id: BlockId) -> bool:
         key = _key(self._pool.key_of(block_id))

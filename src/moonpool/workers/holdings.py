@@ -25,6 +25,7 @@ class Holdings:
                 config.ssd_blocks, num_blocks, config.ssd_admission, config.eviction
             )
         self.num_dropped = 0  # blocks evicted for want of room that the SSD has not
+        self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
         self._next_sequence = 0
 

@@ -24,6 +24,7 @@ from moonpool.kvcache.tiers import SsdTier
 from moonpool.kvcache.transfers import (
     FetchEnded,
     LoadEnded,
+    LookUpEnded,
     ReadEnded,
     ReadRequested,
     ReceiveEnded,
@@ -167,6 +168,8 @@ class Instance:
                 self._arrivals.on_read_ended(event)
             case LoadEnded():
                 self._arrivals.on_load_ended(event)
+            case LookUpEnded():
+                self._on_look_up_ended(event)
             case StoreEnded():
                 self._demotion.on_ended(event)
             case StoreLost():
@@ -397,6 +400,11 @@ class Instance:
         if active.closing:
             self._finalise_if_idle(active)
 
+    def _on_look_up_ended(self, event: LookUpEnded) -> None:
+        active = self.works.get(WorkId(event.lookup_id))
+        if active is not None and active.asking and not active.closing:
+            self._arrivals.on_looked_up(active, event)
+
     def _on_store_lost(self, event: StoreLost) -> None:
         if self._holdings.tier is not None:
             self._holdings.tier.lose(event.error)
@@ -453,6 +461,7 @@ class Instance:
         holdings.num_dropped = 0
         if changes is not None:
             self._outbox.tell(changes)
+            self._demotion.publish(changes.stored)
 
     # Beginning and end of a work
 

@@ -21,7 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from moonpool.kvcache.transfers import LoadEnded, MessengerEvent, StoreEnded, StoreLost
+from moonpool.kvcache.transfers import (
+    LoadEnded,
+    LookUpEnded,
+    MessengerEvent,
+    StoreEnded,
+    StoreLost,
+)
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.store.counters import StoreCounters, StoreCounts
 from moonpool.messenger.store.folder import (
@@ -37,7 +43,6 @@ from moonpool.messenger.store.format import (
     FormatError,
     Geometry,
     SlotHeader,
-    checksum,
     encode_header,
     make_geometry,
 )
@@ -46,6 +51,7 @@ from moonpool.messenger.store.job import Job, Outcome
 from moonpool.messenger.store.lane import Lane, Task
 from moonpool.messenger.store.probe import Disk, probe_disk
 from moonpool.messenger.store.segments import Segments
+from moonpool.messenger.store.slices import Slices
 from moonpool.types import BlockId, BlockKey
 
 GROUP_BYTES = 4 << 20
@@ -62,8 +68,11 @@ _log = logging.getLogger(__name__)
 
 
 class BlockStore:
-    """One instance's slots 0 ... num_slots - 1. `stored`: what was found, oldest use first. `post`
-    is called from this store's threads, or by the caller's own, and must not block."""
+    """One instance's slots 0 ... num_slots - 1, as `TierStore` has them. `post` is called from this
+    store's threads, or by the caller's own, and must not block."""
+
+    name = "SSD"
+    shared = False
 
     def __init__(
         self,
@@ -83,6 +92,7 @@ class BlockStore:
         self.stored = index.held()
         self._arena = arena
         self._folder_lock = lock
+        self._slices = Slices(arena, segments.geometry)
         self._segments = segments
         self._index = index
         self._post = post
@@ -95,6 +105,14 @@ class BlockStore:
         self._read_failures = 0
         self._writing = Lane("store-write", NUM_THREADS, MAX_GROUPS_WAITING)
         self._reading = Lane("store-read", NUM_THREADS, MAX_GROUPS_WAITING)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        return self.disk.read_bytes_per_s
+
+    def describe(self) -> str:
+        way = "direct I/O" if self.disk.direct else "through the page cache"
+        return f"{self.folder}, {way}"
 
     def counts(self) -> StoreCounts:
         return self._counters.counts()
@@ -143,6 +161,13 @@ class BlockStore:
             self._deliver(event)
 
         self._submit(self._reading, self._read_group, keys, slots, block_ids, end)
+
+    def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
+        """Ends with LookUpEnded, at once."""
+        held = {key for _, key in self._index.held()}
+        absent = (number for number, key in enumerate(keys) if key not in held)
+        num_blocks = 0 if self._lost else next(absent, len(keys))
+        self._deliver(LookUpEnded(lookup_id=lookup_id, num_blocks=num_blocks, error=self._lost))
 
     def forget(self, slots: Sequence[int]) -> None:
         """What lies there shall not be found again after a restart."""
@@ -226,10 +251,9 @@ class BlockStore:
         headers = self._headers()
         sequences = [self._index.begin(job.slots[i]) for i in range(start, end)]
         for i, sequence in zip(range(start, end), sequences, strict=True):
-            block = self._block(job.block_ids[i])
-            header = SlotHeader(
-                self.geometry, job.keys[i], job.slots[i], sequence, self._sums(job.block_ids[i])
-            )
+            block_id = job.block_ids[i]
+            block, sums = self._slices.block(block_id), self._slices.sums(block_id)
+            header = SlotHeader(self.geometry, job.keys[i], job.slots[i], sequence, sums)
             place = headers[i - start]
             place[:] = encode_header(header)
             buffers += [place, block]
@@ -259,7 +283,7 @@ class BlockStore:
         buffers: list[memoryview] = []
         self._arena.sums.forget(job.block_ids[start:end])
         for i in range(start, end):
-            buffers += [headers[i - start], self._block(job.block_ids[i])]
+            buffers += [headers[i - start], self._slices.block(job.block_ids[i])]
             if self._padding:
                 buffers.append(self._scratch.padding)
         try:
@@ -272,7 +296,8 @@ class BlockStore:
         bad: list[int] = []
         for i in range(start, end):
             arrived = got_bytes >= (i - start + 1) * geometry.slot_bytes
-            wrong = self._count_wrong(job, i, headers[i - start]) if arrived else 1
+            header = header_of(headers[i - start], geometry, job.slots[i]) if arrived else None
+            wrong = self._slices.count_wrong(job.block_ids[i], job.keys[i], header)
             if wrong:
                 bad.append(job.slots[i])
                 corrupt += wrong
@@ -292,35 +317,6 @@ class BlockStore:
         )
         error = f"{len(bad)} blocks on the disk are damaged" if bad else ""
         job.group_done(start, num_right, end - start, num_bytes, corrupt, error)
-
-    def _count_wrong(self, job: Job, i: int, data: memoryview) -> int:
-        """Slices of the block that has just been read which are not as they were written. One, if
-        the slot does not say that it holds this block: it was torn, or is another's by now."""
-        header = header_of(data, self.geometry, job.slots[i])
-        if header is None or header.key != job.keys[i]:
-            return 1
-        found = self._checksums(self._block(job.block_ids[i]))
-        for layer, (a, b) in enumerate(zip(found, header.checksums, strict=True)):
-            if a == b:
-                self._arena.sums.set(job.block_ids[i], layer, a)
-        return sum(a != b for a, b in zip(found, header.checksums, strict=True))
-
-    def _sums(self, block_id: BlockId) -> tuple[int, ...]:
-        """Those remembered from when the block was made, where they are known: a block that changed
-        in memory since is then found out when it is read back."""
-        sums = self._arena.sums
-        return tuple(
-            sums.get(block_id, layer) or checksum(self._arena.slice(block_id, layer))
-            for layer in range(self.geometry.num_layers)
-        )
-
-    def _checksums(self, block: memoryview) -> tuple[int, ...]:
-        size = self.geometry.slice_bytes
-        return tuple(checksum(block[at : at + size]) for at in range(0, len(block), size))
-
-    def _block(self, block_id: BlockId) -> memoryview:
-        start = block_id * self.geometry.block_bytes
-        return self._arena.buffer[start : start + self.geometry.block_bytes]
 
     def _headers(self) -> list[memoryview]:
         """This thread's buffers for the headers of a group, each of whole pages."""

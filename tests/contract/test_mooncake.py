@@ -1,0 +1,163 @@
+"""The Mooncake Store in the SSD's place: shared by instances, and never able to hang one or to give
+it something wrong, whatever becomes of master, holder or client. Needs the optional package."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.mooncake_cluster import MooncakeCluster, free_port
+from tier_harness import Bench, keys_of
+
+from moonpool.config import MooncakeConfig
+from moonpool.messenger.store import helper as helper_module
+from moonpool.messenger.store.folder import StoreError
+from moonpool.messenger.store.mooncake import LOOK_UP_S, MooncakeStore, object_name
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[MooncakeCluster]:
+    cluster = MooncakeCluster()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def make(cluster: MooncakeCluster) -> Iterator[Callable[[], Bench]]:
+    made: list[Bench] = []
+
+    def make() -> Bench:
+        made.append(
+            Bench(lambda arena, post: MooncakeStore(arena, cluster.config, "127.0.0.1", post))
+        )
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.store.close()
+
+
+def until_it_works(bench: Bench, what: str) -> None:
+    by_s = time.monotonic() + WAIT_S
+    while bench.put(keys_of(what, 3)).num_blocks < 3:
+        assert time.monotonic() < by_s, "it did not come back"
+        time.sleep(0.2)
+    assert bench.get(keys_of(what, 3)).num_blocks == 3
+
+
+def helper_pid(bench: Bench) -> int | None:
+    store = bench.store
+    assert isinstance(store, MooncakeStore)
+    return store._helper.pid
+
+
+def test_what_one_instance_puts_another_finds(make: Callable[[], Bench]) -> None:
+    one, other = make(), make()
+    keys = keys_of("shared", 6)
+    one.put(keys)
+    assert other.look_up(keys).num_blocks == 6
+    assert other.get(keys).num_blocks == 6
+    one.store.close()
+    assert make().get(keys).num_blocks == 6  # of a cluster that starts later
+
+
+def test_a_lost_master_is_a_miss_at_once_and_then_it_is_back(
+    make: Callable[[], Bench], cluster: MooncakeCluster
+) -> None:
+    bench = make()
+    keys = keys_of("lost", 3)
+    bench.put(keys)
+    cluster.stop()
+    began_s = time.monotonic()
+    for _ in range(5):
+        ended = bench.look_up(keys)
+        assert ended.num_blocks == 0 and "gone" in ended.error
+        assert bench.get(keys).num_blocks == 0
+        assert bench.put(keys).num_blocks == 0
+    assert time.monotonic() - began_s < LOOK_UP_S + 2.0
+    assert bench.store.counts().failed_operations == 15
+    cluster.start()
+    until_it_works(bench, "back")
+
+
+def test_a_master_that_hangs_costs_one_deadline(
+    make: Callable[[], Bench], cluster: MooncakeCluster
+) -> None:
+    bench = make()
+    keys = keys_of("hangs", 3)
+    bench.put(keys)
+    cluster.master.send_signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    for _ in range(10):
+        assert bench.look_up(keys).num_blocks == 0
+    assert time.monotonic() - began_s < 2 * LOOK_UP_S
+    assert bench.get(keys).num_blocks == 0
+
+
+def test_a_client_that_dies_is_started_again(make: Callable[[], Bench]) -> None:
+    bench = make()
+    pid = helper_pid(bench)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until_it_works(bench, "client")
+    assert helper_pid(bench) not in (None, pid)
+
+
+def test_the_client_ends_with_its_instance(make: Callable[[], Bench]) -> None:
+    bench = make()
+    pid = helper_pid(bench)
+    assert pid is not None
+    bench.store.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_object_of_somebody_else_is_a_miss_and_is_replaced(
+    make: Callable[[], Bench], cluster: MooncakeCluster
+) -> None:
+    bench = make()
+    (key,) = keys_of("foreign", 1)
+    name = object_name(bench.arena.layout, key)
+    size = 4096 + bench.size  # as long as ours are
+    script = (
+        "import os; from mooncake.store import MooncakeDistributedStore as S; s = S();"
+        f" c = s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 24, 'tcp', '', '{cluster.address}');"
+        f" c = c or s.put('{name}', b'x' * {size}); os._exit(c != 0)"
+    )
+    assert not subprocess.run([sys.executable, "-c", script], capture_output=True).returncode
+    assert bench.look_up([key]).num_blocks == 1
+    ended = bench.get([key])
+    assert (ended.num_blocks, ended.corrupt_slices) == (0, 1)
+    assert bench.look_up([key]).num_blocks == 0
+    bench.put([key])
+    assert bench.get([key]).num_blocks == 1
+
+
+def test_a_full_store_takes_nothing_and_says_so(cluster: MooncakeCluster) -> None:
+    cluster.holder.kill()  # and with it, all memory that was lent
+    config = cluster.config
+    bench = Bench(lambda arena, post: MooncakeStore(arena, config, "127.0.0.1", post))
+    try:
+        ended = bench.put(keys_of("full", 2))
+        assert ended.num_blocks == 0 and ended.error
+        assert bench.get(keys_of("full", 2)).num_blocks == 0
+    finally:
+        bench.store.close()
+
+
+def test_no_store_is_one_clear_line(
+    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper_module, "START_S", 3.0)
+    nobody = MooncakeConfig(master_server_address=f"127.0.0.1:{free_port()}")
+    began_s = time.monotonic()
+    with pytest.raises(StoreError, match="mooncake_master"):
+        Bench(lambda arena, post: MooncakeStore(arena, nobody, "127.0.0.1", post))
+    assert time.monotonic() - began_s < 15.0

@@ -1,0 +1,125 @@
+"""What every store below DRAM must do, wherever it keeps the blocks (`TierStore`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.mooncake_cluster import MooncakeCluster
+from tier_harness import NUM_BLOCKS, NUM_SLOTS, Bench, keys_of
+
+from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, StoreEnded
+from moonpool.messenger.store.mooncake import MooncakeStore
+from moonpool.messenger.store.store import open_store
+from moonpool.types import BlockId
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    cluster = MooncakeCluster()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(params=["ssd", "mooncake"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    if request.param == "ssd":
+        bench = Bench(lambda arena, post: open_store(tmp_path, "x", arena, NUM_SLOTS, post))
+    else:
+        config = request.getfixturevalue("cluster").config
+        bench = Bench(lambda arena, post: MooncakeStore(arena, config, "127.0.0.1", post))
+    yield bench
+    bench.store.close()
+
+
+def test_what_is_put_comes_back(bench: Bench) -> None:
+    keys = keys_of("back", 20)
+    ended = bench.put(keys)
+    assert (ended.num_blocks, ended.num_bytes, ended.error) == (20, 20 * bench.size, "")
+    loaded = bench.get(keys)
+    assert (loaded.num_blocks, loaded.num_bytes, loaded.error) == (20, 20 * bench.size, "")
+    counts = bench.store.counts()
+    assert counts.written_blocks == counts.read_blocks == 20
+    assert counts.written_bytes == counts.read_bytes == 20 * bench.size
+    assert counts.failed_operations == counts.corrupt_slices == 0
+
+
+def test_what_is_put_twice_is_there_once(bench: Bench) -> None:
+    keys = keys_of("twice", 2)
+    assert bench.put(keys).num_blocks == bench.put(keys, first_slot=8).num_blocks == 2
+    assert bench.get(keys).num_blocks == bench.get(keys, first_slot=8).num_blocks == 2
+
+
+def test_a_load_counts_up_to_the_first_miss(bench: Bench) -> None:
+    keys = keys_of("miss", 5)
+    bench.put(keys[:3])
+    ended = bench.get([*keys[:3], keys[4]])
+    assert (ended.num_blocks, ended.num_bytes) == (3, 3 * bench.size)
+    assert ended.error
+    assert bench.get([keys[4], keys[0]]).num_blocks == 0
+
+
+def test_a_look_up_tells_the_run_that_is_there(bench: Bench) -> None:
+    keys = keys_of("run", 9)
+    assert bench.look_up(keys).num_blocks == 0
+    bench.put(keys[:4])
+    bench.put(keys[5:], first_slot=5)
+    assert bench.look_up(keys) == LookUpEnded(lookup_id="u", num_blocks=4)
+    assert bench.look_up(keys[5:]).num_blocks == 4
+    assert bench.look_up([]).num_blocks == 0
+    many = keys_of("many", 2000)
+    assert bench.look_up([*keys[:4], *many]).num_blocks == 4
+
+
+def test_a_block_that_changed_in_memory_is_found_out_when_it_is_read_back(bench: Bench) -> None:
+    keys = keys_of("changed", 2)
+    bench.put(keys)
+    bench.get(keys)  # into the last blocks, whose sums are known from now on
+    again = keys_of("changed again", 2)
+    blocks = [BlockId(NUM_BLOCKS - 1), BlockId(NUM_BLOCKS - 2)]
+    bench.block(blocks[1])[7] ^= 16
+    bench.store.store("s", again, blocks, [10, 11])
+    assert bench.event(StoreEnded).num_blocks == 2
+    bench.store.load("l", again, [10, 11], [BlockId(0), BlockId(1)])
+    ended = bench.event(LoadEnded)
+    assert (ended.num_blocks, ended.corrupt_slices) == (1, 1)
+    assert bench.store.counts().corrupt_slices == 1
+    assert bench.look_up(again).num_blocks == 1, "what was found damaged is still there"
+
+
+def test_many_operations_at_once_end_once_each(bench: Bench) -> None:
+    keys = keys_of("many at once", 24)
+    bench.put(keys)
+    blocks = [BlockId(number) for number in range(24)]
+    for number, key in enumerate(keys):
+        bench.store.store(f"s{number}", [key], [blocks[number]], [24 + number])
+        bench.store.load(f"l{number}", [key], [number], [BlockId(24 + number)])
+        bench.store.look_up(f"u{number}", [key])
+    ended = [bench.events.get(timeout=20) for _ in range(72)]
+    assert len({str(event) for event in ended}) == 72
+    stores = [event for event in ended if isinstance(event, StoreEnded)]
+    loads = [event for event in ended if isinstance(event, LoadEnded)]
+    assert len(stores) == len(loads) == 24
+    assert all(event.num_blocks == 1 and not event.error for event in [*stores, *loads])
+    for number, key in enumerate(keys):
+        assert bench.holds(24 + number, key)
+
+
+def test_what_is_asked_in_the_wrong_way_is_the_callers_mistake(bench: Bench) -> None:
+    (key,) = keys_of("wrong", 1)
+    with pytest.raises(ValueError, match="block 99"):
+        bench.store.load("l", [key], [0], [BlockId(99)])
+    with pytest.raises(ValueError, match="slot -1"):
+        bench.store.store("s", [key], [BlockId(0)], [-1])
+    with pytest.raises(ValueError, match="2 slots"):
+        bench.store.load("l", [key], [0, 1], [BlockId(0)])
+    assert bench.put([]).num_blocks == 0
+
+
+def test_after_its_end_everything_ends_with_an_error(bench: Bench) -> None:
+    keys = keys_of("closed", 2)
+    bench.store.close()
+    assert bench.put(keys).error
+    assert bench.get(keys).error
+    assert bench.look_up(keys).num_blocks == 0
