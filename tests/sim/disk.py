@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.kvcache.transfers import LoadEnded, StoreEnded, StoreLost
 from moonpool.types import BlockId, BlockKey
-from moonpool.workers.actions import ForgetStored, LoadBlocks, StoreBlocks
+from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from tests.sim.messenger import GARBAGE
 from tests.sim.truth import Content
 
@@ -49,6 +49,12 @@ class DiskDriver:
         self.disk = disk
         self.lost = False
         self._writing: set[int] = set()
+
+    def index(self) -> list[tuple[int, BlockKey]]:
+        return self.disk.index()
+
+    def look_up(self, action: LookUpBlocks) -> None:
+        raise AssertionError("nobody else uses this disk: there is nothing to ask")
 
     def lose(self) -> None:
         """The folder vanished, and whatever was in it."""

@@ -17,6 +17,7 @@ from moonpool.workers.actions import (
     ForgetStored,
     GrantRead,
     LoadBlocks,
+    LookUpBlocks,
     OpenStream,
     RunStep,
     SendBlocks,
@@ -35,6 +36,7 @@ from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report
 from tests.sim.clock import Link
 from tests.sim.disk import DiskDriver
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
+from tests.sim.shared_store import SharedStoreDriver
 from tests.sim.truth import Content
 
 if TYPE_CHECKING:
@@ -52,7 +54,11 @@ class Life:
         self.number = number
         self.alive = True
         self.joined = False
-        self.disk = DiskDriver(self, world.disk_of(instance_id))
+        self.disk: DiskDriver | SharedStoreDriver
+        if world.options.store_shared:
+            self.disk = SharedStoreDriver(self, world.shared_blocks)
+        else:
+            self.disk = DiskDriver(self, world.disk_of(instance_id))
         self.instance = Instance(
             world.instance_config,
             world.layout,
@@ -60,7 +66,7 @@ class Life:
             role,
             world.cost,
             (world.eos,),
-            self.disk.disk.index(),
+            self.disk.index(),
         )
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}
@@ -197,6 +203,8 @@ class Life:
                     self.disk.store(action)
                 case LoadBlocks():
                     self.disk.load(action)
+                case LookUpBlocks():
+                    self.disk.look_up(action)
                 case ForgetStored():
                     self.disk.forget(action)
                 case CancelStream():

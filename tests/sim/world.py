@@ -39,10 +39,11 @@ from moonpool.workers.messages import (
     WorkId,
 )
 from tests.sim.clock import Clock, Link
-from tests.sim.disk import Disk
+from tests.sim.disk import Disk, DiskDriver
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
+from tests.sim.shared_store import SharedBlocks
 from tests.sim.truth import EOS, Truth
 from tests.sim.workload import SHORT_DEADLINE_S, make_workload
 
@@ -80,11 +81,13 @@ class World:
             eviction=opts.eviction,  # type: ignore[arg-type]
             ssd_blocks=opts.num_slots,
             ssd_admission=opts.ssd_admission,  # type: ignore[arg-type]
+            store_shared=opts.store_shared,
         )
         self.conductor = self._new_conductor()
         self.truths: dict[RequestId, Truth] = {}
         self.lives: dict[InstanceId, Life] = {}
         self.disks: dict[InstanceId, Disk] = {}
+        self.shared_blocks: SharedBlocks = {}
         self.operations: list[FetchOperation | StreamOperation] = []
         self.answers: dict[RequestId, list[Deliver]] = {}
         self.refusals: dict[RequestId, Refuse] = {}
@@ -386,6 +389,11 @@ class World:
         assert self.options.prefix_caching or not pool.keys()
         tier = life.instance.tier
         if tier is None:
+            return
+        if not isinstance(life.disk, DiskDriver):
+            for shared in self.shared_blocks.values():
+                layers = range(self.options.num_layers)
+                assert shared.layers == [(layer, named[shared.key]) for layer in layers]
             return
         for slot in tier.slots.named():
             stored = life.disk.disk.slots[slot]

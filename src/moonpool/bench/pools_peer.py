@@ -82,7 +82,7 @@ class Redis:
 
 class Mooncake:
     def __init__(self, buffer: Buffer) -> None:
-        from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]
+        from mooncake.store import MooncakeDistributedStore
 
         self.processes: list[subprocess.Popen[str]] = []
         master = f"127.0.0.1:{free_port()}"

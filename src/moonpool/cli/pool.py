@@ -33,14 +33,14 @@ def pool() -> None:
 @JSON
 def stat(url: str, api_key: str | None, json_file: str | None) -> None:
     """Blocks of every tier of every instance, and what was moved between them."""
-    from moonpool.runtime.audit import tier_rows
+    from moonpool.runtime.audit import tier_name, tier_rows
 
     cluster = _cluster(url, api_key)
-    click.echo(f"{'instance':<16} {'tier':<5} {'blocks':>9} {'held':>8} {'named':>9} {'GiB':>8}")
+    click.echo(f"{'instance':<16} {'tier':<8} {'blocks':>9} {'held':>8} {'named':>9} {'GiB':>8}")
     for name, tier, figures in tier_rows(cluster):
         gib = figures["blocks"] * _block_bytes(cluster, name) / _GIB
         click.echo(
-            f"{name:<16} {tier:<5} {figures['blocks']:>9,} {figures['held']:>8,}"
+            f"{name:<16} {tier:<8} {figures['blocks']:>9,} {figures['held']:>8,}"
             f" {figures['cached']:>9,} {gib:>8.2f}"
         )
     for instance in cluster["instances"]:
@@ -49,13 +49,13 @@ def stat(url: str, api_key: str | None, json_file: str | None) -> None:
             continue
         name, counters = instance["instance_id"], instance.get("counters", {})
         if ssd.get("error"):
-            click.echo(f"{name}: the SSD tier is gone: {ssd['error']}")
+            click.echo(f"{name}: the {tier_name(instance)} tier is gone: {ssd['error']}")
             continue
         for what, verb in (("written", "write"), ("read", "read")):
             num_bytes = counters.get(f"ssd_{what}_bytes", 0.0)
             seconds = counters.get(f"ssd_{verb}_seconds", 0.0)
             rate = f", {num_bytes / seconds / 1e9:.2f} GB/s a thread" if seconds else ""
-            click.echo(f"{name}: {num_bytes / 1e9:.2f} GB {what} on the SSD{rate}")
+            click.echo(f"{name}: {num_bytes / 1e9:.2f} GB {what}, {tier_name(instance)}{rate}")
     write_json(json_file, cluster)
 
 

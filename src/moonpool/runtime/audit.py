@@ -18,7 +18,7 @@ def audit_cluster(cluster: dict[str, Any]) -> list[str]:
             continue  # it has joined, but not been heard of since
         problems += _audit_tier(f"{name} DRAM", instance["pool"])
         if instance.get("ssd"):
-            problems += _audit_tier(f"{name} SSD", instance["ssd"])
+            problems += _audit_tier(f"{name} {tier_name(instance)}", instance["ssd"])
         idle = not instance.get("running") and not instance.get("waiting")
         strays = sorted(o for o in instance["pool"]["owners"] if o.startswith("work:"))
         if idle and strays:
@@ -32,8 +32,13 @@ def tier_rows(cluster: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     for instance in cluster["instances"]:
         rows.append((instance["instance_id"], "DRAM", instance["pool"]))
         if instance.get("ssd"):
-            rows.append((instance["instance_id"], "SSD", instance["ssd"]))
+            rows.append((instance["instance_id"], tier_name(instance), instance["ssd"]))
     return [row for row in rows if "held" in row[2]]
+
+
+def tier_name(instance: dict[str, Any]) -> str:
+    """Of what is below DRAM."""
+    return str(instance["ssd"].get("name", "SSD"))
 
 
 def _audit_tier(name: str, tier: dict[str, Any]) -> list[str]:

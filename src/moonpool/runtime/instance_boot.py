@@ -27,7 +27,7 @@ from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store.folder import StoreError, default_folder
 from moonpool.messenger.store.mooncake import MooncakeStore
-from moonpool.messenger.store.store import open_store
+from moonpool.messenger.store.store import BlockStore, open_store
 from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
@@ -65,6 +65,7 @@ class BootedInstance:
     threads: int
     store: TierStore | None = None
     store_error: str = ""  # why there is none, though one was asked for
+    store_name: str = ""  # of the one that was
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
@@ -92,9 +93,17 @@ class BootedInstance:
         if self.store is not None:
             found = msgspec.structs.asdict(self.store.counts())
             counters |= {f"ssd_{name}": float(count) for name, count in found.items()}
+            if ssd is not None:
+                ssd = msgspec.structs.replace(ssd, name=self.store.name)
         elif self.store_error:
             ssd = TierLoad(
-                blocks=0, held=0, available=0, cached=0, owners={}, error=self.store_error
+                blocks=0,
+                held=0,
+                available=0,
+                cached=0,
+                owners={},
+                error=self.store_error,
+                name=self.store_name,
             )
         return msgspec.structs.replace(load, counters=counters, ssd=ssd)
 
@@ -157,6 +166,7 @@ def boot_instance(
         threads=threads,
         store=store,
         store_error=store_error,
+        store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
     )
 
 
@@ -169,20 +179,19 @@ def _open_store(
 ) -> tuple[TierStore | None, str]:
     """The tier below DRAM if one is wanted, or why it cannot be had: no reason not to serve."""
     pool = setup.pool
-    wants_mooncake = bool(setup.mooncake.master_server_address)
-    if not (pool.ssd_tokens_per_instance or wants_mooncake) or not pool.prefix_caching:
+    if not (pool.ssd_tokens_per_instance or _wants_mooncake(setup)) or not pool.prefix_caching:
         return None, ""
     began_s = time.monotonic()
     store: TierStore
     try:
-        if wants_mooncake:
+        if _wants_mooncake(setup):
             store = MooncakeStore(arena, setup.mooncake, listen_host, post)
         else:
             root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
             num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
             store = open_store(root, instance_id, arena, num_slots, post)
     except StoreError as error:
-        tier = "Mooncake Store" if wants_mooncake else "SSD tier"
+        tier = "Mooncake Store" if _wants_mooncake(setup) else "SSD tier"
         log.warning("serving goes on without the %s: %s", tier, error)
         return None, str(error)
     log.info(
@@ -194,6 +203,10 @@ def _open_store(
         time.monotonic() - began_s,
     )
     return store, ""
+
+
+def _wants_mooncake(setup: Setup) -> bool:
+    return bool(setup.mooncake.master_server_address)
 
 
 def _state_machine(

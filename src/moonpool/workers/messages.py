@@ -213,8 +213,9 @@ class RoleChanged(Struct, frozen=True, tag=True):
 
 
 class TierLoad(Struct, frozen=True):
-    """Blocks of the SSD tier as they are now: held + available is all of them. `error`: why the
-    tier is gone, or never was."""
+    """Blocks of the tier below DRAM as they are now: held + available is all of them; of a store
+    that others use too, those that this instance knows of. `error`: why the tier is gone, or never
+    was."""
 
     blocks: int
     held: int
@@ -222,6 +223,7 @@ class TierLoad(Struct, frozen=True):
     cached: int
     owners: dict[str, int]
     error: str = ""
+    name: str = "SSD"  # what kind of tier it is
 
 
 class InstanceLoad(Struct, frozen=True, tag=True):

@@ -129,7 +129,7 @@ def url() -> Iterator[str]:
 def test_stat_and_audit_show_every_tier(url: str) -> None:
     result = run("stat", "--url", url)
     assert result.exit_code == 0
-    assert "3.00 GB read on the SSD, 1.50 GB/s" in result.output
+    assert "3.00 GB read, SSD, 1.50 GB/s" in result.output
     rows = [line.split()[:3] for line in result.output.splitlines()[1:3]]
     assert rows == [["prefill-0", "DRAM", "10"], ["prefill-0", "SSD", "40"]]
     result = run("audit", "--url", url)

@@ -1,0 +1,110 @@
+"""A fake store that all instances use in their disks' place: slow, forgetful, and at times gone.
+
+As `disk`, it keeps the contract of `moonpool.workers.actions` to the letter. It may hold what an
+instance does not know of, and lack what an instance put there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, StoreEnded
+from moonpool.types import BlockKey
+from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
+from tests.sim.disk import Stored
+from tests.sim.messenger import GARBAGE
+
+if TYPE_CHECKING:
+    from tests.sim.node import Life
+
+SharedBlocks = dict[BlockKey, Stored]
+
+
+class SharedStoreDriver:
+    """One life's way to it."""
+
+    def __init__(self, life: Life, blocks: SharedBlocks) -> None:
+        self.life = life
+        self.blocks = blocks
+
+    def index(self) -> list[tuple[int, BlockKey]]:
+        return []  # nobody lists what is there
+
+    def lose(self) -> None:
+        """Everything in it is gone; whoever asks can go on asking."""
+        self.blocks.clear()
+
+    def forget(self, action: ForgetStored) -> None:
+        pass  # others may want it
+
+    def look_up(self, action: LookUpBlocks) -> None:
+        assert action.keys
+
+        def answer() -> None:
+            gone = self.life.world.chance("disk_failure_rate")
+            absent = (i for i, key in enumerate(action.keys) if key not in self.blocks)
+            found = 0 if gone else next(absent, len(action.keys))
+            self.life.world.seen["looked up and found"] += bool(found)
+            error = "it is gone" if gone else ""
+            self.life.post(LookUpEnded(action.lookup_id, num_blocks=found, error=error))
+
+        self.life.later(answer)
+
+    def store(self, action: StoreBlocks) -> None:
+        assert len(action.keys) == len(action.block_ids) == len(action.slots) > 0
+        self._store_next(action, 0)
+
+    def _store_next(self, action: StoreBlocks, index: int) -> None:
+        world = self.life.world
+        if index == len(action.keys) or world.chance("disk_failure_rate"):
+            error = "" if index == len(action.keys) else "it is gone"
+            self.life.post(StoreEnded(store_id=action.store_id, num_blocks=index, error=error))
+            return
+        layers = range(self.life.num_layers)
+        content = [self.life.read(action.block_ids[index], layer) for layer in layers]
+
+        def finish() -> None:
+            again = [self.life.read(action.block_ids[index], layer) for layer in layers]
+            assert again == content, "a block changed while it was put"
+            key = action.keys[index]
+            if key not in self.blocks:  # else it stays as it is
+                self.blocks[key] = Stored(key, content, world.chance("flip_rate"))
+            while len(self.blocks) > world.options.num_slots:
+                del self.blocks[next(iter(self.blocks))]
+            self._store_next(action, index + 1)
+
+        self.life.later(finish)
+
+    def load(self, action: LoadBlocks) -> None:
+        assert len(action.keys) == len(action.block_ids) == len(action.slots) > 0
+        slices = deque(
+            (index, layer)
+            for index in range(len(action.keys))
+            for layer in range(self.life.num_layers)
+        )
+        self.life.later(lambda: self._pump(action, slices))
+
+    def _pump(self, action: LoadBlocks, slices: deque[tuple[int, int]]) -> None:
+        if not slices:
+            self._end_load(action, len(action.keys), 0, "")
+            return
+        index, layer = slices.popleft()
+        stored = self.blocks.get(action.keys[index])
+        if stored is None or self.life.world.chance("disk_failure_rate", 0.3):
+            self._end_load(action, index, 0, "it has let go of a block")
+        elif stored.flipped:
+            self.life.write(action.block_ids[index], layer, GARBAGE)
+            self.life.world.seen["flips found"] += 1
+            del self.blocks[stored.key]
+            self._end_load(action, index, 1, "")
+        else:
+            self.life.write(action.block_ids[index], layer, stored.layers[layer])
+            self.life.later(lambda: self._pump(action, slices))
+
+    def _end_load(self, action: LoadBlocks, num_blocks: int, corrupt: int, error: str) -> None:
+        self.life.post(
+            LoadEnded(
+                load_id=action.load_id, num_blocks=num_blocks, corrupt_slices=corrupt, error=error
+            )
+        )
