@@ -55,7 +55,7 @@ class Options:
     flip_rate: float  # of blocks written to an SSD
     disk_failure_rate: float
     num_disk_losses: int
-    store_shared: bool  # one store for all, in the disks' place
+    store_shared: bool = False  # one store for all, in the disks' place
 
     @property
     def faultless(self) -> bool:
@@ -141,11 +141,14 @@ def draw_options(rng: random.Random) -> Options:
         flip_rate=disk(0.3),
         disk_failure_rate=disk(0.2),
         num_disk_losses=disks.choice((0, 0, 0, 1)) if num_slots else 0,
-        store_shared=False,
     )
-    if num_slots and disks.random() < 0.5:
-        options = _busy_disks(options, disks)
-    return replace(options, store_shared=bool(num_slots) and disks.random() < 0.35)
+    return _draw_disks(options, disks) if num_slots else options
+
+
+def _draw_disks(options: Options, rng: random.Random) -> Options:
+    if rng.random() < 0.5:
+        options = _busy_disks(options, rng)
+    return replace(options, store_shared=rng.random() < 0.35)
 
 
 def _busy_disks(options: Options, rng: random.Random) -> Options:
