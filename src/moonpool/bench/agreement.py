@@ -7,13 +7,13 @@ then sends a share of that rate live and simulates the very same requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 
-from moonpool.bench.comparison import compare
+from moonpool.bench.comparison import averaged, chance_words, compare
 from moonpool.bench.live_cluster import LiveCluster
 from moonpool.bench.live_profile import LiveProfile, LiveProfiler, believed_cost
 from moonpool.bench.live_sampler import Sample, Sampler
@@ -31,6 +31,8 @@ from moonpool.types import Slo
 
 UNLOADED_RPS = 0.2
 UNLOADED_REQUESTS = 20
+NOTICED_SHARE = 0.02
+"""Of the processors: so much taken by others is told."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 
@@ -41,8 +43,10 @@ def bench_agreement(
     loads: Sequence[float],
     seconds: float,
     say: Say,
+    repeats: int = 1,
 ) -> dict[str, Any]:
-    """Comparisons by load, with the profile they rest on. Raises what server and replay raise."""
+    """Comparisons by load, with the profile they rest on; of several live runs of the same
+    requests, their mean is compared. Raises what server and replay raise."""
     with LocalServer(cluster.arguments()) as server:
         profile = measure_live(server.url, workload, say)
     slo = simulated_slo(cluster, profile, workload)
@@ -55,14 +59,17 @@ def bench_agreement(
     for load in loads:
         rows = workload.rows(load * rate_rps, seconds)
         both = run_both(cluster, profile, rows, workload.block_tokens)
-        comparison = compare(both.simulated, both.live)
+        lives = [both.live]
+        for _ in range(repeats - 1):
+            lives.append(run_both(cluster, profile, rows, workload.block_tokens).live)
+        comparison = compare(both.simulated, averaged(lives))
         say(f"\nload {load:g}: {len(rows)} requests in {seconds:g} s on {cluster.words}")
-        for line in comparison.lines():
+        for line in (*comparison.lines(), *chance_words(lives), *neighbours_words(lives)):
             say(line)
         found[f"load_{load:g}"] = {
             "passes": comparison.passes,
             "rows": msgspec.to_builtins(comparison.rows),
-            "live": both.live,
+            "live": lives[0] if repeats == 1 else lives,
             "simulated": both.simulated,
         }
     return {
@@ -92,9 +99,17 @@ def run_both(
     with LocalServer(cluster.arguments()) as server, Sampler(server) as sampler:
         believed = believed_cost(server.instances()[0])
         live = replay_rows(server.url, rows, block_tokens)
+    live["neighbours_share"] = sampler.neighbours_share
     profile = msgspec.structs.replace(profile, believed=believed)
     simulated, simulation = simulate_rows(cluster, profile, rows, block_tokens)
     return Both(live, simulated, simulation, tuple(sampler.samples))
+
+
+def neighbours_words(lives: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A warning where others computed, too."""
+    share = max(live["neighbours_share"] for live in lives)
+    if share > NOTICED_SHARE:
+        yield f"other programs took {share:.0%} of this machine meanwhile: that is no quiet machine"
 
 
 def measure_live(url: str, workload: LiveWorkload, say: Say) -> LiveProfile:

@@ -5,7 +5,8 @@ Takes what `simulate --json` and `replay --json` write. Measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from moonpool.types import Struct
@@ -72,6 +73,33 @@ def compare(simulated: Mapping[str, Any], live: Mapping[str, Any]) -> Comparison
         one, other = simulated["utilisation"][role], live["utilisation"][role]
         rows.append(Row(f"{role} busy", one, other, _relative(one, other)))
     return Comparison(tuple(rows))
+
+
+def averaged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures whose numbers are the means of those of all runs, where all have them."""
+    found: dict[str, Any] = {}
+    for name, first in runs[0].items():
+        values = [run[name] for run in runs if name in run]
+        if isinstance(first, Mapping):
+            found[name] = averaged(values) if len(values) == len(runs) else first
+        elif isinstance(first, int | float) and len(values) == len(runs):
+            found[name] = first if len(runs) == 1 else fmean(values)
+        else:
+            found[name] = first
+    return found
+
+
+def chance_words(lives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How far apart live runs of the same requests are: what no simulation can be blamed for."""
+    if len(lives) < 2:
+        return
+    parts = []
+    for name, key in (("TTFT", "ttft_s"), ("TBT", "tbt_s")):
+        for part in JUDGED:
+            values = [live[key][part] for live in lives]
+            apart = (max(values) - min(values)) / (fmean(values) or 1.0)
+            parts.append(f"{name} {part} {apart:.1%}")
+    yield f"the {len(lives)} live runs are apart by {', '.join(parts)}"
 
 
 def _rejections(simulated: Mapping[str, Any], live: Mapping[str, Any]) -> Row:

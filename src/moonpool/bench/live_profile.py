@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from moonpool.bench.rehearsal import Rehearsed, step_spread
+from moonpool.cost.decode_curve import with_decode_curve
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
 from moonpool.metrics import RequestRecord
 from moonpool.replay.connection import ConnectionFailedError, HttpClient
@@ -28,7 +30,11 @@ from moonpool.types import RequestId, Slo
 
 PROMPTS = (32, 128, 384, 512, 1024, 2048)
 CACHED = ((512, 384), (1024, 768), (2048, 1536))  # prompt tokens, of which cached
-DECODES = ((1, 64), (1, 1024), (4, 64), (4, 512), (8, 256), (16, 128))  # batch, context of each
+# Batch, context of each; light loads live in the small ones, and steps are not linear in them.
+DECODES = (
+    *((1, 64), (1, 1024), (2, 64), (2, 512), (3, 128)),
+    *((4, 64), (4, 512), (6, 128), (8, 256), (16, 128)),
+)
 DECODE_TOKENS = 24
 REPEATS = 3
 MOST_REPEATS = 6
@@ -36,6 +42,11 @@ LEAST_DECODES = 3
 ANSWERED = (64, 1024)
 BUSY_PROMPTS = (128, 512, 1024)
 BUSY_DECODES = ((1, 64), (4, 512), (8, 256))
+REHEARSED = 60  # requests, for at most so many seconds
+REHEARSED_S = 30.0
+REHEARSED_LOAD = 0.5
+REHEARSED_PROMPT = (32, 1024)
+REHEARSED_ANSWER = (8, 32)
 BACKGROUND_BATCH = 4
 BACKGROUND_TOKENS = 256
 NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
@@ -120,11 +131,15 @@ class LiveProfiler:
         ]
         handovers_s = [t.stages_s.get("handover", 0.0) for t in answered]
         handovers_s = [s for s in handovers_s if s > 0.0]  # a short prompt may have run inline
-        cost = fit_cost(prefills, decodes)
+        contention = _typical(ratios["prefill"]), self._decode_contention(ratios)
+        decodes = [self._alone(sample, contention[1]) for sample in decodes]
+        cost = with_decode_curve(fit_cost(prefills, decodes), decodes)
+        cost = msgspec.structs.replace(cost, contention=contention)
+        rehearsed = await self._rehearse(cost)
         believed = believed_cost(self._instances[0])
         found = msgspec.structs.replace(
             cost,
-            contention=(_typical(ratios["prefill"]), _typical(ratios["decode"])),
+            decode_spread=step_spread(rehearsed, cost, len(self._instances)),
             control_latency_s=median(handovers_s) / 3 if handovers_s else 0.0,
             front_s=max(median(_front_s(t) for t in answered), 0.0),
             token_bytes=self._token_bytes,
@@ -174,6 +189,23 @@ class LiveProfiler:
             raise ProfileError(f"{path} answers {status}: only a moonpool cluster can be profiled")
         return msgspec.json.decode(body)
 
+    @property
+    def _busy_share(self) -> float:
+        """Of an instance's neighbours, those that decode while it does: none can be asked alone."""
+        return (self._num_decoders - 1) / max(len(self._instances) - 1, 1)
+
+    def _decode_contention(self, ratios: dict[str, list[float]]) -> float:
+        """Of decodes beside all others, against alone, from ratios against decodes beside those
+        that decode."""
+        ratio, share = _typical(ratios["decode"]), self._busy_share
+        if self._mixed or share >= 1.0 or ratio * share >= 0.9:
+            return ratio
+        return ratio * (1.0 - share) / (1.0 - ratio * share)
+
+    def _alone(self, sample: DecodeSample, contention: float) -> DecodeSample:
+        slower = 1.0 + (contention - 1.0) * self._busy_share
+        return msgspec.structs.replace(sample, seconds=sample.seconds / slower)
+
     # Probes
 
     def _fitting(self, lengths: Sequence[int]) -> list[int]:
@@ -198,7 +230,7 @@ class LiveProfiler:
     def _prompt(self, num_tokens: int) -> list[int]:
         return [self._rng.randrange(self._vocab) for _ in range(num_tokens)]
 
-    async def _ask(self, prompt: Sequence[int], num_tokens: int) -> _Timed:
+    async def _ask(self, prompt: Sequence[int], num_tokens: int, request_id: str = "") -> _Timed:
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, monotonic())
         receiver = _Receiver(record)
         body = msgspec.json.encode(
@@ -213,6 +245,8 @@ class LiveProfiler:
             }
         )
         headers = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
+        if request_id:
+            headers += b"X-Request-Id: %b\r\n" % request_id.encode()
         await self._client.post("/v1/completions", body, receiver, headers)
         receiver.on_end()
         if receiver.error_code or not receiver.instants_s:
@@ -257,6 +291,38 @@ class LiveProfiler:
             return None
         middle = context + answer // 2
         return DecodeSample(batch=batch, context_tokens=batch * middle, seconds=median(steps_s))
+
+    async def _rehearse(self, cost: FittedCost) -> list[Rehearsed]:
+        """Requests that come as they like, so that the prefill pool is half busy: what a step takes
+        while clients come and go is not what it takes in a probe."""
+        longest = max(min(REHEARSED_PROMPT[1], self._longest_tokens // 2), REHEARSED_PROMPT[0])
+        rng = self._rng
+        tasks, spent_s = [], 0.0
+        for number in range(REHEARSED):
+            prompt = int(REHEARSED_PROMPT[0] * (longest / REHEARSED_PROMPT[0]) ** rng.random())
+            tasks.append(asyncio.create_task(self._rehearsed(number, prompt)))
+            pause_s = cost.prefill_s(prompt, 0) / (REHEARSED_LOAD * self._num_entries)
+            spent_s += pause_s
+            if spent_s > REHEARSED_S:
+                break
+            await asyncio.sleep(pause_s * rng.expovariate(1.0))
+        return list(await asyncio.gather(*tasks))
+
+    async def _rehearsed(self, number: int, prompt_tokens: int) -> Rehearsed:
+        request_id = f"rehearsal-{self._rng.getrandbits(64):x}-{number}"
+        num_tokens = self._rng.randrange(*REHEARSED_ANSWER)
+        timed = await self._ask(self._prompt(prompt_tokens), num_tokens, request_id)
+        told = await self._get(f"/explain/{request_id}")
+        since_s = told["since_arrival_s"]
+        arrived_s = timed.record.arrived_s
+        return Rehearsed(
+            prefill_instance=told["prefill_instance"],
+            decode_instance=told["decode_instance"] or told["prefill_instance"],
+            prefill_began_s=arrived_s + since_s["prefill_started"],
+            prefill_ended_s=arrived_s + since_s["prefill_done"],
+            prompt_tokens=prompt_tokens,
+            instants_s=timed.instants_s,
+        )
 
     # Together with others
 

@@ -14,6 +14,7 @@ from types import TracebackType
 import httpx
 
 from moonpool.bench.local_server import LocalServer
+from moonpool.bench.neighbours import Neighbours
 from moonpool.replay.server import parse_metrics
 from moonpool.types import Struct
 
@@ -33,10 +34,12 @@ class Sample(Struct, frozen=True):
 
 
 class Sampler:
-    """`with` a running server; then read `samples`."""
+    """`with` a running server; then read `samples`, and `neighbours_share`: of the machine's
+    processors, what others took meanwhile."""
 
     def __init__(self, server: LocalServer, every_s: float = SAMPLE_S) -> None:
         self.samples: list[Sample] = []
+        self.neighbours_share = 0.0
         self._server = server
         self._every_s = every_s
         self._stop = threading.Event()
@@ -44,6 +47,7 @@ class Sampler:
 
     def __enter__(self) -> Sampler:
         self._workers = self._server.worker_pids()
+        self._neighbours = Neighbours([self._server.pid, *self._workers])
         self._thread.start()
         return self
 
@@ -53,6 +57,7 @@ class Sampler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.neighbours_share = self._neighbours.share()
         self._stop.set()
         self._thread.join(10)
 

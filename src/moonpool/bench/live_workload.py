@@ -40,6 +40,9 @@ class LiveWorkload(Struct, frozen=True):
     longest_tokens: int = 0  # of prompt and answer, scaled; longer requests are left out; 0: none
     burst: float = 1.0
     """By how much arrivals come denser in the first fifth of every ten seconds; at most 5."""
+    prompts: int = 0
+    answers: int = 0
+    """Of just so many tokens, instead of those drawn; prompts then share nothing. 0: as drawn."""
 
     @property
     def block_tokens(self) -> int:
@@ -63,10 +66,20 @@ class LiveWorkload(Struct, frozen=True):
 
     def _kept(self, rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
         most = self.longest_tokens
-        kept = (r for r in rows if not most or r.input_tokens + r.output_tokens <= most)
+        sized = (self._sized(number, row) for number, row in enumerate(rows))
+        kept = (r for r in sized if not most or r.input_tokens + r.output_tokens <= most)
         return tuple(
             msgspec.structs.replace(r, arrived_s=_in_bursts(r.arrived_s, self.burst)) for r in kept
         )
+
+    def _sized(self, number: int, row: TraceRow) -> TraceRow:
+        if self.answers:
+            row = msgspec.structs.replace(row, output_tokens=self.answers)
+        if self.prompts:
+            num_blocks = -(-self.prompts // self.block_tokens)
+            ids = tuple(range(number * num_blocks, (number + 1) * num_blocks))
+            row = msgspec.structs.replace(row, input_tokens=self.prompts, hash_ids=ids)
+        return row
 
     def with_(self, **changes: Any) -> LiveWorkload:
         changed: LiveWorkload = msgspec.structs.replace(self, **changes)

@@ -30,6 +30,8 @@ from moonpool.types import Slo, Struct
 UNLOADED_SHARE = 0.1
 """Of capacity: a rate at which requests hardly meet."""
 SIMULATED_S = 120.0
+FILLING_SHARE = 0.15
+"""Of the time in which requests come: the pools fill then, and no swing is counted."""
 Say = Callable[[str], None]
 Series = Sequence[float]
 
@@ -50,17 +52,24 @@ def bench_overload(
     loads: Sequence[float],
     seconds: float,
     say: Say,
+    slo_ttft_s: float | None = None,
+    slo_tbt_s: float | None = None,
 ) -> dict[str, Any]:
-    """Figures by admission and load. Raises what server and replay raise."""
+    """Figures by admission and load; SLOs that are not given are the paper's. Raises what server
+    and replay raise."""
     with LocalServer(cluster.with_(admission="none").arguments()) as server:
         profile = measure_live(server.url, workload, say)
-        usual = simulated_slo(cluster, profile, workload)
-        usual_rps = estimate_capacity(cluster, profile, workload, SIMULATED_S, usual)
-        slo = measure_unloaded(server.url, workload, UNLOADED_SHARE * usual_rps)
+        if slo_ttft_s and slo_tbt_s:
+            slo = Slo(ttft_s=slo_ttft_s, tbt_s=slo_tbt_s)
+        else:
+            usual = simulated_slo(cluster, profile, workload)
+            usual_rps = estimate_capacity(cluster, profile, workload, SIMULATED_S, usual)
+            slo = measure_unloaded(server.url, workload, UNLOADED_SHARE * usual_rps)
+            slo = Slo(ttft_s=slo_ttft_s or slo.ttft_s, tbt_s=slo_tbt_s or slo.tbt_s)
     capacity_rps = estimate_capacity(cluster, profile, workload, SIMULATED_S, slo)
     say(
         f"SLOs: TTFT {slo.ttft_s:.3g} s, TBT {1e3 * slo.tbt_s:.3g} ms (10 and 5 times the unloaded"
-        f" P90); capacity about {capacity_rps:.3g} requests/s (simulated)"
+        f" P90 unless given); capacity about {capacity_rps:.3g} requests/s (simulated)"
     )
     say(_HEADER)
     runs: dict[str, dict[str, Any]] = {}
@@ -70,7 +79,7 @@ def bench_overload(
         for load in loads:
             rows = workload.rows(load * capacity_rps, seconds)
             both = run_both(chosen, profile, rows, workload.block_tokens)
-            found = _figures(both)
+            found = _figures(both, rows[-1].arrived_s)
             runs[admission][f"{load:g}"] = found
             for line in _lines(admission, load, found):
                 say(line)
@@ -126,18 +135,20 @@ def _correlation(one: Series, other: Series) -> float | None:
     return sum((x - a) * (y - b) for x, y in zip(one, other, strict=True)) / spread
 
 
-def _figures(both: Both) -> dict[str, Any]:
+def _figures(both: Both, until_s: float) -> dict[str, Any]:
     live, simulated = both.live, both.simulated
     within = [s for s in both.samples if s.at_s <= live["simulated_s"]]
+    steady = [s for s in within if FILLING_SHARE * until_s <= s.at_s <= until_s]
     timeline = both.simulation.timeline
     series = {
-        name: [v for _, v in timeline.series(name)] for name in ("prefill_load", "decode_load")
+        name: [v for at_s, v in timeline.series(name) if FILLING_SHARE * until_s <= at_s <= until_s]
+        for name in ("prefill_load", "decode_load")
     }
     return {
         "live": _summary(live)
         | {
             "oscillation": msgspec.to_builtins(
-                oscillation([s.prefill_load for s in within], [s.decode_load for s in within])
+                oscillation([s.prefill_load for s in steady], [s.decode_load for s in steady])
             ),
             "peak_waiting": max((s.waiting for s in within), default=0),
             "peak_running": max((s.running for s in within), default=0),
@@ -203,18 +214,21 @@ def _swing(verdicts: dict[str, Any]) -> dict[str, float]:
 
 _HEADER = (
     f"{'admission':<11}{'load':>5}{'':>11}{'requests':>9}{'goodput':>9}{'effective':>10}"
-    f"{'rejected':>9}{'wasted':>8}{'decode sd':>10}{'queue':>6}{'MiB':>6}"
+    f"{'rejected':>9}{'wasted':>8}{'decode sd':>10}{'corr':>6}{'queue':>6}{'MiB':>6}"
 )
 
 
 def _lines(admission: str, load: float, found: dict[str, Any]) -> Iterator[str]:
     for way in ("live", "simulated"):
         run = found[way]
+        correlation = run["oscillation"]["prefill_correlation"]
+        together = "" if correlation is None else f"{correlation:+.2f}"
         memory = f"{run['peak_worker_mib']:>6}" if "peak_worker_mib" in run else ""
         yield (
             f"{admission:<11}{load:>5g}{way:>11}{run['requests']:>9}{run['goodput_rps']:>9.3f}"
             f"{run['effective']:>10}{run['rejected']:>9}{run['wasted_prefill_share']:>8.1%}"
-            f"{run['oscillation']['decode_deviation']:>10.3f}{run['peak_waiting']:>6.0f}{memory}"
+            f"{run['oscillation']['decode_deviation']:>10.3f}{together:>6}"
+            f"{run['peak_waiting']:>6.0f}{memory}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
     from moonpool.config import Config
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
+    from moonpool.trace.row import TraceRow
 
 SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True, max_open=True)
+DRAWN_REQUESTS = 200
 MOST_SEEDS = click.IntRange(min=2, max=100)
 
 
 @click.command()
-@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
+@click.option(
+    "--trace",
+    "trace_file",
+    help="Mooncake, Azure or BurstGPT trace; a drawn conversation unless given.",
+)
 @cluster_options
 @click.option(
     "--attainment",
@@ -48,7 +55,7 @@ MOST_SEEDS = click.IntRange(min=2, max=100)
 @click.option("--processes", type=COUNT, help="That simulate; all cores unless given.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
 def capacity(
-    trace_file: str,
+    trace_file: str | None,
     config_file: str | None,
     cost: str | None,
     catalogue_file: str | None,
@@ -75,27 +82,20 @@ def capacity(
     from moonpool.cli.bench import finish
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
-    from moonpool.trace.reader import open_trace
-    from moonpool.trace.row import TraceError
-    from moonpool.trace.scale import scale_trace
 
     config = read_cluster(config_file, flags, cost, None)
     catalogue, profile = open_parts(config, catalogue_file)
-    try:
-        trace = scale_trace(open_trace(trace_file, limit=requests), scale)
-        rows = tuple(trace)
-    except TraceError as error:
-        fail(str(error))
-    if len(rows) < 2 or rows[-1].arrived_s <= 0:
-        fail(f"{trace_file} has no rate: all its requests come at once; use a longer trace")
+    rows, block_tokens = _read_rows(trace_file, scale, requests)
     trace_rps = len(rows) / rows[-1].arrived_s
     goal = Goal(attainment, confidence, tolerance, seeds, runs, seed)
-    workload = Workload(rows, trace.info.block_tokens, catalogue, profile)
-    click.echo(f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval")
+    workload = Workload(rows, block_tokens, catalogue, profile)
+    header = f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval"
     if url is not None:
         live = _live(url, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        click.echo(header)
         found = _search(live, start, goal, trace_rps)
     else:
+        click.echo(header)
         with Workforce(workload, processes or num_cores()) as workforce:
             try:
                 found = _search(_simulated(workforce, config), start, goal, trace_rps)
@@ -103,6 +103,29 @@ def capacity(
                 fail(str(error))
     click.echo(conclusion(found, goal, trace_rps))
     finish(_figures(found, goal, trace_rps, config, url), json_file)
+
+
+def _read_rows(
+    trace_file: str | None, scale: Fraction, requests: int | None
+) -> tuple[tuple[TraceRow, ...], int]:
+    """Scaled, and their blocks' size. Ends the command where they have no rate."""
+    from moonpool.trace.builtin import CONVERSATION
+    from moonpool.trace.generate import BLOCK_TOKENS, generate
+    from moonpool.trace.reader import open_trace
+    from moonpool.trace.row import TraceError
+    from moonpool.trace.scale import scale_rows, scale_trace
+
+    if trace_file is None:
+        drawn = generate(CONVERSATION, num_requests=max(requests or DRAWN_REQUESTS, 2), seed=1)
+        return tuple(scale_rows(drawn, scale)), max(int(BLOCK_TOKENS * scale), 1)
+    try:
+        trace = scale_trace(open_trace(trace_file, limit=requests), scale)
+        rows = tuple(trace)
+    except TraceError as error:
+        fail(str(error))
+    if len(rows) < 2 or rows[-1].arrived_s <= 0:
+        fail(f"{trace_file} has no rate: all its requests come at once; use a longer trace")
+    return rows, trace.info.block_tokens
 
 
 def _simulated(workforce: Workforce, config: Config) -> Measure:
@@ -125,8 +148,20 @@ def _live(url: str, workload: Workload, ttft_s: float | None, tbt_s: float | Non
     from moonpool.replay.server import ServerUnfitError
 
     live = LiveCapacity(url, workload.rows, workload.block_tokens, ttft_s, tbt_s)
+    try:
+        num_long = live.check()
+    except (ServerUnfitError, ValueError) as error:
+        fail(str(error))
+    if num_long:
+        click.echo(
+            f"left out: {num_long} of {len(workload.rows)} requests, which are longer than the"
+            " server takes (--scale-tokens makes them shorter)"
+        )
 
     def measure(speed: float, seed: int) -> Attainment:
+        if sys.stderr.isatty():
+            seconds = workload.rows[-1].arrived_s / speed
+            click.echo(f"speed {speed:.3f}, seed {seed}: takes about {seconds:.0f} s", err=True)
         try:
             return live.measure(speed, seed)
         except (ServerUnfitError, HopelessError, ValueError) as error:

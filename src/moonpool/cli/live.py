@@ -176,8 +176,16 @@ def profile_live(url: str, json_file: str | None) -> None:
     "--load", "loads", type=NUMBERS, default="0.5,0.8", show_default=True, help="Of capacity."
 )
 @click.option("--admission", type=click.Choice(choices(Admission)), default="early")
+@click.option(
+    "--repeats",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    help="Live runs of the same requests; tells what is chance.",
+)
 def agreement(
     loads: tuple[float, ...],
+    repeats: int,
     prefill: int,
     decode: int,
     mixed: int,
@@ -191,7 +199,8 @@ def agreement(
     cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode, mixed=mixed)
     cluster = cluster.with_(admission=admission)
     found = run_bench(
-        lambda: bench_agreement(cluster, workload, loads, flags["seconds"], click.echo), json_file
+        lambda: bench_agreement(cluster, workload, loads, flags["seconds"], click.echo, repeats),
+        json_file,
     )
     if not found["passes"]:
         raise SystemExit(1)
@@ -217,10 +226,18 @@ def agreement(
     show_default=True,
     help="How much denser requests come in the first 2 of every 10 seconds.",
 )
+@click.option("--prompts", type=COUNT, help="Tokens of every prompt, instead of those drawn.")
+@click.option("--answers", type=COUNT, help="Tokens of every answer: long ones make decoding bind.")
+@click.option("--slo-ttft", type=_POSITIVE, help="Seconds; 10 times the unloaded P90 unless given.")
+@click.option("--slo-tbt", type=_POSITIVE, help="Seconds; 5 times the unloaded P90 unless given.")
 def overload(
     admissions: str,
     loads: tuple[float, ...],
     burst: float,
+    prompts: int | None,
+    answers: int | None,
+    slo_ttft: float | None,
+    slo_tbt: float | None,
     prefill: int,
     decode: int,
     json_file: str | None,
@@ -236,10 +253,11 @@ def overload(
     except msgspec.ValidationError:
         fail(f"--admissions {admissions}: use some of {', '.join(choices(Admission))}")
     cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode)
-    workload = workload.with_(burst=burst)
+    workload = workload.with_(burst=burst, prompts=prompts or 0, answers=answers or 0)
+    slo = slo_ttft, slo_tbt
     run_bench(
         lambda: bench_overload(
-            cluster, workload, chosen, sorted(loads), flags["seconds"], click.echo
+            cluster, workload, chosen, sorted(loads), flags["seconds"], click.echo, *slo
         ),
         json_file,
     )

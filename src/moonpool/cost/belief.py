@@ -70,6 +70,7 @@ def scaled(
         shared_memory_bytes_per_s=belief.shared_memory_bytes_per_s / transfer_factor,
         network_bytes_per_s=belief.network_bytes_per_s / transfer_factor,
         mixed=mixed,
+        decode_curve=tuple((batch, x * decode_factor) for batch, x in belief.decode_curve),
     )
 
 

@@ -30,6 +30,8 @@ import msgspec
 from moonpool.cost.model import Chunk
 from moonpool.types import Struct
 
+DecodeSpread = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+
 
 class PrefillSample(Struct, frozen=True):
     num_tokens: int
@@ -59,7 +61,11 @@ class FittedCost(Struct, frozen=True):
     Of a machine that was measured as it serves, for its simulation: `contention`, by how much a
     step with prompts, or of decodes alone, takes longer while the machine's other instances
     compute, too; `control_latency_s`, one message between head and worker; `front_s`, what HTTP
-    adds to a first token; `token_bytes` of KVCache. 0: not measured.
+    adds to a first token; `token_bytes` of KVCache; `decode_curve`, what a decode step takes by
+    its batch, beyond g ctx: straight between these points and f per answer above the last, instead
+    of e + f B; `decode_spread`, equally likely ratios of single decode steps to what is said of
+    them: while no other instance computes, while any does, and where an answer has just begun. 0 or
+    empty: not measured.
     """
 
     prefill: tuple[float, float, float, float]
@@ -74,6 +80,8 @@ class FittedCost(Struct, frozen=True):
     control_latency_s: float = 0.0
     front_s: float = 0.0
     token_bytes: int = 0
+    decode_curve: tuple[tuple[int, float], ...] = ()
+    decode_spread: DecodeSpread = ((), (), ())
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         a, b, c, d = self.prefill
@@ -81,8 +89,23 @@ class FittedCost(Struct, frozen=True):
         return a + new * (b + c * new + d * cached_tokens)
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        e, f, g = self.decode
-        return e + f * batch + g * context_tokens
+        return self._decode_base_s(batch) + self.decode[2] * context_tokens
+
+    def _decode_base_s(self, batch: int) -> float:
+        """Of a step without contexts."""
+        e, f, _ = self.decode
+        curve = self.decode_curve
+        if not curve:
+            return e + f * batch
+        before, before_s = curve[0]
+        if batch <= before:
+            return before_s
+        for after, after_s in curve:
+            if batch <= after:
+                share = (batch - before) / max(after - before, 1)
+                return before_s + share * (after_s - before_s)
+            before, before_s = after, after_s
+        return before_s + f * (batch - before)
 
     @property
     def num_stages(self) -> int:
@@ -103,8 +126,10 @@ class FittedCost(Struct, frozen=True):
                     chunks_s += a
         if decode_batch == 0:
             return chunks_s
+        if not chunks:
+            return self.decode_step_s(decode_batch, decode_context_tokens)
         e, f, g = self.decode
-        if chunks and self.mixed is not None:
+        if self.mixed is not None:
             f, g = self.mixed
         floor_s = e if e > chunks_s else chunks_s
         return floor_s + f * decode_batch + g * decode_context_tokens
@@ -112,9 +137,9 @@ class FittedCost(Struct, frozen=True):
     def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
         if batch == 0:
             return 0.0
-        e, f, g = self.decode
         added = batch * (num_steps * (num_steps - 1) // 2)
-        return num_steps * (e + f * batch) + g * (num_steps * context_tokens + added)
+        contexts_s = self.decode[2] * (num_steps * context_tokens + added)
+        return num_steps * self._decode_base_s(batch) + contexts_s
 
     def hop_s(self, num_tokens: int) -> float:
         return 0.0

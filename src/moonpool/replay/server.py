@@ -33,7 +33,10 @@ async def ask_server(client: HttpClient, model: str | None) -> ServerFacts:
     try:
         status, body = await client.get("/v1/models")
     except ConnectionFailedError as error:
-        raise ServerUnfitError(f"no server answers at {client.url}: {error}") from None
+        raise ServerUnfitError(
+            f"no server answers at {client.url} ({error}): start one with `moonpool serve`, or"
+            " correct --url"
+        ) from None
     if status in (401, 403):
         raise ServerUnfitError(
             f"{client.url} wants an API key ({status}): give --api-key or set OPENAI_API_KEY"

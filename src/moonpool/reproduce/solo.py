@@ -125,7 +125,12 @@ class _Solo:
             (EOS_TOKEN_ID,),
         )
         self._engine = SimEngine(
-            self._clock, cost, self._output_of, self._post, lambda _: 1.0, lambda work_id, s: None
+            self._clock,
+            cost,
+            self._output_of,
+            self._post,
+            lambda has_chunks, begins: 1.0,
+            lambda work_id, s: None,
         )
         self._served = Served([-1.0] * len(jobs), [-1.0] * len(jobs))
         self._last_token_s = [0.0] * len(jobs)

@@ -56,12 +56,12 @@ class SimEngine:
         cost: StepCost,
         num_output_tokens: Callable[[WorkId], int],
         post: Callable[[StepEnded | StepsEnded], None],
-        factor: Callable[[bool], float],
+        factor: Callable[[bool, bool], float],
         note_prefill: Callable[[WorkId, float], None],
     ) -> None:
-        """`num_output_tokens` tells when an answer ends, `factor` how far the time of a step, with
-        prompts in it or not, departs from the model; `note_prefill` hears the seconds spent on
-        each prompt."""
+        """`num_output_tokens` tells when an answer ends, `factor` how far a step's time departs
+        from the model (with prompts in it or not, with an answer that has just begun or not);
+        `note_prefill` hears the seconds spent on each prompt."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
@@ -99,16 +99,18 @@ class SimEngine:
         chunks: list[Chunk] = []
         batch = context_tokens = num_tokens = 0
         owners: list[WorkId] = []
+        begins = False
         for entry in step.entries:
             length = len(entry.new_token_ids)
             num_tokens += length
             if length == 1 and entry.draw is not None and entry.generated:
                 batch += 1
                 context_tokens += entry.start + 1
+                begins = begins or len(entry.generated) == 1
             else:
                 chunks.append(self._chunk(entry, length))
                 owners.append(entry.work_id)
-        factor = self._factor(bool(chunks))
+        factor = self._factor(bool(chunks), begins)
         stage_s = self._cost.step_s(chunks, batch, context_tokens) * factor
         start_s, end_s = self._run_stages(stage_s, num_tokens)
         figures.num_steps += 1
@@ -157,7 +159,12 @@ class SimEngine:
             num_steps = min(num_steps, max(left, 1))
             context_tokens += entry.start + 1
         repeated = _Repeated(
-            entries, len(entries), context_tokens, num_steps, self._clock.now, self._factor(False)
+            entries,
+            len(entries),
+            context_tokens,
+            num_steps,
+            self._clock.now,
+            self._factor(False, False),
         )
         self._repeated = repeated
         return repeated.began_s, self._set_timer(repeated)

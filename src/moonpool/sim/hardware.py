@@ -9,7 +9,7 @@ from msgspec import structs
 from moonpool.config import Config, HardwareConfig
 from moonpool.cost.belief import fit_belief, scaled
 from moonpool.cost.catalogue import BUILT_IN, Catalogue
-from moonpool.cost.fitted import FittedCost
+from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.cost.node import Node, open_node
 from moonpool.kvcache.layout import BlockLayout
@@ -35,6 +35,12 @@ class NodeHardware:
     ssd_write_bytes_per_s: float
     num_slots: int  # of the SSD; 0: there is none
     contention: tuple[float, float] = (1.0, 1.0)
+    decode_spread: DecodeSpread = ((), (), ())
+
+    @property
+    def steady(self) -> bool:
+        """Equal decode steps take equally long, so they need not be asked one by one."""
+        return self.contention == (1.0, 1.0) and not any(self.decode_spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ def _as_measured(hardware: Hardware, profile: FittedCost) -> Hardware:
             replace(
                 part,
                 contention=profile.contention,
+                decode_spread=profile.decode_spread,
                 nic_bytes_per_s=rate,
                 pcie_bytes_per_s=INSTANT_BYTES_PER_S,
                 engine_tokens=part.num_blocks * hardware.layout.block_tokens,

@@ -40,7 +40,6 @@ from moonpool.workers.instance import Instance
 from moonpool.workers.messages import InstanceInfo, Report, WorkId
 
 TICK_S = 1.0
-ALONE = (1.0, 1.0)
 MAX_REPEATS = 256
 MAX_ANSWER_TOKENS = 1 << 20  # the client's cap; where an answer ends, only the engine knows
 POOL_SERIES = (
@@ -156,7 +155,7 @@ class Simulation:
             hardware.truth,
             self._output_of,
             node.post,
-            self._step_factor(instance_id, role, number, hardware.contention),
+            self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
         )
         links = self._add_links(instance_id, hardware)
@@ -203,24 +202,29 @@ class Simulation:
             tbt_slo_s=config.slo.tbt_s,
             max_steps_in_flight=stages + 1 if stages > 1 else 1,
             # Where instances slow each other down, who computes is asked at each step.
-            max_repeats=MAX_REPEATS if stages == 1 and hardware.contention == ALONE else 1,
+            max_repeats=MAX_REPEATS if stages == 1 and hardware.steady else 1,
             learning=config.conductor.learning,
         )
 
     def _step_factor(
-        self, instance_id: InstanceId, role: Role, number: int, contention: tuple[float, float]
+        self, instance_id: InstanceId, role: Role, number: int, hardware: NodeHardware
     ) -> StepFactor:
-        """Of the time a step takes alone and without noise."""
+        """Of the time a step takes alone and in the mean."""
         wrong = self._wrongness.step_factor(instance_id, role, number, self._rng)
-        if contention == ALONE:
+        if hardware.steady:
             return wrong
+        contention, (alone, beside, beginning) = hardware.contention, hardware.decode_spread
 
-        def factor(prefills: bool) -> float:
-            if len(self.nodes) < 2:
-                return wrong(prefills)
+        def factor(prefills: bool, begins: bool) -> float:
             busy = sum(n.engine.busy for name, n in self.nodes.items() if name != instance_id)
             slower = contention[0] if prefills else contention[1]
-            return wrong(prefills) * (1.0 + (slower - 1.0) * busy / (len(self.nodes) - 1))
+            value = wrong(prefills, begins) * (
+                1.0 + (slower - 1.0) * busy / max(len(self.nodes) - 1, 1)
+            )
+            ratios = beginning if begins else beside if busy else alone
+            if ratios and not prefills:
+                value *= ratios[int(self._rng.random() * len(ratios))]
+            return value
 
         return factor
 

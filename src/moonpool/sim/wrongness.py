@@ -15,8 +15,9 @@ from moonpool.cost.recorded import BeliefRecord, InstanceRecord
 from moonpool.sim.hardware import NodeHardware
 from moonpool.types import InstanceId, Role
 
-StepFactor = Callable[[bool], float]
-"""What a step's time is multiplied by; whether it has chunks of prompts."""
+StepFactor = Callable[[bool, bool], float]
+"""What a step's time is multiplied by: whether it has chunks of prompts, and whether it gives an
+answer's second token."""
 
 
 class Wrongness:
@@ -49,7 +50,7 @@ class Wrongness:
         noise = self._noise
         prefill, decode = (record.prefill, record.decode) if record is not None else ((), ())
 
-        def factor(has_chunks: bool) -> float:
+        def factor(has_chunks: bool, begins: bool) -> float:
             value = slow
             ratios = prefill if has_chunks else decode
             if ratios:

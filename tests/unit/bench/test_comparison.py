@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from moonpool.bench.comparison import compare
+from moonpool.bench.comparison import averaged, chance_words, compare
 from moonpool.cli.main import cli
 
 SPREAD = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
@@ -81,3 +81,15 @@ def test_the_command_says_so_by_its_status(tmp_path: Path) -> None:
     bad = run(tmp_path, changed("ttft_s", "p90", value=9.0), FIGURES)
     assert bad.exit_code == 1 and "TOO FAR" in bad.output
     assert run(tmp_path, {"requests": 1}, FIGURES).exit_code == 1
+
+
+def test_several_live_runs_are_averaged_and_their_chance_is_told() -> None:
+    runs = [
+        {"requests": 10, "ttft_s": {"mean": 1.0, "p90": 2.0}, "tbt_s": {"mean": 0.1, "p90": 0.2}},
+        {"requests": 10, "ttft_s": {"mean": 1.2, "p90": 2.0}, "tbt_s": {"mean": 0.1, "p90": 0.3}},
+    ]
+    mean = averaged(runs)
+    assert mean["ttft_s"] == {"mean": pytest.approx(1.1), "p90": 2.0} and mean["requests"] == 10
+    (words,) = chance_words(runs)
+    assert "TTFT mean 18.2%" in words and "TBT p90 40.0%" in words and "2 live runs" in words
+    assert list(chance_words(runs[:1])) == [] and averaged(runs[:1]) == runs[0]

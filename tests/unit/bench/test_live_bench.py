@@ -93,3 +93,24 @@ def test_oscillation_of_known_series() -> None:
 def test_a_python_without_vllm_is_told() -> None:
     with pytest.raises(ServerError, match="must be that of a vLLM"):
         PeerServer(Peer(python="/nowhere/python"), LiveCluster(), 2048)
+
+
+def test_prompts_and_answers_of_one_length() -> None:
+    rows = WORKLOAD.with_(prompts=100, answers=30).rows(2.0, 30.0)
+    usual = WORKLOAD.rows(2.0, 30.0)
+    assert [r.arrived_s for r in rows][:20] == [r.arrived_s for r in usual][:20]
+    assert {(r.input_tokens, r.output_tokens) for r in rows} == {(100, 30)}
+    ids = [i for r in rows for i in r.hash_ids]
+    assert len(ids) == len(set(ids)) == 7 * len(rows), "nothing is shared"
+
+
+def test_steps_depart_from_their_mean_as_they_were_measured() -> None:
+    """Half of the steps take twice as long where nobody else computes: the same in every run."""
+    rows = WORKLOAD.rows(1.0, 60.0)
+    spread = ((1.0, 2.0), (1.0,), (1.0,))
+    plain, _ = simulate_rows(LiveCluster(), profile(), rows, 16)
+    found, _ = simulate_rows(LiveCluster(), profile(decode_spread=spread), rows, 16)
+    again, _ = simulate_rows(LiveCluster(), profile(decode_spread=spread), rows, 16)
+    assert found == again
+    assert found["tbt_s"]["p90"] > 1.7 * plain["tbt_s"]["p90"]
+    assert found["tbt_s"]["mean"] < 1.7 * plain["tbt_s"]["mean"]

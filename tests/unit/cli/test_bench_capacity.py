@@ -50,3 +50,10 @@ def test_what_cannot_run_is_one_line(trace: str) -> None:
     assert done.exit_code == 1 and "no instance holds more than" in done.stderr
     done = run("--trace", "nowhere.jsonl")
     assert done.exit_code == 1 and done.stderr.startswith("moonpool: ")
+
+
+def test_a_server_that_is_not_there_is_one_line() -> None:
+    done = run("--url", "http://127.0.0.1:1")
+    assert done.exit_code == 1 and done.stdout == ""
+    assert done.stderr.startswith("moonpool: no server answers at http://127.0.0.1:1")
+    assert done.stderr.count("\n") == 1 and "moonpool serve" in done.stderr

@@ -51,7 +51,7 @@ class Bench:
             cost,
             lambda work_id: outputs[work_id],
             lambda event: self.posted.append((self.clock.now, event)),
-            lambda _: 1.0,
+            lambda has_chunks, begins: 1.0,
             self._note,
         )
 

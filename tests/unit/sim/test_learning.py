@@ -120,9 +120,9 @@ def test_records_are_used_again_for_more_instances() -> None:
     record = BeliefRecord((*recorded(prefill=(1.0,)).instances, slow))
     wrongness, rng = Wrongness(recorded=record), Random(0)
     factors = [
-        wrongness.step_factor(InstanceId("x"), Role.PREFILL, number, rng)(True)
+        wrongness.step_factor(InstanceId("x"), Role.PREFILL, number, rng)(True, False)
         for number in range(4)
     ]
     assert factors == [1.0, 3.0, 1.0, 3.0]
     # Of a role that was not recorded, any.
-    assert wrongness.step_factor(InstanceId("m"), Role.MIXED, 2, rng)(True) == 3.0
+    assert wrongness.step_factor(InstanceId("m"), Role.MIXED, 2, rng)(True, False) == 3.0
