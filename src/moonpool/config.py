@@ -24,6 +24,7 @@ Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
+Quantization = Literal["none", "int8"]
 
 
 class ConfigError(ValueError):
@@ -33,6 +34,7 @@ class ConfigError(ValueError):
 class ModelConfig(Struct, frozen=True):
     name: str = "moonpool/induction"
     dtype: Dtype = "auto"
+    quantization: Quantization = "none"  # of the weights, as they are loaded
     served_name: str = ""  # "": the name itself
     max_model_tokens: int = 0  # prompt and answer; 0: as far as model and pool reach
 

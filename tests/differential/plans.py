@@ -20,13 +20,13 @@ from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.step import SequenceStep
 from moonpool.types import RequestId
 
-OPS_NAMES = ("reference", "native")
+OPS_NAMES = ("reference", "native", "native-int8")
 Prompt = list[int]
 
 
 def missing(ops_name: str) -> str | None:
     """Why these operations cannot be had here, None if they can."""
-    return available() if ops_name == "native" else None
+    return None if ops_name == "reference" else available()
 
 
 def make_ops(ops_name: str) -> Ops:
@@ -34,7 +34,7 @@ def make_ops(ops_name: str) -> Ops:
         return ReferenceOps()
     from moonpool.engine.native.ops import NativeOps
 
-    return NativeOps()
+    return NativeOps(quantization="int8" if ops_name == "native-int8" else "none")
 
 
 class Lab:

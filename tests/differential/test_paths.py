@@ -21,6 +21,7 @@ from tests.differential.cluster import MiniCluster, Outcome
 
 NUM_PROMPTS = {
     "native": 60,
+    "native-int8": 30,
     "reference": 16,
 }  # the reference is slow, and small prompts tell as much
 NUM_TOKENS = 6
@@ -34,7 +35,7 @@ def make_ops(name: str) -> Ops:
         pytest.skip(missing)
     from moonpool.engine.native.ops import NativeOps
 
-    return NativeOps()
+    return NativeOps(quantization="int8" if name == "native-int8" else "none")
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -78,6 +79,7 @@ class Lab:
 
 
 VARIANTS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
+VARIANTS.append(("native-int8", "bfloat16"))
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: "-".join(v))

@@ -16,6 +16,7 @@ import torch
 
 from moonpool.bench.engine_peers import PeerError, measure_peers
 from moonpool.bench.engine_rows import (
+    ELEMENT_BYTES,
     Rows,
     decode_bytes,
     decode_flops,
@@ -26,7 +27,14 @@ from moonpool.bench.limits import gemm_flops_per_s, read_bytes_per_s
 from moonpool.bench.solo import SoloInstance
 from moonpool.engine.spec import ModelSpec
 
-__all__ = ["PeerError", "bench_engine", "row_lines"]
+__all__ = [
+    "PeerError",
+    "bench_engine",
+    "machine_limits",
+    "measure_rows",
+    "row_lines",
+    "shares",
+]
 
 Report = Callable[[str], None]
 
@@ -37,15 +45,15 @@ def bench_engine(
     """All figures of one model in bfloat16. `peers`: a Python for each. Raises PeerError."""
     torch.set_num_threads(1)
     say("measuring the machine's limits")
-    before = _limits()
+    before = machine_limits()
     solo = SoloInstance(model, "bfloat16", kv_tokens=rows.kv_tokens, chunk_tokens=rows.chunk_tokens)
-    figures = _measure(solo, rows, repeats, say)
+    figures = measure_rows(solo, rows, repeats, say)
     figures["model"], figures["ops"] = model, solo.engine.ops_name
     spec = solo.spec
     del solo
     if peers:
         figures["peers"] = measure_peers(model, peers, rows, repeats, peer_eager, say)
-    after = _limits()
+    after = machine_limits()
     limits = {name: max(before[name], after[name]) for name in before}
     figures["limits"] = limits | {"before": before, "after": after}
     for found in (figures, *figures.get("peers", {}).values()):
@@ -56,7 +64,7 @@ def bench_engine(
     return figures
 
 
-def _limits() -> dict[str, float]:
+def machine_limits() -> dict[str, float]:
     """Of one thread, now: what is slow at one end of the run was slowed by something else."""
     return {
         "gemm_flops_per_s": gemm_flops_per_s(torch.bfloat16),
@@ -65,7 +73,11 @@ def _limits() -> dict[str, float]:
 
 
 def shares(
-    spec: ModelSpec, rows: Rows, figures: Mapping[str, Any], limits: Mapping[str, float]
+    spec: ModelSpec,
+    rows: Rows,
+    figures: Mapping[str, Any],
+    limits: Mapping[str, float],
+    weight_bytes: float = ELEMENT_BYTES,
 ) -> dict[str, Any]:
     """Of GEMM rate and of memory bandwidth, by row: what each row must do and read, over what the
     machine could in the same time."""
@@ -79,14 +91,14 @@ def shares(
     found: dict[str, Any] = {"prefill": {}, "decode": {}}
     for size, rate in figures["prefill"].items():
         tokens = int(size)
-        num_bytes = prefill_bytes(spec, tokens, rows.chunk_tokens)
+        num_bytes = prefill_bytes(spec, tokens, rows.chunk_tokens, weight_bytes)
         found["prefill"][size] = share(prefill_flops(spec, tokens), num_bytes, rate / tokens)
     for context, by_batch in figures["decode"].items():
         length = int(context) + rows.steps / 2
         found["decode"][context] = {
             size: share(
                 decode_flops(spec, int(size), length),
-                decode_bytes(spec, int(size), length),
+                decode_bytes(spec, int(size), length, weight_bytes),
                 rate / int(size),
             )
             for size, rate in by_batch.items()
@@ -130,7 +142,8 @@ def _at(figures: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     return found
 
 
-def _measure(solo: SoloInstance, rows: Rows, repeats: int, say: Report) -> dict[str, Any]:
+def measure_rows(solo: SoloInstance, rows: Rows, repeats: int, say: Report) -> dict[str, Any]:
+    """Tokens/s of our engine for every row."""
     rng = random.Random(1)
     vocab = solo.spec.vocab_size
 

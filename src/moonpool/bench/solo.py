@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from itertools import count
 
-from moonpool.config import InstanceConfig
+from moonpool.config import InstanceConfig, Quantization
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import empty_cache
@@ -36,13 +36,15 @@ class SoloInstance:
         block_tokens: int = 64,
         chunk_tokens: int = 512,
         prefix_caching: bool = False,
+        quantization: Quantization = "none",
     ) -> None:
         loaded = open_model(model, dtype)
         layout = make_layout(loaded, block_tokens)
         cache = empty_cache(layout, layout.blocks_for(kv_tokens))
         self.spec = loaded.spec
         self.layout = layout
-        self.engine = Engine(loaded, choose_ops(dtype), cache)
+        ops = choose_ops(dtype, quantization=quantization)
+        self.engine = Engine(loaded, ops, cache)
         config = InstanceConfig(chunk_tokens=chunk_tokens, prefix_caching=prefix_caching)
         self._instance = Instance(
             config, layout, layout.blocks_for(kv_tokens), Role.MIXED, FREE, ()

@@ -89,6 +89,27 @@ def engine(
 
 
 @bench.command()
+@click.option("--model", default="moonpool/induction", show_default=True)
+@click.option("--prompts", type=COUNT, default=32, show_default=True)
+@click.option("--answer-tokens", type=COUNT, default=64, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@JSON
+def quantization(
+    model: str, prompts: int, answer_tokens: int, seed: int, json_file: str | None
+) -> None:
+    """Weights of 8 bits beside bfloat16: KL, perplexity, greedy answers, and tokens/s. One
+    thread."""
+    from moonpool.bench.quantization import bench_quantization
+    from moonpool.engine.spec import ModelError
+
+    try:
+        found = bench_quantization(model, prompts, answer_tokens, seed, click.echo)
+    except ModelError as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
 @click.option("--model", default="random:m150", show_default=True)
 @click.option("--repeats", type=COUNT, default=3, show_default=True, help="Of each single step.")
 @click.option("--seed", type=int, default=0, show_default=True)

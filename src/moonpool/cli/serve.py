@@ -17,7 +17,16 @@ import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
 from moonpool.cli.settings import read_config
-from moonpool.config import Admission, Config, Device, Dtype, Placement, RoleBalance, choices
+from moonpool.config import (
+    Admission,
+    Config,
+    Device,
+    Dtype,
+    Placement,
+    Quantization,
+    RoleBalance,
+    choices,
+)
 
 log = logging.getLogger("moonpool")
 
@@ -27,6 +36,7 @@ HEAD_PORT = 8001  # unless flag or file name another
 FLAG_KEYS = {
     "model": ("model", "name"),
     "dtype": ("model", "dtype"),
+    "quantization": ("model", "quantization"),
     "served_model_name": ("model", "served_name"),
     "max_model_len": ("model", "max_model_tokens"),
     "prefill": ("cluster", "prefill"),
@@ -71,6 +81,11 @@ def config_options(command: Any) -> Any:
             help="TOML file; flags override it.",
         ),
         click.option("--dtype", type=click.Choice(choices(Dtype))),
+        click.option(
+            "--quantization",
+            type=click.Choice(choices(Quantization)),
+            help="Of the weights: half the memory, faster decoding, nearly the same answers.",
+        ),
         click.option("--served-model-name", help="Name that clients use."),
         click.option("--max-model-len", type=int, help="Tokens of prompt and answer together."),
         click.option("--block-size", type=int, help="Tokens of one KVCache block."),

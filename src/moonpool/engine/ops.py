@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moonpool.config import Quantization
 from moonpool.kvcache.layout import BlockLayout
 
 
@@ -143,6 +144,11 @@ class Ops(Protocol):
         q [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Scores and sums in float32.
         """
         ...
+
+
+def with_quantization(arithmetic: str, quantization: Quantization) -> str:
+    """Its name with rounded weights: other numbers come of it, so other blocks."""
+    return arithmetic if quantization == "none" else f"{arithmetic} {quantization}"
 
 
 def empty_cache(

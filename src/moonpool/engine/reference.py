@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.ops import HeadShape, KvCache, Linear, QkNorm, RopeTable, StepMeta
+from moonpool.config import Quantization
+from moonpool.engine.int8 import Int8Linear
+from moonpool.engine.ops import (
+    HeadShape,
+    KvCache,
+    Linear,
+    QkNorm,
+    RopeTable,
+    StepMeta,
+    with_quantization,
+)
 from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
@@ -27,9 +37,15 @@ class ReferenceOps:
     name = "reference"
     inner = INNER
     device = torch.device("cpu")
-    arithmetic = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+
+    def __init__(self, quantization: Quantization = "none") -> None:
+        own = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+        self.arithmetic = with_quantization(own, quantization)
+        self._quantization = quantization
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self._quantization == "int8":
+            return Int8Linear(weight, bias)
         return _TiledLinear(weight.contiguous(), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

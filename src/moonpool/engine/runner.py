@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moonpool.config import Quantization
 from moonpool.engine import native
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.cuda.choice import Model, choose_device_ops, with_graphs
@@ -188,16 +189,21 @@ def make_layout(model: LoadedModel, block_tokens: int, ops: Ops | None = None) -
     return layout
 
 
-def choose_ops(dtype: str, device: str = "cpu") -> Ops:
-    """The fastest operations this machine and installation have for `dtype`; logs which and why."""
+def choose_ops(dtype: str, device: str = "cpu", quantization: Quantization = "none") -> Ops:
+    """The fastest operations this machine and installation have for `dtype`; logs which and why.
+
+    Raises `ValueError` where the device does not take such weights."""
     if device != "cpu":
+        if quantization != "none":
+            raise ValueError(f"{quantization} weights are for --device cpu, not {device}")
         return choose_device_ops(torch.device(device))
+    kind = dtype if quantization == "none" else f"{dtype} with {quantization} weights"
     missing = native.available()
     if missing is not None:
-        logger.warning("%s runs on plain torch, slowly: %s", dtype, missing)
-        return ReferenceOps()
+        logger.warning("%s runs on plain torch, slowly: %s", kind, missing)
+        return ReferenceOps(quantization)
     from moonpool.engine.native.ops import NativeOps
 
-    ops = NativeOps()
-    logger.info("%s runs on native kernels (%s)", dtype, ops.isa)
+    ops = NativeOps(quantization=quantization)
+    logger.info("%s runs on native kernels (%s)", kind, ops.isa)
     return ops

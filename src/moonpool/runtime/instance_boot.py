@@ -128,7 +128,7 @@ def boot_instance(
     try:
         model = open_model(setup.model.name, setup.model.dtype)
         check_device(setup.engine.device)
-        ops = choose_ops(model.dtype, setup.engine.device)
+        ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
         layout = make_layout(model, setup.pool.block_tokens, ops)
         arena = Arena(layout, _num_blocks(setup, layout, model))
         engine = _engine(model, ops, _cache_over(arena, layout))

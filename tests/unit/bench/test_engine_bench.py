@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moonpool.bench import engine as bench
+from moonpool.bench import quantization
 from moonpool.bench.engine import PeerError, bench_engine, row_lines, shares
 from moonpool.bench.engine_peers import measure_peers
 from moonpool.bench.engine_rows import (
@@ -24,6 +25,7 @@ from moonpool.engine.random_weights import random_spec
 TINY = "random:hidden=64,layers=2,heads=4,kv_heads=2,head_dim=16,inter=128,vocab=320"
 SPEC, _ = random_spec(TINY)
 ROWS = Rows(prefills=(40,), batches=(1, 3), contexts=(64,), chunk_tokens=32, steps=6)
+ROWS_8_BIT = Rows(prefills=(40,), batches=(1, 8), contexts=(512,), steps=3)
 LIMITS = {"gemm_flops_per_s": 1e9, "read_bytes_per_s": 1e8}
 
 
@@ -93,3 +95,18 @@ def test_a_peer_that_fails_is_told_in_one_line_and_the_others_count(tmp_path: Pa
         measure_peers(TINY, {"openvino": bad}, ROWS, 1, False, said.append)
     with pytest.raises(PeerError, match="does not start"):
         measure_peers(TINY, {"vllm": str(tmp_path / "none")}, ROWS, 1, False, said.append)
+
+
+def test_eight_bits_are_set_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"gemm_flops_per_s": 1e9, "read_bytes_per_s": 1e8}
+    monkeypatch.setattr(quantization, "machine_limits", lambda: limits)
+    monkeypatch.setattr(quantization, "ROWS", ROWS_8_BIT)
+    found = quantization.bench_quantization(TINY, 4, 6, 0, lambda _: None)
+    quality = found["quality"]
+    assert quality["positions"] == 24
+    assert 0 < quality["kl_mean"] <= quality["kl_p99"] <= quality["kl_max"] < 0.1
+    assert quality["perplexity"]["int8"] == pytest.approx(
+        quality["perplexity"]["bfloat16"], rel=0.1
+    )
+    assert 0.5 <= quality["top1_equal"] <= 1 and 0 <= quality["greedy"]["equal_tokens"] <= 1
+    assert found["decode_gain"].keys() == {"1", "8"}

@@ -5,7 +5,8 @@ extern "C" __attribute__((visibility("default"))) const char* moonpool_isa() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return "avx512bf16";
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+        return "avx512bf16";
     if (avx512) return "avx512";
     return avx2 ? "avx2" : "";
 }

@@ -22,6 +22,7 @@ Call = Callable[..., int]
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (*[_POINTER] * 4, *[_INT64] * 3, _INT),
+    "linear_int8": (*[_POINTER] * 5, *[_INT64] * 3, _INT),
     "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
     "silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT),
@@ -41,10 +42,19 @@ class NativeUnavailableError(RuntimeError):
 class Kernels:
     """The functions of one element type, bound for one instruction set."""
 
-    __slots__ = ("add_rms_norm", "attend", "linear", "rms_norm", "rope_store", "silu_mul")
+    __slots__ = (
+        "add_rms_norm",
+        "attend",
+        "linear",
+        "linear_int8",
+        "rms_norm",
+        "rope_store",
+        "silu_mul",
+    )
 
     def __init__(self, library: ctypes.CDLL, kind: str, isa: str) -> None:
         self.linear = _bind(library, "linear", kind, isa)
+        self.linear_int8 = _bind(library, "linear_int8", kind, isa)
         self.rms_norm = _bind(library, "rms_norm", kind, isa)
         self.add_rms_norm = _bind(library, "add_rms_norm", kind, isa)
         self.silu_mul = _bind(library, "silu_mul", kind, isa)

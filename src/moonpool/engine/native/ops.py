@@ -9,14 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moonpool.config import Quantization
+from moonpool.engine.native.int8 import PANEL, NativeInt8Linear
 from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Call, Kernels, open_kernels
 from moonpool.engine.native.memory import PackedMemory
 from moonpool.engine.native.sources import library_name
-from moonpool.engine.ops import HeadShape, KvCache, QkNorm, RopeTable, StepMeta
+from moonpool.engine.ops import (
+    HeadShape,
+    KvCache,
+    Linear,
+    QkNorm,
+    RopeTable,
+    StepMeta,
+    with_quantization,
+)
 from moonpool.engine.slices import INNER, LANE_BYTES, check_layout
-
-PANEL = 32
-"""Outputs side by side in a packed weight; linear.cpp has the same number."""
 
 
 class NativeLinear:
@@ -85,16 +92,18 @@ class NativeOps:
     """Linears, attention and row-wise operations in C++, float32 and bfloat16.
 
     `isa` forces a plainer instruction set than the CPU's best ("avx2", "avx512", "avx512bf16").
-    Uses `torch.get_num_threads()` threads. Raises NativeUnavailableError where it cannot run.
+    `quantization` is of the weights of all linears. Uses `torch.get_num_threads()` threads. Raises
+    NativeUnavailableError where it cannot run.
     """
 
     name = "native"
     inner = INNER
     device = torch.device("cpu")
 
-    def __init__(self, isa: str | None = None) -> None:
+    def __init__(self, isa: str | None = None, quantization: Quantization = "none") -> None:
         self.isa, self._kernels = open_kernels(isa)
-        self.arithmetic = f"{library_name()} {self.isa}"
+        self.arithmetic = with_quantization(f"{library_name()} {self.isa}", quantization)
+        self._quantization = quantization
         self._memory = PackedMemory()
         self._step: tuple[StepMeta, tuple[int, ...]] | None = None
         self._arena: tuple[KvCache, HeadShape, torch.dtype, _Arena] | None = None
@@ -118,7 +127,9 @@ class NativeOps:
             seen = self._arena = (cache, heads, dtype, _Arena(cache, heads, dtype))
         return seen[3]
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self._quantization == "int8":
+            return NativeInt8Linear(self._of(weight).linear_int8, weight, bias, self._memory)
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -80,6 +80,18 @@ MP_INLINE vf keep_first(vf x, int64_t n, float other) {
     const vi kept = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)least(n, W)), lane);
     return _mm256_blendv_ps(set1(other), x, as_float(kept));
 }
+MP_INLINE vf absolute(vf x) { return _mm256_andnot_ps(set1(-0.f), x); }
+MP_INLINE vf to_float(vi x) { return _mm256_cvtepi32_ps(x); }
+MP_INLINE vi widen_i8(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+}
+MP_INLINE void narrow_i16(int16_t* p, vf x) {
+    const vi whole = _mm256_cvtps_epi32(x);
+    const vi packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole, whole), 0x08);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+}
+// Sums of two neighbouring 16-bit products, exact: no pair of ours reaches 2^31.
+MP_INLINE vi dot_i16(vi s, vi a, vi b) { return _mm256_add_epi32(s, _mm256_madd_epi16(a, b)); }
 MP_INLINE vf floor(vf x) { return _mm256_floor_ps(x); }
 MP_INLINE vf fraction(vf x) { return sub(x, floor(x)); }
 // x * 2^floor(n); 0 where n < -126.
@@ -140,6 +152,21 @@ MP_INLINE float highest(vf x) { return _mm512_reduce_max_ps(x); }
 MP_INLINE vf keep_first(vf x, int64_t n, float other) {
     const uint32_t kept = n <= 0 ? 0 : n >= 16 ? 0xffffu : (1u << n) - 1;
     return _mm512_mask_mov_ps(set1(other), (__mmask16)kept, x);
+}
+MP_INLINE vf absolute(vf x) { return _mm512_abs_ps(x); }
+MP_INLINE vf to_float(vi x) { return _mm512_cvtepi32_ps(x); }
+MP_INLINE vi widen_i8(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
+MP_INLINE void narrow_i16(int16_t* p, vf x) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+MP_INLINE vi dot_i16(vi s, vi a, vi b) {
+#if defined(MP_ISA_avx512bf16)
+    return _mm512_dpwssd_epi32(s, a, b);  // whoever has bfloat16 has VNNI
+#else
+    return _mm512_add_epi32(s, _mm512_madd_epi16(a, b));
+#endif
 }
 MP_INLINE vf floor(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_FLOOR); }
 MP_INLINE vf fraction(vf x) { return _mm512_reduce_ps(x, _MM_FROUND_FLOOR); }

@@ -11,10 +11,15 @@ import os
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("linear.cpp", "rowwise.cpp", "attention.cpp")
+SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp")
+HEADERS = ("simd.h", "panels.h")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-ISA_FLAGS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
+ISA_FLAGS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+}
 # No contraction: whether a * b + c is fused must be written down, not the compiler's choice.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 STEM = "_kernels-"
@@ -23,7 +28,7 @@ STEM = "_kernels-"
 def library_name() -> str:
     """File name of the library that belongs to the sources as they are now."""
     state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
-    for name in ("simd.h", "cpu.cpp", *SOURCES):
+    for name in (*HEADERS, "cpu.cpp", *SOURCES):
         state.update((HERE / name).read_bytes())
     return f"{STEM}{state.hexdigest()[:16]}.so"
 
