@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from moonpool.types import Struct
+from moonpool.types import Role, Struct
 
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
 Admission = Literal["none", "baseline", "early", "predictive"]
@@ -45,6 +45,11 @@ class ClusterConfig(Struct, frozen=True):
     prefill: int = 1
     decode: int = 1
     mixed: int = 0
+
+    def num_processes(self, engine: EngineConfig) -> int:
+        """All stages of all instances; at least 1."""
+        prefilling = engine.pipeline_parallel_size * (self.prefill + self.mixed)
+        return max(prefilling + engine.decode_pipeline_parallel_size * self.decode, 1)
 
 
 class PoolConfig(Struct, frozen=True):
@@ -109,6 +114,7 @@ class InstanceConfig(Struct, frozen=True):
     eviction: EvictionName = "lru"
     batching: Batching = "chunked"
     max_steps_in_flight: int = 1  # more than one: stages of a pipeline
+    micro_batches: int = 1  # decodes are divided evenly among so many steps: one a stage
     engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
     tbt_slo_s: float = float("inf")  # of works that were promised nothing themselves
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
@@ -121,13 +127,21 @@ class InstanceConfig(Struct, frozen=True):
 class EngineConfig(Struct, frozen=True):
     """`device`: what computes. On "cuda", weights and KVCache are in the memory of the first GPU
     that a worker sees; the arena, which the messenger moves, stays in the host's. "auto" is "cuda"
-    if the head sees a GPU."""
+    if the head sees a GPU. `pipeline_parallel_size`: stages of a prefill or mixed instance, each a
+    process (in a simulation a node) with a share of the layers."""
 
     chunk_tokens: int = 512
     max_sequences: int = 128
     batching: Batching = "chunked"
-    threads: int = 0  # per worker process; 0: cores / workers, at least 1
+    threads: int = 0  # per process; 0: cores / processes, at least 1
     device: Device = "cpu"
+    pipeline_parallel_size: int = 1
+    decode_pipeline_parallel_size: int = 1  # of a decode instance
+
+    def num_stages(self, role: Role) -> int:
+        if role is Role.DECODE:
+            return self.decode_pipeline_parallel_size
+        return self.pipeline_parallel_size
 
 
 class HardwareConfig(Struct, frozen=True):
@@ -251,6 +265,13 @@ def _check_ranges(config: Config) -> None:
     _require(config.engine.chunk_tokens >= 1, "engine.chunk_tokens", ">= 1")
     _require(config.engine.max_sequences >= 1, "engine.max_sequences", ">= 1")
     _require(0 <= config.engine.threads <= 1024, "engine.threads", "0 to 1024")
+    for name in ("pipeline_parallel_size", "decode_pipeline_parallel_size"):
+        _require(1 <= getattr(config.engine, name) <= 64, f"engine.{name}", "1 to 64")
+        _require(
+            config.engine.device != "cuda" or getattr(config.engine, name) == 1,
+            f"engine.{name}",
+            '1 while engine.device is "cuda": stages compute on CPUs',
+        )
     _require(0 <= config.api.port <= 65535, "api.port", "0 to 65535")
     _require(0 <= config.network.head_port <= 65535, "network.head_port", "0 to 65535")
     _require(config.api.max_body_bytes > 0, "api.max_body_bytes", "> 0")

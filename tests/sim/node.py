@@ -32,7 +32,7 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report
+from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report, WorkId
 from tests.sim.clock import Link
 from tests.sim.disk import DiskDriver
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
@@ -41,6 +41,9 @@ from tests.sim.truth import Content
 
 if TYPE_CHECKING:
     from tests.sim.world import World
+
+
+SPOILED: Content = (-1, -1)
 
 
 class Life:
@@ -73,7 +76,10 @@ class Life:
         self.sends: dict[str, StreamOperation] = {}
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}
-        self._stepping = False
+        self._stages_free_s = [0.0] * world.options.num_stages
+        self._num_steps = 0
+        self._last_step = 0
+        self._spoiled: dict[WorkId, tuple[int, int]] = {}  # by which step, from which token
         self._num_losses = 0
         self._to_head = Link(self.clock, world.options.slow_delay_s)
         self._from_head = Link(self.clock, world.options.slow_delay_s)
@@ -251,8 +257,11 @@ class Life:
     # The engine
 
     def _run_step(self, step: RunStep) -> None:
-        assert not self._stepping, "two steps at a time"
-        self._stepping = True
+        under_way = self.world.instance_config.max_steps_in_flight
+        assert self._num_steps < under_way, "more steps at a time than there may be"
+        self._num_steps += 1
+        self._last_step += 1
+        number = self._last_step
         repeats = self.clock.rng.randint(1, step.max_repeats)
         drawn = [self._draw(entry, repeats) for entry in step.entries]
         repeats = min((len(tokens) for tokens in drawn if tokens), default=1)
@@ -262,12 +271,22 @@ class Life:
             for e, tokens in zip(step.entries, drawn, strict=True)
         ]
         failed = self.world.chance("step_failure_rate")
-        time_s = 0.0
+        if failed:
+            for entry in step.entries:
+                self._spoiled.setdefault(entry.work_id, (number, entry.start))
+        began_s = time_s = self.clock.now
+        stages = len(self._stages_free_s)
         for layer in range(self.num_layers):
+            stage = layer * stages // self.num_layers
+            time_s = max(time_s, self._stages_free_s[stage])
             time_s += 0.0005 + self.clock.delay_s(self.world.options.slow_delay_s)
-            self.clock.after(time_s, lambda layer=layer: self._run_layer(entries, layer))
+            self._stages_free_s[stage] = time_s
+            self.clock.at(time_s, lambda layer=layer: self._run_layer(entries, layer, number))
             if failed and self.clock.rng.random() < 0.5:
                 break
+        time_s = max(time_s, self._stages_free_s[-1])  # in the order in which they began
+        self._stages_free_s[-1] = ends_s = time_s
+        time_s -= began_s
         event: StepEnded | StepsEnded | StepFailed
         if failed:
             event = StepFailed("the engine failed")
@@ -275,10 +294,10 @@ class Life:
             event = StepsEnded([tuple(map(Token, tokens[:repeats])) for tokens in drawn], time_s)
         else:
             event = StepEnded(tuple(Token(t[0]) if t else None for t in drawn), time_s)
-        self.clock.after(time_s, lambda: self._end_step(event))
+        self.clock.at(ends_s, lambda: self._end_step(event))
 
     def _end_step(self, event: StepEnded | StepsEnded | StepFailed) -> None:
-        self._stepping = False
+        self._num_steps -= 1
         self.post(event)
 
     def _draw(self, entry: StepEntry, repeats: int) -> tuple[int, ...]:
@@ -298,6 +317,7 @@ class Life:
         self,
         entries: list[tuple[StepEntry, tuple[BlockId, ...], tuple[int, ...]]],
         layer: int,
+        number: int,
     ) -> None:
         if not self.alive:
             return
@@ -307,6 +327,11 @@ class Life:
             start, end = entry.start, entry.start + len(new_token_ids)
             for index in range(self.layout.blocks_for(start)):
                 right = truth.slice_content(layer, index, start, size)
+                # After a step that failed, later ones that were under way compute on nonsense.
+                failed, first = self._spoiled.get(entry.work_id, (number, 0))
+                if failed < number and index >= first // size:
+                    self.write(block_ids[index], layer, SPOILED)
+                    continue
                 found = self.read(block_ids[index], layer)
                 assert found == right, f"{entry.work_id}: block {index} is not what it should be"
             for index in range(start // size, self.layout.blocks_for(end)):

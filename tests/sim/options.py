@@ -55,6 +55,7 @@ class Options:
     flip_rate: float  # of blocks written to an SSD
     disk_failure_rate: float
     num_disk_losses: int
+    num_stages: int  # of each instance's pipeline
     store_shared: bool = False  # one store for all, in the disks' place
 
     @property
@@ -141,6 +142,7 @@ def draw_options(rng: random.Random) -> Options:
         flip_rate=disk(0.3),
         disk_failure_rate=disk(0.2),
         num_disk_losses=disks.choice((0, 0, 0, 1)) if num_slots else 0,
+        num_stages=policies.choice((1, 1, 1, 2, 3)),
     )
     return _draw_disks(options, disks) if num_slots else options
 

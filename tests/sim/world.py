@@ -27,6 +27,7 @@ from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.metrics import RequestRecord
 from moonpool.types import BlockKey, InstanceId, RequestId, Role
+from moonpool.workers.batch import steps_in_flight
 from moonpool.workers.messages import (
     DecodeAccepted,
     InstanceInfo,
@@ -76,7 +77,9 @@ class World:
         self.instance_config = InstanceConfig(
             chunk_tokens=opts.chunk_tokens,
             max_sequences=opts.max_sequences,
-            max_repeats=opts.max_repeats,
+            max_repeats=opts.max_repeats if opts.num_stages == 1 else 1,
+            max_steps_in_flight=steps_in_flight(opts.num_stages),
+            micro_batches=opts.num_stages,
             prefix_caching=opts.prefix_caching,
             eviction=opts.eviction,  # type: ignore[arg-type]
             ssd_blocks=opts.num_slots,

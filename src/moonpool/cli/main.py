@@ -25,6 +25,7 @@ COMMANDS = {
     "pool": ("moonpool.cli.pool", "pool", "What the KVCache pool holds; check or clear a disk."),
     "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
 }
+INTERNAL = {"stage": ("moonpool.cli.stage", "stage")}  # started by workers, not by people
 
 
 class LazyGroup(click.Group):
@@ -34,9 +35,12 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name in COMMANDS:
+            module, attribute, _ = COMMANDS[cmd_name]
+        elif cmd_name in INTERNAL:
+            module, attribute = INTERNAL[cmd_name]
+        else:
             return None
-        module, attribute, _ = COMMANDS[cmd_name]
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 

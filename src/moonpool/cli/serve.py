@@ -59,6 +59,8 @@ FLAG_KEYS = {
     "max_num_batched_tokens": ("engine", "chunk_tokens"),
     "max_num_seqs": ("engine", "max_sequences"),
     "threads": ("engine", "threads"),
+    "pipeline_parallel_size": ("engine", "pipeline_parallel_size"),
+    "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
     "device": ("engine", "device"),
     "host": ("api", "host"),
     "port": ("api", "port"),
@@ -118,7 +120,15 @@ def config_options(command: Any) -> Any:
         ),
         click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
         click.option("--max-num-seqs", type=int, help="Requests of one step."),
-        click.option("--threads", type=int, help="CPU threads per worker."),
+        click.option("--threads", type=int, help="CPU threads per process."),
+        click.option(
+            "--pipeline-parallel-size",
+            type=int,
+            help="Processes, each with a share of the layers, of a prefill or mixed instance.",
+        ),
+        click.option(
+            "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
+        ),
         click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
         click.option("--host", help="Address of the HTTP API."),
         click.option("--port", type=int, help="Port of the HTTP API."),

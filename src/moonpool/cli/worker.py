@@ -42,9 +42,20 @@ def cluster_secret() -> bytes:
 @click.option("--head", "head_address", required=True, metavar="HOST:PORT")
 @click.option("--name", help="Name of the instance (default: role and a random suffix).")
 @click.option("--host", help="Address to listen at for peers (default: the one facing the head).")
+@click.option(
+    "--pipeline-parallel-size",
+    "num_stages",
+    type=click.IntRange(1, 64),
+    help="Processes, each with a share of the layers (default: as the head says).",
+)
 @click.option("--exit-with-head", is_flag=True, help="End when the head does.")
 def worker(
-    role: str, head_address: str, name: str | None, host: str | None, exit_with_head: bool
+    role: str,
+    head_address: str,
+    name: str | None,
+    host: str | None,
+    num_stages: int | None,
+    exit_with_head: bool,
 ) -> None:
     """Start one instance of ROLE; it takes model and settings from the head it joins."""
     head_host, _, port = head_address.rpartition(":")
@@ -59,7 +70,7 @@ def worker(
     from moonpool.runtime.worker import Worker, WorkerError
 
     async def run() -> None:
-        this = Worker(Role(role), InstanceId(name), socket.gethostname(), host, secret)
+        this = Worker(Role(role), InstanceId(name), socket.gethostname(), host, secret, num_stages)
         task = asyncio.current_task()
         assert task is not None
         for sign in (signal.SIGINT, signal.SIGTERM):

@@ -35,7 +35,8 @@ def fit_belief(
     """What `truth` takes for prompts of up to `max_tokens` in chunks of `chunk_tokens`.
 
     A pipeline's prompt counts with the time for which it keeps a stage busy, not with its latency:
-    queues are sums of these, and a prompt behind others pays for filling the pipeline but once.
+    queues are sums of these, and a prompt behind others pays for filling the pipeline but once. A
+    decode step counts with what lies between two tokens: all stages, at an even share of the batch.
     """
     fitted = fit_cost(
         _prefill_samples(truth, chunk_tokens, max_tokens),
@@ -48,6 +49,19 @@ def fit_belief(
         shared_memory_bytes_per_s=shared_memory_bytes_per_s,
         network_bytes_per_s=network_bytes_per_s,
         tile_tokens=tile_tokens,
+    )
+
+
+def pipelined(whole: FittedCost, num_stages: int) -> FittedCost:
+    """Of an instance of so many equal stages that takes `whole` for one step through all of them:
+    as `fit_belief` has it."""
+    if num_stages == 1:
+        return whole
+    a, b, c, d = (x / num_stages for x in whole.prefill)
+    e, f, g = whole.decode
+    mixed = whole.mixed or (f, g)  # those of a step's own share of the decodes
+    return msgspec.structs.replace(
+        whole, prefill=(a, b, c, d), decode=(e, f / num_stages, g / num_stages), mixed=mixed
     )
 
 
@@ -87,12 +101,16 @@ def _prefill_samples(truth: StepCost, chunk_tokens: int, max_tokens: int) -> lis
 
 
 def _decode_samples(truth: StepCost, max_tokens: int) -> list[DecodeSample]:
+    stages = truth.num_stages
+
+    def seconds(batch: int, context: int) -> float:
+        if stages == 1:
+            return truth.step_s((), batch, batch * context)
+        share = -(-batch // stages)
+        return stages * (truth.step_s((), share, share * context) + truth.hop_s(share))
+
     return [
-        DecodeSample(
-            batch=batch,
-            context_tokens=batch * context,
-            seconds=truth.step_s((), batch, batch * context),
-        )
+        DecodeSample(batch=batch, context_tokens=batch * context, seconds=seconds(batch, context))
         for batch in BATCHES
         for context in _lengths(max_tokens)
     ]
@@ -105,13 +123,17 @@ def _mixed_samples(truth: StepCost, chunk_tokens: int) -> list[MixedSample]:
         new = chunk_tokens - batch
         chunk = Chunk(num_tokens=new, start=0, cached_tokens=0, last=False)
         for context in MIXED_CONTEXTS:
+            seconds = truth.step_s((chunk,), batch, batch * context)
+            if truth.num_stages > 1:  # what the decodes add, they add in each stage
+                added_s = seconds - truth.step_s((chunk,), 0, 0)
+                seconds += (truth.num_stages - 1) * added_s
             samples.append(
                 MixedSample(
                     num_tokens=new,
                     cached_tokens=0,
                     batch=batch,
                     context_tokens=batch * context,
-                    seconds=truth.step_s((chunk,), batch, batch * context),
+                    seconds=seconds,
                 )
             )
     return samples

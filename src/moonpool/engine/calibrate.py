@@ -7,9 +7,9 @@ number 0 on, and takes cached contexts for granted, since attention costs the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -21,8 +21,9 @@ from moonpool.cost.fitted import (
     fit_cost,
 )
 from moonpool.cost.tiles import find_tile, tile_points
-from moonpool.engine.runner import Engine
-from moonpool.engine.step import Draw, SequenceStep
+from moonpool.engine.spec import ModelSpec
+from moonpool.engine.step import Draw, SequenceStep, StepResult
+from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import RequestId, SamplingParams, Struct
 
 # (new tokens, cached tokens) and (batch, context of each), cheap ones first: the time may run out.
@@ -46,6 +47,17 @@ REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]
 Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
 _GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+
+
+class Measured(Protocol):
+    """What is asked of an engine here, be it one process or several stages."""
+
+    spec: ModelSpec
+    layout: BlockLayout
+    num_blocks: int
+    ops_name: str
+
+    def step(self, sequences: Sequence[SequenceStep]) -> StepResult: ...
 
 
 class Sample(Struct, frozen=True):
@@ -98,7 +110,7 @@ def curve_of(samples: Iterable[Sample]) -> dict[int, float]:
     return {s.new_tokens: s.seconds for s in samples if s.kind == "curve"}
 
 
-def measure_samples(engine: Engine, budget_s: float = 1.5) -> list[Sample]:
+def measure_samples(engine: Measured, budget_s: float = 1.5) -> list[Sample]:
     """Best of a few runs of each step; two fifths of the time for prefills, as much for decodes,
     the rest for both together.
 
@@ -114,7 +126,7 @@ def measure_samples(engine: Engine, budget_s: float = 1.5) -> list[Sample]:
     ]
 
 
-def measure_curve(engine: Engine, budget_s: float, say: Callable[[Sample], None]) -> list[Sample]:
+def measure_curve(engine: Measured, budget_s: float, say: Callable[[Sample], None]) -> list[Sample]:
     """The time of a step over the size of its chunk, small ones first, as far as the time goes:
     what tells the machine's tiles and its saturation. `say` hears of each as it is measured."""
     _run(engine, _step(engine, 1, 16, 0))
@@ -126,7 +138,7 @@ def measure_curve(engine: Engine, budget_s: float, say: Callable[[Sample], None]
     return samples
 
 
-def _mixed_within(engine: Engine, budget_s: float) -> Iterator[Sample]:
+def _mixed_within(engine: Measured, budget_s: float) -> Iterator[Sample]:
     ends_s = time.perf_counter() + budget_s
     per_token_s = 0.0
     for i, (new, cached, batch, context) in enumerate(MIXED):
@@ -147,7 +159,7 @@ def _mixed_within(engine: Engine, budget_s: float) -> Iterator[Sample]:
         )
 
 
-def _within(engine: Engine, budget_s: float, points: Iterable[Point]) -> Iterator[Sample]:
+def _within(engine: Measured, budget_s: float, points: Iterable[Point]) -> Iterator[Sample]:
     ends_s = time.perf_counter() + budget_s
     fitting = dict.fromkeys(_fitted(engine, point) for point in points)
     per_token_s = 0.0
@@ -165,7 +177,7 @@ def _within(engine: Engine, budget_s: float, points: Iterable[Point]) -> Iterato
         )
 
 
-def _fitted(engine: Engine, point: Point) -> Point:
+def _fitted(engine: Measured, point: Point) -> Point:
     """The point cut to what the model's context and the arena hold."""
     kind, batch, new, context = point
     most = min(engine.spec.max_positions, engine.num_blocks * engine.layout.block_tokens)
@@ -173,7 +185,7 @@ def _fitted(engine: Engine, point: Point) -> Point:
     return kind, batch, new, min(context, most - new)
 
 
-def _step(engine: Engine, batch: int, new: int, context: int) -> list[SequenceStep]:
+def _step(engine: Measured, batch: int, new: int, context: int) -> list[SequenceStep]:
     """Sequences in blocks of their own as far as the arena has them, as life has it."""
     blocks = engine.layout.blocks_for(new + context)
     ids = count()
@@ -189,7 +201,7 @@ def _step(engine: Engine, batch: int, new: int, context: int) -> list[SequenceSt
     ]
 
 
-def _best_s(engine: Engine, step: list[SequenceStep], ends_s: float) -> float:
+def _best_s(engine: Measured, step: list[SequenceStep], ends_s: float) -> float:
     best_s = _run(engine, step)
     for _ in range(REPEATS - 1):
         if time.perf_counter() + best_s > ends_s:
@@ -198,5 +210,5 @@ def _best_s(engine: Engine, step: list[SequenceStep], ends_s: float) -> float:
     return best_s
 
 
-def _run(engine: Engine, step: list[SequenceStep]) -> float:
+def _run(engine: Measured, step: list[SequenceStep]) -> float:
     return engine.step(step).seconds

@@ -56,26 +56,50 @@ class DecoderModel:
 
     Between layers a step carries two tensors [T, hidden]: the residual stream, updated in place,
     and its normed copy, the input of the next `qkv`.
+
+    One stage of a pipeline has some of the `layers` only: the first stage also embeds, and only the
+    last one has logits. What it does to a row is what the whole model does.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, ops: Ops, layers: range | None = None
+    ) -> None:
         self.spec = spec
+        self.layers = range(spec.num_layers) if layers is None else layers
+        assert self.layers and self.layers.start >= 0 and self.layers.stop <= spec.num_layers
         self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._ops = ops
         self._scale = spec.head_dim**-0.5
         rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
         self._rope = RopeTable(rope.cos.to(ops.device), rope.sin.to(ops.device))
         weights = _Placed(weights, ops.device)
-        self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
-        self._layers = [_pack_layer(spec, weights, ops, i) for i in range(spec.num_layers)]
-        self._embedding = weights.load("model.embed_tokens.weight")
-        head = self._embedding
-        if not spec.tie_embeddings:
-            head = weights.load("lm_head.weight")
-        self._head = ops.linear(head, None)
+        self._first_norm: Tensor | None = None
+        self._embedding: Tensor | None = None
+        self._head: Linear | None = None
+        if self.begins:
+            self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
+        self._layers = {i: _pack_layer(spec, weights, ops, i) for i in self.layers}
+        if self.begins or (self.ends and spec.tie_embeddings):
+            self._embedding = weights.load("model.embed_tokens.weight")
+        if self.ends:
+            tied = self._embedding if spec.tie_embeddings else None
+            self._head = ops.linear(weights.load("lm_head.weight") if tied is None else tied, None)
+        if not self.begins:
+            self._embedding = None  # packed as the head, and not looked up here
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has the first layer."""
+        return self.layers.start == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has the last layer."""
+        return self.layers.stop == self.spec.num_layers
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [T] -> residual and normed [T, hidden]."""
+        """token_ids [T] -> residual and normed [T, hidden]. Of the first stage."""
+        assert self._embedding is not None and self._first_norm is not None
         residual = F.embedding(token_ids, self._embedding)
         return residual, self._ops.rms_norm(residual, self._first_norm, self.spec.rms_eps)
 
@@ -100,7 +124,8 @@ class DecoderModel:
         return ops.add_rms_norm(mlp, residual, own.next_norm, eps)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Of the last layer's output: [rows, hidden] -> [rows, vocab] float32."""
+        """Of the last layer's output: [rows, hidden] -> [rows, vocab] float32. Last stage only."""
+        assert self._head is not None
         return self._head(normed).float()
 
     def forward(
@@ -115,9 +140,22 @@ class DecoderModel:
 
         The last layer goes on after its KVCache only with the wanted rows: nobody reads the others.
         """
-        residual, normed = self.embed(token_ids)
+        done = self.advance(*self.embed(token_ids), cache, meta, wanted, on_layer)
+        return None if done is None else self.logits(done[1])
+
+    def advance(
+        self,
+        residual: Tensor,
+        normed: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Residual and normed of all rows [T, hidden] through all layers that are here; after the
+        model's last layer those of the `wanted` rows, None if there are none."""
         last = self.spec.num_layers - 1
-        for layer in range(last + 1):
+        for layer in self.layers:
             q = self.store(layer, self.qkv(layer, normed), cache, meta)
             if on_layer is not None:
                 on_layer(layer)
@@ -127,7 +165,7 @@ class DecoderModel:
             if layer == last and wanted is not None and len(wanted) < meta.num_rows:
                 attention, residual = attention[wanted], residual[wanted]
             normed = self.output(layer, attention, residual)
-        return self.logits(normed)
+        return residual, normed
 
 
 def _pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> _Layer:

@@ -30,9 +30,12 @@ class ArenaError(Exception):
 
 class Arena:
     """Writable blocks of this process. Slice (block, layer) starts at
-    `block * layout.block_bytes + layer * layout.slice_bytes`."""
+    `block * layout.block_bytes + layer * layout.slice_bytes`.
 
-    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+    An arena that other processes of the same instance shall write, too, is made with `sealed` false
+    and sealed once they have mapped it; before that, no peer may be handed the descriptor."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, sealed: bool = True) -> None:
         if num_blocks < 1:
             raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
         self.layout = layout
@@ -45,7 +48,8 @@ class Arena:
         try:
             os.ftruncate(self.fd, self.num_bytes)
             mapping = mmap.mmap(self.fd, self.num_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            if sealed:
+                self.seal()
             _prefault(mapping, self.num_bytes)
         except OSError as error:
             os.close(self.fd)
@@ -54,6 +58,10 @@ class Arena:
             ) from error
         self.buffer = memoryview(mapping)
         self.sums = Sums(num_blocks, layout.num_layers)
+
+    def seal(self) -> None:
+        """From here on its size is fixed, and nobody else can map it to write."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def slice(self, block_id: int, layer: int) -> memoryview:
         """The slice's bytes, writable. The caller has checked that both numbers are in range."""

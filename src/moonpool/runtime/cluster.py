@@ -177,6 +177,5 @@ def _api_options(config: Config) -> ApiOptions:
 
 
 def _threads(config: Config) -> int:
-    cluster = config.cluster
-    workers = cluster.prefill + cluster.decode + cluster.mixed
-    return config.engine.threads or max(1, (os.cpu_count() or 1) // max(workers, 1))
+    processes = config.cluster.num_processes(config.engine)
+    return config.engine.threads or max(1, (os.cpu_count() or 1) // processes)

@@ -282,6 +282,7 @@ class Head:
             slo=self.config.slo,
             learning=self.config.conductor.learning,
             num_instances=max(cluster.prefill + cluster.decode + cluster.mixed, 1),
+            num_processes=cluster.num_processes(self.config.engine),
         )
 
     async def _tick_forever(self) -> None:

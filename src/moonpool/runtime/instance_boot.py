@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from moonpool.config import InstanceConfig
+from moonpool.cost.belief import pipelined
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.calibrate import measure_samples
@@ -21,6 +22,8 @@ from moonpool.engine.cuda.choice import check_device, free_bytes
 from moonpool.engine.cuda.mirror import Mirror, lock_pages
 from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.stages.fellows import StageLostError
+from moonpool.engine.stages.pipeline import PipelineEngine
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
@@ -32,6 +35,7 @@ from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
+from moonpool.workers.batch import steps_in_flight
 from moonpool.workers.instance import Instance
 from moonpool.workers.messages import InstanceInfo, InstanceLoad, TierLoad
 
@@ -56,7 +60,7 @@ class BootedInstance:
     incarnation: int
     layout: BlockLayout
     arena: Arena
-    engine: Engine
+    engine: Engine | PipelineEngine
     messenger: Messenger
     address: PeerAddress
     cost: FittedCost
@@ -108,6 +112,8 @@ class BootedInstance:
         return msgspec.structs.replace(load, counters=counters, ssd=ssd)
 
     def close(self) -> None:
+        if isinstance(self.engine, PipelineEngine):
+            self.engine.close()
         self.messenger.close()
         if self.store is not None:
             self.store.close()
@@ -121,24 +127,38 @@ def boot_instance(
     listen_host: str,
     secret: bytes,
     post: Callable[[MessengerEvent], None],
+    num_stages: int,
+    on_lost: Callable[[str], None],
 ) -> BootedInstance:
-    """Takes seconds: loads weights, allocates, measures. Raises BootError."""
-    threads = setup.engine.threads or max(1, (os.cpu_count() or 1) // setup.num_instances)
+    """Takes seconds: loads weights, allocates, measures. `on_lost` is called, from a thread, with
+    why the instance cannot go on, if one of several stages ends. Raises BootError."""
+    threads = setup.engine.threads or max(1, (os.cpu_count() or 1) // setup.num_processes)
     torch.set_num_threads(threads)
     try:
         model = open_model(setup.model.name, setup.model.dtype)
         check_device(setup.engine.device)
         ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
         layout = make_layout(model, setup.pool.block_tokens, ops)
-        arena = Arena(layout, _num_blocks(setup, layout, model))
-        engine = _engine(model, ops, _cache_over(arena, layout))
-    except (ArenaError, ValueError) as error:  # a model's errors are ValueErrors
+        arena = Arena(layout, _num_blocks(setup, layout, model), sealed=num_stages == 1)
+        cache = _cache_over(arena, layout)
+        engine: Engine | PipelineEngine
+        if num_stages == 1:
+            engine = _engine(model, ops, cache)
+        else:
+            if ops.device.type != "cpu":
+                raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
+            chunk_tokens = setup.engine.chunk_tokens
+            engine = PipelineEngine(
+                model, ops, cache, arena.fd, num_stages, threads, chunk_tokens, instance_id, on_lost
+            )
+            arena.seal()  # all stages have mapped it
+    except (ArenaError, StageLostError, ValueError) as error:  # a model's errors are ValueErrors
         raise BootError(str(error)) from None
     except torch.OutOfMemoryError as error:
         raise BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens") from None
     if engine.mirror is not None:
         measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
-    cost = refine_profile(engine, threads)
+    cost = pipelined(refine_profile(engine, threads), num_stages)
     messenger = Messenger(
         arena,
         layout,
@@ -161,7 +181,7 @@ def boot_instance(
         messenger=messenger,
         address=messenger.start(),
         cost=cost,
-        instance=_state_machine(setup, arena, role, cost, eos, store),
+        instance=_state_machine(setup, arena, role, cost, eos, store, num_stages),
         eos_token_ids=eos,
         threads=threads,
         store=store,
@@ -216,6 +236,7 @@ def _state_machine(
     cost: FittedCost,
     eos_token_ids: tuple[int, ...],
     store: TierStore | None,
+    num_stages: int,
 ) -> Instance:
     config = InstanceConfig(
         chunk_tokens=setup.engine.chunk_tokens,
@@ -228,6 +249,8 @@ def _state_machine(
         ssd_admission=setup.pool.ssd_admission,
         store_shared=store is not None and store.shared,
         learning=setup.learning,
+        max_steps_in_flight=steps_in_flight(num_stages),
+        micro_batches=num_stages,
     )
     stored = () if store is None else store.stored
     return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)

@@ -22,6 +22,7 @@ import msgspec
 from moonpool import __version__
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.calibrate import (
+    Measured,
     Sample,
     curve_of,
     fit_samples,
@@ -29,7 +30,6 @@ from moonpool.engine.calibrate import (
     measure_samples,
 )
 from moonpool.engine.machine import cpu_name
-from moonpool.engine.runner import Engine
 
 log = logging.getLogger("moonpool.profile")
 
@@ -38,7 +38,7 @@ FRESH_S = 60.0
 
 
 def measure_profile(
-    engine: Engine, threads: int, curve_s: float, say: Callable[[Sample], None]
+    engine: Measured, threads: int, curve_s: float, say: Callable[[Sample], None]
 ) -> tuple[FittedCost, dict[int, float]]:
     """Measures everything anew, the curve of chunk sizes too, for `curve_s` at most; drops what was
     measured before. Returns the fit, and the curve in seconds by tokens."""
@@ -52,7 +52,7 @@ def measure_profile(
     return fit_samples(samples), curve_of(samples)
 
 
-def refine_profile(engine: Engine, threads: int) -> FittedCost:
+def refine_profile(engine: Measured, threads: int) -> FittedCost:
     """Measures, unless another instance just has, and fits to the best of all measurements."""
     path = profile_path(engine, threads)
     try:
@@ -69,7 +69,7 @@ def refine_profile(engine: Engine, threads: int) -> FittedCost:
     return fit_samples(samples)
 
 
-def profile_path(engine: Engine, threads: int) -> Path:
+def profile_path(engine: Measured, threads: int) -> Path:
     """Differs whenever the measurements would."""
     what = (
         __version__,

@@ -47,7 +47,8 @@ class Setup(Struct, frozen=True, tag=True):
     engine: EngineConfig
     slo: SloConfig  # of requests that were promised nothing themselves
     learning: bool  # instances believe their steps as they see them
-    num_instances: int  # expected on one machine, to divide its memory and cores among
+    num_instances: int  # expected on one machine, to divide its memory among
+    num_processes: int  # the same with all their stages, to divide its cores among
 
 
 class Joined(Struct, frozen=True, tag=True):

@@ -13,11 +13,13 @@ import time
 
 import msgspec
 
+from moonpool.engine.stages.pipeline import PipelineEngine
 from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.auth import ClientHandshake, Identity
 from moonpool.runtime.channel import Channel
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
+from moonpool.runtime.pipeline_thread import PipelineThread
 from moonpool.runtime.protocol import (
     CONTROL_SERVICE,
     HEARTBEAT_S,
@@ -69,15 +71,18 @@ class Worker:
         machine: str,
         listen_host: str | None,
         secret: bytes,
+        num_stages: int | None = None,
     ) -> None:
+        """`num_stages`: other than the head's configuration has it for the role."""
         self.role = role
+        self._num_stages = num_stages
         self.instance_id = instance_id
         self._machine = machine
         self._listen_host = listen_host
         self._secret = secret
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
-        self._engine: EngineThread | None = None
+        self._engine: EngineThread | PipelineThread | None = None
         self._channel: HeadChannel | None = None
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
@@ -185,6 +190,8 @@ class Worker:
                 self._listen_host,
                 self._secret,
                 self._from_thread,
+                self._num_stages or setup.engine.num_stages(self.role),
+                self._on_stage_lost,
             )
         except BootError as error:
             self._fail(str(error))
@@ -195,13 +202,12 @@ class Worker:
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
         self._setup = setup
-        self._engine = EngineThread(
-            booted.engine,
-            booted.messenger,
-            booted.eos_token_ids,
-            booted.threads,
-            self._from_thread,
-        )
+        eos, threads, post = booted.eos_token_ids, booted.threads, self._from_thread
+        engine, messenger = booted.engine, booted.messenger
+        if isinstance(engine, PipelineEngine):
+            self._engine = PipelineThread(engine, messenger, eos, threads, post)
+        else:
+            self._engine = EngineThread(engine, messenger, eos, threads, post)
         self._engine.start()
         self._booted = booted
         settle_memory()
@@ -212,6 +218,19 @@ class Worker:
         if self._channel is not None:
             self._channel.send(Failed(message=message))
         self._hang_up("it cannot start")
+
+    def _on_stage_lost(self, message: str) -> None:
+        """From any thread: an instance without one of its stages is no instance."""
+
+        def end() -> None:
+            if not self._stopping:
+                self._fatal = f"{message}; the instance ends with it"
+                self._hang_up("a stage is lost")
+
+        try:
+            self._loop.call_soon_threadsafe(end)
+        except RuntimeError:
+            return  # the loop has closed: the process is ending
 
     async def _beat(self) -> None:
         while True:

@@ -36,6 +36,7 @@ from moonpool.sim.timeline import Timeline
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.sim.wrongness import StepFactor, Wrongness
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams, Slo
+from moonpool.workers.batch import steps_in_flight
 from moonpool.workers.instance import Instance
 from moonpool.workers.messages import InstanceInfo, Report, WorkId
 
@@ -200,7 +201,8 @@ class Simulation:
             batching=config.engine.batching,
             engine_tokens=hardware.engine_tokens,
             tbt_slo_s=config.slo.tbt_s,
-            max_steps_in_flight=stages + 1 if stages > 1 else 1,
+            max_steps_in_flight=steps_in_flight(stages),
+            micro_batches=stages,
             # Where instances slow each other down, who computes is asked at each step.
             max_repeats=MAX_REPEATS if stages == 1 and hardware.steady else 1,
             learning=config.conductor.learning,

@@ -43,6 +43,11 @@ PLANNERS: dict[Batching, Callable[[], Planner]] = {
 Step = list[tuple[ActiveWork, int]]
 
 
+def steps_in_flight(num_stages: int) -> int:
+    """At most: one a stage, and one that waits for the first stage."""
+    return num_stages + 1 if num_stages > 1 else 1
+
+
 class Batch:
     """Works are served first come, first served."""
 
@@ -151,6 +156,7 @@ class Batch:
             candidate = Candidate(RequestId(active.work_id), num_uncomputed)
             works[candidate.request_id] = active
             (decodes if active.decoding else prefills).append(candidate)
+        decodes = self._micro_batch(decodes, bool(prefills))
         pace = self._pace if decodes and prefills else None
         budget = self._config.chunk_tokens
         if pace is not None:
@@ -168,6 +174,18 @@ class Batch:
         self.steps.append(step)
         self._outbox.do(RunStep(tuple(self._entry(*share) for share in step), repeats))
         return True
+
+    def _micro_batch(self, decodes: list[Candidate], prefills: bool) -> list[Candidate]:
+        """Those of the decodes whose turn it is: an even share for each stage, so that none of them
+        waits for a larger step than others (SARATHI section 3.2). Decodes alone are never under way
+        in more steps than there are stages: those would only be smaller."""
+        stages = self._config.micro_batches
+        if stages == 1 or not decodes:
+            return decodes
+        if not prefills and len(self.steps) >= stages:
+            return []
+        num_decoding = sum(w.tokens.num_generated > 0 and w.target is None for w in self.running)
+        return decodes[: -(-num_decoding // stages)]
 
     def _hold_repeats(self, step: Step) -> int:
         """How often decodes may go on without a word: while no answer must end and there are blocks

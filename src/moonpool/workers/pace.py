@@ -37,8 +37,7 @@ class Pace:
         batch, context_tokens = len(decodes), sum(active.tokens.size for active in decodes)
 
         def step_s(num_tokens: int) -> float:
-            chunks = _chunks(prefills, num_tokens)
-            return self._cost.step_s(chunks, batch, context_tokens)
+            return self._step_s(_chunks(prefills, num_tokens), batch, context_tokens)
 
         limit_s = tbt_s * HEADROOM / self._factor.value
         return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
@@ -51,12 +50,19 @@ class Pace:
         if not chunks or not batch:
             return 0.0
         context_tokens = sum(active.tokens.size for active, _ in step if active.decoding)
-        return self._cost.step_s(chunks, batch, context_tokens)
+        return self._step_s(chunks, batch, context_tokens)
 
     def learn(self, expected_s: float, seconds: float) -> None:
         """What a step took of which `expect` said so much."""
         if self._config.learning:
             self._factor.observe(seconds, expected_s)
+
+    def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
+        """From begin to end. Prompts count with the time of one stage (see `cost.belief`); a step
+        passes all of them."""
+        seconds = self._cost.step_s(chunks, batch, context_tokens)
+        further = self._config.micro_batches - 1
+        return seconds + further * self._cost.step_s(chunks, 0, 0) if further else seconds
 
     def _tbt_s(self, active: ActiveWork) -> float:
         promised_s = active.work.slo.tbt_s

@@ -9,7 +9,8 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.calibrate import fit_samples, measure_samples
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import Engine, StepError, make_layout
+from moonpool.engine.rows import StepError
+from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams
 

@@ -1,0 +1,26 @@
+"""`moonpool stage`: a further stage of an instance. Workers start it; nobody else needs to."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+import click
+
+from moonpool.cli.output import set_up_logging
+from moonpool.cli.worker import GIL_INTERVAL_S
+
+
+@click.command(hidden=True)
+@click.option("--of", "owner", required=True, help="The instance.")
+@click.option("--number", type=int, required=True, help="Which stage; the worker is the first.")
+@click.option("--control-fd", type=int, required=True, help="A socket to the first stage.")
+def stage(owner: str, number: int, control_fd: int) -> None:
+    """One stage of the pipeline of an instance; started by its worker."""
+    set_up_logging(f"{owner}/stage-{number}")
+    sys.setswitchinterval(GIL_INTERVAL_S)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends it
+    from moonpool.engine.stages.process import run_stage
+
+    run_stage(socket.socket(fileno=control_fd))

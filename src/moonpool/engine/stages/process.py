@@ -1,0 +1,146 @@
+"""A stage's own process: its layers, on the rows that the stage before it hands on.
+
+It writes its layers' slices of the blocks into the one arena of the instance, which it has mapped.
+It decides nothing, and ends when the first stage does, however that ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.builtin import DTYPES, open_model
+from moonpool.engine.model import DecoderModel
+from moonpool.engine.ops import KvCache
+from moonpool.engine.runner import choose_ops, make_layout
+from moonpool.engine.sampler import sample
+from moonpool.engine.stages.ring import RingEnd, RingSize
+from moonpool.engine.stages.wire import (
+    LayerDone,
+    StageFailed,
+    StageReady,
+    StageSetup,
+    StageStep,
+    StepDone,
+    frame,
+    receive_setup,
+    receive_step,
+    unpack_draws,
+    unpack_meta,
+    unpack_wanted,
+)
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.types import Token
+
+MAX_FDS = 5  # the arena; memory and socket of the rings before and after it
+log = logging.getLogger("moonpool.stage")
+
+
+def run_stage(control: socket.socket) -> None:
+    """Serves the first stage at the other end of `control` until it is gone."""
+    threading.Thread(target=_end_with, args=(control,), name="watch", daemon=True).start()
+    try:
+        setup, fds = receive_setup(control, MAX_FDS)
+        try:
+            stage = Stage(setup, fds, control)
+        except (ValueError, OSError, MemoryError) as error:
+            control.sendall(frame(StageFailed(message=str(error))))
+            return
+        control.sendall(frame(StageReady()))
+        gc.collect()
+        gc.freeze()
+        while True:
+            stage.run(receive_step(control))
+    except ConnectionError:  # a RingError, too
+        return
+
+
+def _end_with(control: socket.socket) -> None:
+    """Ends this process with the first stage, also in the middle of a step."""
+    poll = select.poll()
+    poll.register(control, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+class Stage:
+    """Layers of the model over the instance's arena. Raises ValueError and OSError."""
+
+    def __init__(self, setup: StageSetup, fds: list[int], control: socket.socket) -> None:
+        torch.set_num_threads(setup.threads)
+        model = open_model(setup.model, setup.dtype)
+        ops = choose_ops(model.dtype)
+        layout = make_layout(model, setup.block_tokens, ops)
+        if layout.fingerprint != setup.fingerprint:
+            raise ValueError("the stages do not compute alike: are they one installation?")
+        size = RingSize(setup.slot_bytes, setup.num_slots)
+        arena_fd, *ring_fds = fds
+        self._cache = _map_arena(arena_fd, layout, setup.num_blocks)
+        self._before = RingEnd(ring_fds[0], socket.socket(fileno=ring_fds[1]), size, writes=False)
+        self._after: RingEnd | None = None
+        if len(ring_fds) > 2:
+            after = socket.socket(fileno=ring_fds[3])
+            self._after = RingEnd(ring_fds[2], after, size, writes=True)
+        self._control = control
+        self._dtype = DTYPES[model.dtype]
+        layers = range(setup.first_layer, setup.end_layer)
+        with torch.inference_mode():
+            self._model = DecoderModel(model.spec, model.weights, ops, layers)
+
+    def run(self, step: StageStep) -> None:
+        """One step. Whatever becomes of it here, the next stage gets what it waits for. Raises
+        ConnectionError when another stage is gone."""
+        meta = unpack_meta(step)
+        shape = (meta.num_rows, self._model.spec.hidden_size)
+        residual = torch.empty(shape, dtype=self._dtype)
+        normed = torch.empty(shape, dtype=self._dtype)
+        self._before.read(residual)
+        self._before.read(normed)
+        began_s = time.perf_counter()
+        done: tuple[Tensor, Tensor] | None = None
+        tokens: tuple[Token, ...] = ()
+        error = ""
+
+        def on_layer(layer: int) -> None:
+            self._control.sendall(frame(LayerDone(number=step.number, layer=layer)))
+
+        try:
+            with torch.inference_mode():
+                wanted = unpack_wanted(step)
+                announce = on_layer if step.announced else None
+                done = self._model.advance(residual, normed, self._cache, meta, wanted, announce)
+                if step.draws and done is not None:
+                    positions = [draw.position for draw in step.draws]
+                    logits = self._model.logits(done[1])
+                    tokens = tuple(sample(logits, unpack_draws(step), positions))
+        except ConnectionError:
+            raise
+        except Exception as broken:
+            log.exception("a step of %d rows failed", meta.num_rows)
+            error = f"{type(broken).__name__}: {broken}"
+        seconds = time.perf_counter() - began_s
+        if self._after is not None:
+            for tensor in done or (residual, normed):
+                self._after.write(tensor)
+        answer = StepDone(number=step.number, seconds=seconds, tokens=tokens, error=error)
+        self._control.sendall(frame(answer))
+
+
+def _map_arena(fd: int, layout: BlockLayout, num_blocks: int) -> KvCache:
+    """The same memory as the first stage's; `fd` is closed."""
+    try:
+        mapping = mmap.mmap(fd, num_blocks * layout.block_bytes)
+    finally:
+        os.close(fd)
+    shape = (num_blocks, layout.num_layers, layout.slice_elements)
+    flat = torch.frombuffer(mapping, dtype=DTYPES[layout.dtype])
+    return KvCache(flat.view(shape), layout)
