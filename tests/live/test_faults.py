@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
     assert shared_memory_names() == before
 
 
-def answer_while_killing(client: httpx.Client, role: str) -> Any:
-    """Sends the long request, and kills the instance of `role` that serves it on its way."""
+def answer_while_killing(
+    client: httpx.Client, role: str, victim: Callable[[int], int] = lambda pid: pid
+) -> Any:
+    """Sends the long request, and kills the instance of `role` that serves it on its way, or the
+    `victim` that goes with its process."""
     got: dict[str, Any] = {}
 
     def ask() -> None:
@@ -66,7 +70,7 @@ def answer_while_killing(client: httpx.Client, role: str) -> Any:
             name = explained[f"{role}_instance"]
             instances = client.get("/cluster").json()["instances"]
             pid = next(i["pid"] for i in instances if i["instance_id"] == name)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(victim(pid), signal.SIGKILL)
             killed = True
         time.sleep(0.005)
     thread.join(60)

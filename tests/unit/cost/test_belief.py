@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.cost.belief import fit_belief, scaled
+from moonpool.cost.belief import fit_belief, pipelined, scaled
 from moonpool.cost.calibrated import CALIBRATED
 from moonpool.cost.catalogue import BUILT_IN
 from moonpool.cost.fitted import FittedCost
@@ -66,8 +66,23 @@ def test_a_roofline_is_believed_within_a_tenth(kind: str) -> None:
         assert belief.prefill_s(num_tokens, 0) == pytest.approx(whole_s, rel=0.1)
     for batch in (1, 7, 40, 128):
         for context in (500, 8000, 60000):
-            true_s = truth.step_s((), batch, batch * context)
-            assert belief.decode_step_s(batch, batch * context) == pytest.approx(true_s, rel=0.02)
+            stages, share = truth.num_stages, -(-batch // truth.num_stages)
+            true_s = stages * (truth.step_s((), share, share * context) + truth.hop_s(share))
+            rel = 0.02 if stages == 1 else 0.1  # 7 is no multiple of 4
+            assert belief.decode_step_s(batch, batch * context) == pytest.approx(true_s, rel=rel)
+
+
+def test_a_pipeline_measured_step_by_step_is_believed_as_a_simulated_one() -> None:
+    """Prompts by a stage's time, decodes by the time between tokens at a stage's share."""
+    whole = FittedCost(prefill=(0.01, 1e-4, 1e-9, 2e-9), decode=(0.02, 1e-3, 1e-7))
+    nic = Nic(bytes_per_s=1e15, latency_s=0.0)
+    simulated = belief_in(group_cost(whole, LLAMA_70B, 2, "cpp", nic))
+    measured = pipelined(whole, 2)
+    assert measured.prefill == pytest.approx(simulated.prefill, rel=1e-6)
+    for batch in (2, 8, 64):
+        expected_s = simulated.decode_step_s(batch, batch * 1000)
+        assert measured.decode_step_s(batch, batch * 1000) == pytest.approx(expected_s, rel=0.02)
+    assert pipelined(whole, 1) is whole
 
 
 def test_a_belief_can_be_made_wrong() -> None:

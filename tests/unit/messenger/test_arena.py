@@ -75,6 +75,19 @@ def test_a_peer_reads_but_can_neither_write_nor_truncate(arena: Arena) -> None:
     peers.release(name)
 
 
+def test_what_mapped_an_arena_before_it_was_sealed_writes_it_and_nobody_later() -> None:
+    arena = Arena(LAYOUT, 2, sealed=False)
+    with pytest.raises(ArenaError, match="not sealed"):
+        PeerArenas().adopt(os.dup(arena.fd), LAYOUT)
+    with mmap.mmap(arena.fd, arena.num_bytes) as stage:
+        arena.seal()
+        stage[arena.place(1, 0)] = 77
+        assert arena.slice(1, 0)[0] == 77
+    with pytest.raises(PermissionError):
+        mmap.mmap(arena.fd, arena.num_bytes)
+    arena.close()
+
+
 def test_a_peer_is_mapped_once_and_until_its_last_user_has_gone(arena: Arena) -> None:
     peers = PeerArenas()
     before = len(os.listdir("/proc/self/fd"))

@@ -160,6 +160,47 @@ def test_chunks_of_a_prompt_follow_each_other_into_a_pipeline() -> None:
     assert len(bench.steps) == 1, "a decode waits for its token before the next"
 
 
+def decodes_of(bench: Bench) -> list[int]:
+    return [len(step.entries) for step in bench.steps]
+
+
+def test_decodes_are_shared_out_evenly_among_the_stages() -> None:
+    bench = Bench(max_steps_in_flight=3, micro_batches=2, chunk_tokens=64)
+    for name in "abcde":
+        bench.start(name, 5)
+    while any(len(e.new_token_ids) > 1 for s in bench.steps for e in s.entries):
+        bench.end()
+    assert sorted(decodes_of(bench)) == [2, 3], "one waits for each stage, and no third"
+    bench.start("f", 5)  # takes the third place, and no decodes are left for it
+    assert [e.work_id for e in bench.steps[-1].entries] == ["f"]
+    for _ in range(4):
+        bench.end()
+    assert decodes_of(bench) == [3, 3]
+
+
+def test_uneven_micro_batches_become_even_again() -> None:
+    bench = Bench(max_steps_in_flight=3, micro_batches=2, chunk_tokens=64)
+    for name in "abcdef":
+        bench.start(name, 5)
+    for _ in range(6):
+        bench.end()
+    assert decodes_of(bench) == [3, 3]
+    for entry in bench.steps[0].entries[:2]:
+        bench.handle(Abort(work_id=entry.work_id))
+    for _ in range(3):
+        bench.end()
+    assert decodes_of(bench) == [2, 2]
+
+
+def test_steps_of_one_stage_take_all_decodes() -> None:
+    bench = Bench(chunk_tokens=64)
+    for name in "abcde":
+        bench.start(name, 5)
+    bench.end()
+    bench.end()
+    assert decodes_of(bench) == [5]
+
+
 def test_a_failed_pipeline_of_steps_leaves_nothing_behind() -> None:
     bench = Bench(max_steps_in_flight=2, chunk_tokens=16)
     bench.start("a", 70)

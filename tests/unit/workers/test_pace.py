@@ -89,6 +89,14 @@ def test_a_chunk_is_cut_to_the_slo_of_who_decodes() -> None:
     assert bench.shares() == {"old": 1, "new": 88}, "90 ms: 2 of the decode, 88 of the chunk"
 
 
+def test_a_pipeline_s_step_is_as_long_as_all_its_stages() -> None:
+    """The model tells a stage's time of a chunk, and between two tokens there are two stages."""
+    bench = decoding(Bench(micro_batches=2))
+    bench.start("new", 1000, 99.0)
+    bench.end_step()
+    assert bench.shares() == {"old": 1, "new": 44}
+
+
 def test_the_strictest_of_those_that_decode_counts() -> None:
     bench = decoding(Bench(), tbt_s=5.0)
     bench.start("strict", 16, 0.05)

@@ -1,0 +1,87 @@
+"""Instances of several processes: right answers, and none of them outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
+
+PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
+
+
+def stages_of(pid: int) -> list[int]:
+    """The processes that the instance `pid` has started."""
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(parent) == pid and b"stage" in command:
+            children.append(int(folder.name))
+    return children
+
+
+def ask(client: httpx.Client, prompt: list[int]) -> Any:
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.9, "seed": 3, "logprobs": 1}
+    return client.post("/v1/completions", json=body).json()["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    sizes = ["--pipeline-parallel-size", "3", "--decode-pipeline-parallel-size", "2"]
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *sizes, *SMALL]) as server:
+        yield server
+
+
+def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Client) -> None:
+    """Of long prompts in chunks, streamed from three stages to two; then from the cache."""
+    assert sorted(len(stages_of(pid)) for pid in server.worker_pids()) == [1, 1, 2]
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for prompt in PROMPTS:
+            right = ask(http, prompt)
+            assert ask(client, prompt) == right
+            assert ask(client, prompt) == right
+        time.sleep(1.5)  # counters come with the heartbeat
+        instances = client.get("/cluster").json()["instances"]
+    counters = [i["counters"] for i in instances]
+    assert sum(c.get("received_bytes", 0) for c in counters) > 0
+    for name in ("corrupt_blocks", "corrupt_slices", "recomputed_tokens", "failed_streams"):
+        assert not sum(c.get(name, 0) for c in counters), name
+
+
+def test_a_killed_stage_takes_its_instance_and_costs_no_answer(server: LocalServer) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        got = answer_while_killing(client, "decode", lambda pid: stages_of(pid)[-1])
+        assert got["choices"][0]["text"] == expected
+        assert wait_for_instances(client, 3)
+    assert "stage 2 of 2" in server.last_words(200)
+
+
+def test_stages_end_with_their_instance_and_with_the_head(server: LocalServer) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert wait_for_instances(client, 3)
+        worker = server.worker_pids()[0]
+        stages = stages_of(worker)
+        os.kill(worker, signal.SIGKILL)
+        assert stages and wait_until_gone([worker, *stages]) == []
+        deadline = time.monotonic() + 40
+        while len(server.instances()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.2)
+    workers = server.worker_pids()
+    everyone = [*workers, *(stage for pid in workers for stage in stages_of(pid))]
+    assert len(everyone) == 7
+    assert server.stop(signal.SIGINT) == 0
+    assert wait_until_gone(everyone) == []

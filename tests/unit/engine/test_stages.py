@@ -1,0 +1,218 @@
+"""Several stages: the same tokens and blocks as one process, one clear end when a stage dies."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moonpool.bench.local_server import is_alive
+from moonpool.bench.piped import Job, PipedInstance
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import KvCache, empty_cache
+from moonpool.engine.rows import StepError
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.stages.fellows import StageLostError
+from moonpool.engine.stages.pipeline import PipelineEngine, StageStepError, split_layers
+from moonpool.engine.stages.ring import RingEnd, RingError, RingSize, create_ring
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.messenger.arena import Arena
+from moonpool.types import RequestId, SamplingParams
+
+MODEL = "random:hidden=64,layers=5,heads=4,kv_heads=2,inter=96,vocab=300"
+SAMPLED = Draw(SamplingParams(temperature=0.7, seed=3, logprobs=2), (), ())
+NUM_BLOCKS = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Pair:
+    """An engine of stages over an arena, and the one-process engine over blocks of its own."""
+
+    def __init__(self, num_stages: int) -> None:
+        model, ops = open_model(MODEL, "bfloat16"), choose_ops("bfloat16")
+        layout = make_layout(model, 16, ops)
+        self.arena = Arena(layout, NUM_BLOCKS, sealed=False)
+        shape = (NUM_BLOCKS, layout.num_layers, layout.slice_elements)
+        flat = torch.frombuffer(self.arena.buffer, dtype=torch.bfloat16)
+        self.shared = KvCache(flat.view(shape), layout)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.stages = PipelineEngine(
+            model, ops, self.shared, self.arena.fd, num_stages, 1, 64, "test", self.lost.put
+        )
+        self.arena.seal()
+        self.own = empty_cache(layout, NUM_BLOCKS)
+        self.one = Engine(model, ops, self.own)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    pair = Pair(3)
+    yield pair
+    pids = pair.stages.pids
+    pair.stages.close()
+    assert not any(map(is_alive, pids))
+
+
+def steps_of(rng: random.Random, num_prompts: int) -> list[list[SequenceStep]]:
+    """Chunks and single tokens of several sequences, mixed; each in blocks of its own."""
+    lengths = [rng.randrange(1, 150) for _ in range(num_prompts)]
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
+    blocks = [list(range(10 * i, 10 * i + 10)) for i in range(num_prompts)]
+    done = [0] * num_prompts
+    steps = []
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        step = []
+        for i in range(num_prompts):
+            take = min(rng.choice((0, 1, 7, 16, 40)), lengths[i] - done[i])
+            if take:
+                part = prompts[i][done[i] : done[i] + take]
+                draw = SAMPLED if rng.random() < 0.6 else None
+                step.append(SequenceStep(RequestId(str(i)), part, done[i], blocks[i], draw))
+                done[i] += take
+        if step:
+            steps.append(step)
+    return steps
+
+
+def test_several_steps_at_once_have_the_tokens_and_blocks_of_one_process(pair: Pair) -> None:
+    steps = steps_of(random.Random(1), 8)
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    layers: list[list[int]] = [[] for _ in steps]
+    for step, seen in zip(steps, layers, strict=True):
+        pair.stages.begin(step, seen.append, ended.put)
+    expected = [pair.one.step(step) for step in steps]
+    got = [ended.get(timeout=30) for _ in steps]
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert any(token is not None for r in got for token in r.tokens)
+    assert all(sorted(seen) == list(range(5)) for seen in layers)
+    written = [block for i in range(8) for block in range(10 * i, 10 * i + 10)]
+    same = torch.equal(
+        pair.shared.blocks[written].view(torch.int16), pair.own.blocks[written].view(torch.int16)
+    )
+    assert same
+    assert all(busy > 0 for busy in pair.stages.times.busy_s)
+
+
+def test_penalties_and_least_lengths_are_known_to_the_last_stage(pair: Pair) -> None:
+    for params, generated in (
+        (SamplingParams(temperature=0.5, seed=9, presence_penalty=1.5), (4, 5, 6)),
+        (SamplingParams(temperature=0.5, seed=9, min_tokens=5, stop_token_ids=(7,)), (4,)),
+        (SamplingParams(temperature=0.5, seed=9, min_tokens=1, top_k=5), (4, 9, 9)),
+    ):
+        draw = Draw(params, generated, (258,))
+        step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], draw)]
+        assert pair.stages.step(step).tokens == pair.one.step(step).tokens
+
+
+def test_a_step_larger_than_the_ring_goes_through(pair: Pair) -> None:
+    rows = 3 * 64 * 4  # chunk_tokens is 64
+    tokens = [(7 * i) % 300 for i in range(rows)]
+    step = [SequenceStep(RequestId("a"), tokens, 0, list(range(48)), SAMPLED)]
+    assert pair.stages.step(step).tokens == pair.one.step(step).tokens
+
+
+def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
+    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    with pytest.raises(StepError, match="vocabulary"):
+        pair.stages.step([SequenceStep(RequestId("b"), [999], 0, [91], None)])
+    pair.shared.blocks[91] = torch.nan  # makes the logits NaN, which only the last stage sees
+    with pytest.raises(StageStepError, match="NonFinite"):
+        pair.stages.step([SequenceStep(RequestId("b"), [1], 5, [91], SAMPLED)])
+    assert pair.stages.step(step).tokens == pair.one.step(step).tokens
+
+
+def test_a_lost_stage_ends_what_runs_and_is_told_once() -> None:
+    pair = Pair(2)
+    (pid,) = pair.stages.pids
+    os.kill(pid, signal.SIGSTOP)
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    pair.stages.begin(step, None, ended.put)
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(ended.get(timeout=10), StageLostError)
+    assert "stage 2 of 2" in pair.lost.get(timeout=10)
+    with pytest.raises(StageLostError, match="stage 2 of 2"):
+        pair.stages.step(step)
+    pair.stages.close()
+    assert pair.lost.empty()
+
+
+def test_a_stage_that_cannot_start_says_why() -> None:
+    with pytest.raises(ValueError, match="6 stages; use --pipeline-parallel-size 5"):
+        PipedInstance(MODEL, "bfloat16", 6, 1024, 64)
+
+
+def test_layers_are_shared_out_evenly() -> None:
+    assert split_layers(14, 4) == [range(4), range(4, 8), range(8, 11), range(11, 14)]
+    assert split_layers(3, 3) == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_an_instance_answers_alike_whatever_its_stages() -> None:
+    """Prompts with shared prefixes, chunks, decodes and mixed steps; a pool that is too small for
+    all, so that some are preempted. The right tokens come from one prompt at a time."""
+    rng = random.Random(7)
+    first = [rng.randrange(300) for _ in range(120)]
+    prompts = [first[: 40 * (i % 3)] + [rng.randrange(300) for _ in range(30)] for i in range(9)]
+    jobs = [Job(p, 12, SamplingParams(temperature=0.8, seed=i)) for i, p in enumerate(prompts)]
+    with PipedInstance(MODEL, "bfloat16", 1, 640, 48, block_tokens=16) as one:
+        right = [one.run([job], chunk_tokens=512).tokens[0] for job in jobs]
+    assert [len(tokens) for tokens in right] == [12] * 9
+    with PipedInstance(MODEL, "bfloat16", 2, 640, 48, block_tokens=16) as two:
+        got = two.run(jobs, chunk_tokens=48, prefix_caching=True)
+    assert got.tokens == right
+    assert got.cached_tokens > 0
+
+
+def ring_ends(size: RingSize) -> tuple[RingEnd, RingEnd]:
+    fd = create_ring(size)
+    a, b = socket.socketpair()
+    return RingEnd(os.dup(fd), a, size, writes=True), RingEnd(fd, b, size, writes=False)
+
+
+def test_a_ring_carries_more_than_it_holds_and_waits_when_it_is_full() -> None:
+    writer, reader = ring_ends(RingSize(slot_bytes=64, num_slots=3))
+    sent = [torch.randn(n, 5) for n in (1, 100, 3, 40)]
+    done = threading.Event()
+
+    def write() -> None:
+        for tensor in sent:
+            writer.write(tensor)
+        done.set()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert not done.is_set(), "three slots cannot hold all of it"
+    for tensor in sent:
+        got = torch.empty_like(tensor)
+        reader.read(got)
+        assert torch.equal(got, tensor)
+    thread.join(10)
+    assert done.is_set()
+
+
+def test_a_ring_whose_other_end_is_gone_says_so() -> None:
+    writer, reader = ring_ends(RingSize(slot_bytes=64, num_slots=3))
+    reader.close()
+    with pytest.raises(RingError):
+        writer.write(torch.zeros(160))
+    writer, reader = ring_ends(RingSize(slot_bytes=64, num_slots=3))
+    threading.Timer(0.05, reader.interrupt).start()
+    with pytest.raises(RingError):
+        reader.read(torch.zeros(16))
