@@ -294,6 +294,11 @@ def _check_ranges(config: Config) -> None:
         _require(0 <= getattr(hardware, name) < float("inf"), f"hardware.{name}", ">= 0")
     _require(1 <= hardware.nodes_per_prefill <= 64, "hardware.nodes_per_prefill", "1 to 64")
     _require(
+        hardware.nodes_per_prefill == 1 or config.engine.pipeline_parallel_size == 1,
+        "hardware.nodes_per_prefill",
+        "1 where engine.pipeline_parallel_size is above 1: each stage is a node",
+    )
+    _require(
         config.conductor.role_balance != "switch" or hardware.nodes_per_prefill == 1,
         "conductor.role_balance",
         '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
@@ -314,6 +319,11 @@ def _check_attention(config: Config) -> None:
         "1 to 64 where hardware.attention_device names one, and 0 where it does not",
     )
     _require(1 <= hardware.decode_batches <= 8, "hardware.decode_batches", "1 to 8")
+    _require(
+        not named or config.engine.decode_pipeline_parallel_size == 1,
+        "engine.decode_pipeline_parallel_size",
+        "1 with hardware.attention_device: decodes attend on other devices",
+    )
     _require(
         not named or config.conductor.role_balance != "switch",
         "conductor.role_balance",

@@ -48,6 +48,15 @@ def test_tables_and_overrides() -> None:
             '[conductor]\nrole_balance = "switch"\n[hardware]\nnodes_per_prefill = 2',
             "a group of nodes cannot become a decode instance",
         ),
+        ("[engine]\npipeline_parallel_size = 0", "engine.pipeline_parallel_size must be 1 to 64"),
+        (
+            '[engine]\ndevice = "cuda"\ndecode_pipeline_parallel_size = 2',
+            "engine.decode_pipeline_parallel_size must be 1 while engine.device",
+        ),
+        (
+            "[engine]\npipeline_parallel_size = 2\n[hardware]\nnodes_per_prefill = 2",
+            "each stage is a node",
+        ),
         ("[conductor]\nkvcache_balancing_threshold = 0.5", "kvcache_balancing_threshold must be"),
     ],
 )

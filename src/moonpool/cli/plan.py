@@ -292,6 +292,7 @@ def _workload(
 ) -> tuple[Workload, Priced]:
     """Raises ConfigError."""
     from moonpool.plan.trial import Workload
+    from moonpool.sim.hardware import decode_nodes, prefill_nodes
     from moonpool.trace.reader import open_trace
     from moonpool.trace.row import TraceError
 
@@ -307,7 +308,8 @@ def _workload(
     except TraceError as error:
         fail(str(error))
     workload = Workload(rows, trace.info.block_tokens, catalogue, profile)
-    return workload, Priced(prices, kv_bytes, base.hardware.nodes_per_prefill)
+    nodes = prefill_nodes(base).nodes_per_prefill, decode_nodes(base).nodes_per_prefill
+    return workload, Priced(prices, kv_bytes, *nodes)
 
 
 def _cpu_s() -> float:

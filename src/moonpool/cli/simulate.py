@@ -64,6 +64,8 @@ FLAG_KEYS: FlagKeys = {
     "shape": ("hardware", "shape"),
     "devices_per_node": ("hardware", "devices_per_node"),
     "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
+    "pipeline_parallel_size": ("engine", "pipeline_parallel_size"),
+    "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
     "parallelism": ("hardware", "parallelism"),
     "decode_device": ("hardware", "decode_device"),
     "decode_devices_per_node": ("hardware", "decode_devices_per_node"),
@@ -155,6 +157,12 @@ def cluster_options(command: Any) -> Any:
         click.option("--attention-devices-per-node", type=int),
         click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
         click.option("--parallelism", type=click.Choice(choices(Parallelism))),
+        click.option(
+            "--pipeline-parallel-size",
+            type=int,
+            help="Stages of a prefill or mixed instance, a node each.",
+        ),
+        click.option("--decode-pipeline-parallel-size", type=int, help="Of a decode instance."),
         click.option(
             "--catalogue",
             "catalogue_file",

@@ -116,19 +116,21 @@ class Candidate(Struct, frozen=True):
 
 class Priced(Struct, frozen=True):
     """What candidates cost: of a model with so many bytes of KVCache a token, and groups of so many
-    nodes to a prefill (or mixed) instance."""
+    nodes to a prefill (or mixed) and to a decode instance."""
 
     prices: Prices
     kv_bytes_per_token: float
     nodes_per_prefill: int = 1
+    nodes_per_decode: int = 1
 
     def usd_per_h(self, candidate: Candidate) -> float:
         """Raises ConfigError where a device has no price."""
         groups = (candidate.prefill + candidate.mixed) * self.nodes_per_prefill
+        decodes = candidate.decode * self.nodes_per_decode
         usd = groups * candidate.kind.usd_per_h(self.prices)
         if candidate.decode:
-            usd += candidate.decode * candidate.decode_kind.usd_per_h(self.prices)
-        num_bytes = (groups + candidate.decode) * candidate.cache_tokens * self.kv_bytes_per_token
+            usd += decodes * candidate.decode_kind.usd_per_h(self.prices)
+        num_bytes = (groups + decodes) * candidate.cache_tokens * self.kv_bytes_per_token
         return usd + self.prices.dram_usd_per_h(num_bytes)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from moonpool.config import Config
 from moonpool.report.cluster import busy_share
 from moonpool.report.words import GAP, both, counted, duration, percent, significant
-from moonpool.sim.hardware import decode_nodes
+from moonpool.sim.hardware import decode_nodes, prefill_nodes
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
@@ -33,11 +33,14 @@ def cluster_words(config: Config) -> str:
     counts = (("prefill", cluster.prefill), ("decode", cluster.decode), ("mixed", cluster.mixed))
     pools = " + ".join(f"{number:,} {role}" for role, number in counts if number)
     node = f"{hardware.devices_per_node}{GAP}×{GAP}{hardware.device}"
-    group = hardware.nodes_per_prefill
+    grouped = prefill_nodes(config)
+    group = grouped.nodes_per_prefill
     if group > 1:
         kind = "prefill" if cluster.prefill else "mixed"
-        node += f" ({kind}: {group} such nodes, {hardware.parallelism.upper()})"
-    decode = decode_nodes(hardware)
+        node += f" ({kind}: {group} such nodes, {grouped.parallelism.upper()})"
+    decode = decode_nodes(config)
+    if cluster.decode and decode.nodes_per_prefill > 1:
+        node += f" (decode: {decode.nodes_per_prefill} such nodes, CPP)"
     if cluster.decode and (decode.device, decode.devices_per_node) != (
         hardware.device,
         hardware.devices_per_node,

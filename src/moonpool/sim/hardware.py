@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from moonpool.config import Config, HardwareConfig
+from moonpool.config import Config, ConfigError, HardwareConfig
 from moonpool.cost.belief import fit_belief, scaled
 from moonpool.cost.catalogue import BUILT_IN, Catalogue
 from moonpool.cost.fitted import DecodeSpread, FittedCost
@@ -74,11 +74,20 @@ def build_hardware(
 ) -> Hardware:
     """From configuration. The errors are factors by which the Conductor's belief of prefill and
     decode times is wrong. Raises ConfigError for what cannot be built."""
-    node = open_node(prefill_nodes(config.hardware), profile, catalogue)
-    decoder = open_node(decode_nodes(config.hardware), profile, catalogue)
+    grouped, decoding_nodes = prefill_nodes(config), decode_nodes(config)
+    most_nodes = max(grouped.nodes_per_prefill, decoding_nodes.nodes_per_prefill)
+    if config.conductor.role_balance == "switch" and most_nodes > 1:
+        raise ConfigError(
+            'conductor.role_balance "switch" cannot be simulated with instances of several'
+            ' stages: their nodes would change, too; use "advise"'
+        )
+    node = open_node(grouped, profile, catalogue)
+    decoder = open_node(decoding_nodes, profile, catalogue)
     layout = _layout(node, config, profile)
-    single = _node_hardware(config, decoder, decoder.cost, 1, layout)
-    group = config.hardware.nodes_per_prefill
+    stages = decoding_nodes.nodes_per_prefill
+    decoder_truth = decoder.cost if stages == 1 else decoder.prefill_cost
+    single = _node_hardware(config, decoder, decoder_truth, stages, layout)
+    group = grouped.nodes_per_prefill
     prefill = _node_hardware(config, node, node.prefill_cost, group, layout)
     wrong = [
         replace(part, belief=scaled(part.belief, prefill_error, decode_error))
@@ -94,18 +103,25 @@ def build_hardware(
     return hardware if profile is None else _as_measured(hardware, profile)
 
 
-def prefill_nodes(hardware: HardwareConfig) -> HardwareConfig:
-    """That of the nodes on which prefill and mixed instances run: they attend by themselves."""
-    return structs.replace(hardware, attention_device="", attention_devices_per_node=0)
+def prefill_nodes(config: Config) -> HardwareConfig:
+    """That of the nodes on which prefill and mixed instances run, and how many form one: a stage
+    is a node. They attend by themselves."""
+    hardware = structs.replace(config.hardware, attention_device="", attention_devices_per_node=0)
+    stages = config.engine.pipeline_parallel_size
+    if stages == 1:
+        return hardware
+    return structs.replace(hardware, nodes_per_prefill=stages, parallelism="cpp")
 
 
-def decode_nodes(hardware: HardwareConfig) -> HardwareConfig:
-    """That of the nodes on which decode instances run: one node each."""
+def decode_nodes(config: Config) -> HardwareConfig:
+    """The same of decode instances."""
+    hardware = config.hardware
     return structs.replace(
         hardware,
         device=hardware.decode_device or hardware.device,
         devices_per_node=hardware.decode_devices_per_node or hardware.devices_per_node,
-        nodes_per_prefill=1,
+        nodes_per_prefill=config.engine.decode_pipeline_parallel_size,
+        parallelism="cpp",
     )
 
 

@@ -44,6 +44,24 @@ def test_groups_are_of_prefill_nodes_only() -> None:
     assert grouped.prefill.truth.num_stages == 2
 
 
+def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() -> None:
+    """What `[engine]` says of a live instance makes the group that `[hardware]` would."""
+    engine = {"pipeline_parallel_size": 2, "decode_pipeline_parallel_size": 3}
+    hardware = {"cost": "roofline", "device": "H100-SXM"}
+    staged_config = parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS)
+    staged = build_hardware(staged_config)
+    grouped = build_hardware(config(device="H100-SXM", nodes_per_prefill=2, parallelism="cpp"))
+    assert sizes(staged.prefill) == sizes(grouped.prefill)
+    assert [n.truth.num_stages for n in (staged.prefill, staged.mixed, staged.decode)] == [2, 2, 3]
+    words = cluster_words(staged_config)
+    assert "prefill: 2 such nodes, CPP" in words and "decode: 3 such nodes, CPP" in words
+    engine["pipeline_parallel_size"] = 1
+    changes = {"engine": engine, "conductor": {"role_balance": "switch"}}
+    switching = parse_config("", changes, DEFAULTS)
+    with pytest.raises(ConfigError, match='"switch" cannot be simulated'):
+        build_hardware(switching)
+
+
 def test_the_same_named_twice_is_one_kind() -> None:
     named = build_hardware(config(device="H20", decode_device="H20"))
     assert sizes(named.decode) == sizes(build_hardware(config(device="H20")).decode)
