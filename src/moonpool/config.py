@@ -265,13 +265,6 @@ def _check_ranges(config: Config) -> None:
     _require(config.engine.chunk_tokens >= 1, "engine.chunk_tokens", ">= 1")
     _require(config.engine.max_sequences >= 1, "engine.max_sequences", ">= 1")
     _require(0 <= config.engine.threads <= 1024, "engine.threads", "0 to 1024")
-    for name in ("pipeline_parallel_size", "decode_pipeline_parallel_size"):
-        _require(1 <= getattr(config.engine, name) <= 64, f"engine.{name}", "1 to 64")
-        _require(
-            config.engine.device != "cuda" or getattr(config.engine, name) == 1,
-            f"engine.{name}",
-            '1 while engine.device is "cuda": stages compute on CPUs',
-        )
     _require(0 <= config.api.port <= 65535, "api.port", "0 to 65535")
     _require(0 <= config.network.head_port <= 65535, "network.head_port", "0 to 65535")
     _require(config.api.max_body_bytes > 0, "api.max_body_bytes", "> 0")
@@ -294,11 +287,6 @@ def _check_ranges(config: Config) -> None:
         _require(0 <= getattr(hardware, name) < float("inf"), f"hardware.{name}", ">= 0")
     _require(1 <= hardware.nodes_per_prefill <= 64, "hardware.nodes_per_prefill", "1 to 64")
     _require(
-        hardware.nodes_per_prefill == 1 or config.engine.pipeline_parallel_size == 1,
-        "hardware.nodes_per_prefill",
-        "1 where engine.pipeline_parallel_size is above 1: each stage is a node",
-    )
-    _require(
         config.conductor.role_balance != "switch" or hardware.nodes_per_prefill == 1,
         "conductor.role_balance",
         '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
@@ -307,7 +295,24 @@ def _check_ranges(config: Config) -> None:
     number = hardware.decode_devices_per_node
     _require(0 <= number <= 64, "hardware.decode_devices_per_node", "0 to 64 (0: as the others)")
     _check_attention(config)
+    _check_stages(config)
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
+
+
+def _check_stages(config: Config) -> None:
+    engine = config.engine
+    for name in ("pipeline_parallel_size", "decode_pipeline_parallel_size"):
+        _require(1 <= getattr(engine, name) <= 64, f"engine.{name}", "1 to 64")
+        _require(
+            engine.device != "cuda" or getattr(engine, name) == 1,
+            f"engine.{name}",
+            '1 while engine.device is "cuda": stages compute on CPUs',
+        )
+    _require(
+        config.hardware.nodes_per_prefill == 1 or engine.pipeline_parallel_size == 1,
+        "hardware.nodes_per_prefill",
+        "1 where engine.pipeline_parallel_size is above 1: each stage is a node",
+    )
 
 
 def _check_attention(config: Config) -> None:
