@@ -192,7 +192,7 @@ def simulate(
         cost,
         lambda work_id: jobs[int(work_id)].output_tokens,
         post,
-        lambda prefills: 1.0,
+        lambda prefills, first: 1.0,
         lambda work_id, seconds: None,
     )
     for number, job in enumerate(jobs):

@@ -61,7 +61,11 @@ def pipelined(whole: FittedCost, num_stages: int) -> FittedCost:
     e, f, g = whole.decode
     mixed = whole.mixed or (f, g)  # those of a step's own share of the decodes
     return msgspec.structs.replace(
-        whole, prefill=(a, b, c, d), decode=(e, f / num_stages, g / num_stages), mixed=mixed
+        whole,
+        prefill=(a, b, c, d),
+        decode=(e, f / num_stages, g / num_stages),
+        mixed=mixed,
+        decode_curve=tuple((batch * num_stages, x) for batch, x in whole.decode_curve),
     )
 
 
