@@ -19,7 +19,7 @@ from moonpool.cost.model import StepCost
 from moonpool.engine.builtin import DTYPES, open_model
 from moonpool.engine.ops import KvCache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.stages.pipeline import Outcome, PipelineEngine
+from moonpool.engine.stages.pipeline import Outcome, PipelineEngine, StageOptions
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.arena import Arena
 from moonpool.runtime.engine_thread import sequence_step
@@ -103,10 +103,9 @@ class PipedInstance:
         if num_stages == 1:
             self.engine = Engine(loaded, ops, cache)
         else:
-            name = "bench"
-            self.engine = PipelineEngine(
-                loaded, ops, cache, self.arena.fd, num_stages, threads, chunk_tokens, name, _ignore
-            )
+            options = StageOptions(num_stages, threads, chunk_tokens)
+            fd = self.arena.fd
+            self.engine = PipelineEngine(loaded, ops, cache, fd, options, "bench", _ignore)
         self.arena.seal()
 
     def __enter__(self) -> PipedInstance:

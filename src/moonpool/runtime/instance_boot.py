@@ -23,7 +23,7 @@ from moonpool.engine.cuda.mirror import Mirror, lock_pages
 from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.stages.fellows import StageLostError
-from moonpool.engine.stages.pipeline import PipelineEngine
+from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
@@ -147,10 +147,10 @@ def boot_instance(
         else:
             if ops.device.type != "cpu":
                 raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
-            chunk_tokens = setup.engine.chunk_tokens
-            engine = PipelineEngine(
-                model, ops, cache, arena.fd, num_stages, threads, chunk_tokens, instance_id, on_lost
+            options = StageOptions(
+                num_stages, threads, setup.engine.chunk_tokens, setup.model.quantization
             )
+            engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
             arena.seal()  # all stages have mapped it
     except (ArenaError, StageLostError, ValueError) as error:  # a model's errors are ValueErrors
         raise BootError(str(error)) from None

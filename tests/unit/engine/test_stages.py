@@ -17,12 +17,18 @@ import torch
 
 from moonpool.bench.local_server import is_alive
 from moonpool.bench.piped import Job, PipedInstance
+from moonpool.config import Quantization
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, empty_cache
 from moonpool.engine.rows import StepError
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.stages.fellows import StageLostError
-from moonpool.engine.stages.pipeline import PipelineEngine, StageStepError, split_layers
+from moonpool.engine.stages.pipeline import (
+    PipelineEngine,
+    StageOptions,
+    StageStepError,
+    split_layers,
+)
 from moonpool.engine.stages.ring import RingEnd, RingError, RingSize, create_ring
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.arena import Arena
@@ -44,16 +50,18 @@ def one_thread() -> Iterator[None]:
 class Pair:
     """An engine of stages over an arena, and the one-process engine over blocks of its own."""
 
-    def __init__(self, num_stages: int) -> None:
-        model, ops = open_model(MODEL, "bfloat16"), choose_ops("bfloat16")
+    def __init__(self, num_stages: int, quantization: Quantization = "none") -> None:
+        model = open_model(MODEL, "bfloat16")
+        ops = choose_ops("bfloat16", quantization=quantization)
         layout = make_layout(model, 16, ops)
         self.arena = Arena(layout, NUM_BLOCKS, sealed=False)
         shape = (NUM_BLOCKS, layout.num_layers, layout.slice_elements)
         flat = torch.frombuffer(self.arena.buffer, dtype=torch.bfloat16)
         self.shared = KvCache(flat.view(shape), layout)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        options = StageOptions(num_stages, 1, 64, quantization)
         self.stages = PipelineEngine(
-            model, ops, self.shared, self.arena.fd, num_stages, 1, 64, "test", self.lost.put
+            model, ops, self.shared, self.arena.fd, options, "test", self.lost.put
         )
         self.arena.seal()
         self.own = empty_cache(layout, NUM_BLOCKS)
@@ -138,11 +146,12 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
 
 
 def test_a_lost_stage_ends_what_runs_and_is_told_once() -> None:
-    pair = Pair(2)
+    pair = Pair(2, "int8")
     (pid,) = pair.stages.pids
+    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    assert pair.stages.step(step).tokens == pair.one.step(step).tokens
     os.kill(pid, signal.SIGSTOP)
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     pair.stages.begin(step, None, ended.put)
     os.kill(pid, signal.SIGKILL)
     assert isinstance(ended.get(timeout=10), StageLostError)

@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import torch
 
+from moonpool.config import Quantization
 from moonpool.engine.builtin import DTYPES, LoadedModel
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops
@@ -85,6 +86,16 @@ class StageTimes:
     busy_s: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """`threads`: of each stage. `chunk_tokens`: what most steps have at most."""
+
+    num_stages: int
+    threads: int
+    chunk_tokens: int
+    quantization: Quantization = "none"
+
+
 class PipelineEngine:
     """To be made before anybody seals the arena behind `cache` and `arena_fd`. `on_lost` is called
     once, from a thread, if a stage ends that should not. Raises ValueError, StageLostError."""
@@ -95,12 +106,11 @@ class PipelineEngine:
         ops: Ops,
         cache: KvCache,
         arena_fd: int,
-        num_stages: int,
-        threads: int,
-        chunk_tokens: int,
+        options: StageOptions,
         owner: str,
         on_lost: Callable[[str], None],
     ) -> None:
+        num_stages = options.num_stages
         layers = split_layers(model.spec.num_layers, num_stages)
         self.spec = model.spec
         self.layout = cache.layout
@@ -120,14 +130,15 @@ class PipelineEngine:
         setup = StageSetup(
             model=model.name,
             dtype=model.dtype,
+            quantization=options.quantization,
             block_tokens=cache.layout.block_tokens,
             num_blocks=self.num_blocks,
             fingerprint=cache.layout.fingerprint,
             first_layer=0,
             end_layer=0,
-            threads=threads,
+            threads=options.threads,
             slot_bytes=SLOT_BYTES,
-            num_slots=_num_slots(chunk_tokens, model),
+            num_slots=_num_slots(options.chunk_tokens, model),
         )
         fellows, fd, sock = start_fellows(setup, layers[1:], arena_fd, owner)
         self._fellows: list[Fellow] = fellows

@@ -78,7 +78,7 @@ class Stage:
     def __init__(self, setup: StageSetup, fds: list[int], control: socket.socket) -> None:
         torch.set_num_threads(setup.threads)
         model = open_model(setup.model, setup.dtype)
-        ops = choose_ops(model.dtype)
+        ops = choose_ops(model.dtype, quantization=setup.quantization)
         layout = make_layout(model, setup.block_tokens, ops)
         if layout.fingerprint != setup.fingerprint:
             raise ValueError("the stages do not compute alike: are they one installation?")

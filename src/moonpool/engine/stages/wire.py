@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moonpool.config import Quantization
 from moonpool.engine.ops import StepMeta
 from moonpool.engine.step import Draw
 from moonpool.types import SamplingParams, Struct, Token
@@ -33,6 +34,7 @@ MAX_FRAME_BYTES = 1 << 28
 class StageSetup(Struct, frozen=True, tag=True):
     model: str
     dtype: str
+    quantization: Quantization
     block_tokens: int
     num_blocks: int
     fingerprint: bytes  # of the first stage's block layout
