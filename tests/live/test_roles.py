@@ -20,6 +20,7 @@ from moonpool.bench.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}
+LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (300, 500)
 IMPOSSIBLE = {"x-slo-ttft-ms": "0.01"}
 """What is refused costs nothing, and is demand all the same."""
 
@@ -65,20 +66,20 @@ class Desk:
             yield answers
 
     @contextmanager
-    def demanding(self) -> Iterator[None]:
-        """Long prompts, all of them refused."""
+    def demanding(self, prompt_tokens: int, answer_tokens: int) -> Iterator[None]:
+        """Prompts and answers of such lengths, all of them refused."""
         over = threading.Event()
 
         def demand() -> None:
             for number in count():
                 if over.is_set():
                     return
-                body = {"prompt": [number % 250] * 4000, "max_tokens": 1}
+                body = {"prompt": [number % 250] * prompt_tokens, "max_tokens": answer_tokens}
                 done = self.client.post("/v1/completions", json=body, headers=IMPOSSIBLE)
                 assert done.status_code == 429
                 time.sleep(0.01)
 
-        with _threads([demand], over):
+        with _threads([demand] * 3, over):
             yield
 
 
@@ -102,18 +103,22 @@ def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_an_instance_changes_sides_and_answers_stay_right(server: LocalServer) -> None:
+def test_instances_change_sides_and_back_and_answers_stay_right(server: LocalServer) -> None:
     desk = Desk(server)
     expected = desk.answer()
     with desk.asking(2) as answers:
-        with desk.demanding():
+        with desk.demanding(*LONG_PROMPTS):
             wait_until(lambda: desk.roles().count("prefill") >= 2)
+        before = len(answers)
+        wait_until(lambda: len(answers) > before + 2)
+        with desk.demanding(*LONG_ANSWERS):
+            wait_until(lambda: desk.roles().count("decode") >= 3)
         before = len(answers)
         wait_until(lambda: len(answers) > before + 2)
     assert set(answers) == {expected}
     balance = desk.cluster()["role_balance"]
     assert balance["mode"] == "switch"
-    assert balance["switches"]["prefill"] >= 1
+    assert balance["switches"]["prefill"] >= 1 and balance["switches"]["decode"] >= 1
     metrics = desk.client.get("/metrics").text
     assert "moonpool:role_switches_total{" in metrics and "moonpool:role_load{" in metrics
 
@@ -131,7 +136,7 @@ def test_an_instance_killed_while_it_drains_costs_no_answer(server: LocalServer)
                 return True
         return False
 
-    with desk.asking(4) as answers, desk.demanding():
+    with desk.asking(4) as answers, desk.demanding(*LONG_PROMPTS):
         wait_until(kill_what_drains)
     wait_until(lambda: len(desk.roles()) == 4)
     assert set(answers) == {expected}

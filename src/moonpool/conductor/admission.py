@@ -64,8 +64,8 @@ def admit(
 
 
 class _Pool(msgspec.Struct, frozen=True):
-    """The decode pool as its mean: all answers spread evenly over its instances, on the kind of
-    instance that was chosen, and this request with them."""
+    """The decode pool as one: all answers spread over its instances so that they are equally slow,
+    which is what placement does, and this request with them on the one that was chosen."""
 
     fleet: Fleet
     row: int
@@ -73,8 +73,12 @@ class _Pool(msgspec.Struct, frozen=True):
     promised_s: float
 
     def tbt_s(self, batch: float, context_tokens: float) -> float:
-        num = self.fleet.num_decodes
-        return self.fleet.tbt_s(self.row, batch / num + 1, context_tokens / num + self.own_tokens)
+        fleet = self.fleet
+        if fleet.decodes_alike:
+            num = fleet.num_decodes
+            return fleet.tbt_s(self.row, batch / num + 1, context_tokens / num + self.own_tokens)
+        own_s = fleet.f.item(self.row) + fleet.g.item(self.row) * self.own_tokens
+        return max(fleet.level_tbt_s(batch, context_tokens), fleet.e.item(self.row)) + own_s
 
     def memory(self, context_tokens: float) -> float:
         """Share of the engine's own memory that would be taken."""

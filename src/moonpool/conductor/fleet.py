@@ -20,6 +20,7 @@ Bools = npt.NDArray[np.bool_]
 
 NEVER_S = float("-inf")
 S_PER_NS = 1e-9
+LEAST_STEP_S = 1e-12
 
 _BOOKED = (
     "waiting_ns",
@@ -93,6 +94,7 @@ class Fleet:
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.total_decoding = self.total_decoding_context = 0
         self.mixed: Bools | None = None  # instances of both kinds; None: there are none
+        self.decodes_alike = True  # all decode instances are believed to take the same times
         self.num_on_host: dict[float, int] = {}
         self._hosts: dict[str, int] = {"": 0}
 
@@ -126,6 +128,7 @@ class Fleet:
         self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
         self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
         self.s_per_ssd_byte[row] = 1.0 / (cost.ssd_read_bytes_per_s or 1.0)
+        self._compare_decodes()
 
     def leave(self, row: int) -> None:
         """Whatever is still booked there goes with it."""
@@ -196,6 +199,18 @@ class Fleet:
         """Time of a step on this row's kind of instance."""
         return self.e.item(row) + self.f.item(row) * batch + self.g.item(row) * context_tokens
 
+    def level_tbt_s(self, batch: float, context_tokens: float) -> float:
+        """Time of a step with so many answers, spread so that it is the same on all decode
+        instances: the slower take fewer, and none those whose bare step takes longer."""
+        e, f, g = self.e[self.decodes], self.f[self.decodes], self.g[self.decodes]
+        each_s = np.maximum(f + g * (context_tokens / max(batch, 1.0)), LEAST_STEP_S)
+        order = np.argsort(e, kind="stable")
+        rates = 1.0 / each_s[order]
+        # With the first 1, 2, ... of them; a sum in one order is the same on every machine.
+        levels_s = (batch + np.cumsum(e[order] * rates)) / np.cumsum(rates)
+        next_s = np.append(e[order][1:], np.inf)
+        return float(levels_s[int(np.argmax(levels_s <= next_s))])
+
     # Load: predicted over promised latency
 
     def prefill_load(self, slo: Slo, now: float) -> float:
@@ -244,9 +259,17 @@ class Fleet:
         for name in _INSTANTS:
             getattr(self, name)[row] = NEVER_S
 
+    def _compare_decodes(self) -> None:
+        rows = self.decodes
+        self.decodes_alike = all(
+            bool((values == values[:1]).all())
+            for values in (self.e[rows], self.f[rows], self.g[rows])
+        )
+
     def _count_roles(self) -> None:
         self.num_prefills = int(np.count_nonzero(self.prefills))
         self.num_decodes = int(np.count_nonzero(self.decodes))
+        self._compare_decodes()
         both = self.prefills & self.decodes
         self.mixed = both if both.any() else None
         self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from conductor_instances import info
+from conductor_instances import COST, info
 
 from moonpool.conductor.admission import Promise, admit
 from moonpool.conductor.bookings import Bookings
@@ -189,3 +190,14 @@ def test_a_refusal_tells_the_numbers_behind_it() -> None:
     assert projected is not None and projected.projection is not None
     assert projected.projection["ahead_s"] == pytest.approx(1.0, rel=0.01)
     assert all(type(value) is float for value in projected.projection.values())
+
+
+def test_a_slow_instance_is_not_taken_for_the_whole_pool() -> None:
+    """It decodes little, as placement saw to it; that says nothing of the others."""
+    scene = Scene(decoding=(40, 5))
+    slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
+    scene.books.fleet.believe(2, slow)
+    # 45 answers: 40 on the fast one and 5 on the slow one, both at 0.4 s a step.
+    assert scene.decide("early", tbt_s=0.6) is None
+    refused = scene.decide("early", tbt_s=0.35)
+    assert refused is not None and refused.projection["predicted_tbt_s"] < 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from conductor_instances import COST, info
 
@@ -76,3 +77,20 @@ def test_an_instance_takes_what_is_booked_with_it() -> None:
     assert fleet.num_decodes == 1 and fleet.room_tokens[0] == 0
     fleet.join(0, info("p0"))
     assert (fleet.num_prefills, fleet.decoding_batch[0]) == (1, 0)
+
+
+def test_answers_are_spread_so_that_all_are_equally_slow() -> None:
+    """One takes twice as long for an answer, and one whose bare step is too slow takes none."""
+    fleet = Fleet()
+    for row, decode in enumerate([(0.01, 0.01, 0.0), (0.01, 0.02, 0.0), (0.5, 0.01, 0.0)]):
+        fleet.join(row, info(f"d{row}", cost=msgspec.structs.replace(COST, decode=decode)))
+    assert not fleet.decodes_alike
+    # 20 answers and 10: steps of 0.21 s on both.
+    assert fleet.level_tbt_s(30, 3000) == pytest.approx(0.21)
+    # So many that the third helps: (t - .01) / .01 + (t - .01) / .02 + (t - .5) / .01 = 100.
+    assert fleet.level_tbt_s(100, 0) == pytest.approx((100 + 1.5 + 50) / 250)
+    assert fleet.level_tbt_s(0, 0) == pytest.approx(0.01)
+    fleet.believe(1, msgspec.structs.replace(COST, decode=(0.01, 0.01, 0.0)))
+    assert not fleet.decodes_alike
+    fleet.leave(2)
+    assert fleet.decodes_alike
