@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types check swarm bench clean
+.PHONY: setup setup-dev demo test lint types check swarm soak bench clean
 
 setup: $(VENV)/.installed
 
@@ -49,6 +49,9 @@ bench: setup
 
 swarm: setup-dev
 	$(BIN)/python -m tests.sim.swarm --seeds 5000
+
+soak: setup-dev
+	$(BIN)/python -m tests.soak --operations 200000
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info src/moonpool/engine/native/*.so

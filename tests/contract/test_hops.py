@@ -16,7 +16,7 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
 from moonpool.messenger.landing import Landing, checksum_slice
 from moonpool.messenger.shm import ShmConnection
-from moonpool.messenger.transport import PeerGoneError
+from moonpool.messenger.transport import FrameSocket, PeerGoneError
 from moonpool.messenger.wire import ReadBlocks, ReadGranted, ReadRenewed, Slices
 
 MakeNode = Callable[..., Node]
@@ -260,3 +260,33 @@ def test_a_read_that_fails_midway_goes_on_over_tcp(monkeypatch: pytest.MonkeyPat
     assert set(reader.messenger.counts().received_bytes) == {"shm", "tcp"}
     source.close()
     reader.close()
+
+
+@pytest.mark.parametrize("how", [fetch, stream])
+@pytest.mark.parametrize("bit", [1, 2])
+def test_a_bit_that_flips_in_what_is_said_of_the_slices_is_never_believed(
+    make_node: MakeNode, how: Callable[..., object], bit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that says it is another one's would be put, whole and right, in the wrong place."""
+    source, reader = make_node("source"), make_node("reader")
+    source.fill(1)
+    send_all, place = FrameSocket._send_all, 0
+
+    def spoil(self: FrameSocket, buffers: list[memoryview], deadline_s: float) -> None:
+        for number, buffer in enumerate(buffers):
+            start = bytes(buffer).find(b"offers")
+            if start >= 0 and start + place < len(buffer):
+                spoiled = bytearray(buffer)
+                spoiled[start + place] ^= bit
+                buffers[number] = memoryview(spoiled)
+        send_all(self, buffers, deadline_s)
+
+    monkeypatch.setattr(FrameSocket, "_send_all", spoil)
+    for place in range(8, 60, 3):  # noqa: B007 - `spoil` reads it
+        if how is fetch:
+            num_right = fetch(reader, source, [3, 4, 5, 6], [0, 1, 2, 9]).num_blocks
+            wrong = set(range(num_right, 4))
+        else:
+            wrong = set(stream(source, reader, [3, 4, 5, 6], [0, 1, 2, 9]).corrupt)
+        for index, target in enumerate([0, 1, 2, 9]):
+            assert index in wrong or reader.block(target) == source.block(3 + index)

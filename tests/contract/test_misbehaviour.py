@@ -333,14 +333,20 @@ def _read(sock: socket.socket) -> bytes:
 def test_oversized_and_malformed_frames_after_the_handshake_are_refused(
     node: Node, transport: str
 ) -> None:
-    for body in (struct.pack(">I", MAX_FRAME_BYTES + 1), struct.pack(">I", 3) + b"\x81\xa1a"):
+    malformed = b"\x81\xa1a"
+    right_sum = checksum_slice(memoryview(malformed)) & 0xFFFFFFFF
+    for body in (
+        struct.pack(">II", MAX_FRAME_BYTES + 1, 0),
+        struct.pack(">II", 3, right_sum) + malformed,
+        struct.pack(">II", 3, right_sum ^ 1) + malformed,
+    ):
         connection = rogue(node, transport)
         with socket.socket(fileno=_dup(connection)) as sock:
             sock.sendall(body)
         with pytest.raises(PeerGoneError):
             connection.receive(soon())
         connection.close()
-    wait_until(lambda: node.messenger.counts().refused_connections == 2)
+    wait_until(lambda: node.messenger.counts().refused_connections == 3)
 
 
 def _dup(connection: Connection) -> int:

@@ -282,6 +282,21 @@ def simulator(sizes: tuple[tuple[int, int], ...], json_file: str | None) -> None
 
 
 @bench.command()
+@click.option("--blocks", type=COUNT, default=1_000_000, show_default=True, help="In all.")
+@click.option("--instances", type=COUNT, default=1000, show_default=True)
+@JSON
+def index(blocks: int, instances: int, json_file: str | None) -> None:
+    """Memory of the Conductor's index, and time to match a prompt of 256 blocks, against limits."""
+    from moonpool.bench.index import IndexBenchError, bench_index
+
+    try:
+        found = bench_index(blocks, instances, click.echo)
+    except IndexBenchError as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),

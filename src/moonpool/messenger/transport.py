@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import xxhash
 
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.wire import MAX_FRAME_BYTES, Codec, Message, SliceOffer, Slices
 from moonpool.types import InstanceId
 
 FRAME_HEADER = struct.Struct(">I")
+_SUMMED_HEADER = struct.Struct(">II")  # length, and the low half of the body's xxh3_64
 _MAX_BUFFERS = 512  # the kernel's limit per call is 1024
 _READ_AHEAD_BYTES = 16 << 10
 _TIMEOUT_SLACK_S = 0.005  # to set a socket's timeout is a call to the kernel, as a message is
@@ -91,7 +93,9 @@ class FrameSocket:
     """A stream socket that carries frames (4 bytes of length, then the body) under deadlines.
 
     It reads exactly what it is asked for until `read_ahead` is called: descriptors that travel
-    between two frames are lost to whoever reads past the first of them.
+    between two frames are lost to whoever reads past the first of them. From that call on, the
+    handshake being over, 4 bytes of checksum follow the length: a slice that arrives whole is still
+    garbage if a bit flipped in what says which slice it is.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -105,6 +109,7 @@ class FrameSocket:
         self._ahead = memoryview(b"")
         self._start = self._end = 0
         self._armed_s = -1.0
+        self._summed = False
 
     @property
     def socket(self) -> socket.socket:
@@ -118,7 +123,9 @@ class FrameSocket:
         return self._sock.fileno()
 
     def read_ahead(self) -> None:
-        """From now on small frames may be read together, with one call to the kernel."""
+        """From now on frames carry a checksum, and small ones may be read together, with one call
+        to the kernel."""
+        self._summed = True
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
 
     def has_input(self) -> bool:
@@ -132,7 +139,7 @@ class FrameSocket:
         self.send_frame(self._codec.encode(message), deadline_s)
 
     def hold(self, message: Message) -> None:
-        self._held.append(_framed(self._codec.encode(message)))
+        self._held.append(self._framed(self._codec.encode(message)))
 
     def receive(self, deadline_s: float) -> Message:
         body = self.receive_frame(MAX_FRAME_BYTES, deadline_s)
@@ -145,14 +152,20 @@ class FrameSocket:
         self, body: bytes, deadline_s: float, payload: Sequence[memoryview] = ()
     ) -> None:
         held, self._held = self._held, []
-        self._send_all([*held, _framed(body), *payload], deadline_s)
+        self._send_all([*held, self._framed(body), *payload], deadline_s)
 
     def receive_frame(self, max_bytes: int, deadline_s: float) -> bytes:
         """The next frame's body. For one that claims more than max_bytes, nothing is allocated."""
-        (num_bytes,) = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size, deadline_s))
+        if self._summed:
+            num_bytes, wanted = _SUMMED_HEADER.unpack(self._read(_SUMMED_HEADER.size, deadline_s))
+        else:
+            (num_bytes,) = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size, deadline_s))
         if num_bytes > max_bytes:
             raise ProtocolError(f"frame of {num_bytes} bytes exceeds the {max_bytes} allowed")
-        return self._read(num_bytes, deadline_s)
+        body = self._read(num_bytes, deadline_s)
+        if self._summed and _sum(body) != wanted:
+            raise ProtocolError("a message arrived changed: its checksum does not match")
+        return body
 
     def receive_into(self, targets: Sequence[memoryview], deadline_s: float) -> None:
         pending = [target for target in targets if len(target)]
@@ -163,6 +176,13 @@ class FrameSocket:
             _advance(pending, count)
         while pending:
             _advance(pending, self._receive_some(pending[:_MAX_BUFFERS], deadline_s))
+
+    def _framed(self, body: bytes) -> memoryview:
+        if len(body) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
+        if self._summed:
+            return memoryview(_SUMMED_HEADER.pack(len(body), _sum(body)) + body)
+        return memoryview(FRAME_HEADER.pack(len(body)) + body)
 
     def _read(self, num_bytes: int, deadline_s: float) -> bytes:
         start = self._start
@@ -226,10 +246,8 @@ class FrameSocket:
             self._sock.close()
 
 
-def _framed(body: bytes) -> memoryview:
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
-    return memoryview(FRAME_HEADER.pack(len(body)) + body)
+def _sum(body: bytes) -> int:
+    return int(xxhash.xxh3_64_intdigest(body)) & 0xFFFFFFFF
 
 
 def _advance(buffers: list[memoryview], count: int) -> None:

@@ -1,4 +1,4 @@
-"""What messengers say to each other: msgpack structs, one per frame, bounded in size.
+"""What messengers say to each other: msgpack structs, one per frame, bounded in size and checked.
 
 After the handshake (`auth`) a connection serves one operation after the other:
 
