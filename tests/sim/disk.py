@@ -8,10 +8,19 @@ up before it is written again; what is read must be there under the name that is
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.transfers import LoadEnded, StoreEnded, StoreLost
+from moonpool.kvcache.transfers import (
+    LoadEnded,
+    LoadReturned,
+    StoreEnded,
+    StoreLost,
+    StoreReturned,
+    TierPaused,
+    TierResumed,
+)
 from moonpool.types import BlockId, BlockKey
 from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from tests.sim.messenger import GARBAGE
@@ -49,6 +58,7 @@ class DiskDriver:
         self.disk = disk
         self.lost = False
         self._writing: set[int] = set()
+        self._num_hung = 0
 
     def index(self) -> list[tuple[int, BlockKey]]:
         return self.disk.index()
@@ -75,7 +85,10 @@ class DiskDriver:
             assert slot not in self.disk.slots, "a slot is written that was not given up"
             assert slot not in self._writing, "a slot is written twice at a time"
             self._writing.add(slot)
-        self._store_next(action, 0)
+        if self._hangs():
+            self._hang_store(action)
+        else:
+            self._store_next(action, 0)
 
     def _store_next(self, action: StoreBlocks, index: int) -> None:
         fails = self.lost or self.life.world.chance("disk_failure_rate")
@@ -105,10 +118,56 @@ class DiskDriver:
         for slot, key in zip(action.slots, action.keys, strict=True):
             assert slot not in self._writing, "a slot is read while it is written"
             assert self.disk.slots[slot].key == key, "a slot is read that holds something else"
+        if self._hangs():
+            self._hang_load(action)
+            return
         slices = deque(
             (index, layer) for index in range(len(action.slots)) for layer in self._layers()
         )
         self.life.later(lambda: self._pump(action, slices))
+
+    def _hangs(self) -> bool:
+        return bool(self.life.world.options.disk_hang_rate) and self.life.world.chance(
+            "disk_hang_rate"
+        )
+
+    def _hang(self, ended: LoadEnded | StoreEnded, come_back: Callable[[], None]) -> None:
+        """It is given up after a while; the disk lets go of it later, and answers again."""
+        self._num_hung += 1
+        self.life.world.seen["hung disks"] += 1
+
+        def give_up() -> None:
+            self.life.post(TierPaused(error="it does not answer"))
+            self.life.post(ended)
+            self.life.later(back)
+
+        def back() -> None:
+            come_back()
+            self._num_hung -= 1
+            if not self._num_hung:
+                self.life.post(TierResumed())
+
+        self.life.later(give_up)
+
+    def _hang_load(self, action: LoadBlocks) -> None:
+        def come_back() -> None:
+            for block_id in action.block_ids:
+                for layer in self._layers():
+                    self.life.write(block_id, layer, GARBAGE)
+            self.life.post(LoadReturned(load_id=action.load_id))
+
+        ended = LoadEnded(load_id=action.load_id, num_blocks=0, error="hung", hung=True)
+        self._hang(ended, come_back)
+
+    def _hang_store(self, action: StoreBlocks) -> None:
+        def come_back() -> None:
+            self._writing.difference_update(action.slots)
+            for slot in action.slots:
+                assert slot not in self.disk.slots, "a slot was written that a hung disk held"
+            self.life.post(StoreReturned(store_id=action.store_id))
+
+        ended = StoreEnded(store_id=action.store_id, num_blocks=0, error="hung", hung=True)
+        self._hang(ended, come_back)
 
     def _layers(self) -> range:
         return range(self.life.num_layers)

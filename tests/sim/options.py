@@ -57,6 +57,7 @@ class Options:
     num_disk_losses: int
     num_stages: int  # of each instance's pipeline
     store_shared: bool = False  # one store for all, in the disks' place
+    disk_hang_rate: float = 0.0  # of stores and loads
 
     @property
     def faultless(self) -> bool:
@@ -69,6 +70,7 @@ class Options:
             self.step_failure_rate,
             self.flip_rate,
             self.disk_failure_rate,
+            self.disk_hang_rate,
         )
         if self.num_disk_losses:
             return False
@@ -150,7 +152,11 @@ def draw_options(rng: random.Random) -> Options:
 def _draw_disks(options: Options, rng: random.Random) -> Options:
     if rng.random() < 0.5:
         options = _busy_disks(options, rng)
-    return replace(options, store_shared=rng.random() < 0.35)
+    options = replace(options, store_shared=rng.random() < 0.35)
+    hangs = random.Random(repr(options))
+    if not options.store_shared and hangs.random() < 0.3:
+        return replace(options, disk_hang_rate=0.3 * hangs.random())
+    return options
 
 
 def _busy_disks(options: Options, rng: random.Random) -> Options:

@@ -43,6 +43,7 @@ CORNERS = {
     "FetchBlocks",
     "StoreBlocks",
     "LoadBlocks",
+    "hung disks",
     "StopReceiving",
     "SwitchRole",
     "role is a ",

@@ -45,7 +45,13 @@ class FaultyDisk:
     def _refuse(self) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def _wait(self) -> None:
+        """In here as long as it hangs, as in the kernel."""
+        while (left_s := self._hang_until_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+
     def _write_vector(self, fd: int, buffers: Sequence[bytes], offset: int) -> int:
+        self._wait()
         if not self.full:
             return self._pwritev(fd, buffers, offset)
         if self._rng.random() < 0.5:
@@ -64,7 +70,5 @@ class FaultyDisk:
         self._fallocate(fd, offset, num_bytes)
 
     def _read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        left_s = self._hang_until_s - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)
+        self._wait()
         return self._preadv(fd, buffers, offset)

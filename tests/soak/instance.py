@@ -28,6 +28,8 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing import checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store import store as store_module
+from moonpool.messenger.store import watch as watch_module
+from moonpool.messenger.store.format import make_geometry
 from moonpool.messenger.store.store import BlockStore, open_store
 from moonpool.runtime.transfers import perform_storage, perform_transfer
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
@@ -51,6 +53,9 @@ from tests.soak.orders import Checked, FlipDisk, FlipFound, FlipMemory, Flipped,
 
 LEASE_S = 1.2
 FULL_PAUSE_S = 0.3
+HANG_S = 0.5
+HANG_PAUSE_S = 0.3
+SEGMENT_SLOTS = 64
 TALLY_S = 0.1
 VALIDATED = 64
 """Every so many events, everything that must hold between two of them is asserted."""
@@ -67,6 +72,7 @@ class SoakInstance:
         self._rng = random.Random(plan.seed)
         self._disk = FaultyDisk(plan.seed)
         store_module.FULL_PAUSE_S = FULL_PAUSE_S
+        watch_module.PAUSE_S = watch_module.MAX_PAUSE_S = HANG_PAUSE_S
         self._arena = Arena(LAYOUT, plan.num_blocks)
         post = self.events.put
         instance_id = InstanceId(plan.instance_id)
@@ -74,7 +80,13 @@ class SoakInstance:
             self._arena, LAYOUT, instance_id, plan.secret, post, lease_s=LEASE_S
         )
         self._store: BlockStore = open_store(
-            Path(plan.folder), instance_id, self._arena, plan.num_slots, post, 64 * 28672
+            Path(plan.folder),
+            instance_id,
+            self._arena,
+            plan.num_slots,
+            post,
+            SEGMENT_SLOTS * make_geometry(LAYOUT).slot_bytes,
+            HANG_S,
         )
         config = InstanceConfig(
             chunk_tokens=256,

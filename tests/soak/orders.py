@@ -45,7 +45,7 @@ class FillDisk(Struct, frozen=True, tag=True):
 
 
 class HangDisk(Struct, frozen=True, tag=True):
-    """The next reads of the disk take so long."""
+    """For so long, the disk gives neither an answer nor an error."""
 
     seconds: float
 

@@ -17,6 +17,7 @@ from tests.soak import orders
 from tests.soak.cluster import Cluster, Member, SoakError
 from tests.soak.content import LAYOUT
 from tests.soak.drills import Drills
+from tests.soak.instance import HANG_S
 from tests.soak.traffic import Traffic
 
 NUM_BLOCKS = 320
@@ -26,6 +27,7 @@ IN_FLIGHT = 5
 CHECKPOINTS = 10
 KILLS = 12
 FILLS = 8
+HANGS = 6
 SLOW_SPELLS = 8
 WIRE_SPELLS = 20
 FLIPS = 60
@@ -123,7 +125,7 @@ class Soak:
     def _draw_faults(self) -> list[tuple[int, str]]:
         """When, in operations, and what; the next one last."""
         kinds = ["kill"] * KILLS + ["fill"] * FILLS + ["slow"] * SLOW_SPELLS + ["flip"] * FLIPS
-        kinds += ["wire"] * WIRE_SPELLS
+        kinds += ["wire"] * WIRE_SPELLS + ["hang"] * HANGS
         return sorted(
             ((self._rng.randrange(self.operations), kind) for kind in kinds), reverse=True
         )
@@ -148,6 +150,8 @@ class Soak:
                 life = member.life
                 self.cluster.send(member, orders.FillDisk(full=True))
                 self._later(lambda: life == member.life and self._empty(member))
+            case "hang":
+                self.cluster.send(member, orders.HangDisk(seconds=2 * HANG_S))
             case "slow":
                 member.relay.slow_s = SLOW_S
                 self._later(lambda: setattr(member.relay, "slow_s", 0.0))

@@ -29,7 +29,15 @@ def test_a_short_soak_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mo
     found = soak.figures(1.0)
     seen, counters = found["seen"], found["counters"]
     assert found["operations"] >= 6000
-    for name in ("kills", "adopted blocks", "fault fill", "streams", "fetches", "aborted"):
+    for name in (
+        "kills",
+        "adopted blocks",
+        "fault fill",
+        "fault hang",
+        "streams",
+        "fetches",
+        "aborted",
+    ):
         assert seen[name] > 0, name
     for name in ("memory flips found by a peer", "disk flips found", "wire flips found"):
         assert seen[name] >= 3, name

@@ -218,6 +218,13 @@ class BlockPool:
         if blocks is not None:
             self._end_holds(blocks)
 
+    def hand_over(self, owner: str, heir: str) -> None:
+        """All holds of `owner` (none is fine) are `heir`'s from now on, who has none yet."""
+        assert heir not in self._held_by
+        blocks = self._held_by.pop(owner, None)
+        if blocks is not None:
+            self._held_by[heir] = blocks
+
     def release_some(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """Ends the owner's holds of these blocks, of which it has one each."""
         if not block_ids:

@@ -34,6 +34,7 @@ class SsdTier:
         """`num_blocks`: of the DRAM pool above it."""
         self.slots = BlockPool(num_slots, make_eviction(eviction, num_slots))
         self.error = ""  # why it is gone; "" while it is not
+        self.paused = ""  # why nothing is asked of it for now; "" while it answers
         self._admits_all = admission == "always"
         self._max_ghosts = GHOSTS_PER_BLOCK * (num_slots + num_blocks)
         self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
@@ -41,6 +42,10 @@ class SsdTier:
     @property
     def lost(self) -> bool:
         return bool(self.error)
+
+    @property
+    def usable(self) -> bool:
+        return not self.error and not self.paused
 
     def slot_of(self, key: BlockKey) -> BlockId | None:
         """Where the block is; safe until the next `reserve`: hold it at once."""

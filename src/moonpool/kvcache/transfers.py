@@ -70,17 +70,21 @@ class ReceiveEnded(Struct, frozen=True, tag=True):
 
 
 class StoreEnded(Struct, frozen=True, tag=True):
-    """(terminal) Blocks written to the SSD: the first `num_blocks` are safely there."""
+    """(terminal) Blocks written to the SSD: the first `num_blocks` are safely there. `hung`: the
+    disk has not answered, and may still write to the slots until `StoreReturned`."""
 
     store_id: str
     num_blocks: int
     num_bytes: int = 0
     seconds: float = 0.0
     error: str = ""
+    hung: bool = False
 
 
 class LoadEnded(Struct, frozen=True, tag=True):
-    """(terminal) Blocks read from the SSD: the first `num_blocks` arrived, their checksums hold."""
+    """(terminal) Blocks read from the SSD: the first `num_blocks` arrived, their checksums hold.
+    `hung`: the disk has not answered, and may still write to the other blocks until
+    `LoadReturned`."""
 
     load_id: str
     num_blocks: int
@@ -88,6 +92,30 @@ class LoadEnded(Struct, frozen=True, tag=True):
     num_bytes: int = 0
     seconds: float = 0.0
     error: str = ""
+    hung: bool = False
+
+
+class LoadReturned(Struct, frozen=True, tag=True):
+    """The disk has let go of what a hung load held."""
+
+    load_id: str
+
+
+class StoreReturned(Struct, frozen=True, tag=True):
+    """The disk has let go of what a hung store held."""
+
+    store_id: str
+
+
+class TierPaused(Struct, frozen=True, tag=True):
+    """The SSD does not answer: nothing more is asked of it until `TierResumed`. What is on it is
+    believed to be there still."""
+
+    error: str
+
+
+class TierResumed(Struct, frozen=True, tag=True):
+    """It answers again."""
 
 
 class LookUpEnded(Struct, frozen=True, tag=True):
@@ -114,5 +142,9 @@ MessengerEvent = (
     | StoreEnded
     | LoadEnded
     | LookUpEnded
+    | LoadReturned
+    | StoreReturned
     | StoreLost
+    | TierPaused
+    | TierResumed
 )

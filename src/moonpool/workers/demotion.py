@@ -50,6 +50,7 @@ class Demotion:
         self._pool = holdings.pool
         self._outbox = outbox
         self._stores: dict[str, _Store] = {}
+        self._hung: dict[str, tuple[BlockId, ...]] = {}  # the slots that a hung disk may write to
         self._num_stores = 0
         self._num_storing = 0  # blocks
         self._new: deque[BlockKey] = deque(maxlen=self._pool.num_blocks)  # the newest
@@ -57,7 +58,9 @@ class Demotion:
 
     @property
     def owners(self) -> set[str]:
-        return {_owner(store_id) for store_id in self._stores}
+        return {_owner(store_id) for store_id in self._stores} | {
+            _hung(store_id) for store_id in self._hung
+        }
 
     def publish(self, keys: Iterable[BlockKey]) -> None:
         """These have just got their names."""
@@ -69,7 +72,7 @@ class Demotion:
     def run(self) -> None:
         """Begins what the free blocks call for; to be called when everything else has been done."""
         tier = self._holdings.tier
-        if tier is None or tier.lost:
+        if tier is None or not tier.usable:
             return
         self._publish(tier)
         soon_free = self._pool.num_free + self._num_storing
@@ -145,11 +148,16 @@ class Demotion:
         self._num_storing -= len(store.keys)
         owner = _owner(event.store_id)
         num_stored = 0 if tier.lost else event.num_blocks
-        void = list(store.slots[num_stored:])
+        void = [] if event.hung else list(store.slots[num_stored:])
         for index in range(num_stored):
             slot, key = store.slots[index], store.keys[index]
             if not tier.fill(slot, key, store.depths[index]):
                 void.append(slot)
+        if event.hung:  # whoever wrote to these slots now could be overwritten
+            tier.slots.release_some(owner, store.slots[:num_stored])
+            tier.slots.hand_over(owner, _hung(event.store_id))
+            self._hung[event.store_id] = store.slots[num_stored:]
+            self._outbox.count("hung_stores")
         tier.slots.release(owner)
         self._pool.release(owner)
         if void and not tier.lost:
@@ -157,6 +165,19 @@ class Demotion:
         self._outbox.count("stored_blocks", num_stored)
         self._outbox.count("stored_bytes", event.num_bytes)
         self._outbox.count("failed_stores", 1 if event.error else 0)
+
+    def on_returned(self, store_id: str) -> None:
+        """What a hung disk held is free."""
+        tier = self._holdings.tier
+        assert tier is not None
+        slots = self._hung.pop(store_id)
+        tier.slots.release(_hung(store_id))
+        if slots and not tier.lost:
+            self._outbox.do(ForgetStored(slots))
+
+
+def _hung(store_id: str) -> str:
+    return f"hung:store:{store_id}"
 
 
 def _owner(store_id: str) -> str:

@@ -31,8 +31,8 @@ class Holdings:
 
     @property
     def num_slots(self) -> int:
-        """Of the SSD, as long as there is one."""
-        return 0 if self.tier is None or self.tier.lost else self.tier.slots.num_blocks
+        """Of the SSD, as long as there is one that answers."""
+        return 0 if self.tier is None or not self.tier.usable else self.tier.slots.num_blocks
 
     def caches(self, active: ActiveWork) -> bool:
         return self._prefix_caching and active.work.use_cache

@@ -24,6 +24,7 @@ from moonpool.kvcache.tiers import SsdTier
 from moonpool.kvcache.transfers import (
     FetchEnded,
     LoadEnded,
+    LoadReturned,
     LookUpEnded,
     ReadEnded,
     ReadRequested,
@@ -31,6 +32,9 @@ from moonpool.kvcache.transfers import (
     SendEnded,
     StoreEnded,
     StoreLost,
+    StoreReturned,
+    TierPaused,
+    TierResumed,
 )
 from moonpool.types import BlockId, BlockKey, Role, Token
 from moonpool.workers.actions import (
@@ -172,8 +176,14 @@ class Instance:
                 self._on_look_up_ended(event)
             case StoreEnded():
                 self._demotion.on_ended(event)
+            case LoadReturned():
+                self._arrivals.promotion.on_returned(event.load_id)
+            case StoreReturned():
+                self._demotion.on_returned(event.store_id)
             case StoreLost():
                 self._on_store_lost(event)
+            case TierPaused() | TierResumed():
+                self._on_tier_paused(event.error if isinstance(event, TierPaused) else "")
         self._batch.begin_steps()
         self._demotion.run()
         self._announce_blocks()
@@ -410,6 +420,12 @@ class Instance:
             self._holdings.tier.lose(event.error)
             self._outbox.count("lost_tiers")
 
+    def _on_tier_paused(self, error: str) -> None:
+        """ "": it answers again."""
+        if self._holdings.tier is not None:
+            self._holdings.tier.paused = error
+            self._outbox.count("paused_tiers", 1 if error else 0)
+
     def _on_send_ended(self, event: SendEnded) -> None:
         active = self.works[WorkId(event.stream_id)]
         active.pending.discard(Pending.SEND)
@@ -507,5 +523,5 @@ def _tier_load(tier: SsdTier) -> TierLoad:
         available=slots.num_available,
         cached=slots.num_cached,
         owners=slots.owners(),
-        error=tier.error,
+        error=tier.error or tier.paused,
     )

@@ -2,7 +2,9 @@
 
 A load belongs to the instance, not to who asked first: whoever wants a block that is being loaded
 waits for that load, and one that is given up leaves it to the others. A load that fails is a miss:
-what did not arrive is computed, and a block that could not be read is forgotten.
+what did not arrive is computed, and a block that could not be read is forgotten. Where the disk
+hangs, the load ends as a miss too, but what the disk may still write to stays held, by
+"hung:load:<id>", until it has let go.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ class Promotion:
         self._outbox = outbox
         self._loads: dict[str, _Load] = {}
         self._loading: dict[BlockKey, str] = {}
+        self._hung: set[str] = set()
         self._num_loads = 0
 
     @property
     def owners(self) -> set[str]:
-        return {_owner(load_id) for load_id in self._loads}
+        return {_owner(load_id) for load_id in self._loads} | set(map(_hung, self._hung))
 
     @property
     def num_loads(self) -> int:
@@ -90,7 +93,9 @@ class Promotion:
         for index in range(event.num_blocks):
             depth = tier.slots.depth_of(load.slots[index])
             self._holdings.pool.seal(load.block_ids[index], load.keys[index], depth)
-        if event.num_blocks < len(load.keys) and not tier.lost:
+        if event.hung:
+            self._hung.add(event.load_id)
+        elif event.num_blocks < len(load.keys) and not tier.lost:
             bad = load.slots[event.num_blocks]  # of those behind it, nothing is known
             tier.slots.forget([bad])
             outbox.do(ForgetStored((bad,)))
@@ -98,6 +103,7 @@ class Promotion:
         outbox.count("loaded_bytes", event.num_bytes)
         outbox.count("corrupt_slices", event.corrupt_slices)
         outbox.count("failed_loads", 1 if event.num_blocks < len(load.keys) else 0)
+        outbox.count("hung_loads", 1 if event.hung else 0)
         return load.keys[event.num_blocks :]
 
     def let_go(self, load_id: str) -> None:
@@ -106,8 +112,26 @@ class Promotion:
         assert tier is not None
         for key in load.keys:
             del self._loading[key]
-        self._holdings.pool.release(_owner(load_id))
-        tier.slots.release(_owner(load_id))
+        pool, owner = self._holdings.pool, _owner(load_id)
+        if load_id in self._hung:
+            arrived = [b for b in load.block_ids if pool.key_of(b) is not None]
+            pool.release_some(owner, arrived)
+            pool.hand_over(owner, _hung(load_id))
+            tier.slots.hand_over(owner, _hung(load_id))
+        pool.release(owner)
+        tier.slots.release(owner)
+
+    def on_returned(self, load_id: str) -> None:
+        """What a hung disk held is free."""
+        tier = self._holdings.tier
+        assert tier is not None
+        self._hung.remove(load_id)
+        self._holdings.pool.release(_hung(load_id))
+        tier.slots.release(_hung(load_id))
+
+
+def _hung(load_id: str) -> str:
+    return f"hung:load:{load_id}"
 
 
 def _owner(load_id: str) -> str:

@@ -12,6 +12,7 @@ from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import LoadEnded, MessengerEvent, StoreEnded
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.store.store import BlockStore, open_store
+from moonpool.messenger.store.watch import HANG_S
 from moonpool.types import BlockId, BlockKey
 
 T = TypeVar("T")
@@ -47,8 +48,10 @@ class Bench:
         num_slots: int = 16,
         num_blocks: int = 16,
         segment_bytes: int = 1 << 16,
+        hang_s: float = HANG_S,
     ) -> None:
         self.root = root
+        self.hang_s = hang_s
         self.arena = Arena(layout or make_layout(), num_blocks)
         self.num_slots = num_slots
         self.segment_bytes = segment_bytes
@@ -57,7 +60,13 @@ class Bench:
 
     def open(self) -> BlockStore:
         self.store = open_store(
-            self.root, "prefill-0", self.arena, self.num_slots, self.events.put, self.segment_bytes
+            self.root,
+            "prefill-0",
+            self.arena,
+            self.num_slots,
+            self.events.put,
+            self.segment_bytes,
+            self.hang_s,
         )
         return self.store
 

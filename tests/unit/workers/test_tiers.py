@@ -49,6 +49,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.disk: dict[int, BlockKey] = {}
         self.stores: list[StoreBlocks] = []
         self.loads: list[LoadBlocks] = []
+        self.hung_loads: list[tuple[LoadBlocks, int]] = []
+        self.hung_stores: list[tuple[StoreBlocks, int]] = []
         self.announced: dict[BlockKey, str] = {}
         self.num_owners = 0
         self.owners: list[str] = []
@@ -99,7 +101,7 @@ class TiersMachine(RuleBasedStateMachine):
         for name in keys[:reach]:
             assert (pool.find(name) is None) == (name in absent)
         assert all(tier.slot_of(n) is not None or n in self.promotion._loading for n in absent)
-        if absent:
+        if absent and tier.usable:
             self.promotion.load(absent)
         self.after()
 
@@ -116,6 +118,53 @@ class TiersMachine(RuleBasedStateMachine):
         missing = self.promotion.on_ended(LoadEnded(load_id=load.load_id, num_blocks=arrived))
         assert missing == load.keys[arrived:]
         self.promotion.let_go(load.load_id)
+        self.after()
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def hang_load(self, data: st.DataObject) -> None:
+        """It ends as a miss after what had arrived, and the rest may still be written to."""
+        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        arrived = 0 if self.tier().lost else data.draw(st.integers(0, len(load.slots) - 1))
+        for name, block in list(zip(load.keys, load.block_ids, strict=True))[:arrived]:
+            self.arena[block] = name
+        ended = LoadEnded(load_id=load.load_id, num_blocks=arrived, hung=True)
+        assert self.promotion.on_ended(ended) == load.keys[arrived:]
+        self.promotion.let_go(load.load_id)
+        self.hung_loads.append((load, arrived))
+        self.tier().paused = "it does not answer"
+        self.after()
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def hang_store(self, data: st.DataObject) -> None:
+        store = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        stored = data.draw(st.integers(0, len(store.slots) - 1))
+        for name, slot in list(zip(store.keys, store.slots, strict=True))[:stored]:
+            self.disk[slot] = name
+        ended = StoreEnded(store_id=store.store_id, num_blocks=stored, hung=True)
+        self.demotion.on_ended(ended)
+        self.hung_stores.append((store, stored))
+        self.tier().paused = "it does not answer"
+        self.after()
+
+    @precondition(lambda self: self.hung_loads or self.hung_stores)
+    @rule()
+    def return_all(self) -> None:
+        """The disk writes once more to what it held, and lets go."""
+        pool = self.holdings.pool
+        for load, arrived in self.hung_loads:
+            for block in load.block_ids[arrived:]:
+                assert pool.key_of(block) is None and pool._num_holds[block] == 1
+                self.arena[block] = key(999_999)
+            self.promotion.on_returned(load.load_id)
+        for store, stored in self.hung_stores:
+            for slot in store.slots[stored:]:
+                assert self.tier().slots.key_of(slot) is None
+                self.disk[slot] = key(999_999)
+            self.demotion.on_returned(store.store_id)
+        self.hung_loads, self.hung_stores = [], []
+        self.tier().paused = ""
         self.after()
 
     @rule(rarely=st.integers(0, 60))
@@ -173,7 +222,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert self.announced == where
         owners = {*self.owners, *self.demotion.owners, *self.promotion.owners}
         assert set(pool.owners()) <= owners and set(tier.slots.owners()) <= owners
-        assert len(self.demotion.owners) == len(self.stores)
+        assert len(self.demotion.owners) == len(self.stores) + len(self.hung_stores)
         assert sum(len(store.slots) for store in self.stores) <= 48 // 16
 
     def teardown(self) -> None:
@@ -187,6 +236,10 @@ class TiersMachine(RuleBasedStateMachine):
         for load in self.loads:
             self.promotion.on_ended(LoadEnded(load_id=load.load_id, num_blocks=0))
             self.promotion.let_go(load.load_id)
+        for load, _ in self.hung_loads:
+            self.promotion.on_returned(load.load_id)
+        for store, _ in self.hung_stores:
+            self.demotion.on_returned(store.store_id)
         assert not self.holdings.pool.num_held and not self.tier().slots.num_held
 
 

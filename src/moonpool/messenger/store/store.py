@@ -3,7 +3,8 @@
 Which block goes where, and when, is decided elsewhere (`kvcache.tiers`). Here: a store or load ends
 with exactly one terminal event, until then the operation's blocks may be touched, afterwards never;
 what is loaded has been verified slice by slice; whatever goes wrong is an error in that event. If
-the folder itself fails, `StoreLost` is posted once and every later operation ends at once.
+the folder itself fails, `StoreLost` is posted once and every later operation ends at once; while
+the disk hangs (`watch`), everything ends with an error, and what it still holds is told.
 
 All methods return at once. Blocks move straight between arena and disk, in this store's threads,
 without the GIL. Format and crash safety: see `format`.
@@ -23,10 +24,14 @@ from pathlib import Path
 
 from moonpool.kvcache.transfers import (
     LoadEnded,
+    LoadReturned,
     LookUpEnded,
     MessengerEvent,
     StoreEnded,
     StoreLost,
+    StoreReturned,
+    TierPaused,
+    TierResumed,
 )
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.store.counters import StoreCounters, StoreCounts
@@ -52,6 +57,7 @@ from moonpool.messenger.store.lane import Lane, Task
 from moonpool.messenger.store.probe import Disk, probe_disk
 from moonpool.messenger.store.segments import Segments
 from moonpool.messenger.store.slices import Slices
+from moonpool.messenger.store.watch import HANG_S, Watch
 from moonpool.types import BlockId, BlockKey
 
 GROUP_BYTES = 4 << 20
@@ -84,6 +90,7 @@ class BlockStore:
         disk: Disk,
         num_slots: int,
         post: Callable[[MessengerEvent], None],
+        hang_s: float = HANG_S,
     ) -> None:
         self.folder = folder
         self.geometry = segments.geometry
@@ -105,6 +112,7 @@ class BlockStore:
         self._read_failures = 0
         self._writing = Lane("store-write", NUM_THREADS, MAX_GROUPS_WAITING)
         self._reading = Lane("store-read", NUM_THREADS, MAX_GROUPS_WAITING)
+        self._watch = Watch(self._pause, self._resume, hang_s)
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -134,10 +142,12 @@ class BlockStore:
                 num_bytes=outcome.num_bytes,
                 seconds=outcome.seconds,
                 error=outcome.error,
+                hung=outcome.hung,
             )
             self._deliver(event)
 
-        self._submit(self._writing, self._write_group, keys, slots, block_ids, end)
+        returned = partial(self._deliver, StoreReturned(store_id=store_id))
+        self._submit(self._writing, self._write_group, keys, slots, block_ids, end, returned)
 
     def load(
         self,
@@ -157,10 +167,12 @@ class BlockStore:
                 num_bytes=outcome.num_bytes,
                 seconds=outcome.seconds,
                 error=outcome.error,
+                hung=outcome.hung,
             )
             self._deliver(event)
 
-        self._submit(self._reading, self._read_group, keys, slots, block_ids, end)
+        returned = partial(self._deliver, LoadReturned(load_id=load_id))
+        self._submit(self._reading, self._read_group, keys, slots, block_ids, end, returned)
 
     def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
         """Ends with LookUpEnded, at once."""
@@ -178,7 +190,9 @@ class BlockStore:
         """Every operation under way ends first, those that still wait with an error."""
         with self._state_lock:
             self._lost = self._lost or "the SSD tier was closed"
-        idle = [lane.close(_CLOSE_TIMEOUT_S) for lane in (self._reading, self._writing)]
+        self._watch.close()
+        timeout_s = 0.0 if self._watch.error else _CLOSE_TIMEOUT_S
+        idle = [lane.close(timeout_s) for lane in (self._reading, self._writing)]
         if not all(idle):
             _log.warning("the disk of %s does not answer; it is left alone", self.folder)
             return
@@ -197,6 +211,7 @@ class BlockStore:
         slots: Sequence[int],
         block_ids: Sequence[BlockId],
         end: Callable[[Outcome], None],
+        returned: Callable[[], None],
     ) -> None:
         if not len(keys) == len(slots) == len(block_ids):
             raise ValueError(f"{len(keys)} keys, {len(slots)} slots, {len(block_ids)} blocks")
@@ -204,10 +219,13 @@ class BlockStore:
             if not 0 <= slot < self.num_slots or not self._arena.holds(block_id):
                 raise ValueError(f"slot {slot} or block {block_id} does not exist")
         groups = list(self._groups(slots))
-        job = Job(keys, slots, block_ids, len(groups), end)
+        job = Job(keys, slots, block_ids, len(groups), end, returned)
         tasks: list[Task] = [partial(self._run_group, move, job, *group) for group in groups]
         error = self._lost
-        if not error and not lane.submit(tasks):
+        if not error and not self._watch.add(job):
+            error = self._watch.error or "the disk did not answer just now"
+        elif not error and not lane.submit(tasks):
+            self._watch.remove(job)
             error = "the disk is too slow: too many blocks wait for it"
         if error:
             self._counters.add(StoreCounts(failed_operations=1))
@@ -232,7 +250,7 @@ class BlockStore:
     ) -> None:
         if self._lost:
             job.group_done(start, 0, end - start, error=self._lost)
-        elif not job.wanted(start):
+        elif not job.begin_group(start):
             job.group_done(start, 0, end - start)
         else:
             try:
@@ -240,6 +258,8 @@ class BlockStore:
             except Exception as error:  # no operation may stay without an end
                 _log.exception("the SSD tier failed")
                 job.group_done(start, 0, end - start, error=f"{type(error).__name__}: {error}")
+        if job.ended and job.moving_since_s() is None:
+            self._watch.remove(job)
 
     def _write_group(self, job: Job, start: int, end: int) -> None:
         error = self._write_refusal()
@@ -262,6 +282,9 @@ class BlockStore:
         try:
             self._index.flush()  # void first, then written: see `format`
             self._segments.write(job.slots[start], buffers)
+            if job.ended:  # it was given up: the blocks may have been another's meanwhile
+                job.group_done(start, 0, end - start)
+                return
             for i, sequence in zip(range(start, end), sequences, strict=True):
                 self._index.hold(job.slots[i], job.keys[i], sequence)
             self._index.flush()
@@ -378,6 +401,16 @@ class BlockStore:
         self._deliver(StoreLost(error=text))
         return text
 
+    def _pause(self, error: str) -> None:
+        text = f"{self.folder}: {error}; it is left alone until it does"
+        _log.warning("serving goes on without the SSD tier: %s", text)
+        self._counters.add(StoreCounts(failed_operations=1))
+        self._deliver(TierPaused(error=text))
+
+    def _resume(self) -> None:
+        _log.warning("the disk of %s answers again", self.folder)
+        self._deliver(TierResumed())
+
     def _deliver(self, event: MessengerEvent) -> None:
         """Never raises: a worker that is already gone must not break the thread that tells it."""
         try:
@@ -393,6 +426,7 @@ def open_store(
     num_slots: int,
     post: Callable[[MessengerEvent], None],
     segment_bytes: int = SEGMENT_BYTES,
+    hang_s: float = HANG_S,
 ) -> BlockStore:
     """Takes over the instance's folder below `root`, and what lies in it. Raises StoreError."""
     folder = instance_folder(root, instance_id)
@@ -412,7 +446,7 @@ def open_store(
     except BaseException:
         lock.release()
         raise
-    store = BlockStore(arena, folder, lock, segments, index, disk, num_slots, post)
+    store = BlockStore(arena, folder, lock, segments, index, disk, num_slots, post, hang_s)
     if rebuilt and store.stored:
         _log.warning("%s had no readable index; it was made anew from the slots", folder)
     return store
