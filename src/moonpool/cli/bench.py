@@ -328,6 +328,43 @@ def store(
 
 
 @bench.command()
+@click.option("--model", default="random:m150", show_default=True)
+@click.option("--batch", type=COUNT, default=4, show_default=True, help="Answers decoded at once.")
+@click.option("--phase", type=click.FloatRange(min=0.2), default=3.0, show_default=True, help="s.")
+@click.option("--rounds", type=COUNT, default=6, show_default=True)
+@click.option(
+    "--tokens-per-s",
+    type=COUNT,
+    default=16_000,
+    show_default=True,
+    help="Of KVCache that arrives, or is asked for.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="On the disk to use (default: that of temporary files).",
+)
+@JSON
+def demotion(
+    model: str,
+    batch: int,
+    phase: float,
+    rounds: int,
+    tokens_per_s: int,
+    folder: Path | None,
+    json_file: str | None,
+) -> None:
+    """Time between tokens while the same instance's SSD is busy, against quiet. One minute."""
+    from moonpool.bench.demotion import DemotionBenchError, bench_demotion
+
+    try:
+        found = bench_demotion(model, batch, phase, rounds, tokens_per_s, folder, click.echo)
+    except DemotionBenchError as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
 @click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
 @click.option("--engine-tokens", type=COUNT, default=500_000, show_default=True)
 @click.option("--kv-tokens", type=COUNT, default=1_000_000, show_default=True, help="Of DRAM.")

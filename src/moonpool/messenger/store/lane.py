@@ -3,6 +3,8 @@ that a prefill that waits for blocks does not stand behind those that are being 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -11,11 +13,13 @@ Task = Callable[[], None]
 
 
 class Lane:
-    """`num_threads` threads; at most `max_tasks` wait. Tasks must not raise."""
+    """`num_threads` threads; at most `max_tasks` wait. Tasks must not raise. `nice`: by how much
+    the threads give way to the process's others where cores are short."""
 
-    def __init__(self, name: str, num_threads: int, max_tasks: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_tasks: int, nice: int = 0) -> None:
         self._tasks: queue.Queue[Task | None] = queue.Queue()
         self._max_tasks = max_tasks
+        self._nice = nice
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(num_threads)
@@ -41,5 +45,9 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # Linux has a niceness for each thread
+            own = threading.get_native_id()
+            nice = os.getpriority(os.PRIO_PROCESS, own) + self._nice
+            os.setpriority(os.PRIO_PROCESS, own, nice)
         while (task := self._tasks.get()) is not None:
             task()

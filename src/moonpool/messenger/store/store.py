@@ -66,6 +66,8 @@ MAX_GROUP_BLOCKS = 256  # of three buffers each, a call takes 1,024
 NUM_THREADS = 2
 """Of each lane: one hashes while the other waits for the disk."""
 MAX_GROUPS_WAITING = 4096
+WRITE_NICE = 10
+"""Nobody waits for a write, but for every step that decodes somebody does."""
 FULL_PAUSE_S = 10.0
 """After the disk was found full, so long no more is written to it."""
 MAX_READ_FAILURES = 3
@@ -110,7 +112,7 @@ class BlockStore:
         self._lost = ""
         self._full_until_s = 0.0
         self._read_failures = 0
-        self._writing = Lane("store-write", NUM_THREADS, MAX_GROUPS_WAITING)
+        self._writing = Lane("store-write", NUM_THREADS, MAX_GROUPS_WAITING, WRITE_NICE)
         self._reading = Lane("store-read", NUM_THREADS, MAX_GROUPS_WAITING)
         self._watch = Watch(self._pause, self._resume, hang_s)
 
