@@ -365,30 +365,60 @@ def demotion(
 
 
 @bench.command()
-@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
+@click.option("--trace", "trace_file", help="Mooncake, Azure or BurstGPT trace, to simulate.")
+@click.option("--live", is_flag=True, help="Conversations on a real local cluster instead.")
 @click.option("--engine-tokens", type=COUNT, default=500_000, show_default=True)
-@click.option("--kv-tokens", type=COUNT, default=1_000_000, show_default=True, help="Of DRAM.")
-@click.option("--ssd-tokens", type=COUNT, default=20_000_000, show_default=True)
-@click.option("--requests", type=COUNT, help="Only the first so many.")
+@click.option("--kv-tokens", type=COUNT, help="Of DRAM.  [default: 1000000; live 6144]")
+@click.option("--ssd-tokens", type=COUNT, help="[default: 20000000; live 65536]")
+@click.option("--requests", type=COUNT, help="Only the first so many of the trace.")
+@click.option("--model", default="random:m150", show_default=True, help="Live.")
+@click.option("--sessions", type=COUNT, default=16, show_default=True, help="Live.")
+@click.option("--turns", type=COUNT, default=5, show_default=True, help="Live: of each session.")
 @JSON
 def tiers(
-    trace_file: str,
+    trace_file: str | None,
+    live: bool,
     engine_tokens: int,
-    kv_tokens: int,
-    ssd_tokens: int,
+    kv_tokens: int | None,
+    ssd_tokens: int | None,
     requests: int | None,
+    model: str,
+    sessions: int,
+    turns: int,
     json_file: str | None,
 ) -> None:
-    """What each tier of the KVCache pool adds, simulated: engine memory, DRAM, remote DRAM, SSD."""
+    """What each tier of the KVCache pool adds: engine memory, DRAM, remote DRAM, SSD."""
+    if live == bool(trace_file):
+        fail("give --trace FILE to simulate, or --live for a real cluster")
+    if live:
+        sizes = (kv_tokens or 6144, ssd_tokens or 65_536)
+        finish(_tiers_live(model, sessions, turns, *sizes), json_file)
+        return
     from moonpool.bench.tiers import bench_tiers
     from moonpool.config import ConfigError
     from moonpool.trace.row import TraceError
 
+    assert trace_file is not None
+    dram, ssd = kv_tokens or 1_000_000, ssd_tokens or 20_000_000
     try:
-        found = bench_tiers(trace_file, engine_tokens, kv_tokens, ssd_tokens, requests, click.echo)
+        found = bench_tiers(trace_file, engine_tokens, dram, ssd, requests, click.echo)
     except (ConfigError, TraceError) as error:
         fail(str(error))
     finish(found, json_file)
+
+
+def _tiers_live(
+    model: str, sessions: int, turns: int, kv_tokens: int, ssd_tokens: int
+) -> dict[str, Any]:
+    import httpx
+
+    from moonpool.bench.local_server import ServerError
+    from moonpool.bench.tiers_live import LiveTiersError, bench_tiers_live
+
+    try:
+        return bench_tiers_live(model, sessions, turns, kv_tokens, ssd_tokens, None, click.echo)
+    except (LiveTiersError, ServerError, httpx.HTTPError) as error:
+        fail(str(error))
 
 
 def finish(found: dict[str, Any], json_file: str | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moonpool.cost.learned import LearnedFactor
 from moonpool.cost.model import CostModel
 from moonpool.kvcache.transfers import (
     FetchEnded,
@@ -32,6 +33,8 @@ from moonpool.workers.promotion import Promotion
 
 FETCH_PATIENCE = 10.0
 """A fetch that takes so many times what it should is given up."""
+PROBE_EVERY = 16
+"""Of the loads that only what was learned speaks against, so many to one that is tried."""
 
 
 @dataclass(slots=True)
@@ -43,13 +46,24 @@ class _Read:
 class Arrivals:
     """Works wait in the batch; `active.arriving` says whether they still must."""
 
-    def __init__(self, holdings: Holdings, batch: Batch, outbox: Outbox, cost: CostModel) -> None:
+    def __init__(
+        self,
+        holdings: Holdings,
+        batch: Batch,
+        outbox: Outbox,
+        cost: CostModel,
+        learning: bool = True,
+    ) -> None:
+        """`learning`: loads are believed to take what they were seen to take."""
         self.promotion = Promotion(holdings, outbox)
         self._holdings = holdings
         self._pool = holdings.pool
         self._batch = batch
         self._outbox = outbox
         self._cost = cost
+        self._load_factor = LearnedFactor()  # by which loads take longer than `cost` says
+        self._learning = learning
+        self._num_doubted = 0  # loads that would have paid by `cost` alone
         self._works: dict[str, list[ActiveWork]] = {}  # by the load they wait for
         self._reads: dict[str, _Read] = {}  # those that wait for loads
 
@@ -120,10 +134,15 @@ class Arrivals:
         """Whether loading gives the first token sooner than computing. It goes on while the work
         waits for others."""
         layout, cost, num_tokens = self._holdings.layout, self._cost, len(active.tokens)
-        load_s = cost.load_s(num_absent * layout.block_bytes, self.promotion.num_loads + 1)
+        told_s = cost.load_s(num_absent * layout.block_bytes, self.promotion.num_loads + 1)
+        load_s = told_s * self._load_factor.value
         saved_s = cost.prefill_s(num_tokens, num_held * layout.block_tokens)
         saved_s -= cost.prefill_s(num_tokens, num_local * layout.block_tokens)
-        return load_s < saved_s or load_s < saved_s + self._queue_s(active)
+        if load_s < saved_s or load_s < saved_s + self._queue_s(active):
+            return True
+        # A belief that refuses every load would never be mended.
+        self._num_doubted += told_s < saved_s
+        return told_s < saved_s and self._num_doubted % PROBE_EVERY == 0
 
     def _queue_s(self, active: ActiveWork) -> float:
         """About how long the works before this one take."""
@@ -174,6 +193,10 @@ class Arrivals:
 
     def on_load_ended(self, event: LoadEnded) -> None:
         """Those who waited take what has arrived."""
+        if self._learning and not event.error and not event.corrupt_slices:
+            num_sharing = self.promotion.num_sharing(event.load_id)
+            expected_s = self._cost.load_s(event.num_bytes, num_sharing)
+            self._load_factor.observe(event.seconds, expected_s)
         missing = set(self.promotion.on_ended(event))
         for active in self._works.pop(event.load_id, ()):
             active.loads.discard(event.load_id)

@@ -101,7 +101,7 @@ class Instance:
         self._outbox = Outbox()
         self._holdings = Holdings(config, layout, num_blocks)
         self._batch = Batch(config, self._holdings, self._outbox, cost)
-        self._arrivals = Arrivals(self._holdings, self._batch, self._outbox, cost)
+        self._arrivals = Arrivals(self._holdings, self._batch, self._outbox, cost, config.learning)
         self._demotion = Demotion(self._holdings, self._outbox)
         self._eos = frozenset(eos_token_ids)
         self._adopt(stored)

@@ -24,6 +24,7 @@ class _Load:
     keys: tuple[BlockKey, ...]
     slots: tuple[BlockId, ...]
     block_ids: tuple[BlockId, ...]
+    num_sharing: int  # loads under way when it began, itself included
 
 
 class Promotion:
@@ -44,6 +45,10 @@ class Promotion:
     @property
     def num_loads(self) -> int:
         return len(self._loads)
+
+    def num_sharing(self, load_id: str) -> int:
+        """Loads that shared the disk when this one began."""
+        return self._loads[load_id].num_sharing
 
     def reach(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
         """How long a run of `keys` is here, in DRAM or on the SSD, and what of it is not in
@@ -80,7 +85,7 @@ class Promotion:
             slots.append(slot)
             loading[key] = load_id
         tier.hold(owner, slots)
-        self._loads[load_id] = _Load(new, tuple(slots), tuple(blocks))
+        self._loads[load_id] = _Load(new, tuple(slots), tuple(blocks), len(self._loads) + 1)
         self._outbox.do(LoadBlocks(load_id, new, tuple(slots), tuple(blocks)))
         return waits | {load_id}
 

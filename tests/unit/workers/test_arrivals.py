@@ -50,6 +50,7 @@ class Bench:
 
     def __init__(self, num_stored: int = 6, cost: Any = FAST, num_blocks: int = 32) -> None:
         stored = [(slot, KEYS[slot]) for slot in reversed(range(num_stored))]
+        self.round = 0
         config = InstanceConfig(ssd_blocks=64, chunk_tokens=64)
         self.instance = Instance(config, LAYOUT, num_blocks, Role.MIXED, cost, (EOS,), stored)
 
@@ -100,6 +101,33 @@ def test_a_slow_load_pays_behind_a_queue() -> None:
     )
     bench.handle(StartPrefill(work=work("long", num_tokens=200, first=5000)))
     assert of(bench.start(), LoadBlocks)
+
+
+def reload(bench: Bench, seconds: float) -> bool:
+    """One prompt whose prefix is on the SSD only; whether that was loaded, taking so long."""
+    bench.round += 1
+    actions = bench.start(f"r{bench.round}")
+    loads = of(actions, LoadBlocks)
+    if loads:
+        num_bytes = len(loads[0].slots) * LAYOUT.block_bytes
+        ended = msgspec.structs.replace(loaded(loads[0]), seconds=seconds, num_bytes=num_bytes)
+        bench.handle(ended)
+    bench.handle(Abort(work_id=WorkId(f"r{bench.round}")))
+    bench.handle(StepEnded((Token(9),), 0.0))
+    bench.instance.pool.forget(bench.instance.pool.named())
+    return bool(loads)
+
+
+def test_a_disk_slower_than_its_probe_is_read_only_where_that_still_pays() -> None:
+    """0.012 s to read by the probe and 0.024 s to compute; but it takes three times as long."""
+    bytes_per_s = 6 * LAYOUT.block_bytes / 0.012
+    bench = Bench(cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s))
+    for _ in range(20):
+        assert reload(bench, 0.036)
+    assert sum(reload(bench, 0.036) for _ in range(31)) == 1, "tried again, but rarely"
+    for _ in range(16 * 80):  # it is fast again, which only what is tried can tell
+        reload(bench, 0.012)
+    assert all(reload(bench, 0.012) for _ in range(20))
 
 
 def test_what_does_not_arrive_is_computed_and_forgotten() -> None:

@@ -30,7 +30,7 @@ class Outcome:
 
 class Job:
     """`end` is called once, by the thread that finishes the last group or abandons the job;
-    `returned` once after an end that was hung. Thread-safe."""
+    `returned` once after an end that was hung, which needs someone to `abandon` it. Thread-safe."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Job:
         block_ids: Sequence[BlockId],
         num_groups: int,
         end: Callable[[Outcome], None],
-        returned: Callable[[], None],
+        returned: Callable[[], None] | None = None,
     ) -> None:
         self.keys = keys
         self.slots = slots
@@ -109,7 +109,7 @@ class Job:
                 outcome = self._outcome(hung=False)
         if outcome is not None:
             self._end(outcome)
-        elif back:
+        elif back and self._returned is not None:
             self._returned()
 
     def abandon(self, error: str) -> None:

@@ -198,7 +198,7 @@ class MooncakeStore:
 
     def _run_group(self, move: Move, job: Job, start: int, end: int) -> None:
         error = "it was closed" if self._closed else ""
-        if error or not job.wanted(start):
+        if error or not job.begin_group(start):
             job.group_done(start, 0, end - start, error=error)
             return
         try:
