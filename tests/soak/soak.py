@@ -33,6 +33,8 @@ WIRE_SPELLS = 20
 FLIPS = 60
 SLOW_S = 0.03
 FAULT_S = 1.0
+FAULTS_OPERATIONS = 50_000
+"""In so many operations there are as many faults as said above, and never fewer."""
 IDLE_S = 25.0
 SPARE_FDS = 48
 SPARE_BYTES = 48 << 20
@@ -124,10 +126,11 @@ class Soak:
 
     def _draw_faults(self) -> list[tuple[int, str]]:
         """When, in operations, and what; the next one last."""
+        often = max(1, self.operations // FAULTS_OPERATIONS)
         kinds = ["kill"] * KILLS + ["fill"] * FILLS + ["slow"] * SLOW_SPELLS + ["flip"] * FLIPS
         kinds += ["wire"] * WIRE_SPELLS + ["hang"] * HANGS
         return sorted(
-            ((self._rng.randrange(self.operations), kind) for kind in kinds), reverse=True
+            ((self._rng.randrange(self.operations), kind) for kind in kinds * often), reverse=True
         )
 
     def _do_faults(self, done: int) -> None:

@@ -21,9 +21,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from moonpool.config import EngineConfig, ModelConfig, NetworkConfig, PoolConfig, SloConfig
+from moonpool.config import (
+    EngineConfig,
+    ModelConfig,
+    MooncakeConfig,
+    NetworkConfig,
+    PoolConfig,
+    SloConfig,
+)
 from moonpool.engine.dtype import resolve_dtype
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.transfers import (
@@ -135,13 +143,14 @@ class _Bench:
 
     def __init__(self, model: str, tokens_per_s: int, folder: Path) -> None:
         setup = Setup(
-            model=ModelConfig(name=model, dtype=resolve_dtype("auto")),
+            model=msgspec.structs.replace(ModelConfig(name=model), dtype=resolve_dtype("auto")),
             pool=PoolConfig(
                 dram_tokens_per_instance=DRAM_TOKENS,
                 ssd_tokens_per_instance=SSD_TOKENS,
                 ssd_folder=str(folder),
             ),
             network=NetworkConfig(),
+            mooncake=MooncakeConfig(),
             engine=EngineConfig(threads=1),
             slo=SloConfig(),
             learning=True,
