@@ -75,6 +75,8 @@ ARRIVING_TOKENS = 1024
 DRAM_TOKENS = 32_768
 SSD_TOKENS = 131_072
 KEPT_PROMPTS = SSD_TOKENS // ARRIVING_TOKENS
+MIN_STEPS = 100
+"""Below that, there is no P99 to speak of."""
 SETTLE_S = 0.3
 """At the begin of a phase, not measured: what the one before began ends meanwhile."""
 _ENDLESS = 1 << 20
@@ -122,7 +124,7 @@ def bench_demotion(
 
 
 def _row(phase: str, gaps_s: list[float], moved: tuple[float, float]) -> dict[str, Any]:
-    if len(gaps_s) < 100:
+    if len(gaps_s) < MIN_STEPS:
         raise DemotionBenchError(
             f"only {len(gaps_s)} tokens came during {phase}; let it run longer"
         )

@@ -11,7 +11,8 @@ from moonpool.bench.demotion import DemotionBenchError, bench_demotion
 MODEL = "random:m30,layers=2"
 
 
-def test_each_phase_moves_what_it_should(tmp_path: Path) -> None:
+def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.bench.demotion.MIN_STEPS", 3)  # plain torch is slow
     lines: list[str] = []
     found = bench_demotion(MODEL, 2, 0.6, 2, 40_000, tmp_path, lines.append)
     quiet, arrivals, demotion, promotion = found["rows"]
