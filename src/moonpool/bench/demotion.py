@@ -33,6 +33,7 @@ from moonpool.config import (
     SloConfig,
 )
 from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.runner import Engine
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.transfers import (
     ReadEnded,
@@ -157,13 +158,15 @@ class _Bench:
             slo=SloConfig(),
             learning=True,
             num_instances=1,
+            num_processes=1,
         )
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         post = self._events.put
-        name = InstanceId("bench-0")
+        name, secret = InstanceId("bench-0"), secrets.token_bytes(16)
+        lost: list[str] = []  # of its stages: there is one, which is this process
         try:
             self._booted: BootedInstance = boot_instance(
-                setup, Role.MIXED, name, "127.0.0.1", secrets.token_bytes(16), post
+                setup, Role.MIXED, name, "127.0.0.1", secret, post, 1, lost.append
             )
         except BootError as error:
             raise DemotionBenchError(str(error)) from None
@@ -171,6 +174,7 @@ class _Bench:
         if booted.store is None:
             booted.close()
             raise DemotionBenchError(booted.store_error)
+        assert isinstance(booted.engine, Engine)
         self._engine = EngineThread(booted.engine, booted.messenger, (), booted.threads, post)
         self._engine.start()
         self._rng = random.Random(0)

@@ -24,6 +24,7 @@ def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_too_short_to_tell_says_so(tmp_path: Path) -> None:
+def test_a_run_too_short_to_tell_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.bench.demotion.MIN_STEPS", 100_000)
     with pytest.raises(DemotionBenchError, match="let it run longer"):
         bench_demotion(MODEL, 1, 0.2, 1, 1000, tmp_path, lambda text: None)
