@@ -90,6 +90,7 @@ def test_what_mapped_an_arena_before_it_was_sealed_writes_it_and_nobody_later() 
 
 def test_a_peer_is_mapped_once_and_until_its_last_user_has_gone(arena: Arena) -> None:
     peers = PeerArenas()
+    gc.collect()  # what tests before this one left behind
     before = len(os.listdir("/proc/self/fd"))
     mapped = mappings()
     first, name = peers.adopt(os.dup(arena.fd), LAYOUT)
