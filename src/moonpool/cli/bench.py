@@ -129,6 +129,41 @@ def sarathi(model: str, repeats: int, seed: int, json_file: str | None) -> None:
 
 @bench.command()
 @click.option("--model", default="random:m150", show_default=True)
+@click.option("--stages", type=click.IntRange(2, 64), default=2, show_default=True)
+@click.option("--prompt-tokens", type=COUNT, default=16_384, show_default=True)
+@click.option("--max-num-batched-tokens", type=COUNT, default=512, show_default=True)
+@click.option("--short-tokens", type=COUNT, default=256, show_default=True)
+@click.option("--repeats", type=COUNT, default=5, show_default=True, help="Of the short prompt.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@JSON
+def pipeline(
+    model: str,
+    stages: int,
+    prompt_tokens: int,
+    max_num_batched_tokens: int,
+    short_tokens: int,
+    repeats: int,
+    seed: int,
+    json_file: str | None,
+) -> None:
+    """An instance of several stages beside one of one: a long prompt, a short one, micro-batches;
+    measured and simulated. One thread a stage, about three minutes."""
+    from moonpool.bench.pipeline import bench_pipeline
+    from moonpool.engine.stages.fellows import StageLostError
+    from moonpool.messenger.arena import ArenaError
+
+    chunk_tokens = max_num_batched_tokens
+    try:
+        found = bench_pipeline(
+            model, stages, prompt_tokens, chunk_tokens, short_tokens, repeats, seed, click.echo
+        )
+    except (ArenaError, StageLostError, ValueError) as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
+@click.option("--model", default="random:m150", show_default=True)
 @click.option("--prefix-tokens", type=COUNT, default=4096, show_default=True)
 @click.option("--repeats", type=COUNT, default=3, show_default=True)
 @JSON

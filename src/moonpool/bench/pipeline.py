@@ -1,0 +1,195 @@
+"""What stages gain, and where they wait: one instance of several processes beside one of one.
+
+A long prompt in chunks and whole (Mooncake v3 section 5.1: X-fold, minus the bubble), a short one
+that must pay nothing, and prompts with decodes in micro-batches (SARATHI sections 3.2 and 5.3).
+Each is measured, and computed by the cost model fitted in the same run; more stages than there are
+cores for are computed only. Steps and micro-batches are those of the serving state machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from moonpool.bench.piped import Job, Piped, PipedInstance, made_up, simulate
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import StepCost
+from moonpool.cost.parallel import Nic, group_cost
+from moonpool.cost.shapes import ModelShape
+from moonpool.engine.calibrate import fit_samples, measure_samples
+from moonpool.engine.spec import ModelSpec
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.types import RequestId, SamplingParams
+
+FIT_S = 6.0
+HOPS = 100  # single tokens, of which the quickest tells what a hop takes
+SIMULATED = (1, 2, 4, 8)
+MIX_CHUNK_TOKENS, MIX_SEQUENCES = 256, 8
+MIX_JOBS, MIX_PROMPT_TOKENS, MIX_OUTPUT_TOKENS = 16, (128, 768), (16, 32)
+_GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Bench:
+    one: PipedInstance
+    several: PipedInstance
+    cost: FittedCost
+    hop_s: float
+    say: Say
+
+    def truth(self, num_stages: int) -> StepCost:
+        nic = Nic(self.cost.shared_memory_bytes_per_s, self.hop_s)
+        return group_cost(self.cost, shape_of(self.one.spec), num_stages, "cpp", nic)
+
+    def run(self, num_stages: int, jobs: Sequence[Job], **config: Any) -> dict[str, Any]:
+        """Measured where there is such an instance, and simulated."""
+        layout, blocks = self.one.layout, self.one.arena.num_blocks
+        found: dict[str, Any] = {"stages": num_stages}
+        for piped in (self.one, self.several):
+            if piped.num_stages == num_stages:
+                found["measured"] = _figures(piped.run(jobs, **config))
+        ran = simulate(jobs, self.truth(num_stages), layout, blocks, **config)
+        found["simulated"] = _figures(ran)
+        return found
+
+
+def bench_pipeline(
+    model: str,
+    num_stages: int,
+    prompt_tokens: int,
+    chunk_tokens: int,
+    short_tokens: int,
+    repeats: int,
+    seed: int,
+    say: Say,
+) -> dict[str, Any]:
+    """All figures, in bfloat16, each stage with one thread. Raises ValueError for what the model
+    cannot be, StageLostError, ArenaError."""
+    torch.set_num_threads(1)
+    mix = MIX_JOBS * (MIX_PROMPT_TOKENS[1] + MIX_OUTPUT_TOKENS[1])
+    kv_tokens = max(prompt_tokens, mix) + 64 * MIX_JOBS
+    with (
+        PipedInstance(model, "bfloat16", 1, kv_tokens, chunk_tokens) as one,
+        PipedInstance(model, "bfloat16", num_stages, kv_tokens, chunk_tokens) as several,
+    ):
+        say("fitting the cost model")
+        cost = fit_samples(measure_samples(one.engine, FIT_S))
+        hop_s = _hop_s(one, several)
+        bench = _Bench(one, several, cost, hop_s, say)
+        stages = sorted({*SIMULATED, num_stages})
+        most = [x for x in stages if x <= one.spec.num_layers]
+        return {
+            "model": model,
+            "ops": several.engine.ops_name,
+            "seed": seed,
+            "cost": msgspec.to_builtins(cost),
+            "hop_s": hop_s,
+            "long": _long(bench, most, prompt_tokens, chunk_tokens),
+            "short": _short(bench, short_tokens, repeats),
+            "mixed": _mixed(bench, most, seed),
+        }
+
+
+def shape_of(spec: ModelSpec) -> ModelShape:
+    return ModelShape(
+        name=spec.family,
+        layers=spec.num_layers,
+        hidden=spec.hidden_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        ffn=spec.intermediate_size,
+        vocab=spec.vocab_size,
+        tied=spec.tie_embeddings,
+    )
+
+
+def _figures(piped: Piped) -> dict[str, float]:
+    return {"seconds": piped.seconds, "bubble_share": piped.bubble_share}
+
+
+def _hop_s(one: PipedInstance, several: PipedInstance) -> float:
+    """What a step through several stages takes longer than through one, by the hop."""
+    step = [SequenceStep(RequestId("hop"), [7], 64, [0, 1], _GREEDY)]
+    best_s = [min(p.engine.step(step).seconds for _ in range(HOPS)) for p in (one, several)]
+    return max(best_s[1] - best_s[0], 0.0) / (several.num_stages - 1)
+
+
+def _long(
+    bench: _Bench, stages: Sequence[int], prompt_tokens: int, chunk_tokens: int
+) -> dict[str, Any]:
+    """One prompt alone: in chunks, and whole, which a pipeline does not make any faster."""
+    jobs = [made_up(1, prompt_tokens, 1)]
+    found: dict[str, Any] = {"prompt_tokens": prompt_tokens, "chunk_tokens": chunk_tokens}
+    found["chunked"] = [bench.run(x, jobs, chunk_tokens=chunk_tokens) for x in stages]
+    whole = {"chunk_tokens": prompt_tokens, "batching": "whole-prompts"}
+    found["whole"] = [bench.run(x, jobs, **whole) for x in stages if x > 1]
+    for kind in ("chunked", "whole"):
+        for row in found[kind]:
+            for way, first in found["chunked"][0].items():
+                if way in row and way != "stages":
+                    row[way]["speed_up"] = first["seconds"] / row[way]["seconds"]
+            bench.say(f"{prompt_tokens} tokens {kind}, {_words(row)}")
+    return found
+
+
+def _short(bench: _Bench, short_tokens: int, repeats: int) -> dict[str, Any]:
+    """A prompt of one chunk: both instances in turns, the best of each."""
+    jobs = [made_up(2, short_tokens, 1)]
+    best_s = [float("inf")] * 2
+    for _ in range(repeats + 1):
+        for i, piped in enumerate((bench.one, bench.several)):
+            best_s[i] = min(best_s[i], piped.run(jobs, chunk_tokens=short_tokens).seconds)
+    cost = best_s[1] / best_s[0] - 1.0
+    bench.say(
+        f"{short_tokens} tokens: {best_s[0]:.4f} s in one process, {best_s[1]:.4f} s in"
+        f" {bench.several.num_stages} stages ({cost:+.1%})"
+    )
+    return {
+        "prompt_tokens": short_tokens,
+        "one_s": best_s[0],
+        "stages_s": best_s[1],
+        "cost": cost,
+    }
+
+
+def _mixed(bench: _Bench, stages: Sequence[int], seed: int) -> dict[str, Any]:
+    """Prompts and decodes of all lengths, all at once: chunks of one size make micro-batches of one
+    size, whole prompts do not."""
+    rng = random.Random(seed)
+    jobs = [
+        made_up(i, rng.randint(*MIX_PROMPT_TOKENS), rng.randint(*MIX_OUTPUT_TOKENS))
+        for i in range(MIX_JOBS)
+    ]
+    found: dict[str, Any] = {
+        "jobs": [(len(job.token_ids), job.output_tokens) for job in jobs],
+        "chunk_tokens": MIX_CHUNK_TOKENS,
+    }
+    for batching in ("chunked", "whole-prompts"):
+        config = {
+            "chunk_tokens": MIX_CHUNK_TOKENS,
+            "max_sequences": MIX_SEQUENCES,
+            "batching": batching,
+        }
+        found[batching] = [bench.run(x, jobs, **config) for x in stages]
+        for row in found[batching]:
+            bench.say(f"prompts and decodes, {batching}, {_words(row)}")
+    return found
+
+
+def _words(row: dict[str, Any]) -> str:
+    parts = []
+    for way in ("measured", "simulated"):
+        if way in row:
+            figures = row[way]
+            words = f"{way} {figures['seconds']:.2f} s, bubble {figures['bubble_share']:.1%}"
+            if "speed_up" in figures:
+                words += f", {figures['speed_up']:.2f} x"
+            parts.append(words)
+    return f"{row['stages']} stages: {'; '.join(parts)}"
