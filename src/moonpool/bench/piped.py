@@ -3,11 +3,13 @@ engine, or a cost model in the engine's place. All works wait when it starts."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -58,12 +60,14 @@ class Job:
 
 @dataclass(slots=True)
 class Piped:
-    """What came of the jobs. `busy_s`: of each stage."""
+    """What came of the jobs. `busy_s`: of each stage, by the clock. `cpu_s`: what its processes had
+    of the cores meanwhile, 0 if simulated; where it is less than `busy_s`, others had the rest."""
 
     seconds: float
     busy_s: list[float]
     tokens: list[list[int]] = field(default_factory=list)
     cached_tokens: int = 0
+    cpu_s: float = 0.0
 
     @property
     def bubble_share(self) -> float:
@@ -126,7 +130,7 @@ class PipedInstance:
         instance = make_instance(self.num_stages, self.layout, self.arena.num_blocks, config)
         steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        before = self._busy_s()
+        before, cpu_s = self._busy_s(), self._cpu_s()
         busy_s = [0.0]
         thread = threading.Thread(target=self._compute, args=(steps, outcomes), daemon=True)
         thread.start()
@@ -149,10 +153,16 @@ class PipedInstance:
         thread.join()
         if before:
             busy_s = [b - a for a, b in zip(before, self._busy_s(), strict=True)]
-        return Piped(seconds, busy_s, gathered.tokens, gathered.cached_tokens)
+        return Piped(
+            seconds, busy_s, gathered.tokens, gathered.cached_tokens, self._cpu_s() - cpu_s
+        )
 
     def _busy_s(self) -> list[float]:
         return list(self.engine.times.busy_s) if isinstance(self.engine, PipelineEngine) else []
+
+    def _cpu_s(self) -> float:
+        others = self.engine.pids if isinstance(self.engine, PipelineEngine) else []
+        return sum(map(cpu_seconds, (os.getpid(), *others)))
 
     def _compute(
         self,
@@ -253,6 +263,12 @@ class _Gathered:
                 case Tell(report=WorkFailed() as report):
                     raise RuntimeError(report.message)
         return num_steps
+
+
+def cpu_seconds(pid: int) -> float:
+    """That the process has used, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ignore(message: str) -> None:

@@ -26,6 +26,7 @@ from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams
 
+PARTS = ("long", "short", "mixed")
 FIT_S = 6.0
 HOPS = 100  # single tokens, of which the quickest tells what a hop takes
 SIMULATED = (1, 2, 4, 8)
@@ -67,10 +68,11 @@ def bench_pipeline(
     short_tokens: int,
     repeats: int,
     seed: int,
+    parts: Sequence[str],
     say: Say,
 ) -> dict[str, Any]:
-    """All figures, in bfloat16, each stage with one thread. Raises ValueError for what the model
-    cannot be, StageLostError, ArenaError."""
+    """The figures of these parts, in bfloat16, each stage with one thread. Raises ValueError for
+    what the model cannot be, StageLostError, ArenaError."""
     torch.set_num_threads(1)
     mix = MIX_JOBS * (MIX_PROMPT_TOKENS[1] + MIX_OUTPUT_TOKENS[1])
     kv_tokens = max(prompt_tokens, mix) + 64 * MIX_JOBS
@@ -84,16 +86,20 @@ def bench_pipeline(
         bench = _Bench(one, several, cost, hop_s, say)
         stages = sorted({*SIMULATED, num_stages})
         most = [x for x in stages if x <= one.spec.num_layers]
-        return {
+        found: dict[str, Any] = {
             "model": model,
             "ops": several.engine.ops_name,
             "seed": seed,
             "cost": msgspec.to_builtins(cost),
             "hop_s": hop_s,
-            "long": _long(bench, most, prompt_tokens, chunk_tokens),
-            "short": _short(bench, short_tokens, repeats),
-            "mixed": _mixed(bench, most, seed),
         }
+        if "long" in parts:
+            found["long"] = _long(bench, most, prompt_tokens, chunk_tokens)
+        if "short" in parts:
+            found["short"] = _short(bench, short_tokens, repeats)
+        if "mixed" in parts:
+            found["mixed"] = _mixed(bench, most, seed)
+        return found
 
 
 def shape_of(spec: ModelSpec) -> ModelShape:
@@ -110,8 +116,13 @@ def shape_of(spec: ModelSpec) -> ModelShape:
     )
 
 
-def _figures(piped: Piped) -> dict[str, float]:
-    return {"seconds": piped.seconds, "bubble_share": piped.bubble_share}
+def _figures(piped: Piped) -> dict[str, Any]:
+    return {
+        "seconds": piped.seconds,
+        "bubble_share": piped.bubble_share,
+        "busy_s": piped.busy_s,
+        "cpu_s": piped.cpu_s,
+    }
 
 
 def _hop_s(one: PipedInstance, several: PipedInstance) -> float:
@@ -189,6 +200,8 @@ def _words(row: dict[str, Any]) -> str:
         if way in row:
             figures = row[way]
             words = f"{way} {figures['seconds']:.2f} s, bubble {figures['bubble_share']:.1%}"
+            if figures["cpu_s"]:
+                words += f" (CPU {figures['cpu_s']:.2f} s)"
             if "speed_up" in figures:
                 words += f", {figures['speed_up']:.2f} x"
             parts.append(words)

@@ -135,6 +135,13 @@ def sarathi(model: str, repeats: int, seed: int, json_file: str | None) -> None:
 @click.option("--short-tokens", type=COUNT, default=256, show_default=True)
 @click.option("--repeats", type=COUNT, default=5, show_default=True, help="Of the short prompt.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(["long", "short", "mixed"]),
+    help="Only these; all unless given.",
+)
 @JSON
 def pipeline(
     model: str,
@@ -144,18 +151,27 @@ def pipeline(
     short_tokens: int,
     repeats: int,
     seed: int,
+    parts: tuple[str, ...],
     json_file: str | None,
 ) -> None:
     """An instance of several stages beside one of one: a long prompt, a short one, micro-batches;
     measured and simulated. One thread a stage, about three minutes."""
-    from moonpool.bench.pipeline import bench_pipeline
+    from moonpool.bench.pipeline import PARTS, bench_pipeline
     from moonpool.engine.stages.fellows import StageLostError
     from moonpool.messenger.arena import ArenaError
 
     chunk_tokens = max_num_batched_tokens
     try:
         found = bench_pipeline(
-            model, stages, prompt_tokens, chunk_tokens, short_tokens, repeats, seed, click.echo
+            model,
+            stages,
+            prompt_tokens,
+            chunk_tokens,
+            short_tokens,
+            repeats,
+            seed,
+            parts or PARTS,
+            click.echo,
         )
     except (ArenaError, StageLostError, ValueError) as error:
         fail(str(error))
