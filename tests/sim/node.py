@@ -129,6 +129,7 @@ class Life:
             pid=self.number,
             host="here",
             chunk_tokens=self.world.options.chunk_tokens,
+            num_stages=self.world.options.num_stages,
         )
 
     def lose_head(self) -> None:

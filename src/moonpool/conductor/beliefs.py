@@ -76,7 +76,10 @@ class Beliefs:
     ) -> None:
         """So many steps of decodes alone took so long each; the tokens are those of the first."""
         mean_context = context_tokens + batch * (num_steps - 1) // 2
-        expected_s = state.info.cost.decode_step_s(batch, mean_context)
+        info = state.info
+        expected_s = info.cost.decode_step_s(
+            batch * info.num_stages, mean_context * info.num_stages
+        )
         self._learn(state, state.decode_factor, seconds, expected_s)
 
     def note_answer(self, record: RequestRecord) -> None:

@@ -102,6 +102,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         "draining": None if state.drain is None else state.drain.reason,
         "host": info.host,
         "pid": info.pid,
+        "stages": info.num_stages,
         "incarnation": str(info.incarnation),
         "address": f"{info.address.tcp_host}:{info.address.tcp_port}",
         "queued_prefills": len(state.prefills),

@@ -83,6 +83,7 @@ class BootedInstance:
             pid=pid,
             host=host,
             chunk_tokens=self.instance.config.chunk_tokens,
+            num_stages=self.instance.config.micro_batches,
         )
 
     def load(self) -> InstanceLoad:

@@ -149,6 +149,7 @@ class Simulation:
             host=instance_id,
             engine_tokens=hardware.engine_tokens,
             chunk_tokens=self.config.engine.chunk_tokens,
+            num_stages=hardware.truth.num_stages,
         )
         node = Node(self.clock, info, instance, lambda report: self._report(instance_id, report))
         engine = SimEngine(

@@ -320,7 +320,7 @@ class Instance:
         told: list[WorkTokens] = []
         decodes_s = self._learn_steps(step, event.seconds, 1)
         self._outbox.count("steps")
-        self._outbox.count("step_s", event.seconds)
+        self._outbox.count("step_s", event.seconds / self.config.micro_batches)  # of one stage
         for (active, num_tokens), token in zip(step, event.tokens, strict=True):
             if active.closing:
                 self._finalise_if_idle(active)
@@ -366,7 +366,9 @@ class Instance:
         seconds /= num_steps
         if self.config.learning:
             context_tokens += len(step) * (num_steps - 1) // 2
-            self._decode_factor.observe(seconds, self.cost.decode_step_s(len(step), context_tokens))
+            stages = self.config.micro_batches  # in each of which there are about as many
+            expected_s = self.cost.decode_step_s(stages * len(step), stages * context_tokens)
+            self._decode_factor.observe(seconds, expected_s)
         return seconds
 
     def _take_token(self, active: ActiveWork, token: Token, told: list[WorkTokens]) -> None:

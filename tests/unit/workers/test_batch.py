@@ -192,6 +192,14 @@ def test_uneven_micro_batches_become_even_again() -> None:
     assert decodes_of(bench) == [2, 2]
 
 
+def test_time_of_steps_is_that_of_one_stage() -> None:
+    """Two are under way at a time, so their sum would be twice the time that passed."""
+    bench = Bench(max_steps_in_flight=3, micro_batches=2, chunk_tokens=64)
+    bench.start("a", 5)
+    bench.end()
+    assert bench.instance.counters["step_s"] == pytest.approx(0.005)
+
+
 def test_steps_of_one_stage_take_all_decodes() -> None:
     bench = Bench(chunk_tokens=64)
     for name in "abcde":
