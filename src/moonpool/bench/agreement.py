@@ -24,6 +24,7 @@ from moonpool.bench.live_workload import (
     unloaded_slo,
 )
 from moonpool.bench.local_server import LocalServer
+from moonpool.bench.neighbours import Neighbours
 from moonpool.replay.run import ReplayPlan, run_replay
 from moonpool.sim.simulation import Simulation
 from moonpool.trace.row import TraceRow
@@ -48,7 +49,7 @@ def bench_agreement(
     """Comparisons by load, with the profile they rest on; of several live runs of the same
     requests, their mean is compared. Raises what server and replay raise."""
     with LocalServer(cluster.arguments()) as server:
-        profile = measure_live(server.url, workload, say)
+        profile = measure_local(server, workload, say)
     slo = simulated_slo(cluster, profile, workload)
     rate_rps = estimate_capacity(cluster, profile, workload, max(seconds, 60.0), slo)
     say(
@@ -107,9 +108,21 @@ def run_both(
 
 def neighbours_words(lives: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A warning where others computed, too."""
-    share = max(live["neighbours_share"] for live in lives)
+    yield from _share_words(max(live["neighbours_share"] for live in lives))
+
+
+def _share_words(share: float) -> Iterator[str]:
     if share > NOTICED_SHARE:
         yield f"other programs took {share:.0%} of this machine meanwhile: that is no quiet machine"
+
+
+def measure_local(server: LocalServer, workload: LiveWorkload, say: Say) -> LiveProfile:
+    """As `measure_live`, with a warning where others computed, too: all else rests on it."""
+    neighbours = Neighbours([server.pid, *server.worker_pids()])
+    profile = measure_live(server.url, workload, say)
+    for line in _share_words(neighbours.share()):
+        say(line)
+    return profile
 
 
 def measure_live(url: str, workload: LiveWorkload, say: Say) -> LiveProfile:

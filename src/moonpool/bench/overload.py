@@ -16,7 +16,7 @@ import msgspec
 from moonpool.bench.agreement import (
     UNLOADED_REQUESTS,
     Both,
-    measure_live,
+    measure_local,
     replay_rows,
     run_both,
     simulated_slo,
@@ -58,7 +58,7 @@ def bench_overload(
     """Figures by admission and load; SLOs that are not given are the paper's. Raises what server
     and replay raise."""
     with LocalServer(cluster.with_(admission="none").arguments()) as server:
-        profile = measure_live(server.url, workload, say)
+        profile = measure_local(server, workload, say)
         if slo_ttft_s and slo_tbt_s:
             slo = Slo(ttft_s=slo_ttft_s, tbt_s=slo_tbt_s)
         else:
