@@ -59,7 +59,8 @@ class Pair:
         flat = torch.frombuffer(self.arena.buffer, dtype=torch.bfloat16)
         self.shared = KvCache(flat.view(shape), layout)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        options = StageOptions(num_stages, 1, 64, quantization)
+        cores = tuple(sorted(os.sched_getaffinity(0)))[:num_stages]
+        options = StageOptions(num_stages, 1, 64, quantization, cores)
         self.stages = PipelineEngine(
             model, ops, self.shared, self.arena.fd, options, "test", self.lost.put
         )
@@ -148,6 +149,7 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
 def test_a_lost_stage_ends_what_runs_and_is_told_once() -> None:
     pair = Pair(2, "int8")
     (pid,) = pair.stages.pids
+    assert os.sched_getaffinity(pid) == {max(sorted(os.sched_getaffinity(0))[:2])}
     step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
     os.kill(pid, signal.SIGSTOP)
@@ -186,6 +188,13 @@ def test_an_instance_answers_alike_whatever_its_stages() -> None:
         got = two.run(jobs, chunk_tokens=48, prefix_caching=True)
     assert got.tokens == right
     assert got.cached_tokens > 0
+
+
+def test_cores_are_shared_out_among_the_stages() -> None:
+    options = StageOptions(2, 2, 64, cores=(4, 5, 6, 7))
+    assert [options.cores_of(stage) for stage in (0, 1)] == [(4, 5), (6, 7)]
+    scarce = StageOptions(3, 1, 64, cores=(4, 5))
+    assert [scarce.cores_of(stage) for stage in (0, 1, 2)] == [(4, 5)] * 3
 
 
 def ring_ends(size: RingSize) -> tuple[RingEnd, RingEnd]:

@@ -80,18 +80,21 @@ class Fellow:
 
 
 def start_fellows(
-    setup: StageSetup, layers: Sequence[range], arena_fd: int, owner: str
+    setup: StageSetup,
+    stages: Sequence[tuple[range, tuple[int, ...]]],
+    arena_fd: int,
+    owner: str,
 ) -> tuple[list[Fellow], int, socket.socket]:
-    """The stages that have these layers, in a row; and memory and socket of the ring to the first
-    of them. They load their weights while the caller goes on."""
+    """The stages that have these layers, and cores, in a row; and memory and socket of the ring to
+    the first of them. They load their weights while the caller goes on."""
     fellows: list[Fellow] = []
     size = RingSize(setup.slot_bytes, setup.num_slots)
     first_fd = create_ring(size)
     first_sock, before_sock = socket.socketpair()
     before_fd = os.dup(first_fd)
-    for number, own in enumerate(layers, 2):
+    for number, (layers, cores) in enumerate(stages, 2):
         control, theirs = socket.socketpair()
-        name = f"stage {number} of {len(layers) + 1}"
+        name = f"stage {number} of {len(stages) + 1}"
         command = [sys.executable, "-m", "moonpool", "stage", "--of", owner]
         command += ["--number", str(number), "--control-fd", str(theirs.fileno())]
         threads = str(setup.threads)
@@ -105,13 +108,15 @@ def start_fellows(
             )
         fellows.append(Fellow(name, process, control))
         fds = [arena_fd, before_fd, before_sock.fileno()]
-        last = number == len(layers) + 1
+        last = number == len(stages) + 1
         if not last:
             after_fd = create_ring(size)
             after_sock, next_sock = socket.socketpair()
             fds += [after_fd, after_sock.fileno()]
-        changed = msgspec.structs.replace(setup, first_layer=own.start, end_layer=own.stop)
-        socket.send_fds(control, [frame(changed)], fds)
+        own = msgspec.structs.replace(
+            setup, first_layer=layers.start, end_layer=layers.stop, cores=cores
+        )
+        socket.send_fds(control, [frame(own)], fds)
         os.close(before_fd)
         before_sock.close()
         if not last:

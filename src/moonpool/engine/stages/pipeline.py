@@ -88,12 +88,19 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """`threads`: of each stage. `chunk_tokens`: what most steps have at most."""
+    """`threads`: of each stage. `chunk_tokens`: what most steps have at most. `cores`: which the
+    engine has, for the stages to share out; (): any."""
 
     num_stages: int
     threads: int
     chunk_tokens: int
     quantization: Quantization = "none"
+    cores: tuple[int, ...] = ()
+
+    def cores_of(self, stage: int) -> tuple[int, ...]:
+        """None of another stage's, if there are enough."""
+        share = len(self.cores) // self.num_stages
+        return self.cores[stage * share : (stage + 1) * share] if share else self.cores
 
 
 class PipelineEngine:
@@ -137,10 +144,12 @@ class PipelineEngine:
             first_layer=0,
             end_layer=0,
             threads=options.threads,
+            cores=(),
             slot_bytes=SLOT_BYTES,
             num_slots=_num_slots(options.chunk_tokens, model),
         )
-        fellows, fd, sock = start_fellows(setup, layers[1:], arena_fd, owner)
+        own = [(layers[stage], options.cores_of(stage)) for stage in range(1, num_stages)]
+        fellows, fd, sock = start_fellows(setup, own, arena_fd, owner)
         self._fellows: list[Fellow] = fellows
         size = RingSize(setup.slot_bytes, setup.num_slots)
         self._after = RingEnd(fd, sock, size, writes=True)

@@ -76,6 +76,7 @@ class Stage:
     """Layers of the model over the instance's arena. Raises ValueError and OSError."""
 
     def __init__(self, setup: StageSetup, fds: list[int], control: socket.socket) -> None:
+        _pin(setup.cores)
         torch.set_num_threads(setup.threads)
         model = open_model(setup.model, setup.dtype)
         ops = choose_ops(model.dtype, quantization=setup.quantization)
@@ -133,6 +134,15 @@ class Stage:
                 self._after.write(tensor)
         answer = StepDone(number=step.number, seconds=seconds, tokens=tokens, error=error)
         self._control.sendall(frame(answer))
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    """This thread, which computes, and those it starts. Where that is refused, nothing is."""
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+    except OSError as error:
+        log.info("not pinned to cores %s: %s", cores, error.strerror)
 
 
 def _map_arena(fd: int, layout: BlockLayout, num_blocks: int) -> KvCache:

@@ -41,6 +41,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     first_layer: int
     end_layer: int
     threads: int
+    cores: tuple[int, ...]  # on which it computes; (): any
     slot_bytes: int
     num_slots: int
 
