@@ -68,6 +68,7 @@ class Piped:
     tokens: list[list[int]] = field(default_factory=list)
     cached_tokens: int = 0
     cpu_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)  # of each as it ended, if measured
 
     @property
     def bubble_share(self) -> float:
@@ -131,7 +132,7 @@ class PipedInstance:
         steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         before, cpu_s = self._busy_s(), self._cpu_s()
-        busy_s = [0.0]
+        steps_s: list[float] = []
         thread = threading.Thread(target=self._compute, args=(steps, outcomes), daemon=True)
         thread.start()
         began_s = time.perf_counter()
@@ -145,16 +146,17 @@ class PipedInstance:
             if isinstance(outcome, Exception):
                 steps.put(None)
                 raise outcome
-            busy_s[0] += outcome.seconds
+            steps_s.append(outcome.seconds)
             event = StepEnded(outcome.tokens, outcome.seconds)
             num_open += gathered.take(instance.handle(event, 0.0), steps.put)
         seconds = time.perf_counter() - began_s
         steps.put(None)
         thread.join()
+        busy_s = [sum(steps_s)]
         if before:
             busy_s = [b - a for a, b in zip(before, self._busy_s(), strict=True)]
         return Piped(
-            seconds, busy_s, gathered.tokens, gathered.cached_tokens, self._cpu_s() - cpu_s
+            seconds, busy_s, gathered.tokens, gathered.cached_tokens, self._cpu_s() - cpu_s, steps_s
         )
 
     def _busy_s(self) -> list[float]:

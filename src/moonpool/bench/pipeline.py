@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.cost.parallel import Nic, group_cost
 from moonpool.cost.shapes import ModelShape
-from moonpool.engine.calibrate import fit_samples, measure_samples
+from moonpool.engine.calibrate import Sample, fit_samples, measure_samples
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams
@@ -48,13 +49,15 @@ class _Bench:
         nic = Nic(self.cost.shared_memory_bytes_per_s, self.hop_s)
         return group_cost(self.cost, shape_of(self.one.spec), num_stages, "cpp", nic)
 
-    def run(self, num_stages: int, jobs: Sequence[Job], **config: Any) -> dict[str, Any]:
-        """Measured where there is such an instance, and simulated."""
+    def run(
+        self, num_stages: int, jobs: Sequence[Job], measured: Piped | None = None, **config: Any
+    ) -> dict[str, Any]:
+        """Measured where there is such an instance and it was not yet, and simulated."""
         layout, blocks = self.one.layout, self.one.arena.num_blocks
         found: dict[str, Any] = {"stages": num_stages}
         for piped in (self.one, self.several):
             if piped.num_stages == num_stages:
-                found["measured"] = _figures(piped.run(jobs, **config))
+                found["measured"] = _figures(measured or piped.run(jobs, **config))
         ran = simulate(jobs, self.truth(num_stages), layout, blocks, **config)
         found["simulated"] = _figures(ran)
         return found
@@ -80,8 +83,13 @@ def bench_pipeline(
         PipedInstance(model, "bfloat16", 1, kv_tokens, chunk_tokens) as one,
         PipedInstance(model, "bfloat16", num_stages, kv_tokens, chunk_tokens) as several,
     ):
-        say("fitting the cost model")
-        cost = fit_samples(measure_samples(one.engine, FIT_S))
+        say("measuring one process, and fitting the cost model")
+        samples = measure_samples(one.engine, FIT_S)
+        alone: Piped | None = None
+        if "long" in parts:
+            alone = one.run([made_up(1, prompt_tokens, 1)], chunk_tokens=chunk_tokens)
+            samples += grown(alone.steps_s, prompt_tokens, chunk_tokens)
+        cost = fit_samples(samples)
         hop_s = _hop_s(one, several)
         bench = _Bench(one, several, cost, hop_s, say)
         stages = sorted({*SIMULATED, num_stages})
@@ -93,8 +101,8 @@ def bench_pipeline(
             "cost": msgspec.to_builtins(cost),
             "hop_s": hop_s,
         }
-        if "long" in parts:
-            found["long"] = _long(bench, most, prompt_tokens, chunk_tokens)
+        if alone is not None:
+            found["long"] = _long(bench, most, prompt_tokens, chunk_tokens, alone)
         if "short" in parts:
             found["short"] = _short(bench, short_tokens, repeats)
         if "mixed" in parts:
@@ -116,6 +124,24 @@ def shape_of(spec: ModelSpec) -> ModelShape:
     )
 
 
+def grown(steps_s: Sequence[float], prompt_tokens: int, chunk_tokens: int) -> list[Sample]:
+    """What prompts of 1, 2, 4 ... chunks took, from the steps of the longest: it says what
+    attention to so many tokens costs, which short steps do not."""
+    ended_s = list(accumulate(steps_s))
+    most = len(steps_s)
+    counts = sorted({*(1 << power for power in range(most.bit_length())), most})
+    return [
+        Sample(
+            kind="prefill",
+            new_tokens=min(count * chunk_tokens, prompt_tokens),
+            context_tokens=0,
+            batch=1,
+            seconds=ended_s[count - 1],
+        )
+        for count in counts
+    ]
+
+
 def _figures(piped: Piped) -> dict[str, Any]:
     return {
         "seconds": piped.seconds,
@@ -133,13 +159,15 @@ def _hop_s(one: PipedInstance, several: PipedInstance) -> float:
 
 
 def _long(
-    bench: _Bench, stages: Sequence[int], prompt_tokens: int, chunk_tokens: int
+    bench: _Bench, stages: Sequence[int], prompt_tokens: int, chunk_tokens: int, alone: Piped
 ) -> dict[str, Any]:
     """One prompt alone: in chunks, and whole, which a pipeline does not make any faster."""
     jobs = [made_up(1, prompt_tokens, 1)]
     found: dict[str, Any] = {"prompt_tokens": prompt_tokens, "chunk_tokens": chunk_tokens}
-    found["chunked"] = [bench.run(x, jobs, chunk_tokens=chunk_tokens) for x in stages]
-    whole = {"chunk_tokens": prompt_tokens, "batching": "whole-prompts"}
+    found["chunked"] = [
+        bench.run(x, jobs, alone if x == 1 else None, chunk_tokens=chunk_tokens) for x in stages
+    ]
+    whole: dict[str, Any] = {"chunk_tokens": prompt_tokens, "batching": "whole-prompts"}
     found["whole"] = [bench.run(x, jobs, **whole) for x in stages if x > 1]
     for kind in ("chunked", "whole"):
         for row in found[kind]:
@@ -183,7 +211,7 @@ def _mixed(bench: _Bench, stages: Sequence[int], seed: int) -> dict[str, Any]:
         "chunk_tokens": MIX_CHUNK_TOKENS,
     }
     for batching in ("chunked", "whole-prompts"):
-        config = {
+        config: dict[str, Any] = {
             "chunk_tokens": MIX_CHUNK_TOKENS,
             "max_sequences": MIX_SEQUENCES,
             "batching": batching,

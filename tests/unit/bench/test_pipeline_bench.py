@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moonpool.bench.piped import Piped, made_up, simulate
-from moonpool.bench.pipeline import bench_pipeline, shape_of
+from moonpool.bench.pipeline import bench_pipeline, grown, shape_of
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.parallel import Nic, group_cost
 from moonpool.engine.builtin import open_model
@@ -42,6 +42,16 @@ def test_decodes_in_micro_batches_keep_every_stage_busy() -> None:
     ran = simulated(2, [(1, 101)] * 8, chunk_tokens=64)
     assert ran.bubble_share < 0.05
     assert ran.seconds == pytest.approx(100 * 0.01, rel=0.1), "as long as in one process"
+
+
+def test_a_long_prompt_s_steps_tell_what_shorter_ones_take() -> None:
+    samples = grown([1.0, 2.0, 3.0, 4.0, 5.0], prompt_tokens=450, chunk_tokens=100)
+    assert [(s.new_tokens, s.seconds) for s in samples] == [
+        (100, 1.0),
+        (200, 3.0),
+        (400, 10.0),
+        (450, 15.0),
+    ]
 
 
 def test_all_parts_are_measured_and_simulated() -> None:
