@@ -99,6 +99,7 @@ class ConductorConfig(Struct, frozen=True):
     load_limit: float = 1.0  # of predicted over promised latency, above which requests are refused
     decode_prediction: DecodePrediction = "duration"
     inline_prefill: bool = True  # short prompts run in a decode batch, if its TBT SLO holds
+    spare_copies_first: bool = True  # a block's last copy in the cluster's DRAM goes last
     learning: bool = True  # instances' times are believed as they are seen, not as profiled
     seed: int = 0  # of the random placement
     role_balance: RoleBalance = "off"  # say that the P:D ratio does not fit the load, or change it

@@ -11,6 +11,7 @@ from moonpool.types import BlockId, InstanceId, Role, Token
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
+    Depart,
     ExpectStream,
     FetchBlocks,
     FinishStream,
@@ -32,7 +33,13 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report, WorkId
+from moonpool.workers.messages import (
+    BlocksChanged,
+    InstanceInfo,
+    Report,
+    WantsToLeave,
+    WorkId,
+)
 from tests.sim.clock import Link
 from tests.sim.disk import DiskDriver
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
@@ -80,6 +87,7 @@ class Life:
         self._num_steps = 0
         self._last_step = 0
         self._spoiled: dict[WorkId, tuple[int, int]] = {}  # by which step, from which token
+        self.leaves_within_s: float | None = None
         self._num_losses = 0
         self._to_head = Link(self.clock, world.options.slow_delay_s)
         self._from_head = Link(self.clock, world.options.slow_delay_s)
@@ -113,6 +121,8 @@ class Life:
         self._from_head = Link(self.clock, self.world.options.slow_delay_s)
         down, info = self._from_head, self.info()
         self._to_head.carry(lambda: self.world.on_joined(self, info, down))
+        if self.leaves_within_s is not None:
+            self.want_to_leave(self.leaves_within_s)
 
     def join_at_once(self) -> None:
         self.world.on_joined(self, self.info(), self._from_head)
@@ -149,6 +159,11 @@ class Life:
         self.alive = False
         self._cut()
         self.world.on_died(self)
+
+    def want_to_leave(self, within_s: float) -> None:
+        """Its process was told to end. It says so again to a head that knows nothing of it."""
+        self.leaves_within_s = within_s
+        self._report(WantsToLeave(within_s=within_s))
 
     def _cut(self) -> None:
         self._to_head.cut = self._from_head.cut = True
@@ -214,6 +229,8 @@ class Life:
                     self.disk.look_up(action)
                 case ForgetStored():
                     self.disk.forget(action)
+                case Depart():
+                    self.die()
                 case CancelStream():
                     stream_id = action.stream_id
                     self.later(lambda s=stream_id: self.end_receive(s, "cancelled"))

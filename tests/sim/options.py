@@ -42,6 +42,7 @@ class Options:
     num_head_crashes: int
     role_balance: str
     num_role_switches: int  # forced ones
+    num_drains: int  # of instances that leave
     corrupt_rate: float
     missing_rate: float
     break_rate: float
@@ -72,7 +73,7 @@ class Options:
             self.disk_failure_rate,
             self.disk_hang_rate,
         )
-        if self.num_disk_losses:
+        if self.num_disk_losses or self.num_drains:
             return False
         return not (self.num_deaths or self.num_unlinks or self.num_head_crashes or any(rates))
 
@@ -145,6 +146,7 @@ def draw_options(rng: random.Random) -> Options:
         disk_failure_rate=disk(0.2),
         num_disk_losses=disks.choice((0, 0, 0, 1)) if num_slots else 0,
         num_stages=policies.choice((1, 1, 1, 2, 3)),
+        num_drains=policies.choice((0, 0, 1, 3)),
     )
     return _draw_disks(options, disks) if num_slots else options
 

@@ -10,6 +10,7 @@ from moonpool.conductor.actions import (
     Announce,
     ConductorEvent,
     Deliver,
+    DrainRequested,
     InstanceJoined,
     InstanceLost,
     Refuse,
@@ -198,7 +199,7 @@ class World:
                     assert action.record.request_id not in self.ended, "ended twice"
                     self.ended[action.record.request_id] = action
                 case Announce():
-                    for word in (" is a ", " stays ", " was lost "):
+                    for word in (" is a ", " stays ", " was lost ", " has left"):
                         self.seen[f"role{word}"] += word in action.text
 
     def _send(self, send: Send) -> None:
@@ -245,6 +246,8 @@ class World:
             self.clock.after(rng.random() * 3, self._crash_head)
         for _ in range(opts.num_role_switches):
             self.clock.after(rng.random() * 3, self._switch_one)
+        for _ in range(opts.num_drains):
+            self.clock.after(rng.random() * 3, self._drain_one)
         self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
         self.clock.after(TICK_S, self._tick)
 
@@ -288,6 +291,17 @@ class World:
         roles.begin(state.info.instance_id, other, "a test", self.clock.now)
         self.post(Tick())
 
+    def _drain_one(self) -> None:
+        """By request, or because its process was told to end; it comes back empty some time
+        later. Sometimes it is the last of its role."""
+        rng = self.clock.rng
+        life = rng.choice(list(self.lives.values()))
+        within_s = rng.choice((0.0, 0.1, 1.0, 5.0))
+        if life.alive and rng.random() < 0.5:
+            life.want_to_leave(within_s)
+        else:
+            self.post(DrainRequested(life.instance_id, within_s, "a test"))
+
     def _crash_head(self) -> None:
         """The head starts anew, knowing nothing; its clients have lost their connections."""
         self.lost_with_head |= set(self.conductor.requests)
@@ -298,7 +312,9 @@ class World:
 
     def _tick(self) -> None:
         self.post(Tick())
-        if self.conductor.requests or self.clock.now < self._last_arrival_s:
+        drains = [state.drain for state in self.conductor.instances.values() if state.drain]
+        leaving = any(drain.becomes is None for drain in drains)
+        if self.conductor.requests or leaving or self.clock.now < self._last_arrival_s:
             self.clock.after(TICK_S, self._tick)
 
     def run(self) -> None:
@@ -310,6 +326,8 @@ class World:
         for life in self.lives.values():
             self._send(Send(life.instance_id, Resync()))
         self.post(Tick())  # whoever drained has nothing to wait for any more
+        self.clock.run(MAX_EVENTS)
+        self.post(Tick())  # and everybody hears who has what
         self.clock.run(MAX_EVENTS)
         self._check_end()
 
@@ -335,7 +353,7 @@ class World:
         for state in conductor.instances.values():
             assert not (state.prefills or state.decodes or state.serving)
             assert not conductor.index.expected(state.info.instance_id)
-            assert state.drain is None, "drains for ever"
+            assert state.drain is None and not state.taking, "drains for ever"
             life = self.lives[state.info.instance_id]
             assert state.info.role is life.instance.role
 
@@ -390,6 +408,10 @@ class World:
             for layer in range(self.options.num_layers):
                 assert life.arena[(block_id, layer)] == (layer, named[key])
         assert self.options.prefix_caching or not pool.keys()
+        others = [o.instance.pool for o in self.lives.values() if o is not life]
+        for key, block_id in zip(pool.keys(), pool.named(), strict=True):
+            shared = any(other.find(key) is not None for other in others)
+            assert life.instance.is_spare(block_id) is shared
         tier = life.instance.tier
         if tier is None:
             return

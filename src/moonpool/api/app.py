@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from moonpool.api.control import Controller
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.exchange import Exchange, request_id_of
 from moonpool.api.frontend import Frontend, Refused
@@ -32,6 +33,7 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
     options = options or ApiOptions()
     generator = Generator(frontend, options)
     inspector = Inspector(frontend, options)
+    controller = Controller(frontend, options)
 
     def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
@@ -52,6 +54,8 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
             route("/server_info", inspector.server_info),
             route("/explain/{request_id}", inspector.explain),
             route("/cluster", inspector.cluster),
+            route("/cluster/hot", inspector.hot),
+            route("/cluster/drain", controller.drain, "POST"),
             route("/beliefs", inspector.beliefs),
             route("/", inspector.page, open_to_all=True),
         ],

@@ -75,6 +75,14 @@ class Frontend(Protocol):
 
     def cluster(self) -> dict[str, Any]: ...
 
+    async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
+        """The most used first; waits a moment for what the instances say."""
+        ...
+
+    def drain(self, instance_id: str, within_s: float) -> str:
+        """Begins to; or says in one line why it cannot be. "" if all is well."""
+        ...
+
     def beliefs(self) -> dict[str, Any]:
         """What `simulate --beliefs` reads."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,6 +20,8 @@ from moonpool.api.sampling import check_token_ids
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+DEFAULT_HOT = 20
+MAX_HOT = 1000
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
 _PAGE = b"""moonpool
 
@@ -26,6 +29,7 @@ POST /v1/chat/completions   POST /v1/completions   GET /v1/models
 POST /tokenize              POST /detokenize
 GET  /health   GET /metrics   GET /version   GET /server_info
 GET  /cluster  GET /beliefs  GET /explain/{request_id}
+GET  /cluster/hot            POST /cluster/drain
 """
 
 
@@ -65,6 +69,15 @@ class Inspector:
 
     async def cluster(self, exchange: Exchange) -> None:
         await _respond(exchange, self._frontend.cluster())
+
+    async def hot(self, exchange: Exchange) -> None:
+        """`?limit=N`: so many prefixes at most."""
+        query = parse_qs(exchange.scope.get("query_string", b"").decode("ascii", "replace"))
+        text = query.get("limit", [str(DEFAULT_HOT)])[-1]
+        if not text.isdigit() or not 1 <= int(text[:9]) <= MAX_HOT:
+            raise ApiError(f"'limit' must be 1 to {MAX_HOT}.", status=400, param="limit")
+        found = await self._frontend.hot_prefixes(int(text))
+        await _respond(exchange, {"prefixes": found})
 
     async def beliefs(self, exchange: Exchange) -> None:
         await _respond(exchange, self._frontend.beliefs())

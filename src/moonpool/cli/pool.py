@@ -1,12 +1,13 @@
 """`moonpool pool`: what the KVCache pool holds, whether its sums balance, and what lies on disk.
 
-`stat`, `audit` and `ls` ask a running server; `verify` and `clear` work on the SSD folder of one
-that does not run.
+`stat`, `audit`, `ls` and `drain` ask a running server; `verify` and `clear` work on the SSD folder
+of one that does not run.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help
 FOLDER = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 _GIB = float(1 << 30)
 _TIMEOUT_S = 30.0
+_POLL_S = 0.3
+_MAX_NAMES = 6
 
 
 @click.group()
@@ -82,6 +85,69 @@ def audit(url: str, api_key: str | None, json_file: str | None) -> None:
     click.echo("the sums balance")
 
 
+@pool.command("ls")
+@URL
+@API_KEY
+@JSON
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
+def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -> None:
+    """The prefixes used most: how long, how often, and where they lie.
+
+    HITS counts uses since each instance got its copy. A prefix is named by its last block.
+    """
+    found = _ask(url, api_key, f"/cluster/hot?limit={limit}")
+    click.echo(f"{'last block':<16} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
+    for one in found["prefixes"]:
+        where = [*one["dram"], *(f"{name} (SSD)" for name in one["ssd"])]
+        click.echo(
+            f"{one['key'][:16]:<16} {one['tokens']:>8,} {one['bytes'] / (1 << 20):>9.1f}"
+            f" {one['hits']:>7,} {one['replicas']:>6}  {_some(where)}"
+        )
+    if not found["prefixes"]:
+        click.echo("nothing is cached yet")
+    write_json(json_file, found)
+
+
+@pool.command()
+@click.argument("instance")
+@URL
+@API_KEY
+@JSON
+@click.option(
+    "--within",
+    "within_s",
+    type=click.FloatRange(0, 3600),
+    default=60.0,
+    show_default=True,
+    help="Seconds; after half of them, its requests go on elsewhere.",
+)
+@click.option("--wait/--no-wait", default=True, help="Until it has left.")
+def drain(
+    instance: str, url: str, api_key: str | None, json_file: str | None, within_s: float, wait: bool
+) -> None:
+    """Have INSTANCE leave in order: no new requests, its cache handed over, then it ends.
+
+    Only from the head's own machine. Status 1 if it cannot be spared, or has not left in time.
+    """
+    body = {"instance_id": instance, "within_s": within_s}
+    before = _ask(url, api_key, "/cluster").get("drains", {})
+    _ask(url, api_key, "/cluster/drain", body)
+    if not wait:
+        click.echo(f"{instance} drains")
+        return
+    until_s = time.monotonic() + within_s + _TIMEOUT_S
+    while time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+        cluster = _cluster(url, api_key)
+        now = next((i for i in cluster["instances"] if i["instance_id"] == instance), None)
+        if now is None or not now["draining"]:
+            handed = cluster["drains"]["handed_over_blocks"] - before.get("handed_over_blocks", 0)
+            write_json(json_file, {"instance_id": instance, "handed_over_blocks": handed})
+            click.echo(f"{instance} has left; others took {handed:,} of its blocks")
+            return
+    fail(f"{instance} has not left after {within_s + _TIMEOUT_S:.0f} s: see the head's log")
+
+
 @pool.command()
 @FOLDER
 @JSON
@@ -140,20 +206,42 @@ def _stores(folder: Path | None) -> list[Path]:
 
 
 def _cluster(url: str, api_key: str | None) -> dict[str, Any]:
+    cluster = _ask(url, api_key, "/cluster")
+    if "instances" not in cluster:
+        fail(f"what answers at {url} is no moonpool server")
+    return cluster
+
+
+def _ask(
+    url: str, api_key: str | None, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A question, or with a body an order; whatever goes wrong ends the command with one line."""
     import httpx
 
     key = api_key or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    whole = f"{url.rstrip('/')}{path}"
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/cluster", headers=headers, timeout=_TIMEOUT_S)
+        if body is None:
+            answer = httpx.get(whole, headers=headers, timeout=_TIMEOUT_S)
+        else:
+            answer = httpx.post(whole, headers=headers, json=body, timeout=_TIMEOUT_S)
+        if answer.status_code in (403, 409):
+            fail(str(answer.json()["error"]["message"]))
         answer.raise_for_status()
-        cluster: dict[str, Any] = answer.json()
-        cluster["instances"]
+        found: Any = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(f"no server answers at {url}: {error}")
     except (ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, dict):
         fail(f"what answers at {url} is no moonpool server")
-    return cluster
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _block_bytes(cluster: dict[str, Any], name: str) -> int:

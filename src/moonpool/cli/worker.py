@@ -18,6 +18,8 @@ from moonpool.types import InstanceId, Role
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 PR_SET_PDEATHSIG = 1
+GRACE_S = 2.0
+"""So long after its time a worker waits for the head's word that it may go."""
 GIL_INTERVAL_S = 5e-4
 """Engine, messenger and event loop share the interpreter: the default of 5 ms is a decode step."""
 
@@ -48,6 +50,13 @@ def cluster_secret() -> bytes:
     type=click.IntRange(1, 64),
     help="Processes, each with a share of the layers (default: as the head says).",
 )
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(min=0, max=3600),
+    default=25.0,
+    show_default=True,
+    help="At SIGTERM, let requests end and hand over what is cached, for so long; 0: end at once.",
+)
 @click.option("--exit-with-head", is_flag=True, help="End when the head does.")
 def worker(
     role: str,
@@ -55,6 +64,7 @@ def worker(
     name: str | None,
     host: str | None,
     num_stages: int | None,
+    drain_seconds: float,
     exit_with_head: bool,
 ) -> None:
     """Start one instance of ROLE; it takes model and settings from the head it joins."""
@@ -73,8 +83,18 @@ def worker(
         this = Worker(Role(role), InstanceId(name), socket.gethostname(), host, secret, num_stages)
         task = asyncio.current_task()
         assert task is not None
-        for sign in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(sign, task.cancel)
+        loop = asyncio.get_running_loop()
+
+        def end_in_order() -> None:
+            """A second signal ends it at once."""
+            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+            if not drain_seconds or not this.ask_to_leave(drain_seconds):
+                task.cancel()
+                return
+            loop.call_later(drain_seconds + GRACE_S, task.cancel)
+
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+        loop.add_signal_handler(signal.SIGTERM, end_in_order)
         await this.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
 
     try:

@@ -38,11 +38,34 @@ class Reported(msgspec.Struct, frozen=True):
     report: Report
 
 
+class DrainRequested(msgspec.Struct, frozen=True):
+    """An instance is to leave within so many seconds; `Draining.why_not` says if it cannot."""
+
+    instance_id: InstanceId
+    within_s: float
+    why: str
+
+
+class HotRequested(msgspec.Struct, frozen=True):
+    """Somebody wants to know what is used most: each instance's answer comes to its state."""
+
+    num_blocks: int
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; deadlines are checked."""
 
 
-ConductorEvent = InstanceJoined | InstanceLost | RequestArrived | RequestCancelled | Reported | Tick
+ConductorEvent = (
+    InstanceJoined
+    | InstanceLost
+    | RequestArrived
+    | RequestCancelled
+    | Reported
+    | DrainRequested
+    | HotRequested
+    | Tick
+)
 
 # Actions
 

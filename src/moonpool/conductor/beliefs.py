@@ -9,17 +9,19 @@ hears of tokens in bunches. Books and chooses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from moonpool.conductor.admission import Promise
 from moonpool.conductor.fleet import Fleet
 from moonpool.conductor.placement import Placement
 from moonpool.conductor.prediction_error import PredictionError
-from moonpool.conductor.state import Attempt, InstanceState
+from moonpool.conductor.state import Attempt, InstanceState, Tracked
 from moonpool.cost.belief import scaled
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.learned import MOST, LearnedFactor
 from moonpool.cost.recorded import BeliefRecord, InstanceRecord
 from moonpool.metrics import RequestRecord
-from moonpool.workers.messages import PrefillStarted
+from moonpool.workers.messages import PrefillStarted, StepTokens, WorkId
 
 PROBE_EVERY_S = 5.0
 """How often an idle instance may be given what its belief says it is too slow for."""
@@ -66,21 +68,25 @@ class Beliefs:
             seconds = now - max(attempt.started_s, state.freed_s)
         self._learn(state, state.prefill_factor, seconds, attempt.expected_s)
 
-    def note_steps(
-        self,
-        state: InstanceState,
-        seconds: float,
-        num_steps: int,
-        batch: int,
-        context_tokens: int,
+    def learn_steps(
+        self, state: InstanceState, report: StepTokens, works: Mapping[WorkId, Tracked]
     ) -> None:
-        """So many steps of decodes alone took so long each; the tokens are those of the first."""
+        """From steps of decodes alone, before their tokens count."""
+        if not report.gap_s:
+            return
+        batch, num_steps = len(report.works), len(report.works[0].tokens)
+        context_tokens = 0
+        for item in report.works:
+            tracked = works.get(item.work_id)
+            if tracked is None or tracked.attempt is None:
+                return  # of one that is gone, the tokens are not known
+            context_tokens += tracked.attempt.num_tokens
         mean_context = context_tokens + batch * (num_steps - 1) // 2
         info = state.info
         expected_s = info.cost.decode_step_s(
             batch * info.num_stages, mean_context * info.num_stages
         )
-        self._learn(state, state.decode_factor, seconds, expected_s)
+        self._learn(state, state.decode_factor, report.gap_s, expected_s)
 
     def note_answer(self, record: RequestRecord) -> None:
         """A request was answered. One that was tried again tells nothing of its first placement."""

@@ -157,7 +157,8 @@ class Bookings:
             assert book.serving == set(state.serving)
             assert book.serving_count == fleet.num_serving[row]
             assert book.waiting_ns == fleet.waiting_ns[row]
-            assert book.booked_tokens == fleet.capacity_tokens[row] - fleet.room_tokens[row]
+            booked_tokens = book.booked_tokens + sum(state.taking.values())
+            assert booked_tokens == fleet.capacity_tokens[row] - fleet.room_tokens[row]
             assert (book.batch, book.context) == (
                 fleet.booked_batch[row],
                 fleet.booked_context[row],

@@ -21,6 +21,8 @@ from moonpool.conductor.actions import (
     ConductorAction,
     ConductorEvent,
     Deliver,
+    DrainRequested,
+    HotRequested,
     InstanceJoined,
     InstanceLost,
     Refuse,
@@ -40,8 +42,8 @@ from moonpool.conductor.orders import orders
 from moonpool.conductor.output_length import RunningMean
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import Demand
-from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, InstanceState, Stage, Tracked
+from moonpool.conductor.upkeep import Upkeep
 from moonpool.config import ConductorConfig, SloConfig
 from moonpool.kvcache.hashing import block_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
@@ -54,6 +56,7 @@ from moonpool.workers.messages import (
     BlocksSnapshot,
     Command,
     DecodeAccepted,
+    HotPrefixes,
     InstanceInfo,
     InstanceLoad,
     PrefillDone,
@@ -65,7 +68,9 @@ from moonpool.workers.messages import (
     StepTokens,
     StopReceiving,
     StreamBroken,
+    TakenOver,
     TransferDone,
+    WantsToLeave,
     WorkFailed,
     WorkId,
 )
@@ -100,7 +105,8 @@ class Conductor:
         self.forecast = self.answers.forecast
         self.beliefs = Beliefs(self.fleet, config.learning, self.forecast.error)
         self.instances = self.books.instances
-        self.roles = RoleSwitching(config, self.books, default_slo)
+        self.upkeep = Upkeep(config, self.books, default_slo)
+        self.roles, self.drains = self.upkeep.roles, self.upkeep.drains
         self.requests: dict[RequestId, Tracked] = {}
         self._works: dict[WorkId, Tracked] = {}
         self._life = f"{life}." if life else ""
@@ -125,6 +131,12 @@ class Conductor:
                 self._on_instance_joined(event.info, now)
             case InstanceLost():
                 self._on_instance_lost(event.instance_id, event.reason, now)
+            case DrainRequested():
+                self._actions += self.upkeep.drain(
+                    event.instance_id, event.within_s, event.why, now
+                )
+            case HotRequested():
+                self._actions += self.upkeep.ask_hot(event.num_blocks)
             case Tick():
                 self._on_tick(now)
         actions, self._actions = self._actions, []
@@ -147,6 +159,7 @@ class Conductor:
             assert self._works[tracked.attempt.work_id] is tracked
         assert len(self._works) == len(self.requests)
         self.books.validate(self.requests.values())
+        self.upkeep.validate()
 
     # Instances
 
@@ -166,7 +179,7 @@ class Conductor:
         state = self.books.leave(instance_id)
         if state is None:
             return
-        self._actions += self.roles.on_lost(state, now)
+        self._actions += self.upkeep.on_lost(state, now)
         lost = {**state.prefills, **state.handed_over, **state.decodes}
         for tracked in lost.values():
             attempt = tracked.attempt
@@ -361,8 +374,8 @@ class Conductor:
                 )
             case InstanceLoad():
                 state.load = report
-            case RoleChanged():
-                self._actions += self.roles.on_role_changed(state, report.role, now)
+            case RoleChanged() | HotPrefixes() | TakenOver() | WantsToLeave():
+                self._actions += self.upkeep.on_report(state, report, now)
             case _:
                 tracked = self._works.get(report.work_id)
                 if tracked is not None and tracked.attempt is not None:
@@ -452,7 +465,7 @@ class Conductor:
         self.answers.begin(tracked, attempt, now)
 
     def _on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
-        self._learn_steps(state, report)
+        self.beliefs.learn_steps(state, report, self._works)
         num_tokens = room_tokens = 0
         ending: list[tuple[Tracked, FinishReason]] = []
         for item in report.works:
@@ -473,19 +486,6 @@ class Conductor:
         self.fleet.grow(state.row, num_tokens, room_tokens)
         for tracked, finish in ending:
             self._end(tracked, finish.value, now)
-
-    def _learn_steps(self, state: InstanceState, report: StepTokens) -> None:
-        """From steps of decodes alone, before their tokens count."""
-        if not report.gap_s:
-            return
-        num_steps = len(report.works[0].tokens)
-        context_tokens = 0
-        for item in report.works:
-            tracked = self._works.get(item.work_id)
-            if tracked is None or tracked.attempt is None:
-                return  # of one that is gone, the tokens are not known
-            context_tokens += tracked.attempt.num_tokens
-        self.beliefs.note_steps(state, report.gap_s, num_steps, len(report.works), context_tokens)
 
     def _deliver(
         self,
@@ -514,13 +514,24 @@ class Conductor:
             stage = tracked.attempt.stage.value if tracked.attempt else "placement"
             text = f"the request's deadline passed during {stage}"
             self._refuse(tracked, Rejection(504, "deadline", text, 1.0), now)
-        self._actions += self.roles.tick(now)
+        for tracked in self.drains.to_move(now):
+            self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
+        self._actions += self.upkeep.tick(now)
 
-    def _retry(self, tracked: Tracked, status: int, reason: str, text: str, now: float) -> None:
-        """Places the request anew; after too many attempts it is refused with the last reason."""
+    def _retry(
+        self,
+        tracked: Tracked,
+        status: int,
+        reason: str,
+        text: str,
+        now: float,
+        at_fault: bool = True,
+    ) -> None:
+        """Places the request anew; after too many faults it is refused with the last reason."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
-        if tracked.num_attempts >= self.config.max_attempts or now >= tracked.request.deadline_s:
+        is_last = at_fault and tracked.num_attempts >= self.config.max_attempts
+        if is_last or now >= tracked.request.deadline_s:
             self._refuse(tracked, Rejection(status, reason, text, 1.0), now)
             return
         self._place(tracked, now)

@@ -91,6 +91,8 @@ class RoleSwitching:
         """The instance's word: it serves as what it says."""
         drain = state.drain
         state.info = msgspec.structs.replace(state.info, role=role)
+        if drain is not None and drain.becomes is None:
+            return []  # it leaves, whatever it is
         self._return_to_service(state, now)
         if drain is None or drain.becomes is not role:
             return []
@@ -107,6 +109,12 @@ class RoleSwitching:
             self._balance.rest(now)
             return [self._say(f"{state.info.instance_id} was lost before it had switched")]
         return self._give_up_if_needed(now)
+
+    def give_up(self, state: InstanceState, now: float) -> list[Announce]:
+        """Ends the instance's drain, if it has one: something else is to become of it."""
+        if state is not self._draining:
+            return []
+        return [self._give_up(state, "it is to leave", now)]
 
     def report(self, now: float) -> RoleReport:
         loads = self._balance.loads(self._books.fleet, now)
@@ -138,6 +146,7 @@ class RoleSwitching:
             return []
         if state.drained:
             drain.told = True
+            assert drain.becomes is not None
             return [Send(state.info.instance_id, SwitchRole(role=drain.becomes))]
         given_up = self._give_up_if_needed(now)
         if given_up:

@@ -13,7 +13,7 @@ from moonpool.conductor.fleet import NEVER_S, S_PER_NS
 from moonpool.cost.learned import LearnedFactor
 from moonpool.metrics import RequestRecord
 from moonpool.types import BlockKey, InstanceId, Request, Role, Token
-from moonpool.workers.messages import InstanceInfo, InstanceLoad, WorkId
+from moonpool.workers.messages import HotPrefixes, InstanceInfo, InstanceLoad, WorkId
 
 
 class Stage(Enum):
@@ -69,12 +69,13 @@ class Tracked:
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """An instance gets no new work; when what it has is over, it becomes something else."""
+    """An instance gets no new work; when what it has is over, it becomes something else, or
+    leaves."""
 
     reason: str  # for people
     since_s: float
     until_s: float  # then it is given up, and the instance serves on as before
-    becomes: Role
+    becomes: Role | None  # None: it leaves
     told: bool = False  # the instance knows
 
 
@@ -89,10 +90,12 @@ class InstanceState:
     decodes: dict[WorkId, Tracked] = field(default_factory=dict)
     handed_over: dict[WorkId, Tracked] = field(default_factory=dict)  # prefilled here
     serving: dict[WorkId, Attempt] = field(default_factory=dict)  # fetches from here
+    taking: dict[int, int] = field(default_factory=dict)  # tokens booked for what it takes over
     freed_s: float = NEVER_S  # when the oldest of the started prefills could go on alone
     load: InstanceLoad | None = None
     resyncing: bool = False  # all its blocks were asked for
     drain: Drain | None = None
+    hot: HotPrefixes | None = None  # what it uses most, if somebody asked
     prefill_factor: LearnedFactor = field(default_factory=LearnedFactor)
     decode_factor: LearnedFactor = field(default_factory=LearnedFactor)
     transfer_factor: LearnedFactor = field(default_factory=LearnedFactor)

@@ -51,7 +51,7 @@ class BlockPool:
         self._num_holds: list[int] = []
         self._key_of: list[BlockKey | None] = []
         self._depth_of: list[int] = []  # in its prompt, of a named block
-        self._reused = bytearray()  # whether a named block was acquired since it got its name
+        self._num_uses: list[int] = []  # how often a named block was acquired since it got its name
         self._withdrawn: set[BlockId] = set()
         self._block_of: dict[BlockKey, BlockId] = {}
         self._twin_key: dict[BlockId, BlockKey] = {}  # of held blocks whose name was taken
@@ -104,9 +104,13 @@ class BlockPool:
         """A named block's place in its prompt, as far as is known."""
         return self._depth_of[block_id]
 
-    def was_reused(self, block_id: BlockId) -> bool:
-        """Whether a named block was acquired since it got its name."""
-        return bool(self._reused[block_id])
+    def num_uses(self, block_id: BlockId) -> int:
+        """How often a named block was acquired since it got its name."""
+        return self._num_uses[block_id]
+
+    def count_uses(self, block_id: BlockId, num_uses: int) -> None:
+        """A held block was used elsewhere, before it came here (mutates)."""
+        self._num_uses[block_id] += num_uses
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Blocks of the longest run of `keys` held here, from the first key on. Mutates nothing;
@@ -125,14 +129,14 @@ class BlockPool:
         blocks = list(block_ids)
         if not blocks:
             return
-        holds, names, reused = self._num_holds, self._key_of, self._reused
+        holds, names, num_uses = self._num_holds, self._key_of, self._num_uses
         idle = []
         for block_id in blocks:
             assert block_id < len(holds) and names[block_id] is not None, "only named blocks"
             if not holds[block_id]:
                 idle.append(block_id)
             holds[block_id] += 1
-            reused[block_id] = 1
+            num_uses[block_id] += 1
         if self._withdrawn:
             self._bring_back(blocks)
         self._evictable.remove(idle)
@@ -303,7 +307,7 @@ class BlockPool:
         self._num_holds.extend([0] * missing)
         self._key_of.extend([None] * missing)
         self._depth_of.extend([0] * missing)
-        self._reused.extend(bytes(missing))
+        self._num_uses.extend([0] * missing)
 
     def _evict(self, num_blocks: int) -> list[BlockId]:
         blocks = self._evictable.pop(num_blocks)
@@ -324,7 +328,7 @@ class BlockPool:
     def _name(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
         self._key_of[block_id] = key
         self._depth_of[block_id] = depth
-        self._reused[block_id] = 0
+        self._num_uses[block_id] = 0
         self._block_of[key] = block_id
         self._evictable.store(block_id, key, depth)
         self._note(key, stored=True)

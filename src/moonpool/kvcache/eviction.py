@@ -7,6 +7,7 @@ A policy is told what the pool sees, in the pool's words, and keeps its own book
     remove  evictable blocks are held again
     add     blocks lost their last holder and are evictable from now on
     pop     room is needed
+    evict   one block is not needed, whatever the policy thinks of it
     forget  a named block's content is void
 
 It reads no clock: time is what went through the cache. A policy's memory is bounded by a small
@@ -48,6 +49,11 @@ class Eviction(Protocol):
     def pop(self, num_blocks: int) -> list[BlockId]:
         """Removes and returns the blocks to evict, in order; they lose their names. Raises KeyError
         if there are not so many."""
+        ...
+
+    def evict(self, block_id: BlockId) -> bool:
+        """Takes this evictable block, as if `pop` had chosen it; False, changing nothing, if it
+        must stay because of what continues it."""
         ...
 
     def forget(self, block_id: BlockId) -> None:

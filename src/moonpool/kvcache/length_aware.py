@@ -42,6 +42,11 @@ class LengthAwareEviction:
             del self._num_uses[block_id], self._depth[block_id]
         return popped
 
+    def evict(self, block_id: BlockId) -> bool:
+        self._blocks.remove(block_id)
+        del self._num_uses[block_id], self._depth[block_id]
+        return True
+
     def forget(self, block_id: BlockId) -> None:
         if block_id in self._blocks:
             self._blocks.remove(block_id)

@@ -36,6 +36,11 @@ class LfuEviction:
             del self._num_uses[block_id]
         return popped
 
+    def evict(self, block_id: BlockId) -> bool:
+        self._blocks.remove(block_id)
+        del self._num_uses[block_id]
+        return True
+
     def forget(self, block_id: BlockId) -> None:
         if block_id in self._blocks:
             self._blocks.remove(block_id)

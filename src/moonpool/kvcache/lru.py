@@ -35,6 +35,10 @@ class LruEviction:
         popitem = self._order.popitem
         return [popitem(last=False)[0] for _ in range(num_blocks)]
 
+    def evict(self, block_id: BlockId) -> bool:
+        del self._order[block_id]
+        return True
+
     def forget(self, block_id: BlockId) -> None:
         self._order.pop(block_id, None)
 

@@ -142,6 +142,16 @@ class PredictiveEviction:
             self._ghosts.popitem(last=False)
         return popped
 
+    def evict(self, block_id: BlockId) -> bool:
+        segment = self._segment_of[block_id]
+        if segment is None:
+            raise KeyError(block_id)
+        if segment.blocks[segment.end - 1] != block_id or block_id in self._num_continuing:
+            return False  # others continue it
+        self._pop_end(segment, 1, [])
+        self._size -= 1
+        return True
+
     def forget(self, block_id: BlockId) -> None:
         if block_id in self:
             self.remove([block_id])

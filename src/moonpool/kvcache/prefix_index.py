@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.kvcache.copies import Copies, CopyNews
 from moonpool.types import BlockKey, InstanceId
 
 Depths = npt.NDArray[np.float64]
@@ -65,6 +66,7 @@ class PrefixIndex:
         self._holders: dict[BlockKey, int] = {}
         self._demoted: dict[BlockKey, int] = {}  # of the holders, those with it on the SSD only
         self._expecting: dict[BlockKey, int] = {}
+        self._copies = Copies()
         self._instances: dict[InstanceId, _Announced] = {}
         self._bits: list[int] = []  # by row: the one object that stands for this row alone
         self._free_rows: list[int] = []
@@ -135,12 +137,22 @@ class PrefixIndex:
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
+        for key in announced.keys:
+            self._copies.note_all_dropped(key, announced.bit)  # it forgot what it was told
         self._drop(announced, list(announced.keys))
         self._add(announced, keys)
         self._demote(announced, demoted)
         announced.next_sequence = next_sequence
         announced.in_sync = True
         return True
+
+    def take_copy_news(self, num_keys: int) -> list[tuple[InstanceId, CopyNews]]:
+        """What instances should be told of copies, from the next so many blocks (mutates)."""
+        news = self._copies.take_news(self._holders, self._demoted, num_keys)
+        if not news:
+            return []
+        instances = self._instances.items()
+        return [(name, news[one.bit]) for name, one in instances if one.bit in news]
 
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
         """These blocks are going to be computed there; each call needs its `unexpect`, before the
@@ -207,6 +219,12 @@ class PrefixIndex:
         announced = self._instances.get(instance_id)
         return announced is not None and bool(self._demoted.get(key, 0) & announced.bit)
 
+    def holders_of(self, key: BlockKey) -> list[tuple[InstanceId, bool]]:
+        """Who has the block, and whether on the SSD only. Slow: for people."""
+        here, demoted = self._holders.get(key, 0), self._demoted.get(key, 0)
+        instances = self._instances.items()
+        return [(name, bool(demoted & one.bit)) for name, one in instances if here & one.bit]
+
     def num_blocks(self, instance_id: InstanceId) -> int:
         announced = self._instances.get(instance_id)
         return len(announced.keys) if announced else 0
@@ -261,10 +279,15 @@ class PrefixIndex:
             if key in own:
                 if demoted and demoted.get(key, 0) & bit:
                     self._leave(demoted, key, bit)
+                    self._copies.note(key)
                 continue
             own.add(key)
             others = holders.get(key)
-            holders[key] = bit if others is None else others | bit
+            if others is None:
+                holders[key] = bit
+            else:
+                holders[key] = others | bit
+                self._copies.note(key)
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         own, holders, bit = announced.keys, self._holders, announced.bit
@@ -273,7 +296,11 @@ class PrefixIndex:
             if key not in own:
                 continue
             own.remove(key)
-            self._leave(holders, key, bit)
+            if holders[key] is bit:
+                del holders[key]
+            else:
+                self._take_bit(holders, key, bit)
+                self._copies.note_dropped(key, bit)
             if demoted and demoted.get(key, 0) & bit:
                 self._leave(demoted, key, bit)
 
@@ -286,6 +313,8 @@ class PrefixIndex:
         for key in keys:
             others = demoted.get(key)
             demoted[key] = bit if others is None else others | bit
+            if self._holders[key] is not bit:
+                self._copies.note_dropped(key, bit)
 
     def _leave(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
         if sets[key] is bit:

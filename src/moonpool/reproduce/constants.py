@@ -18,10 +18,16 @@ from moonpool.sim.defaults import DEFAULTS
 
 PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
     **DEFAULTS,
-    "conductor": {**DEFAULTS.get("conductor", {}), "learning": False, "inline_prefill": False},
+    "conductor": {
+        **DEFAULTS.get("conductor", {}),
+        "learning": False,
+        "inline_prefill": False,
+        "spare_copies_first": False,
+    },
 }
 """The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
-the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled."""
+the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. Neither
+has instances evict by what others hold."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
 """Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:

@@ -68,6 +68,10 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
         "requests_under_way": len(conductor.requests),
         "indexed_blocks": len(conductor.index),
         "role_balance": _describe_roles(conductor, now),
+        "drains": {
+            "left": conductor.drains.num_left,
+            "handed_over_blocks": conductor.drains.num_handed_blocks,
+        },
         "predictions": {name: error.summary() for name, error in conductor.beliefs.errors.items()},
     }
 
@@ -100,6 +104,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         "instance_id": info.instance_id,
         "role": info.role.value,
         "draining": None if state.drain is None else state.drain.reason,
+        "handed_over_blocks": conductor.drains.num_handed(info.instance_id),
         "host": info.host,
         "pid": info.pid,
         "stages": info.num_stages,

@@ -22,6 +22,8 @@ from moonpool.conductor.actions import (
     Announce,
     ConductorEvent,
     Deliver,
+    DrainRequested,
+    HotRequested,
     InstanceJoined,
     InstanceLost,
     Refuse,
@@ -38,6 +40,7 @@ from moonpool.engine.tokenizer import Tokenizer
 from moonpool.runtime.answers import Answer
 from moonpool.runtime.channel import Channel
 from moonpool.runtime.explain import describe_cluster, describe_record
+from moonpool.runtime.hot import MAX_LISTED_BLOCKS, describe_hot
 from moonpool.runtime.observer import Observer
 from moonpool.runtime.protocol import SILENCE_S, DownFrame, Joined, Setup, Stop, UpFrame
 from moonpool.runtime.worker_link import WorkerLink
@@ -49,6 +52,8 @@ log = logging.getLogger("moonpool.head")
 TICK_S = 0.1
 KEPT_RECORDS = 4096
 MAX_FAILURES = 64
+HOT_S = 2.0
+"""An instance that does not say within this time what it uses most is left out."""
 
 
 class Head:
@@ -141,6 +146,24 @@ class Head:
 
     def cluster(self) -> dict[str, Any]:
         return describe_cluster(self.conductor, self.now())
+
+    async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
+        for state in self.conductor.instances.values():
+            state.hot = None
+        self._post(HotRequested(MAX_LISTED_BLOCKS))
+        until_s = self.now() + HOT_S
+        while self.now() < until_s:
+            if all(state.hot is not None for state in self.conductor.instances.values()):
+                break
+            await asyncio.sleep(HOT_S / 100)
+        return describe_hot(self.conductor, num_prefixes)
+
+    def drain(self, instance_id: str, within_s: float) -> str:
+        refusal = self.conductor.drains.why_not(InstanceId(instance_id))
+        if not refusal:
+            why = "somebody asked for it"
+            self._post(DrainRequested(InstanceId(instance_id), within_s, why))
+        return refusal
 
     def beliefs(self) -> dict[str, Any]:
         conductor = self.conductor

@@ -84,6 +84,9 @@ class LocalLauncher:
             code = await process.wait()
             if self._stopping:
                 return
+            if code == 0:
+                log.info("%s has left, as it was told to", instance_id)
+                return
             if time.monotonic() - began_s > STEADY_S:
                 restarts = 0
             if restarts == MAX_RESTARTS:

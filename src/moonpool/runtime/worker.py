@@ -36,6 +36,7 @@ from moonpool.runtime.settle import settle_memory
 from moonpool.runtime.transfers import perform_storage, perform_transfer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
+    Depart,
     ForgetStored,
     LoadBlocks,
     LookUpBlocks,
@@ -48,6 +49,7 @@ from moonpool.workers.actions import (
     WorkerAction,
     WorkerEvent,
 )
+from moonpool.workers.messages import WantsToLeave
 
 log = logging.getLogger("moonpool.worker")
 
@@ -89,7 +91,22 @@ class Worker:
         self._joining: asyncio.Task[None] | None = None
         self._boot_lock = asyncio.Lock()
         self._fatal = ""
+        self._joined = False  # over the connection there is now
         self._stopping = False
+        self._leaves_at_s: float | None = None
+
+    def ask_to_leave(self, within_s: float) -> bool:
+        """Has the head drain this instance, which ends `run`. False if there is no head to ask."""
+        if self._channel is None or not self._joined:
+            return False
+        self._leaves_at_s = time.monotonic() + within_s
+        self._say_it_leaves()
+        return True
+
+    def _say_it_leaves(self) -> None:
+        assert self._leaves_at_s is not None and self._channel is not None
+        within_s = max(self._leaves_at_s - time.monotonic(), 0.0)
+        self._channel.send(WantsToLeave(within_s=within_s))
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
         """Serves until Stop. Raises WorkerError."""
@@ -101,6 +118,8 @@ class Worker:
                     return
                 if self._fatal:
                     raise WorkerError(self._fatal)
+                if self._leaves_at_s is not None and time.monotonic() > self._leaves_at_s:
+                    return
                 log.warning("no connection to the head at %s:%d: %s", head_host, head_port, reason)
                 self._give_up_works()
                 now_s = time.monotonic()
@@ -126,6 +145,7 @@ class Worker:
             return False, str(error)
         finally:
             heartbeat.cancel()
+            self._joined = False
             channel.close()
             self._channel = None
 
@@ -177,6 +197,9 @@ class Worker:
         assert self._booted is not None
         if channel is not None and channel is self._channel:
             channel.send(Joined(info=self._booted.info(self._machine, os.getpid())))
+            self._joined = True
+            if self._leaves_at_s is not None:
+                self._say_it_leaves()
 
     async def _boot(self, setup: Setup) -> BootedInstance | None:
         """None after a failure that the head was told."""
@@ -262,7 +285,7 @@ class Worker:
         assert self._engine is not None
         for action in actions:
             match action:
-                case Tell() | StopRepeating():  # steps are never repeated here
+                case Tell() | Depart() | StopRepeating():  # steps are never repeated here
                     continue
                 case RunStep():
                     self._engine.submit(action)
@@ -277,6 +300,9 @@ class Worker:
         reports = [action.report for action in actions if isinstance(action, Tell)]
         if reports and self._channel is not None:
             self._channel.send(*reports)
+        if any(isinstance(action, Depart) for action in actions):
+            self._stopping = True
+            self._hang_up("it leaves")
 
     def _close(self) -> None:
         if self._engine is not None:

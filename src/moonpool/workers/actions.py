@@ -171,6 +171,11 @@ class Tell:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """The head wants nothing more: end the process in good order."""
+
+
 WorkerEvent = Command | MessengerEvent | StepEnded | StepsEnded | StepFailed
 
 WorkerAction = (
@@ -188,5 +193,6 @@ WorkerAction = (
     | LoadBlocks
     | LookUpBlocks
     | ForgetStored
+    | Depart
     | Tell
 )

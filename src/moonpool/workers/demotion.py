@@ -136,7 +136,7 @@ class Demotion:
             tier.touch([slot])
             self._outbox.count("spared_writes")
             return False
-        if tier.admits(key, self._pool.was_reused(block_id)):
+        if tier.admits(key, self._pool.num_uses(block_id) > 0):
             return True
         self._outbox.count("refused_blocks")
         return False

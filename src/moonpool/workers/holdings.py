@@ -7,10 +7,11 @@ from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.spare_first import SpareFirst
 from moonpool.kvcache.tiers import SsdTier
 from moonpool.types import BlockId, BlockKey
 from moonpool.workers.active import ActiveWork
-from moonpool.workers.messages import BlocksChanged, BlocksSnapshot
+from moonpool.workers.messages import BlocksChanged, BlocksSnapshot, MarkCopies
 
 
 class Holdings:
@@ -18,7 +19,8 @@ class Holdings:
 
     def __init__(self, config: InstanceConfig, layout: BlockLayout, num_blocks: int) -> None:
         self.layout = layout
-        self.pool = BlockPool(num_blocks, make_eviction(config.eviction, num_blocks))
+        self.spares = SpareFirst(make_eviction(config.eviction, num_blocks))
+        self.pool = BlockPool(num_blocks, self.spares)
         self.tier: SsdTier | None = None
         if config.ssd_blocks and config.prefix_caching:
             self.tier = SsdTier(
@@ -115,6 +117,12 @@ class Holdings:
             self.pool.seal(active.block_ids[index], active.keys[index], index)
         active.num_sealed = max(num_named, active.num_sealed)
 
+    def mark_copies(self, copies: MarkCopies) -> None:
+        """Those that are not here any more are no news."""
+        for keys, spare in ((copies.spare, True), (copies.last, False)):
+            found = map(self.pool.find, keys)
+            self.spares.mark([b for b in found if b is not None], spare)
+
     def take_changes(self) -> BlocksChanged | None:
         """The report of what appeared and vanished since the last one; None if nothing did."""
         changes = self.pool.take_changes()
@@ -135,8 +143,9 @@ class Holdings:
         )
 
     def take_snapshot(self) -> BlocksSnapshot:
-        """All names, in place of the changes not yet taken."""
+        """All names, in place of the changes not yet taken. Who else has them will be told anew."""
         self.take_changes()
+        self.spares.forget_marks()
         demoted: list[BlockKey] = []
         if self.tier is not None:
             stored = self.tier.slots.keys()

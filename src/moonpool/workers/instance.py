@@ -40,6 +40,7 @@ from moonpool.types import BlockId, BlockKey, Role, Token
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
+    Depart,
     ExpectStream,
     FinishStream,
     ForgetStored,
@@ -54,9 +55,14 @@ from moonpool.workers.arrivals import Arrivals
 from moonpool.workers.batch import Batch, Step
 from moonpool.workers.demotion import Demotion, reserved_blocks
 from moonpool.workers.holdings import Holdings
+from moonpool.workers.hottest import hottest
 from moonpool.workers.messages import (
     Abort,
+    HotPrefixes,
     InstanceLoad,
+    Leave,
+    ListHot,
+    MarkCopies,
     PrefillDone,
     ReserveDecode,
     Resync,
@@ -67,6 +73,7 @@ from moonpool.workers.messages import (
     StopReceiving,
     StreamBroken,
     SwitchRole,
+    TakeOver,
     TierLoad,
     TransferDone,
     Work,
@@ -75,6 +82,7 @@ from moonpool.workers.messages import (
     WorkTokens,
 )
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.takeover import Takeovers
 from moonpool.workers.tokens import Tokens
 
 
@@ -103,6 +111,7 @@ class Instance:
         self._batch = Batch(config, self._holdings, self._outbox, cost)
         self._arrivals = Arrivals(self._holdings, self._batch, self._outbox, cost, config.learning)
         self._demotion = Demotion(self._holdings, self._outbox)
+        self._takeovers = Takeovers(self._holdings, self._outbox)
         self._eos = frozenset(eos_token_ids)
         self._adopt(stored)
 
@@ -129,6 +138,10 @@ class Instance:
     def pool(self) -> BlockPool:
         return self._holdings.pool
 
+    def is_spare(self, block_id: BlockId) -> bool:
+        """Whether the Conductor said that others have a named block too."""
+        return self._holdings.spares.is_spare(block_id)
+
     @property
     def counters(self) -> dict[str, float]:
         return self._outbox.counters
@@ -149,6 +162,15 @@ class Instance:
                 self._on_abort(event.work_id)
             case Resync():
                 self._on_resync()
+            case MarkCopies():
+                self._holdings.mark_copies(event)
+            case ListHot():
+                found = hottest(self._holdings, event.num_blocks)
+                self._outbox.tell(HotPrefixes(number=event.number, prefixes=found))
+            case TakeOver():
+                self._takeovers.begin(event)
+            case Leave():
+                self._outbox.do(Depart())
             case SwitchRole():
                 self.role = event.role  # what a work needs is in its commands
                 self._outbox.tell(RoleChanged(role=self.role))
@@ -227,11 +249,13 @@ class Instance:
     def validate(self) -> None:
         """Asserts what must hold between any two events."""
         self.pool.validate()
+        self._holdings.spares.validate()
         owners = set(self.pool.owners())
         known = {w.owner for w in self.works.values()} | {
             w.fetch_owner for w in self.works.values()
         }
         known |= self._demotion.owners | self._arrivals.promotion.owners
+        known |= self._takeovers.owners
         assert {o for o in owners if not o.startswith("read:")} <= known
         if self.tier is not None:
             self.tier.validate()
@@ -407,6 +431,9 @@ class Instance:
     # The messenger's word
 
     def _on_fetch_ended(self, event: FetchEnded) -> None:
+        if event.fetch_id in self._takeovers.owners:
+            self._takeovers.on_ended(event)
+            return
         active = self.works[WorkId(event.fetch_id)]
         self._arrivals.on_fetch_ended(active, event)
         if active.closing:

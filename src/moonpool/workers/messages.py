@@ -100,7 +100,50 @@ class SwitchRole(Struct, frozen=True, tag=True):
     role: Role
 
 
-Command = StartPrefill | ReserveDecode | StartDecode | StopReceiving | Abort | Resync | SwitchRole
+class MarkCopies(Struct, frozen=True, tag=True):
+    """Of blocks in this instance's DRAM: those that others have in theirs too from now on, and
+    those that it alone has."""
+
+    spare: tuple[BlockKey, ...] = ()
+    last: tuple[BlockKey, ...] = ()
+
+
+class ListHot(Struct, frozen=True, tag=True):
+    """Say which prefixes are used most here, of so many blocks at most, in a `HotPrefixes` of this
+    number."""
+
+    number: int
+    num_blocks: int
+
+
+class TakeOver(Struct, frozen=True, tag=True):
+    """Have this prefix too, from somebody who leaves: fetch what is missing of it into free blocks,
+    or in place of those used less often. Answered by `TakenOver`."""
+
+    number: int
+    source: PeerAddress
+    keys: tuple[BlockKey, ...]
+    num_uses: int
+    timeout_s: float
+
+
+class Leave(Struct, frozen=True, tag=True):
+    """Nothing more is wanted of this instance: end the process."""
+
+
+Command = (
+    StartPrefill
+    | ReserveDecode
+    | StartDecode
+    | StopReceiving
+    | Abort
+    | Resync
+    | SwitchRole
+    | MarkCopies
+    | ListHot
+    | TakeOver
+    | Leave
+)
 
 # Reports
 
@@ -213,6 +256,36 @@ class RoleChanged(Struct, frozen=True, tag=True):
     role: Role
 
 
+class HotPrefix(Struct, frozen=True, array_like=True):
+    """Blocks of one prompt's beginning, all in DRAM; the last one was used so often since it got
+    its name."""
+
+    keys: tuple[BlockKey, ...]
+    num_uses: int
+
+
+class HotPrefixes(Struct, frozen=True, tag=True):
+    """The most used first."""
+
+    number: int
+    prefixes: tuple[HotPrefix, ...]
+
+
+class TakenOver(Struct, frozen=True, tag=True):
+    """So many blocks arrived; `full`: there was no room for all."""
+
+    number: int
+    num_blocks: int
+    full: bool = False
+    error: str = ""
+
+
+class WantsToLeave(Struct, frozen=True, tag=True):
+    """This process was told to end, and would like to do so in order, within so many seconds."""
+
+    within_s: float
+
+
 class TierLoad(Struct, frozen=True):
     """Blocks of the tier below DRAM as they are now: held + available is all of them; of a store
     that others use too, those that this instance knows of. `error`: why the tier is gone, or never
@@ -252,5 +325,8 @@ Report = (
     | BlocksChanged
     | BlocksSnapshot
     | RoleChanged
+    | HotPrefixes
+    | TakenOver
+    | WantsToLeave
     | InstanceLoad
 )

@@ -69,9 +69,19 @@ class ScriptedHead:
         self.script: Script = script or (lambda request: spoken("Hello"))
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncIterator[Output]] = []
         self.is_healthy = True
         self.explanations: dict[str, dict[str, Any]] = {}
+
+    async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
+        return [{"key": "ab", "hits": 3}] * min(num_prefixes, 5)
+
+    def drain(self, instance_id: str, within_s: float) -> str:
+        if instance_id != "prefill-1":
+            return f"there is no instance {instance_id!r}; there are: prefill-1"
+        self.drained.append((instance_id, within_s))
+        return ""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         outputs = self._outputs(request)

@@ -68,7 +68,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.acquire(owner, blocks)
         for block in blocks:
             self.let_go.pop(block, None)
-            assert self.pool.was_reused(block)
+            assert self.pool.num_uses(block)
         self.withdrawn -= set(blocks)
         self.holds.setdefault(owner, []).extend(blocks)
 

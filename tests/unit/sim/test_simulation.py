@@ -80,7 +80,7 @@ def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
     simulation, found = run(with_ssd(ssd_tokens_per_instance=2_000_000), requests)
     assert_nothing_left(simulation)
     assert without["ssd"]["slots"] == 0 and without["cache"]["loaded_tokens"] == 0
-    assert found["cache"]["hit_ratio"] > without["cache"]["hit_ratio"] + 0.3
+    assert found["cache"]["hit_ratio"] > without["cache"]["hit_ratio"] + 0.2
     assert found["ttft_s"]["mean"] < without["ttft_s"]["mean"]
     ssd, block_bytes = found["ssd"], simulation.hardware.layout.block_bytes
     assert found["cache"]["loaded_tokens"] > 0 < ssd["promoted_blocks"]
@@ -94,6 +94,18 @@ def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
     )
     assert carried == pytest.approx(ssd["read_bytes"])
     assert found == run(with_ssd(ssd_tokens_per_instance=2_000_000), requests)[1]
+
+
+def test_a_last_copy_in_dram_goes_last() -> None:
+    """A handover leaves two copies of each prompt; of both pools' DRAM, one copy is enough."""
+    requests = conversations(40, 4)
+    _, blind = run(
+        config(pool={"dram_tokens_per_instance": 60_000}, conductor={"spare_copies_first": False}),
+        requests,
+    )
+    _, found = run(with_ssd(), requests)
+    assert found["cache"]["hit_ratio"] > 2 * blind["cache"]["hit_ratio"] > 0
+    assert found["ttft_s"]["mean"] < blind["ttft_s"]["mean"]
 
 
 def test_an_ssd_slower_than_computing_is_not_read() -> None:
@@ -141,7 +153,7 @@ def test_steps_advanced_together_change_nothing(monkeypatch: pytest.MonkeyPatch)
     together, figures = run(config(), arrivals(60))
     monkeypatch.setattr(simulation_module, "MAX_REPEATS", 1)
     one_by_one, plain = run(config(), arrivals(60))
-    assert one_by_one.clock.num_run > 3 * together.clock.num_run
+    assert one_by_one.clock.num_run > 2.5 * together.clock.num_run
     for name in ("completed", "output_tokens", "cache", "rejected"):
         assert figures[name] == plain[name]
     for name in ("ttft_s", "tbt_s", "tbt_top10_mean_s"):

@@ -1,0 +1,190 @@
+"""Copies that another instance has too go before last copies, whatever the policy beneath.
+
+The Conductor says which blocks are *spare* here: somebody else has them in DRAM as well. A spare
+block is *loose* if no block that continues it here is one that must stay: a prefix is matched as a
+whole on one instance, so a last copy is worth nothing without what comes before it, copied
+elsewhere or not.
+
+A loose block goes before all others, of several the one let go longest ago, the end of a prompt
+before its beginning: so a hot block keeps its replicas for as long as there are colder ones. All
+else is the policy's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from moonpool.kvcache.eviction import Eviction
+from moonpool.types import BlockId, BlockKey
+
+
+class SpareFirst:
+    """An `Eviction` around another."""
+
+    def __init__(self, policy: Eviction) -> None:
+        self._policy = policy
+        self._clock = 0  # blocks let go
+        self._spare: set[BlockId] = set()
+        self._loose: OrderedDict[BlockId, None] = OrderedDict()  # evictable ones
+        # By block, grown with the blocks ever used.
+        self._lives: list[int] = []  # names given and taken; odd while it has one
+        self._parent: list[tuple[BlockId, int] | None] = []  # and which of its lives
+        self._let_go_at: list[int] = []
+        self._num_tight: list[int] = []  # blocks that continue it here and are not loose
+
+    def mark(self, block_ids: Iterable[BlockId], spare: bool) -> None:
+        """What the Conductor says of named blocks (mutates)."""
+        for block_id in block_ids:
+            if (block_id in self._spare) is spare:
+                continue
+            was_loose = self._is_loose(block_id)
+            (self._spare.add if spare else self._spare.discard)(block_id)
+            self._turn(block_id, was_loose)
+
+    def forget_marks(self) -> None:
+        """What the Conductor said counts no more (mutates)."""
+        self.mark(sorted(self._spare), spare=False)
+
+    def is_spare(self, block_id: BlockId) -> bool:
+        return block_id in self._spare
+
+    def parent_of(self, block_id: BlockId) -> BlockId | None:
+        """The block that a named block continues here; None if it is not here, or not known."""
+        link = self._parent[block_id]
+        return link[0] if link is not None and self._lives[link[0]] == link[1] else None
+
+    def let_go_at(self, block_id: BlockId) -> int:
+        """When a named block was let go last, in blocks let go since the beginning."""
+        return self._let_go_at[block_id]
+
+    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+        missing = block_id + 1 - len(self._lives)
+        if missing > 0:
+            self._lives.extend([0] * missing)
+            self._parent.extend([None] * missing)
+            self._num_tight.extend([0] * missing)
+            self._let_go_at.extend([0] * missing)
+        assert not self._lives[block_id] % 2
+        self._lives[block_id] += 1
+        self._parent[block_id] = None
+        self._num_tight[block_id] = 0
+        self._spare.discard(block_id)
+        self._policy.store(block_id, key, depth)
+
+    def touch(self, block_ids: Sequence[BlockId]) -> None:
+        self._policy.touch(block_ids)
+
+    def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
+        self._clock += len(block_ids)
+        before, let_go_at = parent, self._let_go_at
+        for block_id in block_ids:
+            let_go_at[block_id] = self._clock
+            if before is not None:
+                self._link(block_id, before)
+            before = block_id
+        if self._spare:
+            for block_id in reversed(block_ids):
+                if self._is_loose(block_id):
+                    self._loose[block_id] = None
+        self._policy.add(block_ids, parent)
+
+    def remove(self, block_ids: Sequence[BlockId]) -> None:
+        if self._loose:
+            for block_id in block_ids:
+                self._loose.pop(block_id, None)
+        self._policy.remove(block_ids)
+
+    def pop(self, num_blocks: int) -> list[BlockId]:
+        if num_blocks > len(self._policy):
+            raise KeyError("fewer blocks are evictable")
+        popped: list[BlockId] = []
+        while self._loose and len(popped) < num_blocks:
+            block_id, _ = self._loose.popitem(last=False)
+            if self._policy.evict(block_id):
+                self._end(block_id)
+                popped.append(block_id)
+        chosen = self._policy.pop(num_blocks - len(popped))
+        for block_id in chosen:
+            self._loose.pop(block_id, None)
+            self._end(block_id)
+        return popped + chosen
+
+    def evict(self, block_id: BlockId) -> bool:
+        gone = self._policy.evict(block_id)
+        if gone:
+            self._loose.pop(block_id, None)
+            self._end(block_id)
+        return gone
+
+    def forget(self, block_id: BlockId) -> None:
+        self._loose.pop(block_id, None)
+        self._policy.forget(block_id)
+        self._end(block_id)
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._policy
+
+    def validate(self) -> None:
+        """Asserts that what is loose is what the marks and the prompts say."""
+        num_tight = [0] * len(self._lives)
+        named = [BlockId(b) for b, life in enumerate(self._lives) if life % 2]
+        for block_id in named:
+            link = self._parent[block_id]
+            alive = link is not None and self._lives[link[0]] == link[1]
+            if link is not None and alive and not self._is_loose(block_id):
+                num_tight[link[0]] += 1
+        assert num_tight == self._num_tight
+        evictable = {block_id for block_id in named if block_id in self._policy}
+        assert set(self._loose) == {block_id for block_id in evictable if self._is_loose(block_id)}
+
+    def _is_loose(self, block_id: BlockId) -> bool:
+        return block_id in self._spare and not self._num_tight[block_id]
+
+    def _link(self, block_id: BlockId, parent: BlockId) -> None:
+        """`block_id` continues `parent`."""
+        link = (parent, self._lives[parent])
+        if self._parent[block_id] == link:
+            return
+        tight = not self._is_loose(block_id)
+        if tight:
+            self._count_tight(block_id, -1)
+        self._parent[block_id] = link
+        if tight:
+            self._count_tight(block_id, 1)
+
+    def _turn(self, block_id: BlockId, was_loose: bool) -> None:
+        """After what may have made a block loose or tight; so may be those before it."""
+        loose = self._is_loose(block_id)
+        while loose is not was_loose:
+            if not loose:
+                self._loose.pop(block_id, None)
+            elif block_id in self._policy:
+                self._loose[block_id] = None
+            link = self._parent[block_id]
+            if link is None or self._lives[link[0]] != link[1]:
+                return
+            block_id = link[0]
+            was_loose = self._is_loose(block_id)
+            self._num_tight[block_id] += -1 if loose else 1
+            loose = self._is_loose(block_id)
+
+    def _count_tight(self, block_id: BlockId, change: int) -> None:
+        """One more or less tight block continues this one's parent."""
+        link = self._parent[block_id]
+        if link is not None and self._lives[link[0]] == link[1]:
+            parent = link[0]
+            was_loose = self._is_loose(parent)
+            self._num_tight[parent] += change
+            self._turn(parent, was_loose)
+
+    def _end(self, block_id: BlockId) -> None:
+        """It lost its name. Whether it was spare can be asked until it has another one."""
+        if not self._is_loose(block_id):
+            self._count_tight(block_id, -1)
+        self._parent[block_id] = None
+        self._num_tight[block_id] = 0
+        self._lives[block_id] += 1

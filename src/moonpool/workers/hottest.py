@@ -1,0 +1,54 @@
+"""Which prefixes an instance uses most: for those who ask, and for those who take them over."""
+
+from __future__ import annotations
+
+from heapq import nlargest
+
+from moonpool.kvcache.blocks import BlockPool
+from moonpool.types import BlockId, BlockKey
+from moonpool.workers.holdings import Holdings
+from moonpool.workers.messages import HotPrefix
+
+
+def hottest(holdings: Holdings, num_blocks: int) -> tuple[HotPrefix, ...]:
+    """Prefixes of so many blocks in all, the most used first, of equals the one used last. What
+    continues a prefix and is used as often is listed with it, not beside it. Mutates nothing."""
+    pool, spares = holdings.pool, holdings.spares
+
+    def heat(block_id: BlockId) -> tuple[int, int, int]:
+        return pool.num_uses(block_id), spares.let_go_at(block_id), pool.depth_of(block_id)
+
+    listed: set[BlockId] = set()
+    found: list[HotPrefix] = []
+    for block_id in nlargest(num_blocks, pool.named(), key=heat):
+        if num_blocks <= 0:
+            break
+        if block_id in listed:
+            continue
+        chain = _chain(holdings, block_id)
+        if not chain or len(chain) > num_blocks:
+            continue
+        num_blocks -= len(chain)
+        listed.update(chain)
+        keys = tuple(_key(pool, block) for block in chain)
+        found.append(HotPrefix(keys, pool.num_uses(block_id)))
+    return tuple(found)
+
+
+def _chain(holdings: Holdings, block_id: BlockId) -> list[BlockId]:
+    """From the prompt's first block to this one; empty if some is missing, or not known."""
+    chain: list[BlockId] = []
+    place: BlockId | None = block_id
+    while place is not None:
+        chain.append(place)
+        place = holdings.spares.parent_of(place)
+    if holdings.pool.depth_of(chain[-1]):
+        return []
+    chain.reverse()
+    return chain
+
+
+def _key(pool: BlockPool, block_id: BlockId) -> BlockKey:
+    key = pool.key_of(block_id)
+    assert key is not None
+    return key

@@ -1,0 +1,96 @@
+"""What instances are told of copies is what the index says, whatever happened between two words."""
+
+from __future__ import annotations
+
+from random import Random
+
+from moonpool.kvcache.prefix_index import PrefixIndex
+from moonpool.types import BlockKey, InstanceId
+
+NAMES = [InstanceId(name) for name in ("a", "b", "c", "d")]
+KEYS = [BlockKey(bytes([number]) * 16) for number in range(8)]
+
+
+class Cluster:
+    """Instances that do as they are told, and an index that hears of them."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.dram: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
+        self.ssd: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
+        self.spare: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
+        self.sequence = dict.fromkeys(NAMES, 0)
+        for name in NAMES:
+            self.join(name)
+
+    def join(self, name: InstanceId) -> None:
+        self.index.add_instance(name, 1)
+        self.dram[name], self.ssd[name], self.spare[name] = set(), set(), set()
+        self.resync(name)
+
+    def resync(self, name: InstanceId) -> None:
+        self.spare[name].clear()
+        self.sequence[name] = 0
+        self.index.load_snapshot(name, 1, 0, sorted(self.dram[name]), sorted(self.ssd[name]))
+
+    def change(self, name: InstanceId, key: BlockKey, where: str) -> None:
+        dram, ssd = self.dram[name], self.ssd[name]
+        dram.discard(key)
+        ssd.discard(key)
+        self.spare[name].discard(key)
+        if where != "gone":
+            (dram if where == "dram" else ssd).add(key)
+        words = {word: [key] if word == where else [] for word in ("dram", "gone", "ssd")}
+        sequence = self.sequence[name]
+        self.sequence[name] += 1
+        self.index.apply(name, 1, sequence, words["dram"], words["gone"], words["ssd"])
+
+    def tell(self, num_keys: int) -> int:
+        news = self.index.take_copy_news(num_keys)
+        for name, words in news:
+            self.spare[name] |= self.dram[name].intersection(words.spare)
+            self.spare[name] -= set(words.last)
+        return len(news)
+
+    def truth(self, name: InstanceId) -> set[BlockKey]:
+        others = [self.dram[other] for other in NAMES if other != name]
+        return self.dram[name] & set().union(*others)
+
+
+def test_everybody_knows_in_the_end() -> None:
+    rng = Random(3)
+    cluster = Cluster()
+    for number in range(4000):
+        name, key = rng.choice(NAMES), rng.choice(KEYS)
+        what = rng.randrange(40)
+        if what == 0:
+            cluster.join(name)
+        elif what == 1:
+            cluster.resync(name)
+        elif what < 6:
+            cluster.tell(rng.randint(1, 4))
+        else:
+            where = rng.choice(("dram", "dram", "gone", "ssd"))
+            if where != "dram" or key not in cluster.dram[name]:
+                cluster.change(name, key, where)
+        if number % 10 == 0:
+            cluster.tell(1000)
+            for name in NAMES:
+                wrong = cluster.spare[name] - cluster.truth(name)
+                assert not wrong, "a last copy that is taken for a spare one would be lost"
+
+
+def test_a_second_copy_is_told_to_both_and_the_loss_of_it_to_the_other() -> None:
+    cluster = Cluster()
+    cluster.change(NAMES[0], KEYS[0], "dram")
+    assert not cluster.tell(10)
+    cluster.change(NAMES[1], KEYS[0], "dram")
+    assert cluster.tell(10) == 2
+    assert KEYS[0] in cluster.spare[NAMES[0]] and KEYS[0] in cluster.spare[NAMES[1]]
+    cluster.change(NAMES[2], KEYS[0], "dram")
+    assert cluster.tell(10) == 1, "the others know"
+    cluster.change(NAMES[0], KEYS[0], "gone")
+    assert not cluster.tell(10)
+    cluster.change(NAMES[1], KEYS[0], "ssd")
+    assert cluster.tell(10) == 1
+    assert not cluster.spare[NAMES[2]]
