@@ -93,8 +93,7 @@ def draw_options(rng: random.Random) -> Options:
     block_tokens = rng.choice((1, 2, 4, 4, 8))
     max_prompt_tokens = rng.choice((12, 30, 60))
     max_answer_tokens = rng.choice((1, 4, 12, 30, 60))
-    policies = random.Random(rng.getrandbits(64))
-    disks = random.Random(rng.getrandbits(64))
+    policies, disks = (random.Random(rng.getrandbits(64)) for _ in range(2))
     num_slots = disks.choice((0, 3, 12, 60, 300))
     longest_blocks = -(-(max_prompt_tokens + max_answer_tokens) // block_tokens)
     options = Options(
