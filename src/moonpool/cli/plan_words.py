@@ -38,7 +38,7 @@ def print_plan(plan: Plan, words: str, wanted: float) -> None:
         click.echo(f"  {_row(found)}")
     click.echo("\nhardware")
     for mix in plan.mixes:
-        click.echo(f"  {_mix(mix)}")
+        click.echo(f"  {_mix(mix, plan.complete)}")
     if not plan.complete:
         click.echo("\nnot complete: all simulations allowed were run; give it more with --runs")
 
@@ -119,7 +119,7 @@ def _attained(found: Assessment) -> str:
     return f"{mean:.1%} ({low:.1%} to {high:.1%}), {ttft}: {found.verdict.value}"
 
 
-def _mix(mix: Any) -> str:
+def _mix(mix: Any, complete: bool) -> str:
     kind = "colocated" if mix.start.mixed else "P/D"
     name = f"{kind} {mix.start.hardware}"
     if mix.settled is not None:
@@ -128,7 +128,8 @@ def _mix(mix: Any) -> str:
     if mix.boundary is not None:
         return f"{name:<40} {mix.boundary.counts:>8}  at the busiest part; dearer"
     start = f"{mix.start.counts:>8} {mix.start_usd_per_h:>9.2f} USD/h"
-    return f"{name:<40} {start} by the cost model; too dear to look at"
+    why = "too dear to look at" if complete else "not looked at"
+    return f"{name:<40} {start} by the cost model; {why}"
 
 
 def figures_of(
