@@ -112,10 +112,8 @@ class Fetch:
                 raise ProtocolError(f"unexpected {type(message).__name__} during a read")
             self._landing.land(connection, message.offers, deadline_s, lease.renew)
             last = message.last
-        try:
-            connection.send(ReadReleased(corrupt_slices=self._landing.corrupt_slices), deadline_s)
-        except TransportError:
-            connection.close()  # all is here: that the source has gone since is no failure
+        # All is here. The link sends this when the end has been told, or with the next request.
+        connection.hold(ReadReleased(corrupt_slices=self._landing.corrupt_slices))
 
 
 class _RefusedError(TransportError):

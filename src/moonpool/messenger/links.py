@@ -25,6 +25,8 @@ IDLE_S = 30.0
 MAX_IDLE_PER_PEER = 4
 _OPEN_S = 0.1  # an idle connection has room for a first word; who begins must not block
 
+_LINGER_S = 1e-3
+
 Tell = Callable[[], None]
 Operation = Callable[[Route], Tell]
 """Does all there is to do, and returns what then tells of it: by that time the link is free."""
@@ -55,6 +57,21 @@ class _Link:
         if self.wake_fd in ready:
             os.eventfd_read(self.wake_fd)
         return ready != [self.wake_fd]
+
+    def settle(self, may_linger: bool) -> None:
+        """Sends the last word of the operation that has ended, if it holds one: soon, so that it
+        may go out with the first word of the next. The link may have been given that by now."""
+        connection = self.connection
+        if connection is None or not connection.holds:
+            return
+        if may_linger and self._poll.poll(_LINGER_S * 1000):
+            return  # what came is for `wait`
+        with self.opening:
+            try:
+                if connection.holds:
+                    connection.flush(time.monotonic() + _OPEN_S)
+            except TransportError:
+                connection.interrupt()  # what it had to give is here
 
     def open(self, message: Message) -> None:
         """Says the operation's first word from the thread that begins it, so that the peer starts
@@ -122,6 +139,7 @@ class Links:
                     link.keep(route.connection)
                     parked = self._park(link)
                     tell()
+                    link.settle(may_linger=parked)
                     if not parked:
                         return
                 if self._leave(link, link.wait(self._idle_s)):

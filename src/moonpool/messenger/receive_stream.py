@@ -140,6 +140,8 @@ class Receptions:
             if not isinstance(message, Slices):
                 raise ProtocolError(f"unexpected {type(message).__name__} in a stream")
             landing.land(connection, message.offers, deadline_s)
+            if message.last:
+                break
         connection.send(StreamReceived(corrupt=landing.incomplete()), deadline_s)
 
     def _post_end(self, stream_id: str, reception: _Reception, error: str) -> None:

@@ -170,8 +170,11 @@ class SendStream:
         while not finished:
             batch, finished = self._next_batch(connection, poll)
             wanted = self._wanted(batch, expected)
-            self._num_bytes += self._station.offer(connection, wanted, lambda: deadline_s)
-        connection.send(SlicesEnd(), deadline_s)
+            self._num_bytes += self._station.offer(
+                connection, wanted, lambda: deadline_s, mark_last=finished
+            )
+        if not wanted:
+            connection.send(SlicesEnd(), deadline_s)
         received = _expect(connection, StreamReceived, deadline_s)
         if received.corrupt:
             raise TransportError(f"{len(received.corrupt)} blocks arrived corrupt or incomplete")

@@ -46,6 +46,7 @@ class ShmConnection:
         self._release = release
         self.send = frames.send
         self.hold = frames.hold
+        self.flush = frames.flush
         self.receive = frames.receive
         self.fileno = frames.fileno
         self.has_input = frames.has_input
@@ -54,6 +55,10 @@ class ShmConnection:
     @property
     def closed(self) -> bool:
         return self._frames.closed
+
+    @property
+    def holds(self) -> bool:
+        return self._frames.holds
 
     def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
         self._frames.send(offer, deadline_s)

@@ -24,6 +24,7 @@ class TcpConnection:
         self._codec = Codec()
         self.send = frames.send
         self.hold = frames.hold
+        self.flush = frames.flush
         self.receive = frames.receive
         self.fileno = frames.fileno
         self.has_input = frames.has_input
@@ -33,6 +34,10 @@ class TcpConnection:
     @property
     def closed(self) -> bool:
         return self._frames.closed
+
+    @property
+    def holds(self) -> bool:
+        return self._frames.holds
 
     def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
         self._frames.send_frame(self._codec.encode(offer), deadline_s, slices)

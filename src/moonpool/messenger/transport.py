@@ -61,6 +61,15 @@ class Connection(Protocol):
         """The message goes out together with the next one: one wake-up less for the peer."""
         ...
 
+    @property
+    def holds(self) -> bool:
+        """Something is held that has not gone out."""
+        ...
+
+    def flush(self, deadline_s: float) -> None:
+        """Sends what is held."""
+        ...
+
     def receive(self, deadline_s: float) -> Message: ...
 
     def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
@@ -140,6 +149,14 @@ class FrameSocket:
 
     def hold(self, message: Message) -> None:
         self._held.append(self._framed(self._codec.encode(message)))
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
+    def flush(self, deadline_s: float) -> None:
+        held, self._held = self._held, []
+        self._send_all(held, deadline_s)
 
     def receive(self, deadline_s: float) -> Message:
         body = self.receive_frame(MAX_FRAME_BYTES, deadline_s)
