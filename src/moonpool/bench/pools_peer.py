@@ -41,6 +41,10 @@ class Buffer:
     def start(self, number: int, size: int) -> int:
         return number * size % BUFFER_BYTES
 
+    def part(self, number: int, size: int) -> memoryview:
+        start = self.start(number, size)
+        return self.view[start : start + size]
+
 
 class Redis:
     def __init__(self, buffer: Buffer) -> None:
@@ -64,13 +68,17 @@ class Redis:
                     raise
                 time.sleep(0.05)
 
-    def put(self, key: str, number: int, size: int) -> None:
-        start = self.buffer.start(number, size)
-        self.client.set(key, self.buffer.view[start : start + size])
+    def put(self, names: "list[tuple[str, int]]", size: int) -> None:
+        views = {name: self.buffer.part(number, size) for name, number in names}
+        if len(views) == 1:
+            self.client.set(*views.popitem())
+        else:
+            self.client.mset(views)
 
-    def get(self, key: str, number: int, size: int) -> None:
-        start = self.buffer.start(number, size)
-        self.buffer.view[start : start + size] = self.client.get(key)
+    def get(self, names: "list[tuple[str, int]]", size: int) -> None:
+        found = self.client.mget([name for name, _ in names])
+        for (_, number), value in zip(names, found):  # noqa: B905 - other Pythons than ours
+            self.buffer.part(number, size)[:] = value
 
     def remove(self, key: str) -> None:
         self.client.delete(key)
@@ -127,17 +135,27 @@ class Mooncake:
                     raise
                 time.sleep(0.05)
 
-    def put(self, key: str, number: int, size: int) -> None:
-        start = self.buffer.address + self.buffer.start(number, size)
-        code = self.store.put_from(key, start, size)
-        if code:
-            raise RuntimeError(f"put_from of {size} bytes gave {code}")
+    def put(self, names: "list[tuple[str, int]]", size: int) -> None:
+        keys, places = self._places(names, size)
+        if len(keys) == 1:
+            codes = [self.store.put_from(keys[0], places[0], size)]
+        else:
+            codes = self.store.batch_put_from(keys, places, [size] * len(keys))
+        if any(codes):
+            raise RuntimeError(f"to put {size} bytes gave {codes}")
 
-    def get(self, key: str, number: int, size: int) -> None:
-        start = self.buffer.address + self.buffer.start(number, size)
-        got = self.store.get_into(key, start, size)
-        if got != size:
-            raise RuntimeError(f"get_into of {size} bytes gave {got}")
+    def get(self, names: "list[tuple[str, int]]", size: int) -> None:
+        keys, places = self._places(names, size)
+        if len(keys) == 1:
+            found = [self.store.get_into(keys[0], places[0], size)]
+        else:
+            found = self.store.batch_get_into(keys, places, [size] * len(keys))
+        if found != [size] * len(keys):
+            raise RuntimeError(f"to get {size} bytes gave {found}")
+
+    def _places(self, names: "list[tuple[str, int]]", size: int) -> "tuple[list[str], list[int]]":
+        starts = [self.buffer.start(number, size) for _, number in names]
+        return [name for name, _ in names], [self.buffer.address + start for start in starts]
 
     def remove(self, key: str) -> None:
         self.store.remove(key)
@@ -183,12 +201,15 @@ def main() -> None:
         if asked["what"] == "get":
             for number in range(count):
                 if (asked["peer"], size, number) not in stored:
-                    peer.put(f"kept {size} {number}", number, size)
+                    peer.put([(f"kept {size} {number}", number)], size)
                     stored.add((asked["peer"], size, number))
         run, name = (peer.put, "put") if asked["what"] == "put" else (peer.get, "kept")
+        numbered = [(f"{name} {size} {number}", number) for number in range(count)]
+        many = asked["many"]
+        requests = [numbered[start : start + many] for start in range(0, count, many)]
         began_s = time.perf_counter()
-        for number in range(count):
-            run(f"{name} {size} {number}", number, size)
+        for request in requests:
+            run(request, size)
         spent_s = time.perf_counter() - began_s
         if asked["what"] == "put":
             for number in range(count):

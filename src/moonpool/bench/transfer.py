@@ -1,5 +1,6 @@
 """Blocks between two processes: put (a layer stream) and get (a fetch), one block at a time, beside
-memcpy, bare sockets and other pools in the same rounds.
+memcpy, bare sockets and other pools in the same rounds. Small blocks also several with one request
+("many"), as instances ask for a prefix: the other pools by their own calls for that.
 
 Each round runs every way once, so that a busy moment hits all alike; ratios are formed per round,
 and the median over the rounds is told. A put is a block's first send: both sides hash it. A get is
@@ -40,6 +41,8 @@ from moonpool.types import BlockId, BlockKey
 
 ARENA_BYTES = 64 << 20  # larger than most caches: blocks are used in turn
 MAX_OPERATIONS = 128
+MANY = 16
+MANY_UP_TO_BYTES = 1 << 20
 LIMITS = {
     "shm": {"get": "memcpy", "put": "memcpy"},
     "tcp": {"get": "tcp socket get", "put": "tcp socket put"},
@@ -84,6 +87,9 @@ class Near:
         for way in TRANSPORTS:
             ways[f"{way} get"] = lambda way=way: self._get(way)  # type: ignore[misc]
             ways[f"{way} put"] = lambda way=way: self._put(way)  # type: ignore[misc]
+            if _takes_many(self._size, self._count):
+                ways[f"{way} get many"] = lambda way=way: self._get(way, MANY)  # type: ignore[misc]
+                ways[f"{way} put many"] = lambda way=way: self._put(way, MANY)  # type: ignore[misc]
         return ways
 
     def close(self) -> None:
@@ -129,30 +135,33 @@ class Near:
                 raise TransferBenchError("the other process took no block")
         return time.perf_counter() - began_s
 
-    def _get(self, way: str) -> float:
+    def _get(self, way: str, many: int = 1) -> float:
         messenger = self._messengers[way]
         began_s = time.perf_counter()
-        for _ in range(self._count):
-            block = self._next()
-            key = BlockKey(block.to_bytes(16, "big"))
-            messenger.fetch("get", self._far[way], [key], [BlockId(block)], TIMEOUT_S)
+        for _ in range(self._count // many):
+            blocks = [BlockId(self._next()) for _ in range(many)]
+            keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
+            messenger.fetch("get", self._far[way], keys, blocks, TIMEOUT_S)
             ended = self._events.get(timeout=TIMEOUT_S)
-            if not isinstance(ended, FetchEnded) or ended.num_blocks != 1:
+            if not isinstance(ended, FetchEnded) or ended.num_blocks != many:
                 raise TransferBenchError(f"a fetch failed: {ended}")
         return time.perf_counter() - began_s
 
-    def _put(self, way: str) -> float:
+    def _put(self, way: str, many: int = 1) -> float:
         messenger = self._messengers[way]
-        blocks = [self._next() for _ in range(self._count)]
-        self._arena.sums.forget(BlockId(block) for block in blocks)
-        names = [f"{way} {place}" for place in range(len(blocks))]
-        self._pipe.send((way, list(zip(names, blocks, strict=True))))
+        requests = [
+            (f"{way} {place}", [BlockId(self._next()) for _ in range(many)])
+            for place in range(self._count // many)
+        ]
+        self._arena.sums.forget(block for _, blocks in requests for block in blocks)
+        self._pipe.send((way, requests))
         self._pipe.recv()
         layers = range(self._arena.layout.num_layers)
         began_s = time.perf_counter()
-        for name, block in zip(names, blocks, strict=True):
+        for name, blocks in requests:
             messenger.open_stream(name, self._far[way], TIMEOUT_S)
-            messenger.send(name, [(0, BlockId(block), layer) for layer in layers])
+            placed = list(enumerate(blocks))
+            messenger.send(name, [(index, b, layer) for layer in layers for index, b in placed])
             messenger.finish_stream(name)
             ended = self._events.get(timeout=TIMEOUT_S)
             if not isinstance(ended, SendEnded) or ended.error:
@@ -179,8 +188,8 @@ class Pools:
         self.names: list[str] = said["peers"]
         self.absent: dict[str, str] = said["absent"]
 
-    def seconds(self, peer: str, what: str, size: int, count: int) -> float:
-        asked = {"peer": peer, "what": what, "size": size, "count": count}
+    def seconds(self, peer: str, what: str, size: int, count: int, many: int) -> float:
+        asked = {"peer": peer, "what": what, "size": size, "count": count, "many": many}
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(asked).decode() + "\n")
         self._process.stdin.flush()
@@ -228,8 +237,12 @@ def _measure(size: int, rounds: int, pools: Pools | None) -> dict[str, Any]:
     for peer in pools.names if pools else []:
         for what in ("get", "put"):
             ways[f"{peer} {what}"] = lambda peer=peer, what=what: pools.seconds(  # type: ignore
-                peer, what, size, count
+                peer, what, size, count, 1
             )
+            if _takes_many(size, count):
+                ways[f"{peer} {what} many"] = lambda peer=peer, what=what: pools.seconds(  # type: ignore
+                    peer, what, size, count, MANY
+                )
     taken_s: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way, run in ways.items():
@@ -241,6 +254,10 @@ def _measure(size: int, rounds: int, pools: Pools | None) -> dict[str, Any]:
     return {"operations_per_round": count, **_figures(size, taken_s)}
 
 
+def _takes_many(size: int, count: int) -> bool:
+    return size <= MANY_UP_TO_BYTES and count >= MANY
+
+
 def _figures(size: int, taken_s: dict[str, list[float]]) -> dict[str, Any]:
     def over(way: str, other: str) -> float:
         pairs = zip(taken_s[way], taken_s[other], strict=True)
@@ -248,9 +265,11 @@ def _figures(size: int, taken_s: dict[str, list[float]]) -> dict[str, Any]:
 
     ratios = {}
     for transport in TRANSPORTS:
-        for what in ("get", "put"):
+        for what in ("get", "put", "get many", "put many"):
             ours = f"{transport} {what}"
-            others = [LIMITS[transport][what]]
+            if ours not in taken_s:
+                continue
+            others = [LIMITS[transport][what.removesuffix(" many")]]
             others += [f"{peer} {what}" for peer in ("mooncake", "redis")]
             ratios[ours] = {other: over(ours, other) for other in others if other in taken_s}
     medians = {way: statistics.median(values) for way, values in taken_s.items()}

@@ -77,8 +77,8 @@ def run_far(pipe: Pipe, block_bytes: int, num_blocks: int) -> None:
     )
     while (command := pipe.recv()) is not None:
         transport, expected = command
-        for stream_id, block in expected:
-            messengers[transport].expect(stream_id, [BlockId(block)], 0, TIMEOUT_S)
+        for stream_id, blocks in expected:
+            messengers[transport].expect(stream_id, blocks, 0, TIMEOUT_S)
         pipe.send("expecting")
     for messenger in messengers.values():
         messenger.close()

@@ -18,7 +18,6 @@ from pathlib import Path
 from moonpool.messenger.arena import Arena, ArenaError
 from moonpool.messenger.peer_arena import PeerArena, PeerArenas
 from moonpool.messenger.transport import (
-    DeadlineError,
     FrameSocket,
     PeerGoneError,
     ProtocolError,
@@ -97,18 +96,21 @@ def swap_arenas(
     deadline_s: float,
 ) -> ShmConnection:
     """Hands our arena's descriptor to the peer and takes its own."""
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        raise DeadlineError("the deadline passed")
-    sock = frames.socket
+    sock, silent = frames.socket, ""
+    frames.arm(deadline_s)
     try:
-        sock.settimeout(left_s)
-        socket.send_fds(sock, [b"a"], [arena.fd])
-        data, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except TimeoutError as error:
-        raise DeadlineError("the peer handed over no arena until the deadline") from error
+        socket.send_fds(sock, [b"a"], [arena.fd])  # a byte: there is always room
     except OSError as error:
         raise PeerGoneError(f"the connection broke: {error}") from error
+    while True:
+        frames.arm(deadline_s, silent)
+        try:
+            data, fds, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            break
+        except BlockingIOError:
+            silent = "the peer handed over no arena until the deadline"
+        except OSError as error:
+            raise PeerGoneError(f"the connection broke: {error}") from error
     if data != b"a" or len(fds) != 1 or flags & socket.MSG_CTRUNC:
         for fd in fds:
             os.close(fd)

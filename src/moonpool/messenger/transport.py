@@ -27,7 +27,9 @@ FRAME_HEADER = struct.Struct(">I")
 _SUMMED_HEADER = struct.Struct(">II")  # length, and the low half of the body's xxh3_64
 _MAX_BUFFERS = 512  # the kernel's limit per call is 1024
 _READ_AHEAD_BYTES = 16 << 10
-_TIMEOUT_SLACK_S = 0.005  # to set a socket's timeout is a call to the kernel, as a message is
+_TIMEVAL = struct.Struct("ll")
+_TICK_S = 1.0  # to set a timeout is a call to the kernel: it is set to this once, and seldom anew
+_TICK_SLACK_S = 0.005
 
 
 class TransportError(Exception):
@@ -101,6 +103,9 @@ class Connection(Protocol):
 class FrameSocket:
     """A stream socket that carries frames (4 bytes of length, then the body) under deadlines.
 
+    It blocks, and the kernel keeps the time: Python's own timeouts cost a second call for each, and
+    cannot wait for all of a payload at once.
+
     It reads exactly what it is asked for until `read_ahead` is called: descriptors that travel
     between two frames are lost to whoever reads past the first of them. From that call on, the
     handshake being over, 4 bytes of checksum follow the length: a slice that arrives whole is still
@@ -109,9 +114,9 @@ class FrameSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._lock = (
-            threading.Lock()
-        )  # keeps `interrupt` off a descriptor that was closed and reused
+        sock.settimeout(None)
+        # Keeps `interrupt` off a descriptor that was closed and reused.
+        self._lock = threading.Lock()
         self._closed = False
         self._codec = Codec()
         self._held: list[memoryview] = []
@@ -192,7 +197,8 @@ class FrameSocket:
             self._start += count
             _advance(pending, count)
         while pending:
-            _advance(pending, self._receive_some(pending[:_MAX_BUFFERS], deadline_s))
+            count = self._receive_some(pending[:_MAX_BUFFERS], deadline_s, socket.MSG_WAITALL)
+            _advance(pending, count)
 
     def _framed(self, body: bytes) -> memoryview:
         if len(body) > MAX_FRAME_BYTES:
@@ -216,40 +222,51 @@ class FrameSocket:
         self._start = start + num_bytes
         return bytes(self._ahead[start : self._start])
 
-    def _receive_some(self, targets: list[memoryview], deadline_s: float) -> int:
-        self._arm(deadline_s)
-        try:
-            count = self._sock.recvmsg_into(targets)[0]
-        except TimeoutError as error:
-            raise DeadlineError("the peer sent nothing until the deadline") from error
-        except OSError as error:
-            raise PeerGoneError(f"the connection broke: {error}") from error
-        if count == 0:
-            raise PeerGoneError("the peer closed the connection")
-        return count
+    def _receive_some(self, targets: list[memoryview], deadline_s: float, flags: int = 0) -> int:
+        silent = ""
+        while True:
+            self.arm(deadline_s, silent)
+            try:
+                count = self._sock.recvmsg_into(targets, 0, flags)[0]
+            except BlockingIOError:
+                silent = "the peer sent nothing until the deadline"
+                continue
+            except OSError as error:
+                raise PeerGoneError(f"the connection broke: {error}") from error
+            if count == 0:
+                raise PeerGoneError("the peer closed the connection")
+            return count
 
     def _send_all(self, buffers: list[memoryview], deadline_s: float) -> None:
+        silent = ""
         while buffers:
-            self._arm(deadline_s)
+            self.arm(deadline_s, silent)
             try:
                 count = self._sock.sendmsg(buffers[:_MAX_BUFFERS])
-            except TimeoutError as error:
-                raise DeadlineError("the peer took nothing until the deadline") from error
+            except BlockingIOError:
+                silent = "the peer took nothing until the deadline"
+                continue
             except OSError as error:
                 raise PeerGoneError(f"the connection broke: {error}") from error
             _advance(buffers, count)
 
-    def _arm(self, deadline_s: float) -> None:
+    def arm(self, deadline_s: float, silent: str = "") -> None:
+        """The next call returns by the deadline, or a little earlier, with BlockingIOError. Raises
+        DeadlineError, saying `silent`, if that has passed."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise DeadlineError("the deadline passed")
-        if 0 <= self._armed_s - left_s < _TIMEOUT_SLACK_S:
+            raise DeadlineError(silent or "the deadline passed")
+        wanted_s = min(left_s, _TICK_S)
+        if wanted_s / 2 <= self._armed_s <= left_s + _TICK_SLACK_S:
             return
+        seconds, rest_s = divmod(wanted_s, 1.0)
+        value = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)) if not seconds else 0)
         try:
-            self._sock.settimeout(left_s)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
         except OSError as error:
             raise PeerGoneError(f"the connection broke: {error}") from error
-        self._armed_s = left_s
+        self._armed_s = wanted_s
 
     def interrupt(self) -> None:
         with self._lock:
