@@ -1,4 +1,5 @@
-"""`moonpool bench agreement|overload|peers-live` and `moonpool compare`: life beside simulation."""
+"""`moonpool bench agreement|overload|peers-live|colocated`, `moonpool compare`: life beside
+simulation."""
 
 from __future__ import annotations
 
@@ -300,6 +301,56 @@ def peers_live(
     run_bench(
         lambda: bench_peers_live(
             cluster, workload, peer, sorted(loads), flags["seconds"], click.echo
+        ),
+        json_file,
+    )
+
+
+@click.command()
+@live_options
+@click.option(
+    "--prompt",
+    "prompts",
+    type=COUNT,
+    multiple=True,
+    default=(64, 256, 1024),
+    show_default=True,
+    help="Tokens of every prompt; one sweep for each.",
+)
+@click.option("--answers", type=COUNT, default=32, show_default=True, help="Tokens of each answer.")
+@click.option(
+    "--loads",
+    type=NUMBERS,
+    default="0.5,1,2",
+    show_default=True,
+    help="Times the higher simulated capacity.",
+)
+@click.option("--admission", type=click.Choice(choices(Admission)), default="predictive")
+@click.option("--simulated-only", is_flag=True, help="No live runs: what a plan would say.")
+def colocated(
+    prompts: tuple[int, ...],
+    answers: int,
+    loads: tuple[float, ...],
+    admission: Admission,
+    simulated_only: bool,
+    json_file: str | None,
+    **flags: Any,
+) -> None:
+    """1 prefill + 1 decode instance against 2 mixed ones on the same cores, by prompt length and
+    load: who serves more within the SLOs, simulated beforehand and live."""
+    from moonpool.bench.colocated import bench_colocated
+
+    cluster, workload = cluster_and_workload(flags, admission=admission)
+    workload = workload.with_(answers=answers)
+    run_bench(
+        lambda: bench_colocated(
+            cluster,
+            workload,
+            prompts,
+            sorted(loads),
+            flags["seconds"],
+            not simulated_only,
+            click.echo,
         ),
         json_file,
     )

@@ -6,6 +6,8 @@ from fractions import Fraction
 
 import pytest
 
+from moonpool.bench import colocated
+from moonpool.bench.colocated import bench_colocated, winner
 from moonpool.bench.live_cluster import LiveCluster
 from moonpool.bench.live_profile import LiveProfile
 from moonpool.bench.live_workload import LiveWorkload, estimate_capacity, simulate_rows
@@ -114,3 +116,41 @@ def test_steps_depart_from_their_mean_as_they_were_measured() -> None:
     assert found == again
     assert found["tbt_s"]["p90"] > 1.7 * plain["tbt_s"]["p90"]
     assert found["tbt_s"]["mean"] < 1.7 * plain["tbt_s"]["mean"]
+
+
+class NoServer:
+    """As much of a server as a simulated sweep needs."""
+
+    url = ""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> NoServer:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_sweep_of_lengths_is_simulated_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocated, "LocalServer", NoServer)
+    monkeypatch.setattr(colocated, "measure_live", lambda *_: profile())
+    monkeypatch.setattr(colocated, "SIMULATED_S", 30.0)
+    workload = WORKLOAD.with_(answers=16)
+    said: list[str] = []
+    found = bench_colocated(LiveCluster(), workload, (64, 1024), (1.0,), 30.0, False, said.append)
+    short, long = found["lengths"]
+    assert (short["prompt_tokens"], long["prompt_tokens"]) == (64, 1024)
+    for row in (short, long):
+        assert row["planned"] == winner(row["capacity_rps"])
+        assert row["capacity_rps"].keys() == {"1P+1D", "2M"}
+        (point,) = row["points"]
+        assert point["requests"] > 0 and "live" not in point
+        assert set(point["simulated"]["goodput_rps"]) == {"1P+1D", "2M"}
+    assert long["slo"]["ttft_s"] > short["slo"]["ttft_s"]
+    assert sum(line.startswith("\nprompts of") for line in said) == 2
+
+
+def test_a_narrow_victory_is_none() -> None:
+    assert winner({"1P+1D": 1.0, "2M": 0.96}) == "alike"
+    assert winner({"1P+1D": 1.0, "2M": 0.9}) == "1P+1D"
+    assert winner({"1P+1D": 0.0, "2M": 0.0}) == "alike"
