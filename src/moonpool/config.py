@@ -46,6 +46,12 @@ class ClusterConfig(Struct, frozen=True):
     decode: int = 1
     mixed: int = 0
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of every instance, in the order in which they are started."""
+        counts = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        return tuple(role for role, n in (*counts, (Role.MIXED, self.mixed)) for _ in range(n))
+
     def num_processes(self, engine: EngineConfig) -> int:
         """All stages of all instances; at least 1."""
         prefilling = engine.pipeline_parallel_size * (self.prefill + self.mixed)
@@ -135,6 +141,7 @@ class EngineConfig(Struct, frozen=True):
     max_sequences: int = 128
     batching: Batching = "chunked"
     threads: int = 0  # per process; 0: cores / processes, at least 1
+    pinning: bool = True  # each engine of a machine to cores of its own, if there are enough
     device: Device = "cpu"
     pipeline_parallel_size: int = 1
     decode_pipeline_parallel_size: int = 1  # of a decode instance

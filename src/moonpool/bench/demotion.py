@@ -42,6 +42,7 @@ from moonpool.kvcache.transfers import (
     TierPaused,
     TierResumed,
 )
+from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.protocol import Setup
@@ -166,7 +167,7 @@ class _Bench:
         lost: list[str] = []  # of its stages: there is one, which is this process
         try:
             self._booted: BootedInstance = boot_instance(
-                setup, Role.MIXED, name, "127.0.0.1", secret, post, 1, lost.append
+                setup, Role.MIXED, name, "127.0.0.1", secret, post, 1, lost.append, CoreShare()
             )
         except BootError as error:
             raise DemotionBenchError(str(error)) from None

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from moonpool.cli.capacity import capacity
-from moonpool.cli.live import agreement, overload, peers_live
+from moonpool.cli.live import agreement, colocated, overload, peers_live
 from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -26,6 +26,7 @@ def bench() -> None:
 bench.add_command(capacity)
 bench.add_command(agreement)
 bench.add_command(overload)
+bench.add_command(colocated)
 bench.add_command(peers_live)
 
 
@@ -174,6 +175,29 @@ def pipeline(
             click.echo,
         )
     except (ArenaError, StageLostError, ValueError) as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
+@bench.command()
+@click.option("--model", default="random:m150", show_default=True)
+@click.option("--threads", type=COUNT, default=1, show_default=True, help="Of each engine.")
+@click.option("--seconds", type=click.FloatRange(1.0), default=20.0, show_default=True)
+@click.option("--rounds", type=COUNT, default=3, show_default=True, help="Of each, taking turns.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@JSON
+def pinning(
+    model: str, threads: int, seconds: float, rounds: int, seed: int, json_file: str | None
+) -> None:
+    """Gaps between tokens of 1 prefill + 1 decode, engines on cores of their own or anywhere."""
+    import httpx
+
+    from moonpool.bench.local_server import ServerError
+    from moonpool.bench.pinning import PinningBenchError, bench_pinning
+
+    try:
+        found = bench_pinning(model, threads, seconds, rounds, seed, click.echo)
+    except (PinningBenchError, ServerError, httpx.HTTPError) as error:
         fail(str(error))
     finish(found, json_file)
 

@@ -61,6 +61,7 @@ FLAG_KEYS = {
     "threads": ("engine", "threads"),
     "pipeline_parallel_size": ("engine", "pipeline_parallel_size"),
     "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
+    "pinning": ("engine", "pinning"),
     "device": ("engine", "device"),
     "host": ("api", "host"),
     "port": ("api", "port"),
@@ -84,9 +85,7 @@ def config_options(command: Any) -> Any:
         ),
         click.option("--dtype", type=click.Choice(choices(Dtype))),
         click.option(
-            "--quantization",
-            type=click.Choice(choices(Quantization)),
-            help="Of the weights: half the memory, faster decoding, nearly the same answers.",
+            "--quantization", type=click.Choice(choices(Quantization)), help="Of the weights."
         ),
         click.option("--served-model-name", help="Name that clients use."),
         click.option("--max-model-len", type=int, help="Tokens of prompt and answer together."),
@@ -129,6 +128,7 @@ def config_options(command: Any) -> Any:
         click.option(
             "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
         ),
+        click.option("--pinning/--no-pinning", default=None, help="Cores of its own per engine."),
         click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
         click.option("--host", help="Address of the HTTP API."),
         click.option("--port", type=int, help="Port of the HTTP API."),

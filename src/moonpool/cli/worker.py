@@ -9,12 +9,16 @@ import secrets
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import click
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
 from moonpool.types import InstanceId, Role
+
+if TYPE_CHECKING:
+    from moonpool.runtime.cores import CoreShare
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 PR_SET_PDEATHSIG = 1
@@ -57,6 +61,8 @@ def cluster_secret() -> bytes:
     show_default=True,
     help="At SIGTERM, let requests end and hand over what is cached, for so long; 0: end at once.",
 )
+@click.option("--cores", default="", help="Of the engine's threads, such as 0-3 (default: any).")
+@click.option("--other-cores", default="", help="Of all other threads, likewise.")
 @click.option("--exit-with-head", is_flag=True, help="End when the head does.")
 def worker(
     role: str,
@@ -65,6 +71,8 @@ def worker(
     host: str | None,
     num_stages: int | None,
     drain_seconds: float,
+    cores: str,
+    other_cores: str,
     exit_with_head: bool,
 ) -> None:
     """Start one instance of ROLE; it takes model and settings from the head it joins."""
@@ -79,8 +87,12 @@ def worker(
         _die_with_parent()
     from moonpool.runtime.worker import Worker, WorkerError
 
+    share = _core_share(cores, other_cores)
+
     async def run() -> None:
-        this = Worker(Role(role), InstanceId(name), socket.gethostname(), host, secret, num_stages)
+        this = Worker(
+            Role(role), InstanceId(name), socket.gethostname(), host, secret, share, num_stages
+        )
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -104,6 +116,18 @@ def worker(
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+def _core_share(cores: str, other_cores: str) -> CoreShare:
+    """This process's threads, all but the engine's, are pinned to their cores."""
+    from moonpool.runtime.cores import CoreShare, parse_cores, pin_thread
+
+    try:
+        share = CoreShare(parse_cores(cores), parse_cores(other_cores))
+    except ValueError:
+        fail("--cores and --other-cores must be lists such as 0-3,8")
+    pin_thread(share.others)
+    return share
 
 
 def _die_with_parent() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +22,14 @@ from moonpool.engine.dtype import resolve_dtype
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.engine.tokenizers.registry import open_tokenizer
+from moonpool.runtime.cores import (
+    CoreShare,
+    format_cores,
+    pin_thread,
+    read_cores,
+    share_cores,
+    usable_cores,
+)
 from moonpool.runtime.head import Head
 from moonpool.runtime.launcher import LocalLauncher
 from moonpool.runtime.settle import settle_memory
@@ -71,12 +78,15 @@ async def running_cluster(
         text = f"cannot listen for workers at {network.head_host}:{network.head_port}: {error}"
         raise ClusterError(text) from None
     server = http_server(make_app(head, _api_options(config)))
+    unpinned = [core.number for core in read_cores()]
     serving: asyncio.Task[None] | None = None
     launcher: LocalLauncher | None = None
     try:
         if launch:
-            launcher = LocalLauncher(config.cluster, head_port, secret, _threads(config))
+            shares = _shares(config)
+            launcher = LocalLauncher(config.cluster, head_port, secret, _threads(config), shares)
             launcher.start()
+            pin_thread(shares[0].others if shares else ())
             await _wait_for_workers(head, launcher, stop)
         else:
             log.info("workers join at %s:%d", config.network.head_host, head_port)
@@ -96,6 +106,7 @@ async def running_cluster(
         await head.stop()
         if launcher is not None:
             await launcher.stop()
+        pin_thread(unpinned)
         sock.close()
 
 
@@ -178,4 +189,16 @@ def _api_options(config: Config) -> ApiOptions:
 
 def _threads(config: Config) -> int:
     processes = config.cluster.num_processes(config.engine)
-    return config.engine.threads or max(1, (os.cpu_count() or 1) // processes)
+    return config.engine.threads or max(1, usable_cores() // processes)
+
+
+def _shares(config: Config) -> list[CoreShare]:
+    """Of this machine's cores, for every worker; none where they are not to be pinned."""
+    if not config.engine.pinning or config.engine.device != "cpu":
+        return []
+    threads = _threads(config)
+    wanted = [threads * config.engine.num_stages(role) for role in config.cluster.roles]
+    shares = share_cores(read_cores(), wanted, usable_cores())
+    if shares:
+        log.info("engines on cores %s", ", ".join(format_cores(s.engine) for s in shares))
+    return shares

@@ -12,6 +12,7 @@ import torch
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.messenger import Messenger
+from moonpool.runtime.cores import pin_thread
 from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.types import RequestId
 from moonpool.workers.actions import (
@@ -39,11 +40,13 @@ class EngineThread:
         eos_token_ids: tuple[int, ...],
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
+        cores: Sequence[int] = (),
     ) -> None:
         self._engine = engine
         self._messenger = messenger
         self._eos = eos_token_ids
         self._num_threads = num_threads
+        self._cores = cores
         self._post = post
         self._steps: queue.SimpleQueue[RunStep | FetchBlocks | ExpectStream | LoadBlocks | None]
         self._steps = queue.SimpleQueue()
@@ -69,6 +72,7 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        pin_thread(self._cores)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
         while (step := self._steps.get()) is not None:
             if not isinstance(step, RunStep):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from moonpool.messenger.store.folder import StoreError, default_folder
 from moonpool.messenger.store.mooncake import MooncakeStore
 from moonpool.messenger.store.store import BlockStore, open_store
 from moonpool.messenger.store.tier_store import TierStore
+from moonpool.runtime.cores import CoreShare, pin_thread, usable_cores
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
@@ -130,11 +130,11 @@ def boot_instance(
     post: Callable[[MessengerEvent], None],
     num_stages: int,
     on_lost: Callable[[str], None],
+    share: CoreShare,
 ) -> BootedInstance:
     """Takes seconds: loads weights, allocates, measures. `on_lost` is called, from a thread, with
     why the instance cannot go on, if one of several stages ends. Raises BootError."""
-    threads = setup.engine.threads or max(1, (os.cpu_count() or 1) // setup.num_processes)
-    torch.set_num_threads(threads)
+    threads = _settle_threads(setup, num_stages, share)
     try:
         model = open_model(setup.model.name, setup.model.dtype)
         check_device(setup.engine.device)
@@ -160,6 +160,7 @@ def boot_instance(
     if engine.mirror is not None:
         measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
     cost = pipelined(refine_profile(engine, threads), num_stages)
+    pin_thread(share.others)  # and so all threads that are started from here on
     messenger = Messenger(
         arena,
         layout,
@@ -189,6 +190,16 @@ def boot_instance(
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
     )
+
+
+def _settle_threads(setup: Setup, num_stages: int, share: CoreShare) -> int:
+    """Of one process of the engine. The caller's thread computes with as many and on the cores of
+    the engine's: what is measured now is what will be done there."""
+    fair = len(share.engine) // num_stages or max(1, usable_cores() // setup.num_processes)
+    threads = setup.engine.threads or fair
+    pin_thread(share.engine)
+    torch.set_num_threads(threads)
+    return threads
 
 
 def _open_store(

@@ -14,8 +14,11 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 from moonpool.config import ClusterConfig
+from moonpool.runtime.cores import CoreShare, format_cores
 from moonpool.types import Role
 
 log = logging.getLogger("moonpool.launcher")
@@ -31,19 +34,31 @@ class LocalLauncher:
     """The worker processes of one local cluster. A worker that dies is started anew, a few
     times."""
 
-    def __init__(self, cluster: ClusterConfig, head_port: int, secret: bytes, threads: int) -> None:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        head_port: int,
+        secret: bytes,
+        threads: int,
+        shares: Sequence[CoreShare] = (),
+    ) -> None:
+        """`shares` of the cores, one per worker as in `cluster.roles`; none: nothing is pinned."""
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | {
             SECRET_VARIABLE: secret.hex(),
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
         }
-        counts = (
-            (Role.PREFILL, cluster.prefill),
-            (Role.DECODE, cluster.decode),
-            (Role.MIXED, cluster.mixed),
-        )
-        self._wanted = [(role, f"{role.value}-{i}") for role, n in counts for i in range(n)]
+        counts: Counter[Role] = Counter()
+        self._wanted: list[tuple[Role, str]] = []
+        for role in cluster.roles:
+            self._wanted.append((role, f"{role.value}-{counts[role]}"))
+            counts[role] += 1
+        self._cores: dict[str, tuple[str, ...]] = {}
+        if shares:
+            for (_, instance_id), share in zip(self._wanted, shares, strict=True):
+                own, other = format_cores(share.engine), format_cores(share.others)
+                self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives its worker up
         self._stopping = False
@@ -109,6 +124,7 @@ class LocalLauncher:
             "--head",
             self._head,
             "--exit-with-head",
+            *self._cores.get(instance_id, ()),
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,

@@ -17,6 +17,7 @@ from moonpool.engine.stages.pipeline import PipelineEngine
 from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.auth import ClientHandshake, Identity
 from moonpool.runtime.channel import Channel
+from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.pipeline_thread import PipelineThread
@@ -73,11 +74,13 @@ class Worker:
         machine: str,
         listen_host: str | None,
         secret: bytes,
+        share: CoreShare,
         num_stages: int | None = None,
     ) -> None:
         """`num_stages`: other than the head's configuration has it for the role."""
         self.role = role
         self._num_stages = num_stages
+        self._share = share
         self.instance_id = instance_id
         self._machine = machine
         self._listen_host = listen_host
@@ -215,6 +218,7 @@ class Worker:
                 self._from_thread,
                 self._num_stages or setup.engine.num_stages(self.role),
                 self._on_stage_lost,
+                self._share,
             )
         except BootError as error:
             self._fail(str(error))
@@ -230,7 +234,7 @@ class Worker:
         if isinstance(engine, PipelineEngine):
             self._engine = PipelineThread(engine, messenger, eos, threads, post)
         else:
-            self._engine = EngineThread(engine, messenger, eos, threads, post)
+            self._engine = EngineThread(engine, messenger, eos, threads, post, self._share.engine)
         self._engine.start()
         self._booted = booted
         settle_memory()

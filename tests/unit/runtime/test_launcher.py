@@ -13,7 +13,9 @@ from moonpool.bench.local_server import is_alive
 from moonpool.config import ClusterConfig
 from moonpool.runtime import launcher as launcher_module
 from moonpool.runtime.cluster import ClusterError, _wait_for_workers
+from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.launcher import LocalLauncher
+from moonpool.types import Role
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
 
@@ -80,3 +82,26 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
         assert not any(map(is_alive, spawned[1:]))
 
     uvloop.run(run())
+
+
+def test_a_worker_is_told_its_cores_each_time_it_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawned: list[tuple[str, ...]] = []
+
+    async def spawn(*words: str, **_: Any) -> None:
+        spawned.append(words)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+    shares = [CoreShare((0, 1), (4,)), CoreShare((2, 3), (4,))]
+
+    async def run() -> None:
+        launcher = LocalLauncher(ClusterConfig(prefill=1, decode=1), 1, b"secret", 2, shares)
+        for role, name in ((Role.DECODE, "decode-0"), (Role.PREFILL, "prefill-0")) * 2:
+            await launcher._spawn(role, name)
+        await make_launcher()._spawn(Role.PREFILL, "prefill-0")
+
+    uvloop.run(run())
+    told = [words[words.index("--cores") + 1 :] for words in spawned if "--cores" in words]
+    assert told == [("2,3", "--other-cores", "4"), ("0,1", "--other-cores", "4")] * 2
+    assert len(spawned) == 5

@@ -18,6 +18,7 @@ from moonpool.engine.tokenizers.registry import open_tokenizer
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.messenger.auth import Identity
 from moonpool.runtime import worker as worker_module
+from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.head import Head
 from moonpool.runtime.protocol import Joined, Setup, TurnedAway
 from moonpool.runtime.worker import Worker
@@ -125,7 +126,7 @@ def test_a_head_that_comes_back_while_a_worker_boots_does_not_make_it_boot_twice
     setup = make_head().setup()
 
     async def run() -> None:
-        this = Worker(Role.DECODE, InstanceId("d"), "here", "127.0.0.1", SECRET)
+        this = Worker(Role.DECODE, InstanceId("d"), "here", "127.0.0.1", SECRET, CoreShare())
         old, new = FakeChannel(), FakeChannel()
         joins = []
         for channel in (old, new):

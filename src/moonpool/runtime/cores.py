@@ -1,0 +1,137 @@
+"""Which cores of this machine compute for whom: disjoint sets, each within one NUMA node.
+
+Owns reading what the kernel allows (affinity, cgroup quota, topology) and pinning threads. A
+thread's children inherit its cores, so pinning the thread that computes pins what OpenMP starts
+for it. Memory is placed by first touch: whoever writes an instance's blocks runs on the instance's
+node. Where the machine does not tell, or has too few cores, nothing is pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moonpool.types import Struct
+
+NODES = Path("/sys/devices/system/node")
+CPUS = Path("/sys/devices/system/cpu")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+log = logging.getLogger("moonpool.cores")
+
+
+class Core(Struct, frozen=True, order=True):
+    """A logical CPU. `sibling`: 0 for the first of those that share a physical core."""
+
+    node: int
+    sibling: int
+    number: int
+
+
+class CoreShare(Struct, frozen=True):
+    """Of one process: the cores of its engine, and those of all its other threads. Empty: any."""
+
+    engine: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+
+
+def usable_cores() -> int:
+    """How many this process may keep busy: its affinity, and the quota of its cgroup."""
+    quota = _quota_cores()
+    allowed = len(_allowed())
+    return allowed if quota >= allowed else max(int(quota), 1)
+
+
+def read_cores() -> list[Core]:
+    """Those this process may run on, none if the kernel does not tell."""
+    allowed = _allowed()
+    nodes = {
+        number: int(folder.name.removeprefix("node"))
+        for folder in sorted(NODES.glob("node[0-9]*"))
+        for number in _numbers(folder / "cpulist")
+    }
+    cores = []
+    for number in sorted(allowed):
+        sharing = _numbers(CPUS / f"cpu{number}" / "topology" / "thread_siblings_list")
+        here = [other for other in sharing if other in allowed]
+        sibling = here.index(number) if number in here else 0
+        cores.append(Core(nodes.get(number, 0), sibling, number))
+    return cores
+
+
+def share_cores(cores: Sequence[Core], wanted: Sequence[int], usable: int) -> list[CoreShare]:
+    """For processes of as many threads as `wanted` says; none if there are not enough cores.
+
+    A process's cores are of one node where a node has as many left, physical ones first; all else
+    runs on what no engine has, of the same node if there is any, or on all cores alike."""
+    if sum(wanted) > min(len(cores), usable):
+        return []
+    nodes: dict[int, list[int]] = {}
+    for core in sorted(cores):
+        nodes.setdefault(core.node, []).append(core.number)
+    node_of = {core.number: core.node for core in cores}
+    taken: list[tuple[int, ...]] = []
+    for threads in wanted:
+        fullest = max(nodes.values(), key=len)
+        source = fullest if len(fullest) >= threads else [n for own in nodes.values() for n in own]
+        chosen = tuple(source[:threads])
+        for own in nodes.values():
+            own[:] = [number for number in own if number not in chosen]
+        taken.append(chosen)
+    left = [number for own in nodes.values() for number in own]
+    shares = []
+    for chosen in taken:
+        home = {node_of[number] for number in chosen}
+        near = tuple(number for number in left if node_of[number] in home)
+        everything = tuple(sorted(node_of))
+        shares.append(CoreShare(chosen, near or tuple(left) or everything))
+    return shares
+
+
+def pin_thread(cores: Iterable[int]) -> None:
+    """The calling thread, and those it starts from now on. Where that is refused, nothing is."""
+    numbers = set(cores)
+    if not numbers or not hasattr(os, "sched_setaffinity"):
+        return
+    try:
+        os.sched_setaffinity(0, numbers)
+    except OSError as error:
+        log.info("not pinned to cores %s: %s", sorted(numbers), error.strerror)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """ "0-2,5" is (0, 1, 2, 5), as the kernel writes it. Raises ValueError."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def format_cores(cores: Sequence[int]) -> str:
+    """What `parse_cores` reads."""
+    return ",".join(map(str, cores))
+
+
+def _allowed() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _quota_cores() -> float:
+    """Of the cgroup this process sees as its root, as containers do."""
+    try:
+        quota, period = QUOTA.read_text().split()
+        return float("inf") if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _numbers(path: Path) -> tuple[int, ...]:
+    try:
+        return parse_cores(path.read_text())
+    except (OSError, ValueError):
+        return ()

@@ -1,0 +1,124 @@
+"""Cores are shared out disjointly, by NUMA node, physical ones first, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from moonpool.runtime import cores
+from moonpool.runtime.cores import (
+    Core,
+    CoreShare,
+    format_cores,
+    parse_cores,
+    pin_thread,
+    share_cores,
+)
+
+
+def machine(nodes: int, cores_each: int, siblings: int = 1) -> list[Core]:
+    """Numbered as Linux does: all first siblings, then all second ones."""
+    total = nodes * cores_each
+    return [Core(n % total // cores_each, n // total, n) for n in range(total * siblings)]
+
+
+def test_engines_have_cores_of_their_own_and_the_rest_has_what_is_left() -> None:
+    shares = share_cores(machine(1, 8), [2, 2, 2], usable=8)
+    assert [share.engine for share in shares] == [(0, 1), (2, 3), (4, 5)]
+    assert {share.others for share in shares} == {(6, 7)}
+
+
+def test_where_nothing_is_left_the_rest_may_run_anywhere() -> None:
+    assert share_cores(machine(1, 2), [1, 1], 2) == [
+        CoreShare((0,), (0, 1)),
+        CoreShare((1,), (0, 1)),
+    ]
+
+
+@pytest.mark.parametrize("usable", [7, 1])
+def test_too_few_cores_or_too_small_a_quota_pin_nothing(usable: int) -> None:
+    assert share_cores(machine(1, 8), [2, 2, 2, 2], usable) == []
+    assert share_cores([], [1], 8) == []
+    assert share_cores(machine(1, 8), [4, 4, 2], 16) == []
+
+
+def test_an_instance_stays_within_a_node_and_its_messenger_near_it() -> None:
+    shares = share_cores(machine(2, 8), [5, 5], usable=16)
+    assert [share.engine for share in shares] == [tuple(range(5)), tuple(range(8, 13))]
+    assert [share.others for share in shares] == [(5, 6, 7), (13, 14, 15)]
+
+
+def test_one_that_fits_no_node_takes_cores_of_several() -> None:
+    (share,) = share_cores(machine(2, 4), [6], usable=8)
+    assert len(set(share.engine)) == 6
+    assert set(share.others).isdisjoint(share.engine)
+
+
+def test_physical_cores_come_before_their_siblings() -> None:
+    shares = share_cores(machine(1, 4, siblings=2), [2, 2], usable=8)
+    assert [share.engine for share in shares] == [(0, 1), (2, 3)]
+    assert shares[0].others == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+@pytest.mark.parametrize("threads", range(1, 9))
+def test_no_core_is_given_twice(processes: int, threads: int) -> None:
+    for layout in (machine(1, 8), machine(2, 6, 2), machine(4, 2)):
+        shares = share_cores(layout, [threads] * processes, 64)
+        assert len(shares) == (processes if processes * threads <= len(layout) else 0)
+        for one, other in combinations(shares, 2):
+            assert set(one.engine).isdisjoint(other.engine)
+        assert all(len(set(share.engine)) == threads and share.others for share in shares)
+
+
+def test_core_lists_are_read_as_the_kernel_writes_them() -> None:
+    assert parse_cores("0-2,5\n") == (0, 1, 2, 5)
+    assert parse_cores("\n") == ()
+    assert parse_cores(format_cores((3, 1))) == (3, 1)
+    with pytest.raises(ValueError):
+        parse_cores("a-b")
+
+
+def test_a_quota_counts_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_allowed", lambda: set(range(8)))
+    file = tmp_path / "cpu.max"
+    monkeypatch.setattr(cores, "QUOTA", file)
+    for text, expected in (
+        ("max 100000", 8),
+        ("250000 100000", 2),
+        ("1000 100000", 1),
+        ("1600000 100000", 8),
+        ("?", 8),
+    ):
+        file.write_text(text)
+        assert cores.usable_cores() == expected
+    file.unlink()
+    assert cores.usable_cores() == 8
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")
+def test_a_pinned_thread_and_its_children_stay_where_they_are_put() -> None:
+    before = os.sched_getaffinity(0)
+    seen: list[set[int]] = []
+
+    def child() -> None:
+        seen.append(os.sched_getaffinity(0))
+
+    def pinned() -> None:
+        pin_thread([min(before)])
+        thread = threading.Thread(target=child)
+        thread.start()
+        thread.join()
+        pin_thread([100_000])  # no such core: stays as it was
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=pinned)
+    thread.start()
+    thread.join()
+    assert seen == [{min(before)}, {min(before)}]
+    assert os.sched_getaffinity(0) == before
+    assert {core.number for core in cores.read_cores()} == before
