@@ -25,6 +25,7 @@ MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8"]
+Pinning = Literal["auto", "on", "off"]
 
 
 class ConfigError(ValueError):
@@ -141,7 +142,7 @@ class EngineConfig(Struct, frozen=True):
     max_sequences: int = 128
     batching: Batching = "chunked"
     threads: int = 0  # per process; 0: cores / processes, at least 1
-    pinning: bool = True  # each engine of a machine to cores of its own, if there are enough
+    pinning: Pinning = "auto"  # engines to cores of their own; "auto": if others are left beside
     device: Device = "cpu"
     pipeline_parallel_size: int = 1
     decode_pipeline_parallel_size: int = 1  # of a decode instance

@@ -17,7 +17,7 @@ from moonpool.bench.local_server import LocalServer
 
 CLIENTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 384, 48
 WARM_S = 3.0
-KINDS = {"pinned": "--pinning", "free": "--no-pinning"}
+KINDS = {"pinned": "on", "free": "off"}
 Say = Callable[[str], None]
 
 
@@ -34,7 +34,7 @@ def bench_pinning(
         order = list(KINDS) if number % 2 == 0 else list(reversed(KINDS))
         for kind in order:
             arguments = [model, "--prefill", "1", "--decode", "1", "--threads", str(threads)]
-            arguments += ["--slo-ttft", "600", "--slo-tbt", "60", KINDS[kind]]
+            arguments += ["--slo-ttft", "600", "--slo-tbt", "60", "--pinning", KINDS[kind]]
             with LocalServer(arguments) as server:
                 answers = asyncio.run(_load(server.url, seconds, seed + number))
             found[kind].append(answers)

@@ -22,6 +22,7 @@ from moonpool.config import (
     Config,
     Device,
     Dtype,
+    Pinning,
     Placement,
     Quantization,
     RoleBalance,
@@ -128,7 +129,7 @@ def config_options(command: Any) -> Any:
         click.option(
             "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
         ),
-        click.option("--pinning/--no-pinning", default=None, help="Cores of its own per engine."),
+        click.option("--pinning", type=click.Choice(choices(Pinning)), help="Of engines to cores."),
         click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
         click.option("--host", help="Address of the HTTP API."),
         click.option("--port", type=int, help="Port of the HTTP API."),

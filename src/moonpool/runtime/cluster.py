@@ -194,11 +194,13 @@ def _threads(config: Config) -> int:
 
 def _shares(config: Config) -> list[CoreShare]:
     """Of this machine's cores, for every worker; none where they are not to be pinned."""
-    if not config.engine.pinning or config.engine.device != "cpu":
+    if config.engine.pinning == "off" or config.engine.device != "cpu":
         return []
     threads = _threads(config)
     wanted = [threads * config.engine.num_stages(role) for role in config.cluster.roles]
     shares = share_cores(read_cores(), wanted, usable_cores())
+    if config.engine.pinning == "auto" and any(set(s.engine) & set(s.others) for s in shares):
+        return []  # head and messengers would take turns with a thread that may not move away
     if shares:
         log.info("engines on cores %s", ", ".join(format_cores(s.engine) for s in shares))
     return shares

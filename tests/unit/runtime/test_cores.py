@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.runtime import cores
+from moonpool.config import parse_config
+from moonpool.runtime import cluster, cores
 from moonpool.runtime.cores import (
     Core,
     CoreShare,
@@ -122,3 +123,16 @@ def test_a_pinned_thread_and_its_children_stay_where_they_are_put() -> None:
     assert seen == [{min(before)}, {min(before)}]
     assert os.sched_getaffinity(0) == before
     assert {core.number for core in cores.read_cores()} == before
+
+
+@pytest.mark.parametrize(
+    ("pinning", "threads", "num_pinned"),
+    [("auto", 1, 2), ("auto", 2, 0), ("on", 2, 2), ("on", 3, 0), ("off", 1, 0)],
+)
+def test_by_itself_an_engine_is_pinned_only_if_cores_are_left_for_the_others(
+    pinning: str, threads: int, num_pinned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "read_cores", lambda: machine(1, 4))
+    monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
+    config = parse_config("", {"engine": {"pinning": pinning, "threads": threads}})
+    assert len(cluster._shares(config)) == num_pinned
