@@ -86,6 +86,7 @@ class _Number(click.FloatRange):
         return number
 
 
+MAX_INSTANT_S = 1e9
 FACTOR = _Number(min=0.01, max=100.0)
 
 
@@ -95,6 +96,8 @@ OF_THE_RUN = (
     "prefill_belief",
     "decode_belief",
     "slow",
+    "drain",
+    "restart",
     "beliefs_file",
     "layer_wise",
     "capped_answers",
@@ -212,6 +215,18 @@ def cluster_options(command: Any) -> Any:
     help="This instance takes so many times what its kind does, and nobody says so.",
 )
 @click.option(
+    "--drain",
+    multiple=True,
+    metavar="NAME=SECONDS",
+    help="This instance leaves then: its requests end or move, what only it has is handed over.",
+)
+@click.option(
+    "--restart",
+    multiple=True,
+    metavar="NAME=SECONDS",
+    help="The same, and an empty one joins in its place.",
+)
+@click.option(
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
@@ -247,6 +262,8 @@ def simulate(
     prefill_belief: float,
     decode_belief: float,
     slow: tuple[str, ...],
+    drain: tuple[str, ...],
+    restart: tuple[str, ...],
     beliefs_file: str | None,
     layer_wise: bool,
     capped_answers: bool,
@@ -281,18 +298,14 @@ def simulate(
             noise,
             layer_wise,
             slow=_read_slow(slow),
+            drains=_read_instants(drain, "--drain"),
+            restarts=_read_instants(restart, "--restart"),
             recorded=_read_beliefs(beliefs_file),
             capped=capped_answers,
         )
         rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
-        simulation.run(
-            make_arrivals(
-                rows,
-                trace.info.block_tokens,
-                config.pool.block_tokens,
-                hardware.largest_request_tokens,
-            )
-        )
+        sizes = (trace.info.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
+        simulation.run(make_arrivals(rows, *sizes))
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
@@ -376,6 +389,22 @@ def _check_profile(profile: FittedCost, path: str) -> None:
         fail(f"{path} holds a negative time: measure it again with `moonpool profile --json`")
     if min(profile.shared_memory_bytes_per_s, profile.network_bytes_per_s) <= 0:
         fail(f"{path} holds a bandwidth of 0 or less: measure it again with `moonpool profile`")
+
+
+def _read_instants(values: tuple[str, ...], option: str) -> dict[str, float]:
+    instants: dict[str, float] = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        try:
+            at_s = float(text)
+        except ValueError:
+            at_s = -1.0
+        if not 0.0 <= at_s <= MAX_INSTANT_S:
+            fail(
+                f"{option} {value}: must be NAME=SECONDS since the beginning, such as prefill-0=60"
+            )
+        instants[name] = at_s
+    return instants
 
 
 def _read_slow(values: tuple[str, ...]) -> dict[str, float]:

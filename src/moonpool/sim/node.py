@@ -11,6 +11,7 @@ from moonpool.types import Role
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
+    Depart,
     ExpectStream,
     FetchBlocks,
     FinishStream,
@@ -33,7 +34,12 @@ class Node:
     """Built in two halves, because engine and messenger post to it: `attach` makes it whole."""
 
     def __init__(
-        self, clock: Clock, info: InstanceInfo, instance: Instance, tell: Callable[[Report], None]
+        self,
+        clock: Clock,
+        info: InstanceInfo,
+        instance: Instance,
+        tell: Callable[[Report], None],
+        depart: Callable[[], None],
     ) -> None:
         self.info = info
         self.instance = instance
@@ -42,6 +48,7 @@ class Node:
         self.busy_s: dict[Role, float] = {}  # and computed in it; complete after `note_role`
         self._clock = clock
         self._tell = tell
+        self._depart = depart
         self._noted_s = self._role_since_s = clock.now
         self._role = instance.role
         self._busy_before_s = 0.0
@@ -109,6 +116,10 @@ class Node:
                     self.messenger.load(action)
                 case ForgetStored():
                     pass  # no simulated block has content
+                case Depart():
+                    self.messenger.gone = True
+                    self.note_role(self._clock.now)
+                    self._depart()
 
     def _run(self, step: RunStep) -> None:
         start_s, end_s = self.engine.submit(step)

@@ -21,7 +21,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     simulated_s = max(simulation.last_end_s, 1e-9)
     # Where all come at once, there is no time of arrivals to count by.
     arriving_s = simulation.last_arrival_s or simulated_s
-    nodes = list(simulation.nodes.values())
+    nodes = [*simulation.past_nodes, *simulation.nodes.values()]
     return {
         **request_figures(found, arriving_s),
         "predictions": {
@@ -37,6 +37,10 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
             if any(role in node.role_s for node in nodes)
         },
         "roles": _roles(simulation),
+        "drains": {
+            "left": simulation.conductor.drains.num_left,
+            "handed_over_blocks": simulation.conductor.drains.num_handed_blocks,
+        },
         "bubbles": _bubbles(nodes, simulated_s),
         "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
         "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),

@@ -13,7 +13,9 @@ from random import Random
 from moonpool.conductor.actions import (
     Announce,
     ConductorEvent,
+    DrainRequested,
     InstanceJoined,
+    InstanceLost,
     Refuse,
     Reported,
     RequestArrived,
@@ -41,6 +43,7 @@ from moonpool.workers.instance import Instance
 from moonpool.workers.messages import InstanceInfo, Report, WorkId
 
 TICK_S = 1.0
+DRAIN_S = 60.0
 MAX_REPEATS = 256
 MAX_ANSWER_TOKENS = 1 << 20  # the client's cap; where an answer ends, only the engine knows
 POOL_SERIES = (
@@ -72,10 +75,13 @@ class Simulation:
         capped: bool = False,
         slow: Mapping[str, float] | None = None,
         recorded: BeliefRecord | None = None,
+        drains: Mapping[str, float] | None = None,
+        restarts: Mapping[str, float] | None = None,
     ) -> None:
         """For `noise`, `slow` and `recorded` see `Wrongness`. `capped`: clients cap each answer at
-        the length it has, as a replay does. Raises ConfigError if there is no instance of a name
-        that is to be slow."""
+        the length it has, as a replay does. `drains`: when instances are to leave; `restarts`: the
+        same, and an empty one of that name joins when it has left. Raises ConfigError for names
+        that no instance has."""
         self.config = config
         self.hardware = hardware
         self.seed = seed
@@ -85,6 +91,7 @@ class Simulation:
         self.conductor = Conductor(config.conductor, default_slo=slo)
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
+        self.past_nodes: list[Node] = []  # that others of the same name have replaced
         self.last_arrival_s = 0.0
         self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
@@ -96,6 +103,7 @@ class Simulation:
         self._rng = Random(seed)
         self._slo = slo
         self._messengers: dict[InstanceId, SimMessenger] = {}
+        self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[RequestId, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
@@ -109,10 +117,10 @@ class Simulation:
         ):
             for number in range(count):
                 self._add_node(InstanceId(f"{role.value}-{number}"), role, number)
-        for name in slow or {}:
-            if name not in self.nodes:
-                known = f"{next(iter(self.nodes))} to {list(self.nodes)[-1]}"
-                raise ConfigError(f"no instance is named {name!r} to be slow: they are {known}")
+        self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
+        self._returning = {InstanceId(name) for name in restarts or {}}
+        for name, at_s in [*(drains or {}).items(), *(restarts or {}).items()]:
+            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name))
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
@@ -121,13 +129,45 @@ class Simulation:
         self._schedule_next()
         self.clock.after(0.0, Priority.TICK, self._sample)
         self.clock.run()
-        for node in self.nodes.values():
+        for name, node in self.nodes.items():
             node.note_occupation()
-            node.note_role(self.last_end_s)
+            if name in self.conductor.instances:
+                node.note_role(self.last_end_s)
+
+    # Departures
+
+    def _drain(self, instance_id: InstanceId) -> None:
+        refusal = self.conductor.drains.why_not(instance_id)
+        if refusal:
+            self.announced.append((self.clock.now, f"drain: {refusal}"))
+            return
+        self._post(DrainRequested(instance_id, DRAIN_S, "the simulation says so"))
+        self._keep_ticking()
+
+    def _depart(self, instance_id: InstanceId, role: Role, number: int) -> None:
+        """(of the node) The head hears of it, and of whoever comes in its place."""
+        lost = InstanceLost(instance_id, "it left")
+        self.clock.after(self._latency_s, Priority.MESSAGE, self._post, lost)
+        if instance_id in self._returning:
+            self.clock.after(
+                self._latency_s, Priority.MESSAGE, self._replace, instance_id, role, number
+            )
+
+    def _replace(self, instance_id: InstanceId, role: Role, number: int) -> None:
+        self.past_nodes.append(self.nodes[instance_id])
+        self._add_node(instance_id, role, number, self.nodes[instance_id].info.incarnation + 1)
 
     # Building
 
-    def _add_node(self, instance_id: InstanceId, role: Role, number: int) -> None:
+    def _check_names(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self.nodes:
+                known = f"{next(iter(self.nodes))} to {list(self.nodes)[-1]}"
+                raise ConfigError(f"no instance is named {name!r}: they are {known}")
+
+    def _add_node(
+        self, instance_id: InstanceId, role: Role, number: int, incarnation: int = 1
+    ) -> None:
         hardware = self._wrongness.hardware(self.hardware.of_role(role), role, number)
         instance = Instance(
             self._instance_config(hardware),
@@ -140,7 +180,7 @@ class Simulation:
         info = InstanceInfo(
             instance_id=instance_id,
             role=role,
-            incarnation=1,
+            incarnation=incarnation,
             address=PeerAddress(instance_id, instance_id, "", "", 0),
             layout=self.hardware.layout,
             num_blocks=instance.num_blocks,
@@ -151,7 +191,13 @@ class Simulation:
             chunk_tokens=self.config.engine.chunk_tokens,
             num_stages=hardware.truth.num_stages,
         )
-        node = Node(self.clock, info, instance, lambda report: self._report(instance_id, report))
+        node = Node(
+            self.clock,
+            info,
+            instance,
+            lambda report: self._report(instance_id, report),
+            lambda: self._depart(instance_id, role, number),
+        )
         engine = SimEngine(
             self.clock,
             hardware.truth,
@@ -160,7 +206,9 @@ class Simulation:
             self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
         )
-        links = self._add_links(instance_id, hardware)
+        links = self._links.get(instance_id)
+        if links is None:
+            links = self._links[instance_id] = self._add_links(instance_id, hardware)
         messenger = SimMessenger(
             instance_id,
             self.clock,
@@ -313,7 +361,8 @@ class Simulation:
 
     def _keep_ticking(self) -> None:
         """Deadlines can only pass while somebody waits; a trace may be silent for years."""
-        if self._num_output_tokens and not self._ticking:
+        drains = any(state.drain for state in self.conductor.instances.values())
+        if (self._num_output_tokens or drains) and not self._ticking:
             self._ticking = True
             next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
             self.clock.at(next_s, Priority.TICK, self._tick)

@@ -107,6 +107,7 @@ class SimMessenger:
         peers: dict[InstanceId, SimMessenger],
     ) -> None:
         self.figures = TransferFigures()
+        self.gone = False  # its instance has left
         self._id = instance_id
         self._clock = clock
         self._network = network
@@ -276,6 +277,9 @@ class SimMessenger:
     def _on_read(self, fetch: _Fetch) -> None:
         if fetch.timer is None:
             return  # it ended meanwhile
+        if self.gone:
+            fetch.reader._end_fetch(fetch, "the source has left")
+            return
         self._num_reads += 1
         read_id = f"{self._id}:{self._num_reads}"
         self._reads[read_id] = fetch

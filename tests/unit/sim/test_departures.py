@@ -1,0 +1,94 @@
+"""A simulated instance leaves, and perhaps an empty one comes in its place."""
+
+from __future__ import annotations
+
+import pytest
+from test_simulation import BLOCK, assert_nothing_left, config
+
+from moonpool.config import ConfigError
+from moonpool.sim.arrival import Arrival
+from moonpool.sim.hardware import build_hardware
+from moonpool.sim.outcome import summarise
+from moonpool.sim.simulation import Simulation
+from moonpool.trace.keys import private_keys
+from moonpool.types import InstanceId
+
+CLUSTER = {"prefill": 4, "decode": 2}
+RESTART_S = 100.0
+
+
+def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
+    """Each goes on after all the others have had a turn; they share their first blocks."""
+    shared = private_keys(9999, 20 * BLOCK, BLOCK)
+    made = []
+    for turn in range(turns):
+        for who in range(number):
+            tokens = (28 + 4 * turn) * BLOCK + 100
+            keys = (*shared, *private_keys(who, tokens, BLOCK)[20 : tokens // BLOCK])
+            made.append(Arrival(len(made) * gap_s, tokens, 20, keys))
+    return made
+
+
+def simulate(
+    requests: list[Arrival], **departures: dict[str, float]
+) -> tuple[Simulation, list[tuple[float, str]]]:
+    """And when which prefill instance was chosen."""
+    settings = config(cluster=CLUSTER)
+    simulation = Simulation(settings, build_hardware(settings), **departures)  # type: ignore[arg-type]
+    placed: list[tuple[float, str]] = []
+    note_ended = simulation.collector.note_ended
+
+    def note(record):  # type: ignore[no-untyped-def]
+        placed.append((record.arrived_s, record.prefill_instance))
+        note_ended(record)
+
+    simulation.collector.note_ended = note  # type: ignore[method-assign]
+    simulation.run(requests)
+    assert_nothing_left(simulation)
+    return simulation, placed
+
+
+def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
+    requests = sessions(500, 8, 0.05)  # more than all of them can do
+    simulation, placed = simulate(requests, restarts={"prefill-1": RESTART_S})
+    assert simulation.conductor.drains.num_left == 1
+    left_s = next(at_s for at_s, text in simulation.announced if "has left" in text)
+    assert RESTART_S <= left_s <= RESTART_S + 61
+    during = [name for at_s, name in placed if RESTART_S + 1 < at_s < left_s - 1]
+    assert "prefill-1" not in during
+
+    def share(from_s: float, to_s: float) -> float:
+        names = [n for at_s, n in placed if n and left_s + from_s < at_s < left_s + to_s]
+        return names.count("prefill-1") / len(names)
+
+    assert share(0.0, 20.0) <= 0.5, "until its queue is as long as theirs"
+    assert 0.15 < share(20.0, 60.0) < 0.35
+    assert [n.info.incarnation for name, n in simulation.nodes.items() if name == "prefill-1"] == [
+        2
+    ]
+    figures = summarise(simulation, 0.0)
+    assert figures["requests"] == len(requests) and figures["drains"]["left"] == 1
+
+
+def test_what_it_had_is_not_lost_with_it() -> None:
+    requests = sessions(60, 8, 0.5)
+    stays, _ = simulate(requests)
+    leaves, placed = simulate(requests, drains={"prefill-1": RESTART_S})
+    before = summarise(stays, 0.0)["cache"]["hit_ratio"]
+    after = summarise(leaves, 0.0)["cache"]["hit_ratio"]
+    assert after > 0.95 * before
+    assert all(name != "prefill-1" for at_s, name in placed if at_s > RESTART_S + 60)
+
+
+def test_an_instance_that_nobody_knows_cannot_leave() -> None:
+    settings = config(cluster=CLUSTER)
+    with pytest.raises(ConfigError, match="no instance is named 'prefill-9'"):
+        Simulation(settings, build_hardware(settings), drains={"prefill-9": 1.0})
+
+
+def test_the_last_of_its_role_stays() -> None:
+    settings = config(cluster={"prefill": 1, "decode": 2})
+    simulation = Simulation(settings, build_hardware(settings), drains={"prefill-0": 1.0})
+    simulation.run(sessions(5, 2, 0.5))
+    assert [text for _, text in simulation.announced if "is the last instance" in text]
+    assert simulation.collector.num_completed == 10
