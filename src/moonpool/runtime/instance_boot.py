@@ -146,11 +146,7 @@ def boot_instance(
         if num_stages == 1:
             engine = _engine(model, ops, cache)
         else:
-            if ops.device.type != "cpu":
-                raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
-            options = StageOptions(
-                num_stages, threads, setup.engine.chunk_tokens, setup.model.quantization
-            )
+            options = _stage_options(setup, num_stages, threads, share)
             engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
             arena.seal()  # all stages have mapped it
     except (ArenaError, StageLostError, ValueError) as error:  # a model's errors are ValueErrors
@@ -190,6 +186,16 @@ def boot_instance(
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
     )
+
+
+def _stage_options(setup: Setup, num_stages: int, threads: int, share: CoreShare) -> StageOptions:
+    """The caller's thread, which measures as the first stage, goes to that stage's cores."""
+    if setup.engine.device != "cpu":
+        raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
+    chunk_tokens, quantization = setup.engine.chunk_tokens, setup.model.quantization
+    options = StageOptions(num_stages, threads, chunk_tokens, quantization, share.engine)
+    pin_thread(options.cores_of(0))
+    return options
 
 
 def _settle_threads(setup: Setup, num_stages: int, share: CoreShare) -> int:

@@ -13,6 +13,7 @@ import torch
 from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.stages.pipeline import Outcome, PipelineEngine
 from moonpool.messenger.messenger import Messenger
+from moonpool.runtime.cores import pin_thread
 from moonpool.runtime.engine_thread import sequence_step
 from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.workers.actions import RunStep, StepEnded, StepFailed, WorkerAction
@@ -57,6 +58,7 @@ class PipelineThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        pin_thread(self._engine.cores)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
         while (step := self._steps.get()) is not None:
             try:

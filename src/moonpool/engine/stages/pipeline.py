@@ -123,6 +123,7 @@ class PipelineEngine:
         self.layout = cache.layout
         self.num_blocks = cache.blocks.shape[0]
         self.num_stages = num_stages
+        self.cores = options.cores_of(0)  # for the thread that calls `begin`
         self.ops_name = f"{ops.name}, {num_stages} stages"
         self.mirror = None
         self.times = StageTimes([0.0] * num_stages)
