@@ -11,7 +11,6 @@ from moonpool.sim.hardware import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.trace.keys import private_keys
-from moonpool.types import InstanceId
 
 CLUSTER = {"prefill": 4, "decode": 2}
 RESTART_S = 100.0
