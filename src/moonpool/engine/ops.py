@@ -26,6 +26,13 @@ from moonpool.config import Quantization
 from moonpool.kvcache.layout import BlockLayout
 
 
+SPAN = 256
+"""Tokens that attention takes at once, from a multiple of it on."""
+SEGMENT = 8 * SPAN
+"""Tokens after which attention begins anew: segments may be attended apart, anywhere, and merged
+in their order, with the same bits as in one go. attention.cpp has the same numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMeta:
     """Where the rows of one step sit. T rows (tokens) of S sequences; all index tensors are int32.
@@ -149,6 +156,70 @@ class Ops(Protocol):
 def with_quantization(arithmetic: str, quantization: Quantization) -> str:
     """Its name with rounded weights: other numbers come of it, so other blocks."""
     return arithmetic if quantization == "none" else f"{arithmetic} {quantization}"
+
+
+class SplitOps(Ops, Protocol):
+    """Operations whose attention call can be taken apart, so that another process, which holds the
+    blocks, does its share: `rope` here; `store`, and one of the others, there. Every way gives the
+    bits of `rope_store` and `attend`."""
+
+    def rope(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        meta: StepMeta,
+    ) -> tuple[Tensor, Tensor]:
+        """`rope_store` without blocks: q [T, num_heads, head_dim], and K beside V
+        [T, 2 * num_kv_heads, head_dim]."""
+        ...
+
+    def store(
+        self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
+    ) -> None:
+        """Writes what `rope` gave into the rows' blocks."""
+        ...
+
+    def attend_old(
+        self, q: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta, scale: float
+    ) -> Tensor:
+        """Attention as far as it goes without the step's own K and V: a state for `attend_new`."""
+        ...
+
+    def attend_new(
+        self,
+        q: Tensor,
+        state: Tensor,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+    ) -> Tensor:
+        """Goes on from `attend_old`, with K and V stored: the result of `attend`."""
+        ...
+
+    def attend_segments(
+        self,
+        q: Tensor,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+        segments: Tensor,
+    ) -> Tensor:
+        """Partials [T, num_heads, head_dim + 2] float32 of one segment of each sequence's context:
+        highest score (base 2, -inf if there is none), sum of weights, and output times that sum.
+        segments: [S] int32. Only their blocks need be in the tables."""
+        ...
+
+    def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        """[P, num_heads, head_dim + 2] -> [rows, num_heads * head_dim]: row r is the merged
+        `partials[order[starts[r] : starts[r + 1]]]`, in the order of their tokens; 0 if none has
+        seen a token. order, starts: int32."""
+        ...
 
 
 def empty_cache(

@@ -15,6 +15,7 @@ from torch import Tensor
 from moonpool.config import Quantization
 from moonpool.engine.int8 import Int8Linear
 from moonpool.engine.ops import (
+    SEGMENT,
     HeadShape,
     KvCache,
     Linear,
@@ -27,8 +28,12 @@ from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
 KEY_TILE = 128
+EMPTY = -1e30  # score of a row that has seen nothing: -inf less itself would be NaN
 LN2 = (0.693359375, -2.12194440e-4)  # high and low part
 EXP_TERMS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+State = tuple[Tensor, Tensor, Tensor]  # highest score, sum of weights, output times that sum
 
 
 class ReferenceOps:
@@ -71,6 +76,20 @@ class ReferenceOps:
         layer: int,
         meta: StepMeta,
     ) -> Tensor:
+        q, k, v = self.rotated(qkv, heads, rope, qk_norm, meta)
+        block_ids, offsets = places(meta, cache.layout.block_tokens)
+        write_rows(cache, layer, block_ids, offsets, k, v)
+        return q
+
+    def rotated(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        meta: StepMeta,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each [T, its heads, head_dim]: normed if asked, and turned."""
         widths = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
         if qk_norm is not None:
@@ -78,9 +97,7 @@ class ReferenceOps:
             k = self.rms_norm(k, qk_norm.k_weight, qk_norm.eps)
         positions = meta.positions.long()
         cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
-        block_ids, offsets = _places(meta, cache.layout.block_tokens)
-        write_rows(cache, layer, block_ids, offsets, _rotate(k, cos, sin), v)
-        return _rotate(q, cos, sin)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
     def attend(
         self,
@@ -98,7 +115,7 @@ class ReferenceOps:
             if first == last:
                 continue
             k, v = read_rows(cache, layer, meta.block_tables[s], context + last - first)
-            attention = _SequenceAttention(k.float(), v.float(), heads, scale)
+            attention = SequenceAttention(k.float(), v.float(), heads, scale)
             out[first:last] = attention.rows(q[first:last], context)
         return out.flatten(1)
 
@@ -117,7 +134,7 @@ class _TiledLinear:
         return torch.cat(tiles)[:num_rows]
 
 
-class _SequenceAttention:
+class SequenceAttention:
     """Online softmax of one sequence's rows over its keys, in fixed tiles counted from token 0.
 
     k, v: [context, kv_heads, head_dim] float32. Only the products need tiles of one shape: what is
@@ -136,14 +153,33 @@ class _SequenceAttention:
 
     def rows(self, q: Tensor, first_position: int) -> Tensor:
         """q [T, num_heads, head_dim], its first row at `first_position` -> the same shape."""
-        tiles = self._row_tiles(q)
-        num_tiles = len(tiles)
+        tiles, positions = self._row_tiles(q), self._positions(q, first_position)
+        state = self._walk(tiles, positions, 0)
+        for segment in range(1, -(-len(self._k) * KEY_TILE // SEGMENT)):
+            state = fold(state, self._walk(tiles, positions, segment))
+        _, total, out = state
+        return self._merged(out / total)[: q.shape[0]].to(q.dtype)
+
+    def partials(self, q: Tensor, first_position: int, segment: int) -> Tensor:
+        """Of one segment: [T, num_heads, head_dim + 2] float32, see `SplitOps`."""
+        tiles, positions = self._row_tiles(q), self._positions(q, first_position)
+        best, total, out = self._walk(tiles, positions, segment)
+        best = best.masked_fill(best <= EMPTY, -torch.inf)
+        return self._merged(torch.cat((best, total, out), dim=-1))[: q.shape[0]]
+
+    def _positions(self, q: Tensor, first_position: int) -> Tensor:
+        """Of the rows of every row tile, those of the padding too."""
+        num_tiles = -(-q.shape[0] // ROW_TILE)
         positions = torch.arange(first_position, first_position + num_tiles * ROW_TILE)
-        positions = positions.repeat_interleave(self._group).view(num_tiles, 1, -1, 1)
-        best = torch.full((*tiles.shape[:3], 1), -torch.inf)
+        return positions.repeat_interleave(self._group).view(num_tiles, 1, -1, 1)
+
+    def _walk(self, tiles: Tensor, positions: Tensor, segment: int) -> State:
+        best = torch.full((*tiles.shape[:3], 1), EMPTY)
         total = torch.zeros_like(best)
         out = torch.zeros_like(tiles)
-        for key_tile, (k, v) in enumerate(zip(self._k, self._v, strict=True)):
+        first = segment * (SEGMENT // KEY_TILE)
+        for key_tile in range(first, min(first + SEGMENT // KEY_TILE, len(self._k))):
+            k, v = self._k[key_tile], self._v[key_tile]
             keys = torch.arange(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
             scores = torch.stack([torch.bmm(tile, k) for tile in tiles])
             scores.masked_fill_(keys > positions, -torch.inf)
@@ -152,7 +188,7 @@ class _SequenceAttention:
             total = total * fade + weights.sum(-1, keepdim=True)
             out = out * fade + torch.stack([torch.bmm(tile, v) for tile in weights])
             best = new_best
-        return self._merged(out / total)[: q.shape[0]].to(q.dtype)
+        return best, total, out
 
     def _row_tiles(self, q: Tensor) -> Tensor:
         """[T, num_heads, head_dim] -> [tiles, kv_heads, ROW_TILE * group, head_dim] float32."""
@@ -162,13 +198,23 @@ class _SequenceAttention:
         return tiles.reshape(-1, kv_heads, ROW_TILE * self._group, head_dim)
 
     def _merged(self, tiles: Tensor) -> Tensor:
-        """The way back: [tiles * ROW_TILE, num_heads, head_dim]."""
-        kv_heads, head_dim = self._heads.num_kv_heads, self._heads.head_dim
-        apart = tiles.view(-1, kv_heads, ROW_TILE, self._group, head_dim).permute(0, 2, 1, 3, 4)
-        return apart.reshape(-1, self._heads.num_heads, head_dim)
+        """The way back: [tiles * ROW_TILE, num_heads, width]."""
+        kv_heads, width = self._heads.num_kv_heads, tiles.shape[-1]
+        apart = tiles.view(-1, kv_heads, ROW_TILE, self._group, width).permute(0, 2, 1, 3, 4)
+        return apart.reshape(-1, self._heads.num_heads, width)
 
 
-def _places(meta: StepMeta, block_tokens: int) -> tuple[Tensor, Tensor]:
+def fold(state: State, later: State) -> State:
+    """Highest score, sum and output of two runs of tokens together. Exact where one is empty."""
+    best, total, out = state
+    later_best, later_total, later_out = later
+    now = torch.maximum(best, later_best)
+    fade, later_fade = _exp(best - now), _exp(later_best - now)
+    total = total * fade + later_total * later_fade
+    return now, total, out * fade + later_out * later_fade
+
+
+def places(meta: StepMeta, block_tokens: int) -> tuple[Tensor, Tensor]:
     """Block and offset in it of every row."""
     counts = meta.row_starts.diff().long()
     sequences = torch.arange(meta.num_sequences).repeat_interleave(counts)

@@ -4,7 +4,13 @@
 // query head of one token. It walks the context in tiles of SPAN tokens that start at multiples
 // of SPAN, with a running maximum and sum per row (online softmax). So a row's arithmetic is a
 // function of its position: the same in a decode, in a chunk of any size, and next to any other
-// rows.
+// rows. Every SEGMENT tokens it begins anew and what it has is folded into what it had: so the
+// segments of a long context may be walked anywhere, and the fold in their order gives the very
+// bits of one walk (`partials`, `merge`). A walk may also stop before a span and go on later
+// (`to`, `from`).
+//
+// A row that has seen nothing, because all is masked or there is nothing, has the state (-inf, 0,
+// 0): the identity of the fold. It is kept as EMPTY, since (-inf) - (-inf) would be NaN.
 //
 // Beyond a row's context: scores are replaced, not multiplied, so NaN there is harmless; V is not
 // read past the last context of the tile, and half of the last lane is cut off where that is odd.
@@ -14,6 +20,8 @@ namespace moonpool {
 namespace {
 
 constexpr int SPAN = 256;
+constexpr int SEGMENT = 8 * SPAN;  // engine/ops.py has the same number
+constexpr float EMPTY = -1e30f;    // below any score
 constexpr int ITEM_TILES = 56 / MAX_ROWS;
 constexpr int ITEM_ROWS = ITEM_TILES * MAX_ROWS;
 
@@ -29,6 +37,18 @@ struct AttendCall {
     float scale;
 };
 
+// Which part of the contexts is walked, and what becomes of it. A state is STATE + 2 * head_dim
+// floats per row and head, a partial is head_dim + 2: highest, sum, and the output times the sum.
+constexpr int STATE = 32;
+
+struct Part {
+    const int32_t* begins = nullptr;  // of each sequence: its first token, a multiple of SPAN
+    const int32_t* ends = nullptr;    // and the one after its last
+    const float* from = nullptr;      // states to go on from
+    float* to = nullptr;              // states to leave, or
+    float* partials = nullptr;        // sums of the parts; else what was attended goes to `out`
+};
+
 // What the tiles of one work item share, and where its temporaries lie.
 template <class L>
 struct Item {
@@ -39,6 +59,7 @@ struct Item {
     const char* values;
     int32_t* q;     // per tile [head_dim lanes][rows of the tile]
     float* out;     // [rows][head_dim], not yet divided by the sum
+    float* folded;  // the same of the segments before
     float* scores;  // [rows of a tile][SPAN]
     T* weights;     // [rows of a tile][SPAN]
     int64_t context;  // most tokens any row of the item sees
@@ -50,8 +71,38 @@ struct Rows {
     float highest[W];         // score so far, times scale
     float rescale[W];         // of what was summed before this span
     alignas(64) float sums[MAX_ROWS][W];
+    float folded_highest[MAX_ROWS];
+    float folded_sum[MAX_ROWS];
 };
-static_assert(MAX_ROWS <= W, "one lane per row");
+static_assert(MAX_ROWS <= W && 2 * W <= STATE, "one lane per row");
+
+// Adds (highest, sum, out) to what is folded; out may be folded itself.
+MP_INLINE void fold_into(float& folded_highest, float& folded_sum, float* folded, float highest,
+                         float sum, const float* out, int64_t d) {
+    if (highest <= EMPTY) return;
+    if (folded_highest <= EMPTY) {
+        folded_highest = highest, folded_sum = sum;
+        if (folded != out) memcpy(folded, out, d * sizeof(float));
+        return;
+    }
+    const float now = folded_highest > highest ? folded_highest : highest;
+    const vf a = exp2v(set1(folded_highest - now)), b = exp2v(set1(highest - now));
+    float scales[2][W];
+    store(scales[0], a), store(scales[1], b);
+    folded_highest = now;
+    folded_sum = folded_sum * scales[0][0] + sum * scales[1][0];
+    for (int64_t j = 0; j < d; j += W)
+        store(folded + j, add(mul(load(folded + j), a), mul(load(out + j), b)));
+}
+
+// The segment of one row is over.
+MP_INLINE void end_segment(Rows& rows, int64_t r, float* out, float* folded, int64_t d) {
+    fold_into(rows.folded_highest[r], rows.folded_sum[r], folded, rows.highest[r],
+              sum(load(rows.sums[r])), out, d);
+    rows.highest[r] = EMPTY;
+    store(rows.sums[r], zero());
+    memset(out, 0, d * sizeof(float));
+}
 
 // scores = q k for the tokens [begin, end) of one span, `begin` being its start.
 // `ahead_step`: V of the same tokens is fetched meanwhile, so many bytes per lane of head_dim.
@@ -214,70 +265,158 @@ TileFn<L> tile_for(int rows) {
 // Rows [first, first + count) of a sequence and kv head; row r is query head r % group of its token
 // r / group.
 template <class L>
-void work(const AttendCall& c, int64_t sequence, int64_t kv_head, int64_t first, int64_t count) {
+class Work {
     typedef typename L::T T;
-    static thread_local Scratch scratch;
-    const int64_t d = c.head_dim, lanes = d / L::PACK, group = c.heads / c.kv_heads;
-    const int64_t head_elements = d * c.block_tokens, row0 = c.row_starts[sequence];
-    char* memory = scratch.take(ITEM_ROWS * d * 8 + MAX_ROWS * SPAN * 8);
-    Item<L> it;
-    it.call = &c;
-    it.table = c.block_tables + sequence * c.table_width;
-    it.keys = c.blocks + kv_head * head_elements * sizeof(T);
-    it.values = it.keys + c.kv_heads * head_elements * sizeof(T);
-    it.scores = (float*)memory;
-    it.weights = (T*)(memory + MAX_ROWS * SPAN * 4);
-    it.out = (float*)(memory + MAX_ROWS * SPAN * 8);
-    it.q = (int32_t*)(it.out + ITEM_ROWS * d);
 
-    auto element = [&](int64_t r) {  // of q and out: where the row's head begins
-        return ((row0 + r / group) * c.heads + kv_head * group + r % group) * d;
-    };
-    const int64_t tiles = ceil_div(count, MAX_ROWS), size = count / tiles, larger = count % tiles;
-    int64_t start[ITEM_TILES + 1];
-    Rows rows[ITEM_TILES];
-    it.context = 0;
-    for (int64_t i = 0; i <= tiles; ++i) start[i] = i * size + least(i, larger);
-    for (int64_t i = 0; i < tiles; ++i) {
-        const int64_t n = start[i + 1] - start[i];
-        store(rows[i].highest, set1(-INFINITY));
+public:
+    Work(const AttendCall& call, const Part& part, int64_t sequence, int64_t kv_head, int64_t first,
+         int64_t count)
+        : c(call), p(part), kv_head_(kv_head), first_(first), count_(count),
+          group_(call.heads / call.kv_heads), row0_(call.row_starts[sequence]),
+          begin_(part.begins ? part.begins[sequence] : 0),
+          end_(part.ends ? part.ends[sequence] : INT32_MAX) {
+        static thread_local Scratch scratch;
+        const int64_t d = c.head_dim, head_elements = d * c.block_tokens;
+        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8);
+        it.call = &c;
+        it.table = c.block_tables + sequence * c.table_width;
+        it.keys = c.blocks + kv_head * head_elements * sizeof(T);
+        it.values = it.keys + c.kv_heads * head_elements * sizeof(T);
+        it.scores = (float*)memory;
+        it.weights = (T*)(memory + MAX_ROWS * SPAN * 4);
+        it.out = (float*)(memory + MAX_ROWS * SPAN * 8);
+        it.folded = it.out + ITEM_ROWS * d;
+        it.q = (int32_t*)(it.folded + ITEM_ROWS * d);
+        it.context = 0;
+        tiles_ = ceil_div(count, MAX_ROWS);
+        const int64_t size = count / tiles_, larger = count % tiles_;
+        for (int64_t i = 0; i <= tiles_; ++i) start_[i] = i * size + least(i, larger);
+    }
+
+    void run() {
+        const int64_t d = c.head_dim, lanes = d / L::PACK;
+        for (int64_t i = 0; i < tiles_; ++i) take_rows(i);
+        for (int64_t begin = begin_; begin < it.context; begin += SPAN) {
+            if (begin && begin % SEGMENT == 0) end_segments();
+            for (int64_t i = 0; i < tiles_; ++i)
+                tile_for<L>((int)(start_[i + 1] - start_[i]))(
+                    it, rows_[i], it.q + start_[i] * lanes, it.out + start_[i] * d, begin, i == 0);
+        }
+        if (p.to) return leave();
+        for (int64_t i = 0; i < tiles_; ++i) {
+            for (int64_t r = start_[i]; r < start_[i + 1]; ++r) give(rows_[i], r - start_[i], r);
+        }
+    }
+
+private:
+    int64_t head(int64_t r) const {  // its number among all heads of all rows
+        const int64_t row = first_ + r;
+        return (row0_ + row / group_) * c.heads + kv_head_ * group_ + row % group_;
+    }
+
+    void take_rows(int64_t i) {
+        const int64_t d = c.head_dim, lanes = d / L::PACK, n = start_[i + 1] - start_[i];
+        Rows& rows = rows_[i];
+        store(rows.highest, set1(EMPTY));
         for (int64_t r = 0; r < n; ++r) {
-            const int64_t row = first + start[i] + r;
-            rows[i].limit[r] = c.positions[row0 + row / group] + 1;
-            store(rows[i].sums[r], zero());
-            if (rows[i].limit[r] > it.context) it.context = rows[i].limit[r];
-            const char* from = c.q + element(row) * sizeof(T);
+            const int64_t at = start_[i] + r;
+            const int64_t limit = c.positions[row0_ + (first_ + at) / group_] + 1;
+            rows.limit[r] = (int32_t)least(limit, end_);
+            if (rows.limit[r] > it.context) it.context = rows.limit[r];
+            const char* from = c.q + head(at) * d * sizeof(T);
             for (int64_t k = 0; k < lanes; ++k)
-                memcpy(it.q + start[i] * lanes + k * n + r, from + 4 * k, 4);
+                memcpy(it.q + start_[i] * lanes + k * n + r, from + 4 * k, 4);
+            float *out = it.out + at * d, *folded = it.folded + at * d;
+            if (p.from) {
+                const float* state = p.from + head(at) * (STATE + 2 * d);
+                rows.highest[r] = state[0];
+                rows.folded_highest[r] = state[1];
+                rows.folded_sum[r] = state[2];
+                memcpy(rows.sums[r], state + 16, W * sizeof(float));
+                memcpy(out, state + STATE, d * sizeof(float));
+                memcpy(folded, state + STATE + d, d * sizeof(float));
+            } else {
+                rows.folded_highest[r] = EMPTY;
+                rows.folded_sum[r] = 0;
+                store(rows.sums[r], zero());
+                memset(out, 0, d * sizeof(float));
+            }
         }
     }
-    memset(it.out, 0, count * d * sizeof(float));
-    for (int64_t begin = 0; begin < it.context; begin += SPAN) {
-        for (int64_t i = 0; i < tiles; ++i)
-            tile_for<L>((int)(start[i + 1] - start[i]))(it, rows[i], it.q + start[i] * lanes,
-                                                        it.out + start[i] * d, begin, i == 0);
-    }
-    for (int64_t i = 0; i < tiles; ++i) {
-        for (int64_t r = start[i]; r < start[i + 1]; ++r) {
-            const vf whole = set1(1.f / sum(load(rows[i].sums[r - start[i]])));
-            T* to = (T*)c.out + element(first + r);
-            for (int64_t j = 0; j < d; j += W)
-                L::store(to + j, mul(load(it.out + r * d + j), whole));
+
+    void end_segments() {
+        const int64_t d = c.head_dim;
+        for (int64_t i = 0; i < tiles_; ++i) {
+            for (int64_t r = start_[i]; r < start_[i + 1]; ++r)
+                end_segment(rows_[i], r - start_[i], it.out + r * d, it.folded + r * d, d);
         }
     }
-}
+
+    void leave() {
+        const int64_t d = c.head_dim;
+        for (int64_t i = 0; i < tiles_; ++i) {
+            for (int64_t at = start_[i]; at < start_[i + 1]; ++at) {
+                const int64_t r = at - start_[i];
+                float* state = p.to + head(at) * (STATE + 2 * d);
+                state[0] = rows_[i].highest[r];
+                state[1] = rows_[i].folded_highest[r];
+                state[2] = rows_[i].folded_sum[r];
+                memcpy(state + 16, rows_[i].sums[r], W * sizeof(float));
+                memcpy(state + STATE, it.out + at * d, d * sizeof(float));
+                memcpy(state + STATE + d, it.folded + at * d, d * sizeof(float));
+            }
+        }
+    }
+
+    void give(Rows& rows, int64_t r, int64_t at) {
+        const int64_t d = c.head_dim;
+        const float* out = it.out + at * d;
+        float highest = rows.highest[r], total = sum(load(rows.sums[r]));
+        if (rows.folded_highest[r] > EMPTY) {
+            end_segment(rows, r, it.out + at * d, it.folded + at * d, d);
+            out = it.folded + at * d;
+            highest = rows.folded_highest[r], total = rows.folded_sum[r];
+        }
+        if (p.partials) {
+            float* to = p.partials + head(at) * (d + 2);
+            to[0] = highest <= EMPTY ? -INFINITY : highest;
+            to[1] = total;
+            memcpy(to + 2, out, d * sizeof(float));
+        } else {
+            divide((T*)c.out + head(at) * d, out, total, d);
+        }
+    }
+
+public:
+    static void divide(T* to, const float* out, float total, int64_t d) {
+        const vf whole = set1(total > 0 ? 1.f / total : 0.f);
+        for (int64_t j = 0; j < d; j += W) L::store(to + j, mul(load(out + j), whole));
+    }
+
+private:
+    const AttendCall& c;
+    const Part& p;
+    const int64_t kv_head_, first_, count_, group_, row0_, begin_, end_;
+    Item<L> it;
+    int64_t tiles_;
+    int64_t start_[ITEM_TILES + 1];
+    Rows rows_[ITEM_TILES];
+};
 
 // Whether every block that the rows will read is there.
-bool sound(const AttendCall& c) {
+bool sound(const AttendCall& c, const Part& p) {
     for (int64_t s = 0; s < c.sequences; ++s) {
         int64_t context = 0;
         for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row) {
             if (c.positions[row] < 0) return false;
             if (c.positions[row] >= context) context = c.positions[row] + 1;
         }
+        if (p.ends && p.ends[s] < context) context = p.ends[s];
+        const int64_t begin = p.begins ? p.begins[s] : 0;
+        if (begin < 0 || begin % SPAN) return false;
         const int64_t blocks = ceil_div(context, c.block_tokens);
         if (blocks > c.table_width) return false;
-        for (int64_t i = 0; i < blocks; ++i) {
+        for (int64_t i = begin / c.block_tokens; i < blocks; ++i) {
             const int64_t block = c.block_tables[s * c.table_width + i];
             if (block < 0 || block >= c.num_blocks) return false;
         }
@@ -287,8 +426,8 @@ bool sound(const AttendCall& c) {
 
 // Writes nothing and returns 1 if a row's context lies outside the tables.
 template <class L>
-int attend(const AttendCall& c, int threads) {
-    if (!sound(c)) return 1;
+int attend(const AttendCall& c, const Part& p, int threads) {
+    if (!sound(c, p)) return 1;
     const int64_t group = c.heads / c.kv_heads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (int64_t s = 0; s < c.sequences; ++s) {
@@ -297,7 +436,42 @@ int attend(const AttendCall& c, int threads) {
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < items * c.kv_heads; ++i) {
             const int64_t part = i % items, first = rows * part / items;
-            work<L>(c, s, i / items, first, rows * (part + 1) / items - first);
+            Work<L>(c, p, s, i / items, first, rows * (part + 1) / items - first).run();
+        }
+    }
+    return 0;
+}
+
+struct PartCall {
+    AttendCall call;
+    Part part;
+};
+
+struct MergeCall {
+    const float* partials;  // [partials][heads][head_dim + 2]
+    const int32_t* order;   // of the partials: those of each row, in the order of their tokens
+    const int32_t* starts;  // [rows + 1], into order
+    char* out;              // [rows][heads][head_dim]
+    int64_t rows, heads, head_dim, num_partials;
+};
+
+// Folds every row's partials in their order. Returns 1, writing nothing, if one is not there.
+template <class L>
+int merge(const MergeCall& c) {
+    const int64_t d = c.head_dim, size = d + 2;
+    for (int64_t i = c.starts[0]; i < c.starts[c.rows]; ++i)
+        if (c.order[i] < 0 || c.order[i] >= c.num_partials) return 1;
+    static thread_local Scratch scratch;
+    float* folded = (float*)scratch.take(d * sizeof(float));
+    for (int64_t row = 0; row < c.rows; ++row) {
+        for (int64_t h = 0; h < c.heads; ++h) {
+            float highest = EMPTY, sum = 0;
+            memset(folded, 0, d * sizeof(float));
+            for (int64_t i = c.starts[row]; i < c.starts[row + 1]; ++i) {
+                const float* from = c.partials + (c.order[i] * c.heads + h) * size;
+                fold_into(highest, sum, folded, from[0], from[1], from + 2, d);
+            }
+            Work<L>::divide((typename L::T*)c.out + (row * c.heads + h) * d, folded, sum, d);
         }
     }
     return 0;
@@ -306,10 +480,16 @@ int attend(const AttendCall& c, int threads) {
 }  // namespace
 }  // namespace moonpool
 
-MP_EXPORT(moonpool_attend_f32)(const moonpool::AttendCall* call, int threads) {
-    return moonpool::attend<moonpool::F32>(*call, threads);
-}
+#define MP_ATTENTION(L, type)                                                                      \
+    MP_EXPORT(moonpool_attend_##type)(const moonpool::AttendCall* call, int threads) {             \
+        return moonpool::attend<moonpool::L>(*call, moonpool::Part(), threads);                    \
+    }                                                                                              \
+    MP_EXPORT(moonpool_attend_part_##type)(const moonpool::PartCall* call, int threads) {          \
+        return moonpool::attend<moonpool::L>(call->call, call->part, threads);                     \
+    }                                                                                              \
+    MP_EXPORT(moonpool_merge_##type)(const moonpool::MergeCall* call, int) {                       \
+        return moonpool::merge<moonpool::L>(*call);                                                \
+    }
 
-MP_EXPORT(moonpool_attend_b16)(const moonpool::AttendCall* call, int threads) {
-    return moonpool::attend<moonpool::B16>(*call, threads);
-}
+MP_ATTENTION(F32, f32)
+MP_ATTENTION(B16, b16)

@@ -27,11 +27,19 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
     "silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT),
     "rope_store": (ctypes.c_char_p, _INT),
+    "rope": (ctypes.c_char_p, _INT),
+    "store": (ctypes.c_char_p, _INT),
     "attend": (ctypes.c_char_p, _INT),
+    "attend_part": (ctypes.c_char_p, _INT),
+    "merge": (ctypes.c_char_p, _INT),
 }
-# The structs RopeCall and AttendCall of rowwise.cpp and attention.cpp: pointers, numbers, a float.
+# The structs of rowwise.cpp and attention.cpp: pointers, numbers, a float.
 ROPE_CALL = struct.Struct("@10P10qf")
+STORE_CALL = struct.Struct("@5P7q")
 ATTEND_CALL = struct.Struct("@6P8qf")
+PART_TAIL = struct.Struct("=4x5Q")  # follows an ATTEND_CALL, up to its alignment
+MERGE_CALL = struct.Struct("@4P4q")
+STATE_FLOATS = 32  # of a suspended row and head, beside two times head_dim
 _TYPES = {torch.float32: "f32", torch.bfloat16: "b16"}
 
 
@@ -45,11 +53,15 @@ class Kernels:
     __slots__ = (
         "add_rms_norm",
         "attend",
+        "attend_part",
         "linear",
         "linear_int8",
+        "merge",
         "rms_norm",
+        "rope",
         "rope_store",
         "silu_mul",
+        "store",
     )
 
     def __init__(self, library: ctypes.CDLL, kind: str, isa: str) -> None:
@@ -59,7 +71,11 @@ class Kernels:
         self.add_rms_norm = _bind(library, "add_rms_norm", kind, isa)
         self.silu_mul = _bind(library, "silu_mul", kind, isa)
         self.rope_store = _bind(library, "rope_store", kind, isa)
+        self.rope = _bind(library, "rope", kind, isa)
+        self.store = _bind(library, "store", kind, isa)
         self.attend = _bind(library, "attend", kind, isa)
+        self.attend_part = _bind(library, "attend_part", kind, isa)
+        self.merge = _bind(library, "merge", kind, isa)
 
 
 def _bind(library: ctypes.CDLL, name: str, kind: str, isa: str) -> Call:

@@ -182,39 +182,54 @@ class NativeOps:
         layer: int,
         meta: StepMeta,
     ) -> Tensor:
-        d = heads.head_dim
         qkv = qkv.contiguous()
-        _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
         arena = self._arena_of(cache, heads, qkv.dtype)
-        q = torch.empty(meta.num_rows, heads.num_heads, d, dtype=qkv.dtype)
+        q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
+        blocks = (arena.block_bytes, arena.num_blocks, meta.block_tables.shape[1])
+        where = (arena.slice_address(layer), blocks, arena.block_tokens)
+        call = self._rope_call(qkv, q, heads, rope, qk_norm, meta, where)
+        if self._of(qkv).rope_store(call, torch.get_num_threads()):
+            raise IndexError("rope_store: a row's position lies outside its block table or rope")
+        return q
+
+    def _rope_call(
+        self,
+        qkv: Tensor,
+        q: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        meta: StepMeta,
+        where: tuple[int, tuple[int, int, int], int],
+    ) -> bytes:
+        """`where` K and V go: the address, (bytes of a block, how many, width of the tables), and
+        the tokens of a block."""
+        d = heads.head_dim
+        _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
         max_positions, half = rope.cos.shape
         if qk_norm is not None:
             _same(qkv, qk_norm.q_weight, d)
             _same(qkv, qk_norm.k_weight, d)
-        call = ROPE_CALL.pack(
+        address, blocks, block_tokens = where
+        return ROPE_CALL.pack(
             qkv.data_ptr(),
             q.data_ptr(),
-            arena.slice_address(layer),
+            address,
             rope.cos.data_ptr(),
             rope.sin.data_ptr(),
             0 if qk_norm is None else qk_norm.q_weight.data_ptr(),
             0 if qk_norm is None else qk_norm.k_weight.data_ptr(),
             *self._step_addresses(meta),
-            arena.block_bytes,
-            arena.num_blocks,
-            meta.block_tables.shape[1],
+            *blocks,
             meta.num_sequences,
             heads.num_heads,
             heads.num_kv_heads,
             d,
             half,
             max_positions,
-            arena.block_tokens,
+            block_tokens,
             0.0 if qk_norm is None else qk_norm.eps,
         )
-        if self._of(qkv).rope_store(call, torch.get_num_threads()):
-            raise IndexError("rope_store: a row's position lies outside its block table or rope")
-        return q
 
     def attend(
         self,

@@ -137,10 +137,24 @@ MP_INLINE void turn_head(const RopeCall& c, const typename L::T* x, const typena
     }
 }
 
+// Where one row of K and V goes: into its block, or into rows of a buffer.
 template <class L>
-void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
+MP_INLINE void put_key(typename L::T* to, const typename L::T* k, int64_t d, int64_t bt) {
+    // K [head_dim / PACK][block_tokens][PACK]
+    for (int64_t i = 0; i < d / L::PACK; ++i)
+        memcpy((char*)to + i * bt * 4, k + i * L::PACK, 4);
+}
+template <class L>
+MP_INLINE void put_value(typename L::T* to, const typename L::T* v, int64_t d) {
+    // V [block_tokens / PACK][head_dim][PACK]
+    for (int64_t i = 0; i < d; ++i) to[i * L::PACK] = v[i];
+}
+
+// Q of one row, and its K, head by head, to `key`: both normed (if asked) and rotated.
+template <class L, class PutKey>
+MP_INLINE const typename L::T* rope_heads(const RopeCall& c, int64_t row, PutKey key) {
     typedef typename L::T T;
-    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
+    const int64_t d = c.head_dim, position = c.positions[row];
     const T* x = (const T*)c.qkv + row * (c.heads + 2 * c.kv_heads) * d;
     float turned[MAX_HEAD_DIM];
     T* q = (T*)c.q + row * c.heads * d;
@@ -148,30 +162,83 @@ void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
         turn_head<L>(c, x, (const T*)c.q_weight, position, turned);
         for (int64_t i = 0; i < d; i += W) L::store(q + i, load(turned + i));
     }
-    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
-    const int64_t offset = position % bt;
-    T* keys = (T*)(c.blocks + block * c.block_bytes);
-    T* values = keys + c.kv_heads * d * bt;
     T narrow[MAX_HEAD_DIM];
-    for (int64_t h = 0; h < c.kv_heads; ++h, x += d) {  // K [head_dim / PACK][block_tokens][PACK]
+    for (int64_t h = 0; h < c.kv_heads; ++h, x += d) {
         turn_head<L>(c, x, (const T*)c.k_weight, position, turned);
         for (int64_t i = 0; i < d; i += W) L::store(narrow + i, load(turned + i));
-        char* to = (char*)(keys + h * d * bt + offset * L::PACK);
-        for (int64_t i = 0; i < d / L::PACK; ++i) memcpy(to + i * bt * 4, narrow + i * L::PACK, 4);
+        key(h, narrow);
     }
-    for (int64_t h = 0; h < c.kv_heads; ++h, x += d) {  // V [block_tokens / PACK][head_dim][PACK]
-        T* to = values + h * d * bt + (offset / L::PACK) * d * L::PACK + offset % L::PACK;
-        for (int64_t i = 0; i < d; ++i) to[i * L::PACK] = x[i];
+    return x;  // V
+}
+
+template <class L>
+void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
+    typedef typename L::T T;
+    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
+    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
+    const int64_t offset = position % bt;
+    T* keys = (T*)(c.blocks + block * c.block_bytes) + offset * L::PACK;
+    const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
+        put_key<L>(keys + h * d * bt, k, d, bt);
+    });
+    T* values = (T*)(c.blocks + block * c.block_bytes) + c.kv_heads * d * bt;
+    values += offset / L::PACK * d * L::PACK + offset % L::PACK;
+    for (int64_t h = 0; h < c.kv_heads; ++h) put_value<L>(values + h * d * bt, v + h * d, d);
+}
+
+// The same without blocks: K and V of row t to kv[t][2 * kv_heads][head_dim], `c.blocks` being kv.
+template <class L>
+void rope_apart(const RopeCall& c, int64_t row) {
+    typedef typename L::T T;
+    const int64_t d = c.head_dim, width = c.kv_heads * d;
+    T* kv = (T*)c.blocks + row * 2 * width;
+    const T* v =
+        rope_heads<L>(c, row, [&](int64_t h, const T* k) { memcpy(kv + h * d, k, d * sizeof(T)); });
+    memcpy(kv + width, v, width * sizeof(T));
+}
+
+struct StoreCall {
+    const char* kv;  // [rows][2 * kv_heads][head_dim]
+    char* blocks;    // of this layer: slice of block b at b * block_bytes
+    const int32_t* positions;
+    const int32_t* row_starts;
+    const int32_t* block_tables;
+    int64_t block_bytes, num_blocks, table_width, sequences;
+    int64_t kv_heads, head_dim, block_tokens;
+};
+
+template <class L>
+void store_row(const StoreCall& c, int64_t row, int64_t sequence) {
+    typedef typename L::T T;
+    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
+    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
+    const int64_t offset = position % bt, width = c.kv_heads * d;
+    const T* k = (const T*)c.kv + row * 2 * width;
+    T* keys = (T*)(c.blocks + block * c.block_bytes) + offset * L::PACK;
+    T* values = (T*)(c.blocks + block * c.block_bytes) + width * bt;
+    values += offset / L::PACK * d * L::PACK + offset % L::PACK;
+    for (int64_t h = 0; h < c.kv_heads; ++h, k += d) {
+        put_key<L>(keys + h * d * bt, k, d, bt);
+        put_value<L>(values + h * d * bt, k + width, d);
     }
 }
 
-// Whether every row has a rotary angle and a block to be written to.
-bool sound(const RopeCall& c) {
+bool has_angles(const RopeCall& c) {
     if (c.head_dim > MAX_HEAD_DIM) return false;
+    const int64_t rows = c.row_starts[c.sequences];
+    for (int64_t row = 0; row < rows; ++row) {
+        if (c.positions[row] < 0 || c.positions[row] >= c.max_positions) return false;
+    }
+    return true;
+}
+
+// Whether every row has a block to be written to.
+template <class Call>
+bool has_blocks(const Call& c) {
     for (int64_t s = 0; s < c.sequences; ++s) {
         for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row) {
-            const int64_t position = c.positions[row], index = position / c.block_tokens;
-            if (position < 0 || position >= c.max_positions || index >= c.table_width) return false;
+            const int64_t index = c.positions[row] / c.block_tokens;
+            if (c.positions[row] < 0 || index >= c.table_width) return false;
             const int64_t block = c.block_tables[s * c.table_width + index];
             if (block < 0 || block >= c.num_blocks) return false;
         }
@@ -182,7 +249,7 @@ bool sound(const RopeCall& c) {
 // Writes nothing and returns 1 if a row stands outside the tables.
 template <class L>
 int rope_store(const RopeCall& c, int threads) {
-    if (!sound(c)) return 1;
+    if (!has_angles(c) || !has_blocks(c)) return 1;
     const int64_t rows = c.row_starts[c.sequences];
     const bool many = worth_threads(threads, rows * c.heads * c.head_dim);
 #pragma omp parallel num_threads(threads) if (many)
@@ -190,6 +257,30 @@ int rope_store(const RopeCall& c, int threads) {
 #pragma omp for schedule(static) nowait
         for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row)
             rope_row<L>(c, row, s);
+    }
+    return 0;
+}
+
+template <class L>
+int rope(const RopeCall& c, int threads) {
+    if (!has_angles(c)) return 1;
+    const int64_t rows = c.row_starts[c.sequences];
+    const bool many = worth_threads(threads, rows * c.heads * c.head_dim);
+#pragma omp parallel for schedule(static) num_threads(threads) if (many)
+    for (int64_t row = 0; row < rows; ++row) rope_apart<L>(c, row);
+    return 0;
+}
+
+template <class L>
+int store_rows(const StoreCall& c, int threads) {
+    if (!has_blocks(c)) return 1;
+    const int64_t rows = c.row_starts[c.sequences];
+    const bool many = worth_threads(threads, 2 * rows * c.kv_heads * c.head_dim);
+#pragma omp parallel num_threads(threads) if (many)
+    for (int64_t s = 0; s < c.sequences; ++s) {
+#pragma omp for schedule(static) nowait
+        for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row)
+            store_row<L>(c, row, s);
     }
     return 0;
 }
@@ -218,6 +309,12 @@ using namespace moonpool;
     }                                                                                              \
     MP_EXPORT(moonpool_rope_store_##type)(const RopeCall* call, int threads) {                     \
         return rope_store<L>(*call, threads);                                                      \
+    }                                                                                              \
+    MP_EXPORT(moonpool_rope_##type)(const RopeCall* call, int threads) {                           \
+        return rope<L>(*call, threads);                                                            \
+    }                                                                                              \
+    MP_EXPORT(moonpool_store_##type)(const StoreCall* call, int threads) {                         \
+        return store_rows<L>(*call, threads);                                                      \
     }
 
 MP_ROWWISE(F32, f32)

@@ -1,0 +1,168 @@
+"""`SplitOps` on our C++ kernels: the steps of an attention call that another process may take over.
+
+The same rows of the same kernels as `NativeOps` runs, so the bits do not tell who ran them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.native.library import ATTEND_CALL, MERGE_CALL, PART_TAIL, STATE_FLOATS
+from moonpool.engine.native.library import STORE_CALL
+from moonpool.engine.native.ops import NativeOps
+from moonpool.engine.ops import SEGMENT, SPAN, HeadShape, KvCache, QkNorm, RopeTable, StepMeta
+
+
+class NativeSplitOps(NativeOps):
+    """See `engine.ops.SplitOps`."""
+
+    def __init__(self, isa: str | None = None) -> None:
+        super().__init__(isa)
+        self._old: tuple[StepMeta, Tensor] | None = None
+
+    def rope(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        meta: StepMeta,
+    ) -> tuple[Tensor, Tensor]:
+        qkv = qkv.contiguous()
+        q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
+        kv = torch.empty(meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim, dtype=qkv.dtype)
+        where = (kv.data_ptr(), (0, 0, 0), 1)
+        call = self._rope_call(qkv, q, heads, rope, qk_norm, meta, where)
+        if self._of(qkv).rope(call, torch.get_num_threads()):
+            raise IndexError("rope: a row's position lies outside the table of angles")
+        return q, kv
+
+    def store(
+        self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
+    ) -> None:
+        expected = (meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
+        if tuple(kv.shape) != expected or not kv.is_contiguous():
+            raise ValueError(f"K and V must be contiguous {list(expected)}, got {list(kv.shape)}")
+        arena = self._arena_of(cache, heads, kv.dtype)
+        call = STORE_CALL.pack(
+            kv.data_ptr(),
+            arena.slice_address(layer),
+            *self._step_addresses(meta),
+            arena.block_bytes,
+            arena.num_blocks,
+            meta.block_tables.shape[1],
+            meta.num_sequences,
+            heads.num_kv_heads,
+            heads.head_dim,
+            arena.block_tokens,
+        )
+        if self._of(kv).store(call, torch.get_num_threads()):
+            raise IndexError("store: a row's position lies outside its block table")
+
+    def attend_old(
+        self, q: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta, scale: float
+    ) -> Tensor:
+        size = STATE_FLOATS + 2 * heads.head_dim
+        state = torch.empty(meta.num_rows, heads.num_heads, size, dtype=torch.float32)
+        tail = PART_TAIL.pack(0, self._starts(meta).data_ptr(), 0, state.data_ptr(), 0)
+        self._attend_part(q, None, heads, cache, layer, meta, scale, tail)
+        return state
+
+    def attend_new(
+        self,
+        q: Tensor,
+        state: Tensor,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+    ) -> Tensor:
+        out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
+        tail = PART_TAIL.pack(self._starts(meta).data_ptr(), 0, state.data_ptr(), 0, 0)
+        self._attend_part(q, out, heads, cache, layer, meta, scale, tail)
+        return out
+
+    def attend_segments(
+        self,
+        q: Tensor,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+        segments: Tensor,
+    ) -> Tensor:
+        shape = (meta.num_rows, heads.num_heads, heads.head_dim + 2)
+        partials = torch.empty(shape, dtype=torch.float32)
+        begins = (segments * SEGMENT).contiguous()
+        ends = begins + SEGMENT
+        tail = PART_TAIL.pack(begins.data_ptr(), ends.data_ptr(), 0, 0, partials.data_ptr())
+        self._attend_part(q, None, heads, cache, layer, meta, scale, tail)
+        return partials
+
+    def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        num_partials, num_heads, size = partials.shape
+        rows = starts.shape[0] - 1
+        if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (order, starts)):
+            raise ValueError("order and starts must be contiguous int32")
+        if partials.dtype is not torch.float32 or not partials.is_contiguous():
+            raise ValueError("partials must be contiguous float32")
+        if rows and (int(starts[0]) != 0 or int(starts[-1]) > order.shape[0]):
+            raise ValueError("starts must rise from 0 to at most the length of order")
+        out = torch.empty(rows, num_heads * (size - 2), dtype=dtype)
+        call = MERGE_CALL.pack(
+            partials.data_ptr(),
+            order.data_ptr(),
+            starts.data_ptr(),
+            out.data_ptr(),
+            rows,
+            num_heads,
+            size - 2,
+            num_partials,
+        )
+        if self._of(out).merge(call, 1):
+            raise IndexError("merge: a row names a partial that is not there")
+        return out
+
+    def _starts(self, meta: StepMeta) -> Tensor:
+        """The span of each sequence's first new row: what is before it is complete."""
+        kept = self._old
+        if kept is None or kept[0] is not meta:
+            kept = self._old = (meta, meta.context_starts // SPAN * SPAN)
+        return kept[1]
+
+    def _attend_part(
+        self,
+        q: Tensor,
+        out: Tensor | None,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+        tail: bytes,
+    ) -> None:
+        width = heads.num_heads * heads.head_dim
+        q = q.reshape(-1, width)
+        if q.shape[0] != meta.num_rows:
+            raise ValueError(f"expected {meta.num_rows} rows of q, got {q.shape[0]}")
+        arena = self._arena_of(cache, heads, q.dtype)
+        call = ATTEND_CALL.pack(
+            q.data_ptr(),
+            0 if out is None else out.data_ptr(),
+            arena.slice_address(layer),
+            *self._step_addresses(meta),
+            arena.block_bytes,
+            arena.num_blocks,
+            meta.block_tables.shape[1],
+            meta.num_sequences,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            arena.block_tokens,
+            scale,
+        )
+        if self._of(q).attend_part(call + tail, torch.get_num_threads()):
+            raise IndexError("attend: a row's context lies outside its block table")
