@@ -25,6 +25,7 @@ LEVELS = (
     {"workers"},
     {"conductor"},
     {"messenger", "engine"},
+    {"attention"},
     {"api"},
     {"trace"},
     {"runtime", "sim"},

@@ -262,9 +262,16 @@ def test_wrong_tables_are_refused() -> None:
     with pytest.raises(IndexError):
         ops.store(kv, HEADS, cache, 0, meta)
     with pytest.raises(IndexError):
-        ops.attend_old(queries(meta_of([(300, 1)]), "float32"), HEADS, cache, 0,
-                       meta_of([(300, 1)], [[0, 1, 7, 0, 1]]), SCALE)
+        ops.attend_old(
+            queries(meta_of([(300, 1)]), "float32"),
+            HEADS,
+            cache,
+            0,
+            meta_of([(300, 1)], [[0, 1, 7, 0, 1]]),
+            SCALE,
+        )
     with pytest.raises(IndexError):
         one = torch.ones(1, dtype=torch.int32)
-        ops.merge(torch.zeros(1, 4, 34), one, torch.tensor([0, 1], dtype=torch.int32),
-                  torch.float32)
+        ops.merge(
+            torch.zeros(1, 4, 34), one, torch.tensor([0, 1], dtype=torch.int32), torch.float32
+        )

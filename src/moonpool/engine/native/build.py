@@ -19,6 +19,7 @@ from moonpool.engine.native.sources import (
     FLAGS,
     HERE,
     ISA_FLAGS,
+    PLAIN_SOURCES,
     SOURCES,
     STEM,
     cache_folder,
@@ -59,7 +60,8 @@ def _writable_folder() -> Path:
 
 def _compile(compiler: str, work: Path) -> Path:
     flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
-    units = [("cpu.cpp", "any", ("-O2", "-fPIC"))]
+    units: list[tuple[str, str, tuple[str, ...]]] = []
+    units += [(name, "any", ("-O2", "-std=c++17", "-fPIC")) for name in PLAIN_SOURCES]
     for isa, machine in ISA_FLAGS.items():
         units += [(name, isa, (*flags, *machine, f"-DMP_ISA_{isa}=1")) for name in SOURCES]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp")
+PLAIN_SOURCES = ("cpu.cpp", "ring.cpp")  # the same for every instruction set
 HEADERS = ("simd.h", "panels.h")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -28,7 +29,7 @@ STEM = "_kernels-"
 def library_name() -> str:
     """File name of the library that belongs to the sources as they are now."""
     state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
-    for name in (*HEADERS, "cpu.cpp", *SOURCES):
+    for name in (*HEADERS, *PLAIN_SOURCES, *SOURCES):
         state.update((HERE / name).read_bytes())
     return f"{STEM}{state.hexdigest()[:16]}.so"
 

@@ -1,0 +1,175 @@
+"""The attention worker's side of a step: stores K and V, attends, answers. One thread per port.
+
+Owns nothing but the steps under way; the blocks belong to the arena, and who may write which is the
+model worker's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moonpool.attention.port import Port, PortError
+from moonpool.attention.wire import (
+    ATTENDED,
+    FAILED,
+    KEYS_VALUES,
+    MAX_PLAN_BYTES,
+    MAX_TEXT_BYTES,
+    PLAN,
+    Header,
+    Plan,
+    Q,
+)
+from moonpool.engine.ops import HeadShape, KvCache, SplitOps, StepMeta
+
+KEPT_STEPS = 4
+"""Steps a model worker may have under way; older ones were given up."""
+
+
+@dataclass(slots=True)
+class _Step:
+    stores: StepMeta
+    whole: StepMeta
+    parts: StepMeta
+    segments: Tensor
+    part_rows: Tensor
+    num_queries: int
+    q: Tensor | None = None
+    state: Tensor | None = None
+
+
+class Hand:
+    """Attends for one model worker. `writing` hears of the blocks that a step is about to write."""
+
+    def __init__(
+        self,
+        ops: SplitOps,
+        cache: KvCache,
+        heads: HeadShape,
+        scale: float,
+        writing: Callable[[Iterable[int]], None],
+    ) -> None:
+        self._ops = ops
+        self._cache = cache
+        self._heads = heads
+        self._scale = scale
+        self._writing = writing
+        self._dtype = cache.blocks.dtype
+        self._steps: dict[int, _Step] = {}
+        self._plans = msgspec.msgpack.Decoder(Plan)
+
+    def serve(self, port: Port) -> None:
+        """Until the other side is gone: PortError. What it asks in error it is told."""
+        with torch.inference_mode():
+            while True:
+                header = port.receive()
+                try:
+                    self._take(port, header)
+                except PortError:
+                    raise
+                except Exception as error:  # the model worker hears of it, and goes on without us
+                    text = f"{type(error).__name__}: {error}".encode()[:MAX_TEXT_BYTES]
+                    port.send(Header(len(text), FAILED, header.layer, header.step), _bytes(text))
+                    raise PortError(f"gave up on a step: {error}") from error
+
+    def _take(self, port: Port, header: Header) -> None:
+        if header.kind == PLAN:
+            self._begin(port, header)
+        elif header.kind == Q:
+            self._take_queries(port, header)
+        elif header.kind == KEYS_VALUES:
+            self._attend(port, header)
+        else:
+            raise ValueError(f"message of the unknown kind {header.kind}")
+
+    def _begin(self, port: Port, header: Header) -> None:
+        if header.num_bytes > MAX_PLAN_BYTES:
+            raise ValueError(f"a plan of {header.num_bytes} bytes")
+        data = bytearray(header.num_bytes)
+        port.receive_into(memoryview(data))
+        plan = self._plans.decode(data)
+        step = _Step(
+            stores=plan.stores.meta(),
+            whole=plan.whole.meta(),
+            parts=plan.parts.meta(),
+            segments=_int32(plan.segments),
+            part_rows=_int32(plan.part_rows).long(),
+            num_queries=plan.num_queries,
+        )
+        if step.whole.num_rows > step.num_queries or len(step.part_rows) != step.parts.num_rows:
+            raise ValueError("a plan whose rows do not fit each other")
+        self._writing(_written(step.stores, self._cache.layout.block_tokens))
+        while len(self._steps) >= KEPT_STEPS:
+            del self._steps[next(iter(self._steps))]
+        self._steps[header.step] = step
+
+    def _take_queries(self, port: Port, header: Header) -> None:
+        step, heads = self._steps[header.step], self._heads
+        q = self._receive(port, header, (step.num_queries, heads.num_heads, heads.head_dim))
+        step.q, step.state = q, None
+        whole = step.whole
+        if whole.num_rows:
+            own = q[: whole.num_rows]
+            step.state = self._ops.attend_old(
+                own, heads, self._cache, header.layer, whole, self._scale
+            )
+
+    def _attend(self, port: Port, header: Header) -> None:
+        step, heads, layer = self._steps[header.step], self._heads, header.layer
+        shape = (step.stores.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
+        kv = self._receive(port, header, shape)
+        if step.q is None:
+            raise ValueError("keys and values without queries")
+        ops, cache, scale = self._ops, self._cache, self._scale
+        if step.stores.num_rows:
+            ops.store(kv, heads, cache, layer, step.stores)
+        answers: list[Tensor] = []
+        if step.state is not None:
+            own = step.q[: step.whole.num_rows]
+            answers.append(ops.attend_new(own, step.state, heads, cache, layer, step.whole, scale))
+        if step.parts.num_rows:
+            q = step.q[step.part_rows]
+            answers.append(
+                ops.attend_segments(q, heads, cache, layer, step.parts, scale, step.segments)
+            )
+        payload = [bytes_of(answer) for answer in answers]
+        num_bytes = sum(map(len, payload))
+        port.send(Header(num_bytes, ATTENDED, layer, header.step), *payload)
+
+    def _receive(self, port: Port, header: Header, shape: tuple[int, int, int]) -> Tensor:
+        rows = torch.empty(shape, dtype=self._dtype)
+        target = bytes_of(rows)
+        if len(target) != header.num_bytes:
+            raise ValueError(f"{header.num_bytes} bytes came where {len(target)} are due")
+        port.receive_into(target)
+        return rows
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, shared."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _bytes(text: bytes) -> memoryview:
+    return memoryview(bytearray(text))
+
+
+def _int32(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.int32) if data else _NONE
+
+
+_NONE = torch.zeros(0, dtype=torch.int32)
+
+
+def _written(rows: StepMeta, block_tokens: int) -> Iterable[int]:
+    """Blocks in which a row will be stored."""
+    starts = rows.row_starts.tolist()
+    for s, context in enumerate(rows.context_starts.tolist()):
+        count = starts[s + 1] - starts[s]
+        blocks = slice(context // block_tokens, -(-(context + count) // block_tokens))
+        yield from rows.block_tables[s, blocks].tolist()

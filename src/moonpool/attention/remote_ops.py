@@ -1,0 +1,190 @@
+"""`Ops` whose attention is done elsewhere: the dense operations are the local ones, the KVCache
+lies at attention workers. Model code does not notice.
+
+`rope_store` sends q, so that attention over the old tokens may begin, then k and v; `attend` takes
+what comes back. Rows do not see each other, and a split sequence is merged in the order of its
+tokens, so the bits are those of the local operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moonpool.attention.hand import bytes_of
+from moonpool.attention.plan import Placement, Share, StepShares, split_step
+from moonpool.attention.port import Port, PortError
+from moonpool.attention.wire import (
+    ATTENDED,
+    FAILED,
+    KEYS_VALUES,
+    MAX_TEXT_BYTES,
+    PLAN,
+    Header,
+    Q,
+)
+from moonpool.engine.ops import (
+    HeadShape,
+    KvCache,
+    Linear,
+    QkNorm,
+    RopeTable,
+    SplitOps,
+    StepMeta,
+)
+
+MAX_STEP = 1 << 32
+KEPT_STEPS = 2
+"""Steps that may be under way together: batches that take turns."""
+
+
+class AttentionLostError(RuntimeError):
+    """An attention worker failed; `worker` is its number."""
+
+    def __init__(self, worker: int, why: str) -> None:
+        super().__init__(f"attention worker {worker}: {why}")
+        self.worker = worker
+
+
+class _Step:
+    __slots__ = ("meta", "number", "shares")
+
+    def __init__(self, meta: StepMeta, number: int, shares: StepShares) -> None:
+        self.meta = meta
+        self.number = number
+        self.shares = shares
+
+
+class RemoteOps:
+    """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost.
+    Used by one thread; `replace` may come from others."""
+
+    def __init__(self, local: SplitOps, ports: Sequence[Port | None], placement: Placement) -> None:
+        self.name = f"offloaded {local.name}"
+        self.arithmetic = local.arithmetic
+        self.inner = local.inner
+        self.device = local.device
+        self.linear = local.linear
+        self.rms_norm = local.rms_norm
+        self.add_rms_norm = local.add_rms_norm
+        self.silu_mul = local.silu_mul
+        self._local = local
+        self._ports = list(ports)
+        self._placement = placement
+        self._steps: list[_Step] = []
+        self._number = 0
+        self._plans = msgspec.msgpack.Encoder()
+
+    def replace(self, worker: int, port: Port | None) -> None:
+        """A worker was lost, or another one has taken its place."""
+        former, self._ports[worker] = self._ports[worker], port
+        if former is not None:
+            former.close()
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+    ) -> Tensor:
+        step = self._step_of(meta, cache)
+        q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
+        for worker, share in step.shares.shares.items():
+            rows = q if share.queries is None else q[share.queries]
+            self._send(worker, Q, layer, step.number, bytes_of(rows))
+        for worker, share in step.shares.shares.items():
+            rows = kv if share.stores is None else kv[share.stores]
+            self._send(worker, KEYS_VALUES, layer, step.number, bytes_of(rows))
+        return q
+
+    def attend(
+        self,
+        q: Tensor,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+    ) -> Tensor:
+        step = self._step_of(meta, cache)
+        width = heads.num_heads * heads.head_dim
+        out = torch.empty(meta.num_rows, width, dtype=q.dtype)
+        partials: list[Tensor] = []
+        for worker, share in step.shares.shares.items():
+            whole, part = self._receive(worker, share, layer, step.number, out, heads)
+            if share.queries is not None and share.num_whole:
+                out[share.queries[: share.num_whole]] = whole
+            if part is not None:
+                partials.append(part)
+        merge = step.shares.merge
+        if merge is not None:
+            everything = torch.cat(partials)
+            out[merge.rows] = self._local.merge(everything, merge.order, merge.starts, out.dtype)
+        return out
+
+    def _step_of(self, meta: StepMeta, cache: KvCache) -> _Step:
+        """Of one or two steps under way; a new one is announced to those who have a share."""
+        for step in self._steps:
+            if step.meta is meta:
+                return step
+        shares = split_step(meta, self._placement, cache.layout.block_tokens)
+        self._number = (self._number + 1) % MAX_STEP
+        step = _Step(meta, self._number, shares)
+        for worker, share in shares.shares.items():
+            body = bytearray(self._plans.encode(share.plan))
+            self._send(worker, PLAN, 0, step.number, memoryview(body))
+        self._steps = [*self._steps[-KEPT_STEPS + 1 :], step]
+        return step
+
+    def _port(self, worker: int) -> Port:
+        port = self._ports[worker]
+        if port is None:
+            raise AttentionLostError(worker, "it is lost")
+        return port
+
+    def _send(self, worker: int, kind: int, layer: int, step: int, payload: memoryview) -> None:
+        try:
+            self._port(worker).send(Header(len(payload), kind, layer, step), payload)
+        except PortError as error:
+            raise self._lost(worker, str(error)) from error
+
+    def _receive(
+        self, worker: int, share: Share, layer: int, step: int, out: Tensor, heads: HeadShape
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs and partials of a worker's rows; outputs of all rows go straight to `out`."""
+        whole = out
+        if share.queries is not None:
+            whole = out.new_empty(share.num_whole, out.shape[1])
+        part = None
+        targets = [bytes_of(whole)] if share.num_whole else []
+        if share.num_partials:
+            part = torch.empty(share.num_partials, heads.num_heads, heads.head_dim + 2)
+            targets.append(bytes_of(part))
+        try:
+            port = self._port(worker)
+            header = port.receive()
+            while header.kind == ATTENDED and (header.step, header.layer) != (step, layer):
+                port.receive_into(memoryview(bytearray(header.num_bytes)))  # nobody wanted it
+                header = port.receive()
+            if header.kind == FAILED and header.num_bytes <= MAX_TEXT_BYTES:
+                text = bytearray(header.num_bytes)
+                port.receive_into(memoryview(text))
+                raise PortError(text.decode(errors="replace"))
+            if header.kind != ATTENDED or header.num_bytes != sum(map(len, targets)):
+                raise PortError("it answered what was not asked")
+            for target in targets:
+                port.receive_into(target)
+        except PortError as error:
+            raise self._lost(worker, str(error)) from error
+        return whole, part
+
+    def _lost(self, worker: int, why: str) -> AttentionLostError:
+        self.replace(worker, None)
+        return AttentionLostError(worker, why)

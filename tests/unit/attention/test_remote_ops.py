@@ -1,0 +1,239 @@
+"""An engine whose attention is done by other threads draws the same tokens, bit for bit."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from moonpool.attention.hand import Hand
+from moonpool.attention.plan import Placement, PlacementError, split_step
+from moonpool.attention.port import (
+    Port,
+    PortError,
+    SocketPort,
+    offer_rings,
+    rings_available,
+    take_rings,
+)
+from moonpool.attention.remote_ops import AttentionLostError, RemoteOps
+from moonpool.engine import native
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import SEGMENT, HeadShape, KvCache, SplitOps, StepMeta, empty_cache
+from moonpool.engine.reference_split import ReferenceSplitOps
+from moonpool.engine.runner import Engine, make_layout
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.types import RequestId, SamplingParams
+
+NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,head_dim=16,inter=96,vocab=300,context=8192"
+HEADS = HeadShape(4, 2, 16)
+BLOCKS_EACH = 40
+GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+
+
+def make_ops() -> SplitOps:
+    if native.available() is not None:
+        return ReferenceSplitOps()
+    from moonpool.engine.native.split import NativeSplitOps
+
+    return NativeSplitOps()
+
+
+class Workers:
+    """Attention workers as threads, each with an arena of its own."""
+
+    def __init__(self, count: int, transport: str, dtype: str = "float32") -> None:
+        self.model = open_model(NAME, dtype)
+        ops = make_ops()
+        self.layout = make_layout(self.model, 64, ops)
+        self.caches = [empty_cache(self.layout, BLOCKS_EACH) for _ in range(count)]
+        self.written: list[set[int]] = [set() for _ in range(count)]
+        self.ports: list[Port] = []
+        self.theirs: list[Port] = []
+        self.threads: list[threading.Thread] = []
+        for index in range(count):
+            self._start(index, transport)
+        placement = Placement((BLOCKS_EACH,) * count)
+        self.ops = RemoteOps(ops, self.ports, placement)
+        nothing = torch.empty(1, 1, 1, dtype=self.caches[0].blocks.dtype)
+        shape = (BLOCKS_EACH * count, self.layout.num_layers, self.layout.slice_elements)
+        self.engine = Engine(self.model, self.ops, KvCache(nothing.expand(shape), self.layout))
+
+    def _start(self, index: int, transport: str) -> None:
+        ours, theirs = socket.socketpair()
+        hand = Hand(make_ops(), self.caches[index], HEADS, 16**-0.5, self.written[index].update)
+        if transport == "ring":
+            self.ports.append(offer_rings(ours, 1 << 16, 10.0, 0.0))
+            self.theirs.append(take_rings(theirs, None, 0.0))
+        else:
+            self.ports.append(SocketPort(ours, 10.0, absorbs=True))
+            self.theirs.append(SocketPort(theirs, None))
+
+        def serve() -> None:
+            with pytest.raises(PortError):
+                hand.serve(self.theirs[index])
+
+        self.threads.append(threading.Thread(target=serve))
+        self.threads[-1].start()
+
+    def close(self) -> None:
+        for port in self.ports:
+            port.close()
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def workers(count: int, transport: str = "socket", dtype: str = "float32") -> Iterator[Workers]:
+    if transport == "ring" and not rings_available():
+        pytest.skip("no native kernels")
+    made = Workers(count, transport, dtype)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def local_engine(made: Workers) -> Engine:
+    cache = empty_cache(made.layout, made.engine.num_blocks)
+    return Engine(made.model, make_ops(), cache)
+
+
+def run(engine: Engine, tables: list[list[int]], lengths: list[int], steps: int) -> list[list[int]]:
+    """Prompts prefilled in two chunks, then decoded together."""
+    texts = [[(7 * i + t) % 300 for t in range(length)] for i, length in enumerate(lengths)]
+    for number, (text, table) in enumerate(zip(texts, tables, strict=True)):
+        cut = len(text) // 2
+        name = RequestId(str(number))
+        if cut:
+            engine.step([SequenceStep(name, text[:cut], 0, table, None)])
+        result = engine.step([SequenceStep(name, text[cut:], cut, table, GREEDY)])
+        token = result.tokens[0]
+        assert token is not None
+        text.append(token.token_id)
+    for _ in range(steps):
+        batch = [
+            SequenceStep(RequestId(str(i)), text[-1:], len(text) - 1, table, GREEDY)
+            for i, (text, table) in enumerate(zip(texts, tables, strict=True))
+        ]
+        for text, token in zip(texts, engine.step(batch).tokens, strict=True):
+            assert token is not None
+            text.append(token.token_id)
+    return [text[length:] for text, length in zip(texts, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_by_request(count: int, transport: str, dtype: str) -> None:
+    with workers(count, transport, dtype) as made:
+        lengths = [30, 300, 64, 65, 500]
+        tables = []
+        for i, length in enumerate(lengths):
+            base = (i % count) * BLOCKS_EACH + 10 * (i // count) % BLOCKS_EACH
+            tables.append([base + j for j in range(-(-(length + 8) // 64))])
+        if count == 1:
+            tables = [[8 * i + j for j in range(8)] for i in range(5)]
+            tables[4] = list(range(31, 40))
+            tables[3] = [24, 25, 26, 27, 28, 29, 30]
+        assert run(made.engine, tables, lengths, 6) == run(local_engine(made), tables, lengths, 6)
+        assert {b + BLOCKS_EACH * w for w in range(count) for b in made.written[w]} == {
+            block
+            for table, n in zip(tables, lengths, strict=True)
+            for block in table[: n // 64 + 1]
+        }
+
+
+@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_by_token_range(count: int, transport: str) -> None:
+    """A long prompt's segments at different workers, beside short ones that lie at one. Chunks are
+    larger than the way between, and the last layer's answer to one that draws nothing is not read:
+    both sides would wait for each other."""
+    with workers(count, transport) as made:
+        size = SEGMENT // 64
+        long = [BLOCKS_EACH * (i // size % count) + i % size for i in range(66)]
+        if count == 2:  # its third segment is at the first worker again
+            long = [*range(size), *(BLOCKS_EACH + i for i in range(size)), 38, 39]
+        short = [BLOCKS_EACH + 33, BLOCKS_EACH + 34]
+        tables, lengths = [long, short], [2 * SEGMENT - 3, 70]
+        assert run(made.engine, tables, lengths, 6) == run(local_engine(made), tables, lengths, 6)
+
+
+def test_two_steps_take_turns() -> None:
+    """Layer by layer, as two staggered batches do."""
+    with workers(2) as made:
+        ops, cache, local = made.ops, empty_cache(made.layout, 1), make_ops()
+        own = empty_cache(made.layout, 2 * BLOCKS_EACH)
+        metas = [_decode_meta(0), _decode_meta(BLOCKS_EACH)]
+        from moonpool.engine.rope import rope_table
+
+        rope = rope_table(made.model.spec.rope, 16, 100)
+        qkvs = [torch.randn(1, 8 * 16, generator=torch.manual_seed(i)) for i in range(2)]
+        for layer in range(2):
+            sent = [
+                ops.rope_store(qkv, HEADS, rope, None, cache, layer, meta)
+                for qkv, meta in zip(qkvs, metas, strict=True)
+            ]
+            for q, qkv, meta in zip(sent, qkvs, metas, strict=True):
+                local.rope_store(qkv, HEADS, rope, None, own, layer, meta)
+                expected = local.attend(q, HEADS, own, layer, meta, 0.25)
+                assert torch.equal(expected, ops.attend(q, HEADS, cache, layer, meta, 0.25))
+
+
+def _decode_meta(block: int) -> StepMeta:
+    return StepMeta(
+        positions=torch.tensor([0], dtype=torch.int32),
+        row_starts=torch.tensor([0, 1], dtype=torch.int32),
+        context_starts=torch.tensor([0], dtype=torch.int32),
+        block_tables=torch.tensor([[block]], dtype=torch.int32),
+        num_rows=1,
+        num_sequences=1,
+    )
+
+
+@pytest.mark.parametrize("transport", ["socket", "ring"])
+def test_a_lost_worker_fails_the_step_that_needs_it_and_no_other(transport: str) -> None:
+    with workers(2, transport) as made:
+        made.theirs[1].close()
+        made.threads[1].join(5)
+        near = SequenceStep(RequestId("0"), [1, 2], 0, [0], GREEDY)
+        far = SequenceStep(RequestId("1"), [1, 2], 0, [BLOCKS_EACH], GREEDY)
+        expected = made.engine.step([near]).tokens
+        for _ in range(2):
+            with pytest.raises(AttentionLostError) as failure:
+                made.engine.step([near, far])
+            assert failure.value.worker == 1
+            assert made.engine.step([near]).tokens == expected
+
+
+def test_what_a_worker_cannot_do_it_says() -> None:
+    with workers(1) as made:
+        made.ops._placement = Placement((2 * BLOCKS_EACH,))  # it has fewer
+        step = SequenceStep(RequestId("0"), [1], 0, [BLOCKS_EACH - 1], GREEDY)
+        assert made.engine.step([step]).tokens
+        meta = _decode_meta(BLOCKS_EACH + 3)
+        with pytest.raises(AttentionLostError, match="block table"):
+            made.engine._model.forward(torch.tensor([1]), made.engine._cache, meta, None)
+            made.engine._model.forward(
+                torch.tensor([1]), made.engine._cache, meta, torch.tensor([0])
+            )
+
+
+def test_a_segment_must_not_lie_at_two_workers() -> None:
+    tables = torch.tensor([[0, 5]], dtype=torch.int32)
+    meta = StepMeta(
+        positions=torch.tensor([70], dtype=torch.int32),
+        row_starts=torch.tensor([0, 1], dtype=torch.int32),
+        context_starts=torch.tensor([70], dtype=torch.int32),
+        block_tables=tables,
+        num_rows=1,
+        num_sequences=1,
+    )
+    with pytest.raises(PlacementError, match="two attention workers"):
+        split_step(meta, Placement((4, 4)), 64)
