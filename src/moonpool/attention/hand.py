@@ -44,7 +44,8 @@ class _Step:
 
 
 class Hand:
-    """Attends for one model worker. `writing` hears of the blocks that a step is about to write."""
+    """Attends for one model worker. `writing` hears of the blocks that a step is about to
+    write, and of its epoch."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Hand:
         cache: KvCache,
         heads: HeadShape,
         scale: float,
-        writing: Callable[[Iterable[int]], None],
+        writing: Callable[[Iterable[int], int], None],
     ) -> None:
         self._ops = ops
         self._cache = cache
@@ -103,7 +104,7 @@ class Hand:
         )
         if step.whole.num_rows > step.num_queries or len(step.part_rows) != step.parts.num_rows:
             raise ValueError("a plan whose rows do not fit each other")
-        self._writing(_written(step.stores, self._cache.layout.block_tokens))
+        self._writing(_written(step.stores, self._cache.layout.block_tokens), plan.epoch)
         while len(self._steps) >= KEPT_STEPS:
             del self._steps[next(iter(self._steps))]
         self._steps[header.step] = step

@@ -74,7 +74,9 @@ class _Piece:
         self.context, self.table, self.segment = context, table, segment
 
 
-def split_step(meta: StepMeta, placement: Placement, block_tokens: int) -> StepShares:
+def split_step(
+    meta: StepMeta, placement: Placement, block_tokens: int, epoch: int = 0
+) -> StepShares:
     """Raises PlacementError if a segment of a sequence lies at two workers."""
     tables = meta.block_tables.numpy()
     contexts = meta.context_starts.numpy()
@@ -102,9 +104,8 @@ def split_step(meta: StepMeta, placement: Placement, block_tokens: int) -> StepS
     positions = meta.positions.numpy()
     for worker in sorted({*whole, *parts}):
         base = int(placement.bounds[worker])
-        shares[worker] = _share(
-            whole.get(worker, []), parts.get(worker, []), stores.get(worker, []), positions, base
-        )
+        pieces = (whole.get(worker, []), parts.get(worker, []), stores.get(worker, []))
+        shares[worker] = _share(*pieces, positions, base, epoch)
     return StepShares(shares, _merge(parts, sorted(shares)))
 
 
@@ -137,7 +138,12 @@ def _segments(
 
 
 def _share(
-    whole: list[_Piece], parts: list[_Piece], stores: list[_Piece], positions: Numbers, base: int
+    whole: list[_Piece],
+    parts: list[_Piece],
+    stores: list[_Piece],
+    positions: Numbers,
+    base: int,
+    epoch: int,
 ) -> Share:
     whole_rows = _row_numbers(whole)
     # The queries of a sequence in parts are sent once, however many of its segments are here.
@@ -159,6 +165,7 @@ def _share(
         segments=np.array([p.segment for p in parts], dtype=np.int32).tobytes(),
         part_rows=_joined(part_rows).astype(np.int32).tobytes(),
         num_queries=len(queries),
+        epoch=epoch,
     )
     return Share(
         plan=plan,

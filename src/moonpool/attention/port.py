@@ -19,7 +19,6 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from moonpool.attention.wire import HEADER, Header

@@ -8,7 +8,7 @@ tokens, so the bits are those of the local operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -29,7 +29,6 @@ from moonpool.attention.wire import (
 from moonpool.engine.ops import (
     HeadShape,
     KvCache,
-    Linear,
     QkNorm,
     RopeTable,
     SplitOps,
@@ -74,6 +73,8 @@ class RemoteOps:
         self._local = local
         self._ports = list(ports)
         self._placement = placement
+        self.on_lost: Callable[[int, Port], None] = lambda worker, port: None
+        self.epoch = 0  # of the steps to come; set by whoever begins them
         self._steps: list[_Step] = []
         self._number = 0
         self._plans = msgspec.msgpack.Encoder()
@@ -134,7 +135,7 @@ class RemoteOps:
         for step in self._steps:
             if step.meta is meta:
                 return step
-        shares = split_step(meta, self._placement, cache.layout.block_tokens)
+        shares = split_step(meta, self._placement, cache.layout.block_tokens, self.epoch)
         self._number = (self._number + 1) % MAX_STEP
         step = _Step(meta, self._number, shares)
         for worker, share in shares.shares.items():
@@ -150,10 +151,11 @@ class RemoteOps:
         return port
 
     def _send(self, worker: int, kind: int, layer: int, step: int, payload: memoryview) -> None:
+        port = self._port(worker)
         try:
-            self._port(worker).send(Header(len(payload), kind, layer, step), payload)
+            port.send(Header(len(payload), kind, layer, step), payload)
         except PortError as error:
-            raise self._lost(worker, str(error)) from error
+            raise self._lost(worker, port, str(error)) from error
 
     def _receive(
         self, worker: int, share: Share, layer: int, step: int, out: Tensor, heads: HeadShape
@@ -167,8 +169,8 @@ class RemoteOps:
         if share.num_partials:
             part = torch.empty(share.num_partials, heads.num_heads, heads.head_dim + 2)
             targets.append(bytes_of(part))
+        port = self._port(worker)
         try:
-            port = self._port(worker)
             header = port.receive()
             while header.kind == ATTENDED and (header.step, header.layer) != (step, layer):
                 port.receive_into(memoryview(bytearray(header.num_bytes)))  # nobody wanted it
@@ -182,9 +184,12 @@ class RemoteOps:
             for target in targets:
                 port.receive_into(target)
         except PortError as error:
-            raise self._lost(worker, str(error)) from error
+            raise self._lost(worker, port, str(error)) from error
         return whole, part
 
-    def _lost(self, worker: int, why: str) -> AttentionLostError:
-        self.replace(worker, None)
+    def _lost(self, worker: int, port: Port, why: str) -> AttentionLostError:
+        port.close()
+        if self._ports[worker] is port:  # else there is another one already
+            self._ports[worker] = None
+        self.on_lost(worker, port)
         return AttentionLostError(worker, why)

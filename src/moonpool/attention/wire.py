@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     `whole`: sequences that lie here from their first token on; the first rows of Q are theirs, and
     the answer is their output. `parts`: one sequence per segment that lies here, and
     `part_rows` the row of Q of each of their rows; the answer is their partials, after the outputs.
-    `stores`: where the rows of K and V go.
+    `stores`: where the rows of K and V go. `epoch`: see `attention.control`.
     """
 
     stores: Rows
@@ -75,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     segments: bytes
     part_rows: bytes
     num_queries: int
+    epoch: int
 
 
 def rows_of(

@@ -25,7 +25,6 @@ from torch import Tensor
 from moonpool.config import Quantization
 from moonpool.kvcache.layout import BlockLayout
 
-
 SPAN = 256
 """Tokens that attention takes at once, from a multiple of it on."""
 SEGMENT = 8 * SPAN

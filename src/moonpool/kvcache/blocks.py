@@ -60,6 +60,15 @@ class BlockPool:
         self._evicted: list[BlockKey] = []
 
     @property
+    def largest(self) -> int:
+        """Blocks that one sequence can have."""
+        return self.num_blocks
+
+    def together(self, one: Sequence[BlockId], other: Sequence[BlockId]) -> bool:
+        """Whether room that one sequence leaves is of use to the other."""
+        return True
+
+    @property
     def num_free(self) -> int:
         """Blocks without name and holder."""
         return self.num_blocks - len(self._num_holds) + len(self._free)
@@ -143,8 +152,11 @@ class BlockPool:
         self._evictable.touch(blocks)
         self._held_by.setdefault(owner, []).extend(blocks)
 
-    def allocate(self, owner: str, num_blocks: int) -> list[BlockId] | None:
-        """Holds `num_blocks` nameless blocks, evicting cached ones if need be; all or nothing."""
+    def allocate(
+        self, owner: str, num_blocks: int, beside: Sequence[BlockId] = ()
+    ) -> list[BlockId] | None:
+        """Holds `num_blocks` nameless blocks, evicting cached ones if need be; all or nothing.
+        `beside`: blocks of the sequence that they continue, where that makes a difference."""
         assert num_blocks >= 0
         if num_blocks > self.num_available:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from moonpool.kvcache.transfers import FetchEnded
+from moonpool.kvcache.transfers import FetchEnded, PeerAddress
 from moonpool.messenger.auth import AuthError
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
@@ -13,6 +13,7 @@ from moonpool.messenger.peering import Route
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import Connection, ProtocolError, TransportError
 from moonpool.messenger.wire import (
+    Elsewhere,
     ReadBlocks,
     ReadGranted,
     ReadReleased,
@@ -43,13 +44,18 @@ class Fetch:
         self._landing = landing
         self._deadline_s = deadline_s
         self._answered = False
+        self._sent_on = False
+        self._started_s = time.monotonic()
 
-    def run(self, route: Route, station: Station) -> FetchEnded:
-        started_s = time.monotonic()
+    def run(self, route: Route, station: Station) -> FetchEnded | PeerAddress:
+        """An address: go on there, with another route."""
         error = "failed unexpectedly; see the log"
         try:
             self._pull_by_any_way(route)
             error = ""
+        except _ElsewhereError as elsewhere:
+            error = ""
+            return elsewhere.address
         except (TransportError, AuthError) as failure:
             error = f"fetch from {self._source}: {self.line.explain(failure)}"
             station.counters.failed()
@@ -64,7 +70,7 @@ class Fetch:
             num_blocks=self._landing.verified_prefix(),
             corrupt_slices=self._landing.corrupt_slices,
             num_bytes=self._landing.num_bytes,
-            seconds=time.monotonic() - started_s,
+            seconds=time.monotonic() - self._started_s,
             error=error,
         )
 
@@ -100,6 +106,9 @@ class Fetch:
         deadline_s = self._deadline_s
         granted = connection.receive(deadline_s)
         self._answered = True
+        if isinstance(granted, Elsewhere) and not self._sent_on:
+            self._sent_on = True
+            raise _ElsewhereError(granted.address)
         if isinstance(granted, Refused):
             raise _RefusedError(f"refused: {granted.reason}")
         if not isinstance(granted, ReadGranted) or granted.num_blocks > num_keys:
@@ -114,6 +123,14 @@ class Fetch:
             last = message.last
         # All is here. The link sends this when the end has been told, or with the next request.
         connection.hold(ReadReleased(corrupt_slices=self._landing.corrupt_slices))
+
+
+class _ElsewhereError(Exception):
+    """The blocks are kept by another peer."""
+
+    def __init__(self, address: PeerAddress) -> None:
+        super().__init__()
+        self.address = address
 
 
 class _RefusedError(TransportError):

@@ -162,6 +162,9 @@ class Messenger:
 
         def operate(route: Route) -> Callable[[], None]:
             ended = fetch.run(route, self._station)
+            if isinstance(ended, PeerAddress):
+                elsewhere = ended
+                return lambda: self._links.run(elsewhere, operate, fetch.opening())
             with self._lock:
                 del self._fetches[fetch_id]
             return lambda: self._station.post(ended)
@@ -173,6 +176,10 @@ class Messenger:
         stay as they are until ReadEnded."""
         self._reads.grant(read_id, block_ids)
 
+    def send_read_on(self, read_id: str, address: PeerAddress) -> None:
+        """The other answer to ReadRequested: its blocks are kept by another peer."""
+        self._reads.send_on(read_id, address)
+
     # Sending a layer stream
 
     def open_stream(self, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
@@ -183,11 +190,15 @@ class Messenger:
                 del self._sends[stream_id]
             self._station.post(event)
 
+        def follow(address: PeerAddress) -> None:
+            self._links.run(address, stream.run, stream.opening())
+
         deadline_s = _deadline_s(timeout_s)
         with self._lock:
             if stream_id in self._sends:
                 raise ValueError(f"stream {stream_id!r} is open already")
-            stream = SendStream(self._station, stream_id, target.instance_id, deadline_s, end)
+            target_id = target.instance_id
+            stream = SendStream(self._station, stream_id, target_id, deadline_s, end, follow)
             self._sends[stream_id] = stream
             closing = self._closing
         if closing:
@@ -223,6 +234,14 @@ class Messenger:
         landing = self._landing(block_ids, first_index)
         self._receptions.expect(stream_id, landing, _deadline_s(timeout_s))
         self._inbound.wake()
+
+    def expect_at(self, stream_id: str, address: PeerAddress) -> None:
+        """The stream is received for us by another peer: its sender, which comes to us, is sent
+        there. Until `forget_stream`."""
+        self._receptions.expect_at(stream_id, address)
+
+    def forget_stream(self, stream_id: str) -> None:
+        self._receptions.forget(stream_id)
         with self._lock:
             closing = self._closing
         if closing:

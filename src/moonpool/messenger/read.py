@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from moonpool.kvcache.transfers import ReadEnded, ReadRequested
+from moonpool.kvcache.transfers import PeerAddress, ReadEnded, ReadRequested
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import (
@@ -24,6 +24,7 @@ from moonpool.messenger.transport import (
     TransportError,
 )
 from moonpool.messenger.wire import (
+    Elsewhere,
     ReadBlocks,
     ReadGranted,
     ReadReleased,
@@ -41,6 +42,7 @@ class _Read:
         self.waiting = threading.Lock()  # held until there is an answer, or no more need of one
         self.waiting.acquire()
         self.granted: tuple[BlockId, ...] | None = None
+        self.elsewhere: PeerAddress | None = None
         self.doubted = False
 
     def answer(self) -> None:
@@ -72,6 +74,14 @@ class Reads:
                     raise ValueError(f"granted block {block_id} is outside the arena")
             read.granted = tuple(block_ids)
             read.answer()
+
+    def send_on(self, read_id: str, address: PeerAddress) -> None:
+        """An answer too: the blocks are there. Ignored if the read has ended."""
+        with self._lock:
+            read = self._reads.get(read_id)
+            if read is not None and not read.answered:
+                read.elsewhere = address
+                read.answer()
 
     def serve(self, connection: Connection, request: ReadBlocks) -> bool:
         """True if the connection is fit for another operation."""
@@ -128,7 +138,10 @@ class Reads:
             with self._lock:
                 read.answered = True  # a grant that comes from now on is too late, and ignored
         with self._lock:
-            granted = read.granted
+            granted, elsewhere = read.granted, read.elsewhere
+        if elsewhere is not None:
+            connection.send(Elsewhere(address=elsewhere), deadline_s())
+            return
         if granted is None:
             connection.send(
                 Refused(reason="the source gave no answer by the deadline"), time.monotonic() + 1.0

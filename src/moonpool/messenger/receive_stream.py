@@ -4,7 +4,8 @@
     expected -> ended (cancelled, or no sender came by the deadline)
 
 A sender that comes first is parked for a few seconds, then refused. ReceiveEnded is posted once per
-`expect`, when no thread writes the stream's blocks any more.
+`expect`, when no thread writes the stream's blocks any more. Streams that others receive for this
+instance are only told where to go (`expect_at`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import threading
 import time
 
-from moonpool.kvcache.transfers import ReceiveEnded
+from moonpool.kvcache.transfers import PeerAddress, ReceiveEnded
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import Connection, ProtocolError, TransportError
 from moonpool.messenger.wire import (
+    Elsewhere,
     OpenStream,
     Refused,
     Slices,
@@ -44,6 +46,7 @@ class Receptions:
         self._park_s = park_s
         self._changed = threading.Condition()  # guards what follows
         self._receptions: dict[str, _Reception] = {}
+        self._elsewhere: dict[str, PeerAddress] = {}
         self._closing = False
 
     def expect(self, stream_id: str, landing: Landing, deadline_s: float) -> None:
@@ -53,6 +56,16 @@ class Receptions:
                 raise ValueError(f"stream {stream_id!r} is expected already")
             self._receptions[stream_id] = _Reception(landing, deadline_s)
             self._changed.notify_all()
+
+    def expect_at(self, stream_id: str, address: PeerAddress) -> None:
+        """A sender is sent there, until `forget`."""
+        with self._changed:
+            self._elsewhere[stream_id] = address
+            self._changed.notify_all()
+
+    def forget(self, stream_id: str) -> None:
+        with self._changed:
+            self._elsewhere.pop(stream_id, None)
 
     def cancel(self, stream_id: str, reason: str) -> None:
         """Ends the stream at once, or as soon as its thread has let go. No such stream: nothing."""
@@ -95,6 +108,9 @@ class Receptions:
         stream_id = opening.stream_id
         park_s = min(self._park_s, opening.timeout_s)
         reception, refusal = self._claim(stream_id, connection, park_s)
+        if isinstance(refusal, PeerAddress):
+            connection.send(Elsewhere(address=refusal), time.monotonic() + 1.0)
+            return True
         if reception is None:
             connection.send(Refused(reason=refusal), time.monotonic() + 1.0)
             return False
@@ -113,11 +129,19 @@ class Receptions:
 
     def _claim(
         self, stream_id: str, connection: Connection, park_s: float
-    ) -> tuple[_Reception | None, str]:
+    ) -> tuple[_Reception | None, str | PeerAddress]:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or stream_id in self._receptions, timeout=park_s
+                lambda: (
+                    self._closing
+                    or stream_id in self._receptions
+                    or stream_id in self._elsewhere
+                ),
+                timeout=park_s,
             )
+            elsewhere = self._elsewhere.get(stream_id)
+            if elsewhere is not None and not self._closing:
+                return None, elsewhere
             reception = self._receptions.get(stream_id)
             if self._closing or reception is None:
                 return None, f"stream {stream_id!r} is not expected here"

@@ -14,9 +14,10 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from types import UnionType
+from typing import Any, TypeVar
 
-from moonpool.kvcache.transfers import SendEnded
+from moonpool.kvcache.transfers import PeerAddress, SendEnded
 from moonpool.messenger.auth import AuthError
 from moonpool.messenger.line import Line
 from moonpool.messenger.peering import Route
@@ -29,6 +30,7 @@ from moonpool.messenger.transport import (
     TransportError,
 )
 from moonpool.messenger.wire import (
+    Elsewhere,
     OpenStream,
     Refused,
     SlicesEnd,
@@ -43,7 +45,8 @@ SliceRef = tuple[int, BlockId, int]  # index, block id, layer
 
 
 class SendStream:
-    """`on_end` is called once, when no thread touches the stream's blocks any more."""
+    """`on_end` is called once, when no thread touches the stream's blocks any more. `follow` runs
+    the stream anew with the peer to which the target has sent it on."""
 
     def __init__(
         self,
@@ -52,12 +55,15 @@ class SendStream:
         target: InstanceId,
         deadline_s: float,
         on_end: Callable[[SendEnded], None],
+        follow: Callable[[PeerAddress], None],
     ) -> None:
         self._station = station
         self._stream_id = stream_id
         self._target = target
         self._deadline_s = deadline_s
         self._on_end = on_end
+        self._follow = follow
+        self._sent_on = False
         self._started_s = time.monotonic()
         self._line = Line()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -105,6 +111,9 @@ class SendStream:
         try:
             self._stream(*self._open(route))
             error = ""
+        except _SentOnError as elsewhere:
+            address = elsewhere.address
+            return lambda: self._follow(address)
         except (TransportError, AuthError) as failure:
             error = f"stream to {self._target}: {self._line.explain(failure)}"
         except Exception:
@@ -151,11 +160,20 @@ class SendStream:
             try:
                 if not route.opened:
                     connection.send(self.opening(), deadline_s)
-                return connection, _expect(connection, StreamExpected, deadline_s)
+                return connection, self._expected(connection)
             except PeerGoneError:
                 self._line.let_go()
                 if self._line.broken or not route.fail(answered=False):
                     raise
+
+    def _expected(self, connection: Connection) -> StreamExpected:
+        answer = _expect(connection, StreamExpected | Elsewhere, self._deadline_s)
+        if isinstance(answer, StreamExpected):
+            return answer
+        if self._sent_on:
+            raise ProtocolError("the stream was sent on twice")
+        self._sent_on = True
+        raise _SentOnError(answer.address)
 
     def _stream(self, connection: Connection, expected: StreamExpected) -> None:
         deadline_s = self._deadline_s
@@ -214,7 +232,15 @@ class SendStream:
         return [item for item in batch if item[0] >= expected.first_index]
 
 
-def _expect(connection: Connection, kind: type[_T], deadline_s: float) -> _T:
+class _SentOnError(Exception):
+    """Not here: there."""
+
+    def __init__(self, address: PeerAddress) -> None:
+        super().__init__()
+        self.address = address
+
+
+def _expect(connection: Connection, kind: type[_T] | UnionType, deadline_s: float) -> Any:
     message = connection.receive(deadline_s)
     if isinstance(message, Refused):
         raise TransportError(f"refused: {message.reason}")

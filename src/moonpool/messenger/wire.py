@@ -7,7 +7,8 @@ After the handshake (`auth`) a connection serves one operation after the other:
     stream:  client OpenStream -> server StreamExpected -> client Slices ..., SlicesEnd
              -> server StreamReceived
 
-Either side may answer Refused instead. An operation that did not come to its end closes the
+Either side may answer Refused instead, and a server Elsewhere: the same operation is then begun
+anew with the peer it names, once. An operation that did not come to its end closes the
 connection: what might still arrive of it must not be taken for the next one's. On tcp the bytes of
 the slices follow their Slices frame; in shared memory the reader copies them from the arena of the
 other side.
@@ -19,6 +20,7 @@ from typing import Annotated
 
 import msgspec
 
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockKey, Struct
 
 MAX_FRAME_BYTES = 1 << 20
@@ -88,6 +90,12 @@ class StreamReceived(Struct, frozen=True, tag=True):
     corrupt: tuple[_Count, ...]
 
 
+class Elsewhere(Struct, frozen=True, tag=True):
+    """The blocks are not in this instance's own memory: whoever keeps them listens there."""
+
+    address: PeerAddress
+
+
 class Refused(Struct, frozen=True, tag=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)]
 
@@ -102,6 +110,7 @@ Message = (
     | OpenStream
     | StreamExpected
     | StreamReceived
+    | Elsewhere
     | Refused
 )
 

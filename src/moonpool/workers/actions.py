@@ -69,7 +69,27 @@ class StepsEnded:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
+    """`lost_arena`: it failed because that arena is gone; works without blocks there can go on."""
+
     message: str
+    lost_arena: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLost:
+    """One of the arenas in which the instance's blocks lie is gone, and all that was in it. What
+    was begun with its blocks ends all the same, each by its own event."""
+
+    arena: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaBack:
+    """The arena can be used again; of its blocks, these have kept their content."""
+
+    arena: int
+    named: tuple[tuple[BlockId, BlockKey], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +196,9 @@ class Depart:
     """The head wants nothing more: end the process in good order."""
 
 
-WorkerEvent = Command | MessengerEvent | StepEnded | StepsEnded | StepFailed
+WorkerEvent = (
+    Command | MessengerEvent | StepEnded | StepsEnded | StepFailed | ArenaLost | ArenaBack
+)
 
 WorkerAction = (
     RunStep

@@ -161,9 +161,10 @@ class Arrivals:
         missing_keys = keys[num_local:]
         if not missing_keys:
             return
+        held = pool.match(keys[:num_local])
         if not active.loads:
-            pool.acquire(active.fetch_owner, pool.match(keys[:num_local]))
-        missing = pool.allocate(active.fetch_owner, len(missing_keys))
+            pool.acquire(active.fetch_owner, held)
+        missing = pool.allocate(active.fetch_owner, len(missing_keys), held)
         if missing is None:
             if not active.loads:
                 pool.release(active.fetch_owner)

@@ -121,7 +121,7 @@ class Batch:
 
     def too_large(self) -> list[ActiveWork]:
         """Running works that have outgrown the instance."""
-        capacity_tokens = self._holdings.pool.num_blocks * self._layout.block_tokens
+        capacity_tokens = self._holdings.pool.largest * self._layout.block_tokens
         return [w for w in self.running if w.tokens.size > capacity_tokens]
 
     def end_step(self, seconds: float = 0.0) -> Step:
@@ -242,7 +242,12 @@ class Batch:
                 continue  # made way for an older one, or all of it is under way
             while not self._holdings.grow(active, len(active.tokens)):
                 # It is `active` itself in the end: a prefill that hands over never lacks blocks.
-                idle = (w for w in reversed(self.running) if not (w.target or w.steps_pending))
+                idle = (
+                    w
+                    for w in reversed(self.running)
+                    if not (w.target or w.steps_pending)
+                    and self._holdings.pool.together(w.block_ids, active.block_ids)
+                )
                 youngest = next(idle, active)
                 if youngest.steps_pending:
                     break

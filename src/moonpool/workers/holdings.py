@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonpool.config import InstanceConfig
 from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.partitions import PartedSpares, PartitionedPool
 from moonpool.kvcache.spare_first import SpareFirst
 from moonpool.kvcache.tiers import SsdTier
 from moonpool.types import BlockId, BlockKey
@@ -17,10 +20,27 @@ from moonpool.workers.messages import BlocksChanged, BlocksSnapshot, MarkCopies
 class Holdings:
     """Both tiers, and the numbering of what is told about them. Holds are the works' own."""
 
-    def __init__(self, config: InstanceConfig, layout: BlockLayout, num_blocks: int) -> None:
+    def __init__(
+        self,
+        config: InstanceConfig,
+        layout: BlockLayout,
+        num_blocks: int,
+        arenas: Sequence[int] = (),
+    ) -> None:
+        """`arenas`: of how many blocks each, if they lie in several."""
         self.layout = layout
-        self.spares = SpareFirst(make_eviction(config.eviction, num_blocks))
-        self.pool = BlockPool(num_blocks, self.spares)
+        self.pool: BlockPool
+        self.spares: SpareFirst | PartedSpares
+
+        def policy(size: int) -> SpareFirst:
+            return SpareFirst(make_eviction(config.eviction, size))
+
+        if arenas:
+            self.pool = PartitionedPool(arenas, policy)
+            self.spares = PartedSpares(self.pool)
+        else:
+            self.spares = policy(num_blocks)
+            self.pool = BlockPool(num_blocks, self.spares)
         self.tier: SsdTier | None = None
         if config.ssd_blocks and config.prefix_caching:
             self.tier = SsdTier(
@@ -77,9 +97,13 @@ class Holdings:
         assert not active.block_ids
         cached = self.cached_prefix(active)
         self.pool.acquire(active.owner, cached)
-        blocks = self.pool.allocate(active.owner, num_blocks - len(cached))
+        blocks = self.pool.allocate(active.owner, num_blocks - len(cached), cached)
         if blocks is None:
             self.pool.release(active.owner)
+            # There may be room elsewhere, where none of it is cached.
+            blocks = self.pool.allocate(active.owner, num_blocks) if cached else None
+            cached = []
+        if blocks is None:
             return None
         active.block_ids = cached + blocks
         active.num_sealed = len(cached)
@@ -91,7 +115,7 @@ class Holdings:
         lacking = self.layout.blocks_for(num_tokens) - len(active.block_ids)
         if lacking <= 0:
             return True
-        blocks = self.pool.allocate(active.owner, lacking)
+        blocks = self.pool.allocate(active.owner, lacking, active.block_ids)
         if blocks is None:
             return False
         active.block_ids.extend(blocks)

@@ -39,6 +39,8 @@ from moonpool.kvcache.transfers import (
 from moonpool.types import BlockId, BlockKey, Role, Token
 from moonpool.workers.actions import (
     AbortStream,
+    ArenaBack,
+    ArenaLost,
     CancelStream,
     Depart,
     ExpectStream,
@@ -51,6 +53,7 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.active import ActiveWork, Pending, Phase
+from moonpool.workers.arenas import Arenas
 from moonpool.workers.arrivals import Arrivals
 from moonpool.workers.batch import Batch, Step
 from moonpool.workers.demotion import Demotion, reserved_blocks
@@ -98,8 +101,11 @@ class Instance:
         cost: CostModel,
         eos_token_ids: Iterable[int],
         stored: Sequence[tuple[int, BlockKey]] = (),
+        arenas: Sequence[int] = (),
+        kept: Sequence[tuple[BlockId, BlockKey]] = (),
     ) -> None:
-        """`stored`: what the SSD holds from before, as (slot, name), the longest unused first."""
+        """`stored`: what the SSD holds from before, as (slot, name), the longest unused first.
+        `arenas`: of how many blocks each, if they lie in several; `kept`: what is in them."""
         self.config = config
         self.layout = layout
         self.role = role
@@ -107,13 +113,16 @@ class Instance:
         self.works: dict[WorkId, ActiveWork] = {}
         self._decode_factor = LearnedFactor()  # by which its steps take longer than `cost` says
         self._outbox = Outbox()
-        self._holdings = Holdings(config, layout, num_blocks)
+        self._holdings = Holdings(config, layout, num_blocks, arenas)
+        self._arenas = Arenas(self._holdings)
         self._batch = Batch(config, self._holdings, self._outbox, cost)
         self._arrivals = Arrivals(self._holdings, self._batch, self._outbox, cost, config.learning)
         self._demotion = Demotion(self._holdings, self._outbox)
         self._takeovers = Takeovers(self._holdings, self._outbox)
         self._eos = frozenset(eos_token_ids)
         self._adopt(stored)
+        if kept:
+            self.pool.adopt(kept)
 
     def _adopt(self, stored: Sequence[tuple[int, BlockKey]]) -> None:
         void = [slot for slot, _ in stored]
@@ -206,6 +215,11 @@ class Instance:
                 self._on_store_lost(event)
             case TierPaused() | TierResumed():
                 self._on_tier_paused(event.error if isinstance(event, TierPaused) else "")
+            case ArenaLost():
+                self._on_arena_lost(event)
+            case ArenaBack():
+                self._arenas.bring_back(event)
+        self._arenas.run()
         self._batch.begin_steps()
         self._demotion.run()
         self._announce_blocks()
@@ -275,7 +289,7 @@ class Instance:
     def _on_start_prefill(self, command: StartPrefill) -> None:
         work = command.work
         active = self._add(work, Phase.WAITING)
-        if self.layout.blocks_for(len(work.token_ids)) > self.pool.num_blocks:
+        if self.layout.blocks_for(len(work.token_ids)) > self.pool.largest:
             self._fail(active, "no_blocks", "the prompt needs more blocks than the instance has")
             return
         active.target = command.target
@@ -425,8 +439,19 @@ class Instance:
         for active, _ in self._batch.end_step():
             if active.closing:
                 self._finalise_if_idle(active)
+            elif event.lost_arena is not None and self._arenas.survives(active, event.lost_arena):
+                active.num_scheduled = active.num_computed  # the same tokens once more
             else:
                 self._fail(active, "engine_error", event.message)
+
+    def _on_arena_lost(self, event: ArenaLost) -> None:
+        """Its works begin anew, from their tokens and whatever of their blocks is elsewhere."""
+        if self._arenas.lose(event.arena):
+            self._outbox.count("lost_arenas")
+            self._batch.stop_repeating()
+            for active in list(self.works.values()):
+                if not active.closing and self._arenas.touches(active, event.arena):
+                    self._fail(active, "blocks_lost", event.message)
 
     # The messenger's word
 

@@ -214,7 +214,7 @@ class WorkFailed(Struct, frozen=True, tag=True):
     """This instance gives the work up and has freed, or is freeing, what it held."""
 
     work_id: WorkId
-    reason: str  # no_blocks | tbt_slo | engine_error
+    reason: str  # no_blocks | tbt_slo | engine_error | blocks_lost
     message: str
 
 

@@ -65,7 +65,10 @@ class Workers:
 
     def _start(self, index: int, transport: str) -> None:
         ours, theirs = socket.socketpair()
-        hand = Hand(make_ops(), self.caches[index], HEADS, 16**-0.5, self.written[index].update)
+        seen = self.written[index]
+        hand = Hand(
+            make_ops(), self.caches[index], HEADS, 16**-0.5, lambda blocks, _: seen.update(blocks)
+        )
         if transport == "ring":
             self.ports.append(offer_rings(ours, 1 << 16, 10.0, 0.0))
             self.theirs.append(take_rings(theirs, None, 0.0))

@@ -8,8 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.native.library import ATTEND_CALL, MERGE_CALL, PART_TAIL, STATE_FLOATS
-from moonpool.engine.native.library import STORE_CALL
+from moonpool.engine.native.library import (
+    ATTEND_CALL,
+    MERGE_CALL,
+    PART_TAIL,
+    STATE_FLOATS,
+    STORE_CALL,
+)
 from moonpool.engine.native.ops import NativeOps
 from moonpool.engine.ops import SEGMENT, SPAN, HeadShape, KvCache, QkNorm, RopeTable, StepMeta
 

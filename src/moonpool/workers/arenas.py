@@ -1,0 +1,59 @@
+"""The arenas of an instance whose blocks lie in several: which are lost, and when one is back.
+
+An arena is used again only when nobody holds blocks of what was lost.
+"""
+
+from __future__ import annotations
+
+from moonpool.kvcache.partitions import PartitionedPool
+from moonpool.types import BlockId
+from moonpool.workers.actions import ArenaBack
+from moonpool.workers.active import ActiveWork
+from moonpool.workers.holdings import Holdings
+
+
+class Arenas:
+    """Does nothing where there is one arena only: it is lost with the instance."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._returning: dict[int, ArenaBack] = {}
+
+    @property
+    def _pool(self) -> PartitionedPool | None:
+        pool = self._holdings.pool
+        return pool if isinstance(pool, PartitionedPool) else None
+
+    def lose(self, arena: int) -> bool:
+        """False if that is known."""
+        self._returning.pop(arena, None)
+        if self._pool is None or self._pool.is_lost(arena):
+            return False
+        self._pool.lose(arena)
+        return True
+
+    def bring_back(self, event: ArenaBack) -> None:
+        if self._pool is not None:
+            if not self._pool.is_lost(event.arena):
+                self._pool.lose(event.arena)  # nobody told us that it was another one meanwhile
+            self._returning[event.arena] = event
+
+    def run(self) -> None:
+        """To be called after each event: some holds may have ended."""
+        pool = self._pool
+        if pool is None:
+            return
+        for arena, event in list(self._returning.items()):
+            if pool.restore(arena, event.named):
+                del self._returning[arena]
+
+    def touches(self, active: ActiveWork, arena: int) -> bool:
+        """Whether the work has blocks in it."""
+        return self._any_in(active.block_ids, arena) or self._any_in(active.fetched_blocks, arena)
+
+    def survives(self, active: ActiveWork, lost_arena: int) -> bool:
+        """Whether a step that failed with the arena can be run again as far as this work goes."""
+        return active.target is None and not self.touches(active, lost_arena)
+
+    def _any_in(self, block_ids: list[BlockId], arena: int) -> bool:
+        return self._pool is not None and any(self._pool.part_of(b) == arena for b in block_ids)
