@@ -46,6 +46,12 @@ class ClusterConfig(Struct, frozen=True):
     prefill: int = 1
     decode: int = 1
     mixed: int = 0
+    attention: int = 0  # workers that keep the KVCache of decode instances, shared out evenly
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of them all."""
+        return self.prefill + self.decode + self.mixed + self.attention
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -54,9 +60,10 @@ class ClusterConfig(Struct, frozen=True):
         return tuple(role for role, n in (*counts, (Role.MIXED, self.mixed)) for _ in range(n))
 
     def num_processes(self, engine: EngineConfig) -> int:
-        """All stages of all instances; at least 1."""
+        """All stages of all instances, and attention workers; at least 1."""
         prefilling = engine.pipeline_parallel_size * (self.prefill + self.mixed)
-        return max(prefilling + engine.decode_pipeline_parallel_size * self.decode, 1)
+        decoding = engine.decode_pipeline_parallel_size * self.decode
+        return max(prefilling + decoding + self.attention, 1)
 
 
 class PoolConfig(Struct, frozen=True):
@@ -144,6 +151,7 @@ class EngineConfig(Struct, frozen=True):
     threads: int = 0  # per process; 0: cores / processes, at least 1
     pinning: Pinning = "auto"  # engines to cores of their own; "auto": if others are left beside
     device: Device = "cpu"
+    staggered_decodes: bool = False  # as two halves that take turns, with attention workers
     pipeline_parallel_size: int = 1
     decode_pipeline_parallel_size: int = 1  # of a decode instance
 
@@ -260,6 +268,7 @@ def _check_ranges(config: Config) -> None:
         "both prefill and decode instances",
     )
     _require(cluster.prefill + cluster.decode + cluster.mixed <= 65536, "cluster", "<= 65536")
+    _check_attention_workers(config)
     tokens = config.pool.block_tokens
     _require(
         tokens > 0 and tokens % 16 == 0 and tokens <= 1024,
@@ -359,6 +368,31 @@ def _check_mooncake(config: Config) -> None:
         '"" where pool.ssd_tokens_per_instance is above 0: an instance has an SSD or a store',
     )
     _require(mooncake.global_segment_size >= 0, "mooncake.global_segment_size", ">= 0")
+
+
+def _check_attention_workers(config: Config) -> None:
+    cluster = config.cluster
+    _require(cluster.attention >= 0, "cluster.attention", ">= 0")
+    if not cluster.attention:
+        _require(not config.engine.staggered_decodes, "cluster.attention", "> 0 to stagger decodes")
+        return
+    _require(
+        cluster.decode > 0 and cluster.attention % cluster.decode == 0,
+        "cluster.attention",
+        f"a multiple of the {cluster.decode} decode instances, which share them out evenly",
+    )
+    _require(
+        not cluster.mixed and config.conductor.role_balance != "switch",
+        "cluster.mixed",
+        "0 and conductor.role_balance not switch while there are attention workers: they serve"
+        " instances that only decode",
+    )
+    _require(config.engine.device == "cpu", "engine.device", "cpu with attention workers")
+    _require(
+        config.engine.decode_pipeline_parallel_size == 1,
+        "engine.decode_pipeline_parallel_size",
+        "1 with attention workers",
+    )
 
 
 def _require(holds: bool, name: str, wanted: str) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.kvcache.partitions import PartitionedPool
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockId, InstanceId, Role, Token
 from moonpool.workers.actions import (
     AbortStream,
+    ArenaBack,
+    ArenaLost,
     CancelStream,
     Depart,
     ExpectStream,
@@ -72,11 +76,12 @@ class Life:
         self.instance = Instance(
             world.instance_config,
             world.layout,
-            world.options.num_blocks,
+            sum(world.options.arenas) or world.options.num_blocks,
             role,
             world.cost,
             (world.eos,),
             self.disk.index(),
+            world.options.arenas,
         )
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}
@@ -270,7 +275,10 @@ class Life:
         self.arena[(block_id, layer)] = content
 
     def _held(self, block_id: BlockId) -> bool:
-        return self.instance.pool._num_holds[block_id] > 0
+        pool: BlockPool = self.instance.pool
+        if isinstance(pool, PartitionedPool):
+            pool, block_id = pool._own(block_id)
+        return pool._num_holds[block_id] > 0
 
     # The engine
 
@@ -306,13 +314,26 @@ class Life:
         self._stages_free_s[-1] = ends_s = time_s
         time_s -= began_s
         event: StepEnded | StepsEnded | StepFailed
-        if failed:
+        arenas = self.world.options.arenas
+        if arenas and self.world.chance("arena_loss_rate"):
+            event = self._lose_arena(self.clock.rng.randrange(len(arenas)), ends_s)
+        elif failed:
             event = StepFailed("the engine failed")
         elif step.max_repeats > 1:
             event = StepsEnded([tuple(map(Token, tokens[:repeats])) for tokens in drawn], time_s)
         else:
             event = StepEnded(tuple(Token(t[0]) if t else None for t in drawn), time_s)
         self.clock.at(ends_s, lambda: self._end_step(event))
+
+    def _lose_arena(self, arena: int, when_s: float) -> StepFailed:
+        """A step finds out; the instance hears of the loss before or after, and then that the
+        arena is there again."""
+        rng = self.clock.rng
+        lost_s = when_s + rng.choice((-0.0001, 0.001))
+        self.clock.at(lost_s, lambda: self.post(ArenaLost(arena, "the arena is gone")))
+        back_s = lost_s + rng.choice((0.001, 0.1, 2.0)) * rng.random()
+        self.clock.at(back_s, lambda: self.post(ArenaBack(arena)))
+        return StepFailed("an arena is gone", lost_arena=arena)
 
     def _end_step(self, event: StepEnded | StepsEnded | StepFailed) -> None:
         self._num_steps -= 1

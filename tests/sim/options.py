@@ -57,8 +57,16 @@ class Options:
     disk_failure_rate: float
     num_disk_losses: int
     num_stages: int  # of each instance's pipeline
+    num_arenas: int = 0  # of each instance that has neither SSD nor stages; 0: one of its own
+    arena_loss_rate: float = 0.0  # per step
     store_shared: bool = False  # one store for all, in the disks' place
     disk_hang_rate: float = 0.0  # of stores and loads
+
+    @property
+    def arenas(self) -> tuple[int, ...]:
+        """Blocks of each of an instance's arenas; none if it has but its own."""
+        plain = not self.num_slots and self.num_stages == 1
+        return (self.num_blocks,) * self.num_arenas if plain else ()
 
     @property
     def faultless(self) -> bool:
@@ -70,6 +78,7 @@ class Options:
             self.stall_rate,
             self.step_failure_rate,
             self.flip_rate,
+            self.arena_loss_rate,
             self.disk_failure_rate,
             self.disk_hang_rate,
         )
@@ -146,7 +155,11 @@ def draw_options(rng: random.Random) -> Options:
         num_disk_losses=disks.choice((0, 0, 0, 1)) if num_slots else 0,
         num_stages=policies.choice((1, 1, 1, 2, 3)),
         num_drains=policies.choice((0, 0, 1, 3)),
+        num_arenas=policies.choice((0, 0, 1, 2, 3)),
+        arena_loss_rate=policies.choice((0.0, 0.02, 0.1)),
     )
+    if not options.arenas:
+        options = replace(options, num_arenas=0, arena_loss_rate=0.0)
     return _draw_disks(options, disks) if num_slots else options
 
 

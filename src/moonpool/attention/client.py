@@ -1,4 +1,4 @@
-"""A model worker's connections to one attention worker: one for orders and events, one for steps."""
+"""A model worker's two connections to an attention worker: for orders and events, and for steps."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _attach(frames: FrameSocket, wanted: Wanted, token: str) -> Attached:
         ring_bytes=wanted.ring_bytes,
     )
     frames.send_frame(ENCODER.encode(attach), by_s)
-    answer = ANSWER.decode(frames.receive_frame(MAX_FRAME_BYTES, by_s))
+    answer: Attached | Refused = ANSWER.decode(frames.receive_frame(MAX_FRAME_BYTES, by_s))
     if isinstance(answer, Refused):
         raise PortError(answer.reason)
     return answer

@@ -16,8 +16,10 @@ from torch import Tensor
 from moonpool.attention.port import Port, PortError
 from moonpool.attention.wire import (
     ATTENDED,
+    ECHO,
     FAILED,
     KEYS_VALUES,
+    MAX_ECHO_BYTES,
     MAX_PLAN_BYTES,
     MAX_TEXT_BYTES,
     PLAN,
@@ -85,6 +87,10 @@ class Hand:
             self._take_queries(port, header)
         elif header.kind == KEYS_VALUES:
             self._attend(port, header)
+        elif header.kind == ECHO and header.num_bytes <= MAX_ECHO_BYTES:
+            payload = memoryview(bytearray(header.num_bytes))
+            port.receive_into(payload)
+            port.send(header, payload)
         else:
             raise ValueError(f"message of the unknown kind {header.kind}")
 
@@ -153,7 +159,7 @@ class Hand:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, shared."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _bytes(text: bytes) -> memoryview:

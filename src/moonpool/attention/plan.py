@@ -30,8 +30,8 @@ class Placement:
         self.bounds = np.cumsum((0, *num_blocks)).astype(np.int64)
         self.num_workers = len(num_blocks)
 
-    def owners(self, block_ids: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        owners: np.ndarray = np.searchsorted(self.bounds, block_ids, side="right") - 1  # type: ignore[type-arg]
+    def owners(self, block_ids: np.ndarray) -> np.ndarray:
+        owners: np.ndarray = np.searchsorted(self.bounds, block_ids, side="right") - 1
         return owners
 
 
@@ -197,15 +197,15 @@ def _merge(parts: dict[int, list[_Piece]], workers: list[int]) -> Merge | None:
     )
 
 
-def _row_numbers(pieces: list[_Piece]) -> np.ndarray:  # type: ignore[type-arg]
+def _row_numbers(pieces: list[_Piece]) -> np.ndarray:
     return _joined([np.arange(p.first, p.first + p.num_rows) for p in pieces])
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:  # type: ignore[type-arg]
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
 
 
-def _selection(rows: np.ndarray, num_rows: int) -> Tensor | None:  # type: ignore[type-arg]
+def _selection(rows: np.ndarray, num_rows: int) -> Tensor | None:
     if len(rows) == num_rows and (rows == np.arange(num_rows)).all():
         return None
     return torch.from_numpy(rows)

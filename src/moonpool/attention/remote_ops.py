@@ -160,8 +160,9 @@ class RemoteOps:
     def _receive(
         self, worker: int, share: Share, layer: int, step: int, out: Tensor, heads: HeadShape
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs and partials of a worker's rows; outputs of all rows go straight to `out`."""
-        whole = out
+        """Outputs and partials of a worker's rows; if it has all of them, in order, outputs go
+        straight to `out`."""
+        whole = out[: share.num_whole]
         if share.queries is not None:
             whole = out.new_empty(share.num_whole, out.shape[1])
         part = None

@@ -29,7 +29,15 @@ from moonpool.attention.control import (
 )
 from moonpool.attention.keeper import AttachError, Keeper
 from moonpool.attention.port import Port, PortError, SocketPort, rings_available, take_rings
-from moonpool.kvcache.transfers import LoadEnded, MessengerEvent, PeerAddress, StoreEnded, StoreLost
+from moonpool.kvcache.transfers import (
+    FetchEnded,
+    MessengerEvent,
+    PeerAddress,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
 from moonpool.messenger import shm, tcp
 from moonpool.messenger.arena import ArenaError
 from moonpool.messenger.auth import AuthError, Identity, ServerHandshake, authenticate_frames
@@ -163,8 +171,8 @@ class AttentionService:
         sending = threading.Lock()
 
         def tell(event: MessengerEvent) -> None:
-            assert not isinstance(event, StoreEnded | LoadEnded | StoreLost), "it has no store"
-            self._send(frames, sending, event)
+            if isinstance(event, FetchEnded | ReadRequested | ReadEnded | ReceiveEnded | SendEnded):
+                self._send(frames, sending, event)  # there is no store that could tell more
 
         try:
             attached = self._keeper.attach(wanted, tell)

@@ -4,6 +4,7 @@
       | -- Plan: whose rows, which blocks ------------> |
       | -- per layer: Q, then KEYS_VALUES ------------> |  attends old tokens, stores, attends
       | <-- per layer: ATTENDED ----------------------- |  (or FAILED: one line)
+      | -- ECHO, which comes back as it is -----------> |  (to measure the way)
 
 A message is a header of 12 bytes and a payload; payloads of layers are the bytes of the rows, their
 shapes follow from the plan. Nothing else of a model crosses: queries, keys, values, outputs.
@@ -21,9 +22,10 @@ import torch
 from moonpool.engine.ops import StepMeta
 
 HEADER = struct.Struct("<IBxHI")
-PLAN, Q, KEYS_VALUES, ATTENDED, FAILED = range(1, 6)
+PLAN, Q, KEYS_VALUES, ATTENDED, FAILED, ECHO = range(1, 7)
 MAX_PLAN_BYTES = 64 << 20
 MAX_TEXT_BYTES = 4096
+MAX_ECHO_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

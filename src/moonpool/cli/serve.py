@@ -43,6 +43,7 @@ FLAG_KEYS = {
     "prefill": ("cluster", "prefill"),
     "decode": ("cluster", "decode"),
     "mixed": ("cluster", "mixed"),
+    "attention": ("cluster", "attention"),
     "block_size": ("pool", "block_tokens"),
     "kv_tokens": ("pool", "dram_tokens_per_instance"),
     "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
@@ -147,6 +148,7 @@ def config_options(command: Any) -> Any:
 @click.option("--prefill", type=int, help="Prefill instances.")
 @click.option("--decode", type=int, help="Decode instances.")
 @click.option("--mixed", type=int, help="Instances that do both.")
+@click.option("--attention", type=int, help="Workers that keep decode instances' KVCache.")
 @click.option("--head-port", type=int, hidden=True)
 def serve(config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
@@ -158,7 +160,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
         flags["prefill"] = flags["decode"] = 0
     config = read_config(config_file, flags, FLAG_KEYS)
     cluster = config.cluster
-    if cluster.prefill + cluster.decode + cluster.mixed > MAX_LOCAL_INSTANCES:
+    if cluster.num_workers > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.cores import CoreShare
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+ATTENTION = "attention"
 PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 """So long after its time a worker waits for the head's word that it may go."""
@@ -44,7 +45,7 @@ def cluster_secret() -> bytes:
 
 
 @click.command()
-@click.option("--role", type=click.Choice([r.value for r in Role]), required=True)
+@click.option("--role", type=click.Choice([*(r.value for r in Role), ATTENTION]), required=True)
 @click.option("--head", "head_address", required=True, metavar="HOST:PORT")
 @click.option("--name", help="Name of the instance (default: role and a random suffix).")
 @click.option("--host", help="Address to listen at for peers (default: the one facing the head).")
@@ -85,14 +86,20 @@ def worker(
     secret = cluster_secret()
     if exit_with_head:
         _die_with_parent()
+    from moonpool.runtime.attention_worker import AttentionWorker
     from moonpool.runtime.worker import Worker, WorkerError
 
     share = _core_share(cores, other_cores)
 
     async def run() -> None:
-        this = Worker(
-            Role(role), InstanceId(name), socket.gethostname(), host, secret, share, num_stages
-        )
+        machine = socket.gethostname()
+        this: Worker | AttentionWorker
+        if role == ATTENTION:
+            this = AttentionWorker(InstanceId(name), machine, host, secret)
+        else:
+            this = Worker(
+                Role(role), InstanceId(name), machine, host, secret, share, num_stages
+            )
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ class ReferenceSplitOps(ReferenceOps):
     def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
         bounds = starts.tolist()
         out = torch.zeros(len(bounds) - 1, partials.shape[1], partials.shape[2] - 2)
-        for row, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for row, (first, end) in enumerate(pairwise(bounds)):
             state = None
             for index in order[first:end].tolist():
                 best, total, sums = partials[index].split_with_sizes((1, 1, out.shape[2]), dim=-1)

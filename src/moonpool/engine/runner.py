@@ -27,6 +27,7 @@ from moonpool.engine.rows import plan_rows
 from moonpool.engine.sampler import sample
 from moonpool.engine.slices import INNER, check_layout
 from moonpool.engine.spec import ModelSpec
+from moonpool.engine.staggered import StaggeredModel
 from moonpool.engine.step import LayerDone, SequenceStep, StepResult
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Token
@@ -38,8 +39,14 @@ class Engine:
     """One model, its operations and the blocks it works in. Steps run one at a time."""
 
     def __init__(
-        self, model: LoadedModel, ops: Ops, cache: KvCache, mirror: Mirror | None = None
+        self,
+        model: LoadedModel,
+        ops: Ops,
+        cache: KvCache,
+        mirror: Mirror | None = None,
+        staggered: bool = False,
     ) -> None:
+        """`staggered`: decodes run as two halves that take turns, see `engine.staggered`."""
         self.spec: ModelSpec = model.spec
         self.layout: BlockLayout = cache.layout
         self.ops_name = ops.name
@@ -55,7 +62,8 @@ class Engine:
         self._device = ops.device
         self.mirror = mirror
         with torch.inference_mode():
-            self._model: Model = with_graphs(DecoderModel(model.spec, model.weights, ops), ops)
+            decoder = DecoderModel(model.spec, model.weights, ops)
+            self._model: Model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
         self, sequences: Sequence[SequenceStep], on_layer: LayerDone | None = None

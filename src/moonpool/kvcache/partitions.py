@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from moonpool.kvcache.blocks import BlockPool, PoolChanges
 from moonpool.kvcache.lru import LruEviction
@@ -124,7 +124,7 @@ class PartitionedPool(BlockPool):
         return counts
 
     def keys(self) -> list[BlockKey]:
-        return [key for pool in self._parts for key in pool.keys()]
+        return list(chain.from_iterable(pool.keys() for pool in self._parts))
 
     def named(self) -> list[BlockId]:
         return [
@@ -148,9 +148,9 @@ class PartitionedPool(BlockPool):
         pool, own = self._own(block_id)
         return pool.depth_of(own)
 
-    def was_reused(self, block_id: BlockId) -> bool:
+    def count_uses(self, block_id: BlockId, num_uses: int) -> None:
         pool, own = self._own(block_id)
-        return pool.was_reused(own)
+        pool.count_uses(own, num_uses)
 
     def num_uses(self, block_id: BlockId) -> int:
         pool, own = self._own(block_id)

@@ -106,7 +106,9 @@ class Fetch:
         deadline_s = self._deadline_s
         granted = connection.receive(deadline_s)
         self._answered = True
-        if isinstance(granted, Elsewhere) and not self._sent_on:
+        if isinstance(granted, Elsewhere):
+            if self._sent_on:
+                raise _RefusedError("it was sent on twice")
             self._sent_on = True
             raise _ElsewhereError(granted.address)
         if isinstance(granted, Refused):

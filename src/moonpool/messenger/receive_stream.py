@@ -133,9 +133,7 @@ class Receptions:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._closing
-                    or stream_id in self._receptions
-                    or stream_id in self._elsewhere
+                    self._closing or stream_id in self._receptions or stream_id in self._elsewhere
                 ),
                 timeout=park_s,
             )

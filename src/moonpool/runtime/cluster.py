@@ -123,7 +123,7 @@ def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[Non
 
 async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.Event) -> None:
     """Until all joined, one failed, or the person lost patience."""
-    joined = asyncio.create_task(head.wait_for_instances(launcher.num_workers))
+    joined = asyncio.create_task(head.wait_for_instances(launcher.num_instances))
     failed = asyncio.create_task(head.start_failures.get())
     stopped = asyncio.create_task(stop.wait())
     tasks = {joined, failed, stopped}

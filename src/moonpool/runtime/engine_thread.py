@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moonpool.attention.remote_ops import AttentionLostError
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import pin_thread
+from moonpool.runtime.offload import Offload
 from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.types import RequestId
 from moonpool.workers.actions import (
@@ -36,7 +38,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        messenger: Messenger,
+        messenger: Messenger | Offload,
         eos_token_ids: tuple[int, ...],
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
@@ -81,6 +83,8 @@ class EngineThread:
                 continue
             try:
                 outcome: StepEnded | StepFailed = self._compute(step)
+            except AttentionLostError as error:
+                outcome = StepFailed(f"{error}", lost_arena=error.worker)
             except Exception as error:
                 log.exception("a step of %d works failed", len(step.entries))
                 outcome = StepFailed(f"the engine failed: {type(error).__name__}: {error}")

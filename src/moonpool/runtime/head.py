@@ -37,14 +37,25 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.runtime.answers import Answer
+from moonpool.runtime.attention_crews import Crews
 from moonpool.runtime.channel import Channel
 from moonpool.runtime.explain import describe_cluster, describe_record
 from moonpool.runtime.hot import MAX_LISTED_BLOCKS, describe_hot
 from moonpool.runtime.observer import Observer
-from moonpool.runtime.protocol import SILENCE_S, DownFrame, Joined, Setup, Stop, UpFrame
+from moonpool.runtime.protocol import (
+    SILENCE_S,
+    Apply,
+    AttentionMoved,
+    DownFrame,
+    Joined,
+    Setup,
+    Stop,
+    UpFrame,
+)
 from moonpool.runtime.worker_link import WorkerLink
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Slo
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
 from moonpool.workers.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 
 log = logging.getLogger("moonpool.head")
@@ -85,6 +96,9 @@ class Head:
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
+        self._crews = Crews(_attention_each(config))
+        self._attention: dict[str, WorkerLink] = {}
+        self._without_crew: set[WorkerLink] = set()
         self._server: asyncio.Server | None = None
         self._stopping = False
 
@@ -145,7 +159,17 @@ class Head:
         return describe_record(tracked.record, tracked.explanation.lines())
 
     def cluster(self) -> dict[str, Any]:
-        return describe_cluster(self.conductor, self.now())
+        described = describe_cluster(self.conductor, self.now())
+        described["attention"] = [
+            {
+                "name": name,
+                "owner": owner,
+                "host": self._attention[name].host,
+                "pid": self._attention[name].pid,
+            }
+            for name, owner in self._crews.owners().items()
+        ]
+        return described
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         for state in self.conductor.instances.values():
@@ -234,13 +258,53 @@ class Head:
         if unwanted is not None:
             return unwanted
         self._links[info.instance_id] = link
-        room_tokens = info.num_blocks * info.layout.block_tokens
+        room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
         if room_tokens < self.card.max_model_tokens:  # prompt and answer must fit every instance
             log.warning("the context is limited to the %d tokens that fit a pool", room_tokens)
             self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
         self._post(InstanceJoined(info))
         self._joined.set()
         return None
+
+    def on_apply(self, link: WorkerLink, apply: Apply) -> None:
+        if apply.attention:
+            self._crews.remember(link.instance_id, apply.attention)
+            link.channel.send(self.setup())
+        elif apply.role is Role.DECODE and self._crews.per_instance:
+            self._without_crew.add(link)
+            self._give_crews()
+        else:
+            link.channel.send(self.setup())
+
+    def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
+        former = self._attention.get(address.instance_id)
+        if former is not None and former is not link:
+            former.channel.abort("it came back over a new connection")
+        self._attention[address.instance_id] = link
+        place = self._crews.join(address)
+        if place is not None:
+            self._tell_owner(*place, address)
+        self._give_crews()
+
+    def _give_crews(self) -> None:
+        """Instances that wait for their attention workers can start when these are there."""
+        for link in sorted(self._without_crew, key=lambda link: link.instance_id):
+            crew = self._crews.crew(link.instance_id)
+            if crew is not None:
+                self._without_crew.discard(link)
+                link.channel.send(msgspec.structs.replace(self.setup(), attention=crew))
+
+    def _tell_owner(self, owner: InstanceId, place: int, address: PeerAddress) -> None:
+        link = self._links.get(owner)
+        if link is not None:
+            link.channel.send(AttentionMoved(place=place, address=address))
+
+    def _lose_attention(self, link: WorkerLink) -> None:
+        if self._attention.get(link.instance_id) is link:
+            del self._attention[link.instance_id]
+            moved = self._crews.lose(link.instance_id)
+            if moved is not None:
+                self._tell_owner(*moved)
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None:
         if not self.start_failures.full():
@@ -259,6 +323,8 @@ class Head:
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
+        self._without_crew.discard(link)
+        self._lose_attention(link)
         if not self._stopping:
             log.warning("%s is gone: %s", link.instance_id or "a control connection", reason)
         self._unjoin(link, reason)
@@ -304,7 +370,7 @@ class Head:
             engine=self.config.engine,
             slo=self.config.slo,
             learning=self.config.conductor.learning,
-            num_instances=max(cluster.prefill + cluster.decode + cluster.mixed, 1),
+            num_instances=max(cluster.num_workers, 1),
             num_processes=cluster.num_processes(self.config.engine),
         )
 
@@ -316,3 +382,9 @@ class Head:
                 silent_s = self.now() - link.heard_s
                 if silent_s > SILENCE_S:
                     link.channel.abort(f"it said nothing for {silent_s:.0f} s")
+
+
+def _attention_each(config: Config) -> int:
+    """Attention workers of one decode instance."""
+    cluster = config.cluster
+    return cluster.attention // cluster.decode if cluster.attention else 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from moonpool.attention.client import AttentionError
 from moonpool.config import InstanceConfig
 from moonpool.cost.belief import pipelined
 from moonpool.cost.fitted import FittedCost
@@ -32,6 +33,8 @@ from moonpool.messenger.store.mooncake import MooncakeStore
 from moonpool.messenger.store.store import BlockStore, open_store
 from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.cores import CoreShare, pin_thread, usable_cores
+from moonpool.runtime.offload import Event, Offload
+from moonpool.runtime.offload_boot import OffloadedParts, gather_crew
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
@@ -61,7 +64,7 @@ class BootedInstance:
     layout: BlockLayout
     arena: Arena
     engine: Engine | PipelineEngine
-    messenger: Messenger
+    messenger: Messenger | Offload
     address: PeerAddress
     cost: FittedCost
     instance: Instance
@@ -84,6 +87,7 @@ class BootedInstance:
             host=host,
             chunk_tokens=self.instance.config.chunk_tokens,
             num_stages=self.instance.config.micro_batches,
+            largest_blocks=min(self.instance.pool.largest, self.instance.num_blocks),
         )
 
     def load(self) -> InstanceLoad:
@@ -127,7 +131,7 @@ def boot_instance(
     instance_id: InstanceId,
     listen_host: str,
     secret: bytes,
-    post: Callable[[MessengerEvent], None],
+    post: Callable[[Event], None],
     num_stages: int,
     on_lost: Callable[[str], None],
     share: CoreShare,
@@ -135,27 +139,26 @@ def boot_instance(
     """Takes seconds: loads weights, allocates, measures. `on_lost` is called, from a thread, with
     why the instance cannot go on, if one of several stages ends. Raises BootError."""
     threads = _settle_threads(setup, num_stages, share)
+    parts: OffloadedParts | None = None
     try:
         model = open_model(setup.model.name, setup.model.dtype)
         check_device(setup.engine.device)
-        ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
-        layout = make_layout(model, setup.pool.block_tokens, ops)
-        arena = Arena(layout, _num_blocks(setup, layout, model), sealed=num_stages == 1)
-        cache = _cache_over(arena, layout)
         engine: Engine | PipelineEngine
-        if num_stages == 1:
-            engine = _engine(model, ops, cache)
+        if setup.attention:
+            parts = gather_crew(setup, model, instance_id, secret, threads)
+            arena, engine = parts.arena, parts.engine
         else:
             options = _stage_options(setup, num_stages, threads, share)
-            engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
-            arena.seal()  # all stages have mapped it
-    except (ArenaError, StageLostError, ValueError) as error:  # a model's errors are ValueErrors
+            arena, engine = _own_engine(setup, model, options, instance_id, on_lost)
+        layout = arena.layout
+    except (ArenaError, AttentionError, StageLostError, ValueError) as error:
+        # a model's errors are ValueErrors
         raise BootError(str(error)) from None
     except torch.OutOfMemoryError as error:
         raise BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens") from None
     if engine.mirror is not None:
         measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
-    cost = pipelined(refine_profile(engine, threads), num_stages)
+    cost = _measured_cost(engine, threads, num_stages, parts)
     pin_thread(share.others)  # and so all threads that are started from here on
     messenger = Messenger(
         arena,
@@ -170,16 +173,19 @@ def boot_instance(
     store, store_error = _open_store(setup, instance_id, listen_host, arena, post)
     if store is not None:
         cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
+    address = messenger.start()
+    if parts is not None:
+        parts.offload.run(messenger, post)
     return BootedInstance(
         instance_id=instance_id,
         incarnation=secrets.randbits(62),
         layout=layout,
         arena=arena,
         engine=engine,
-        messenger=messenger,
-        address=messenger.start(),
+        messenger=messenger if parts is None else parts.offload,
+        address=address,
         cost=cost,
-        instance=_state_machine(setup, arena, role, cost, eos, store, num_stages),
+        instance=_state_machine(setup, arena, role, cost, eos, store, num_stages, parts),
         eos_token_ids=eos,
         threads=threads,
         store=store,
@@ -217,6 +223,8 @@ def _open_store(
 ) -> tuple[TierStore | None, str]:
     """The tier below DRAM if one is wanted, or why it cannot be had: no reason not to serve."""
     pool = setup.pool
+    if setup.attention:
+        return None, ""  # blocks are at the attention workers, which have no such tier
     if not (pool.ssd_tokens_per_instance or _wants_mooncake(setup)) or not pool.prefix_caching:
         return None, ""
     began_s = time.monotonic()
@@ -255,6 +263,7 @@ def _state_machine(
     eos_token_ids: tuple[int, ...],
     store: TierStore | None,
     num_stages: int,
+    parts: OffloadedParts | None,
 ) -> Instance:
     config = InstanceConfig(
         chunk_tokens=setup.engine.chunk_tokens,
@@ -271,6 +280,11 @@ def _state_machine(
         micro_batches=num_stages,
     )
     stored = () if store is None else store.stored
+    if parts is not None:
+        sizes, named = parts.crew.sizes, parts.crew.named
+        return Instance(
+            config, arena.layout, sum(sizes), role, cost, eos_token_ids, (), sizes, named
+        )
     return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)
 
 
@@ -284,14 +298,56 @@ def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
     return Engine(model, ops, cache, Mirror(cache, arena.blocks))
 
 
+def _own_engine(
+    setup: Setup,
+    model: LoadedModel,
+    options: StageOptions,
+    instance_id: InstanceId,
+    on_lost: Callable[[str], None],
+) -> tuple[Arena, Engine | PipelineEngine]:
+    """An arena in this process, and what computes in it. Raises what its parts raise."""
+    ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
+    layout = make_layout(model, setup.pool.block_tokens, ops)
+    several = options.num_stages > 1
+    arena = Arena(layout, _num_blocks(setup, layout, model), sealed=not several)
+    cache = _cache_over(arena, layout)
+    if not several:
+        return arena, _engine(model, ops, cache)
+    if ops.device.type != "cpu":
+        raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
+    engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
+    arena.seal()  # all stages have mapped it
+    return arena, engine
+
+
+def _measured_cost(
+    engine: Engine | PipelineEngine, threads: int, num_stages: int, parts: OffloadedParts | None
+) -> FittedCost:
+    """With attention workers: with blocks of one of them, as a request has them; and not at all
+    where blocks are found again that measuring would overwrite and an earlier start measured."""
+    if parts is None:
+        return pipelined(refine_profile(engine, threads), num_stages)
+    engine, sizes = parts.engine, parts.crew.sizes
+    engine.num_blocks = sizes[0]
+    cost = refine_profile(engine, threads, only_if_new=bool(parts.crew.named))
+    engine.num_blocks = sum(sizes)
+    return cost
+
+
 def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel) -> int:
+    most_bytes = float("inf")
+    if setup.engine.device == "cuda":
+        weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
+        most_bytes = GPU_SHARE * free_bytes() / setup.num_instances - weights_bytes
+    return pool_blocks(setup, layout, most_bytes)
+
+
+def pool_blocks(setup: Setup, layout: BlockLayout, most_bytes: float = float("inf")) -> int:
+    """Blocks of one worker's arena."""
     tokens = setup.pool.dram_tokens_per_instance
     if not tokens:
         share_bytes = MEMORY_SHARE * available_memory_bytes() / setup.num_instances
-        if setup.engine.device == "cuda":
-            weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
-            free_share_bytes = GPU_SHARE * free_bytes() / setup.num_instances
-            share_bytes = min(share_bytes, free_share_bytes - weights_bytes)
+        share_bytes = min(share_bytes, most_bytes)
         tokens = min(DEFAULT_POOL_TOKENS, int(share_bytes / layout.token_bytes))
     return max(layout.blocks_for(tokens), 1)
 

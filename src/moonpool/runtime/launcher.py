@@ -24,6 +24,7 @@ from moonpool.types import Role
 log = logging.getLogger("moonpool.launcher")
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+ATTENTION = "attention"  # on the command line; to the Conductor it is no instance
 MAX_RESTARTS = 5
 STEADY_S = 60.0
 """A worker that lived this long had started well: its restarts are counted anew."""
@@ -50,22 +51,20 @@ class LocalLauncher:
             "MKL_NUM_THREADS": str(threads),
         }
         counts: Counter[Role] = Counter()
-        self._wanted: list[tuple[Role, str]] = []
+        self._wanted: list[tuple[str, str]] = []
         for role in cluster.roles:
-            self._wanted.append((role, f"{role.value}-{counts[role]}"))
+            self._wanted.append((role.value, f"{role.value}-{counts[role]}"))
             counts[role] += 1
+        self.num_instances = len(self._wanted)
         self._cores: dict[str, tuple[str, ...]] = {}
         if shares:
             for (_, instance_id), share in zip(self._wanted, shares, strict=True):
                 own, other = format_cores(share.engine), format_cores(share.others)
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
+        self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives its worker up
         self._stopping = False
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._wanted)
 
     def start(self) -> None:
         """Begins to start all workers; a keeper task looks after each."""
@@ -90,7 +89,7 @@ class LocalLauncher:
                     process.kill()
         await asyncio.gather(*waits)
 
-    async def _keep(self, role: Role, instance_id: str) -> None:
+    async def _keep(self, role: str, instance_id: str) -> None:
         restarts = 0
         while not self._stopping:
             process = await self._spawn(role, instance_id)
@@ -111,14 +110,14 @@ class LocalLauncher:
             log.warning("%s ended with code %d; starting it anew", instance_id, code)
             await asyncio.sleep(min(0.5 * 2**restarts, 10.0))
 
-    async def _spawn(self, role: Role, instance_id: str) -> asyncio.subprocess.Process:
+    async def _spawn(self, role: str, instance_id: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "moonpool",
             "worker",
             "--role",
-            role.value,
+            role,
             "--name",
             instance_id,
             "--head",

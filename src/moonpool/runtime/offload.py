@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from moonpool.attention.client import AttentionClient, AttentionError, Wanted, connect
 from moonpool.attention.control import Cancel, Expect, Fetch, Grant, Named, Received, Told
 from moonpool.attention.plan import Placement
@@ -106,6 +108,11 @@ class Offload:
             if client is not None:
                 self._listen(part, client)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the attention workers, by their places."""
+        return tuple(address.instance_id for address in self._addresses)
+
     def move(self, part: int, address: PeerAddress) -> None:
         """Another worker has that place now."""
         self._addresses[part] = address
@@ -181,7 +188,9 @@ class Offload:
         if part is not None:
             client = self._clients[part]
             blocks = self._placement.bounds[part], self._placement.bounds[part + 1]
-            own = tuple(BlockId(b - int(blocks[0])) for b in block_ids if blocks[0] <= b < blocks[1])
+            own = tuple(
+                BlockId(b - int(blocks[0])) for b in block_ids if blocks[0] <= b < blocks[1]
+            )
             if client is not None:
                 client.order(Grant(read_id=read_id.partition(":")[2], block_ids=own))
             return
@@ -323,7 +332,7 @@ class Offload:
             self._post(FetchEnded(fetch_id=fetch_id, num_blocks=0, error=error))
 
     def _seek(self, part: int) -> None:
-        wanted = Wanted(**{**_fields(self._wanted), "num_blocks": self._sizes[part]})
+        wanted = msgspec.structs.replace(self._wanted, num_blocks=self._sizes[part])
         while not self._closing:
             address = self._addresses[part]
             try:
@@ -370,7 +379,3 @@ class Offload:
     def _own_front(self) -> Messenger:
         assert self._front is not None, "nothing is asked before `run`"
         return self._front
-
-
-def _fields(wanted: Wanted) -> dict[str, object]:
-    return {name: getattr(wanted, name) for name in wanted.__struct_fields__}

@@ -52,15 +52,17 @@ def measure_profile(
     return fit_samples(samples), curve_of(samples)
 
 
-def refine_profile(engine: Measured, threads: int) -> FittedCost:
-    """Measures, unless another instance just has, and fits to the best of all measurements."""
+def refine_profile(engine: Measured, threads: int, only_if_new: bool = False) -> FittedCost:
+    """Measures, unless another instance just has (or ever has, with `only_if_new`), and fits to the
+    best of all measurements."""
     path = profile_path(engine, threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             samples = _read(path)
-            if not samples or time.time() - path.stat().st_mtime > FRESH_S:
+            stale = samples and not only_if_new and time.time() - path.stat().st_mtime > FRESH_S
+            if not samples or stale:
                 samples = _best(samples, measure_samples(engine))
                 _write(path, samples)
     except OSError as error:

@@ -9,6 +9,10 @@ worker                                   head
   | -- Joined (InstanceInfo)  or  Failed (why) --------> |
   | <-- commands            reports, heartbeats ------->  |
   | <-- Stop, or TurnedAway (why)                        |
+
+An attention worker says ApplyAttention, gets the Setup, and answers AttentionReady. Instances that
+own attention workers get their Setup when these are there, and AttentionMoved when one of them is
+replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from moonpool.config import (
     PoolConfig,
     SloConfig,
 )
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import Role, Struct
 from moonpool.workers.messages import Command, InstanceInfo, Report
 
@@ -35,6 +40,25 @@ class Apply(Struct, frozen=True, tag=True):
     role: Role
     host: str
     pid: int
+    attention: tuple[str, ...] = ()  # workers it has already, if it only comes back
+
+
+class ApplyAttention(Struct, frozen=True, tag=True):
+    host: str
+    pid: int
+
+
+class AttentionReady(Struct, frozen=True, tag=True):
+    """Model workers find it there."""
+
+    address: PeerAddress
+
+
+class AttentionMoved(Struct, frozen=True, tag=True):
+    """The attention worker with that number is another one now, or listens elsewhere."""
+
+    place: int
+    address: PeerAddress
 
 
 class Setup(Struct, frozen=True, tag=True):
@@ -49,6 +73,7 @@ class Setup(Struct, frozen=True, tag=True):
     learning: bool  # instances believe their steps as they see them
     num_instances: int  # expected on one machine, to divide its memory among
     num_processes: int  # the same with all their stages, to divide its cores among
+    attention: tuple[PeerAddress, ...] = ()  # workers that hold this instance's blocks
 
 
 class Joined(Struct, frozen=True, tag=True):
@@ -71,5 +96,5 @@ class TurnedAway(Struct, frozen=True, tag=True):
     message: str
 
 
-DownFrame = Setup | Stop | TurnedAway | Command
-UpFrame = Apply | Joined | Failed | Report
+DownFrame = Setup | Stop | TurnedAway | AttentionMoved | Command
+UpFrame = Apply | ApplyAttention | AttentionReady | Joined | Failed | Report

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store.tier_store import TierStore
+from moonpool.runtime.offload import Offload
 from moonpool.workers.actions import (
     AbortStream,
     CancelStream,
@@ -36,7 +37,7 @@ Transfer = (
 Storage = StoreBlocks | LoadBlocks | LookUpBlocks | ForgetStored
 
 
-def perform_transfer(messenger: Messenger, num_layers: int, action: Transfer) -> None:
+def perform_transfer(messenger: Messenger | Offload, num_layers: int, action: Transfer) -> None:
     """Begins or ends the operation; what comes of it is posted by the messenger."""
     match action:
         case SendBlocks():
@@ -76,7 +77,7 @@ def perform_storage(store: TierStore, action: Storage) -> None:
             store.forget(action.slots)
 
 
-def send_layer(messenger: Messenger, entries: Iterable[StepEntry], layer: int) -> None:
+def send_layer(messenger: Messenger | Offload, entries: Iterable[StepEntry], layer: int) -> None:
     """Streams what a step has just completed of one layer (Mooncake 5.2)."""
     for entry in entries:
         if entry.sends:
@@ -84,7 +85,7 @@ def send_layer(messenger: Messenger, entries: Iterable[StepEntry], layer: int) -
             messenger.send(entry.work_id, slices)
 
 
-def begin_writing(messenger: Messenger, step: RunStep) -> None:
+def begin_writing(messenger: Messenger | Offload, step: RunStep) -> None:
     """To be called before the step is computed: the checksums of what it writes end here."""
     for entry in step.entries:
         end = entry.start + len(entry.new_token_ids) + step.max_repeats - 1

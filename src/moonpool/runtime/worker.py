@@ -14,17 +14,19 @@ import time
 import msgspec
 
 from moonpool.engine.stages.pipeline import PipelineEngine
-from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.auth import ClientHandshake, Identity
+from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.channel import Channel
 from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
+from moonpool.runtime.offload import Event, Offload
 from moonpool.runtime.pipeline_thread import PipelineThread
 from moonpool.runtime.protocol import (
     CONTROL_SERVICE,
     HEARTBEAT_S,
     Apply,
+    AttentionMoved,
     DownFrame,
     Failed,
     Joined,
@@ -50,7 +52,8 @@ from moonpool.workers.actions import (
     WorkerAction,
     WorkerEvent,
 )
-from moonpool.workers.messages import WantsToLeave
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import BlocksChanged, Report, WantsToLeave
 
 log = logging.getLogger("moonpool.worker")
 
@@ -159,7 +162,11 @@ class Worker:
         if self._listen_host is None:
             self._listen_host = self._channel.local_host
         role = self.role if self._booted is None else self._booted.instance.role
-        self._channel.send(Apply(role=role, host=self._machine, pid=os.getpid()))
+        crew: tuple[str, ...] = ()
+        if self._booted is not None and isinstance(self._booted.messenger, Offload):
+            crew = self._booted.messenger.names
+        apply = Apply(role=role, host=self._machine, pid=os.getpid(), attention=crew)
+        self._channel.send(apply)
 
     def on_frame(self, frame: DownFrame) -> None:
         match frame:
@@ -171,6 +178,9 @@ class Worker:
             case TurnedAway():
                 self._fatal = f"the head turned this instance away: {frame.message}"
                 self._hang_up("turned away")
+            case AttentionMoved():
+                if self._booted is not None and isinstance(self._booted.messenger, Offload):
+                    self._booted.messenger.move(frame.place, frame.address)
             case _:
                 self._post(frame)
 
@@ -194,7 +204,7 @@ class Worker:
                 if booted is None:
                     return
                 self._start(booted, setup)
-            elif setup != self._setup:
+            elif msgspec.structs.replace(setup, attention=()) != self._setup:
                 self._fail("the head came back with another configuration; start this worker anew")
                 return
         assert self._booted is not None
@@ -228,10 +238,12 @@ class Worker:
         return None
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
-        self._setup = setup
+        # Its attention workers may be others by the time a head comes back.
+        self._setup = msgspec.structs.replace(setup, attention=())
         eos, threads, post = booted.eos_token_ids, booted.threads, self._from_thread
         engine, messenger = booted.engine, booted.messenger
         if isinstance(engine, PipelineEngine):
+            assert isinstance(messenger, Messenger), "stages have an arena of their own"
             self._engine = PipelineThread(engine, messenger, eos, threads, post)
         else:
             self._engine = EngineThread(engine, messenger, eos, threads, post, self._share.engine)
@@ -267,7 +279,7 @@ class Worker:
 
     # Events in, actions out
 
-    def _from_thread(self, event: MessengerEvent | StepEnded | StepFailed) -> None:
+    def _from_thread(self, event: Event | StepEnded | StepFailed) -> None:
         """Posts from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._post, event)
@@ -302,11 +314,20 @@ class Worker:
                     perform_transfer(booted.messenger, booted.layout.num_layers, action)
         # Last, so that the engine computes the next step while the tokens of this one are sent.
         reports = [action.report for action in actions if isinstance(action, Tell)]
+        if isinstance(booted.messenger, Offload):
+            self._name_blocks(booted.messenger, booted.instance, reports)
         if reports and self._channel is not None:
             self._channel.send(*reports)
         if any(isinstance(action, Depart) for action in actions):
             self._stopping = True
             self._hang_up("it leaves")
+
+    def _name_blocks(self, offload: Offload, instance: Instance, reports: list[Report]) -> None:
+        """Tells who keeps the blocks what is in them."""
+        for report in reports:
+            if isinstance(report, BlocksChanged):
+                found = [(instance.pool.find(key), key) for key in report.stored]
+                offload.name([(block, key) for block, key in found if block is not None])
 
     def _close(self) -> None:
         if self._engine is not None:

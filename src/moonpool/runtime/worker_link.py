@@ -7,11 +7,14 @@ from typing import Protocol
 
 import msgspec
 
+from moonpool.kvcache.transfers import PeerAddress
 from moonpool.messenger.auth import Identity, ServerHandshake
 from moonpool.runtime.channel import Channel
 from moonpool.runtime.protocol import (
     CONTROL_SERVICE,
     Apply,
+    ApplyAttention,
+    AttentionReady,
     DownFrame,
     Failed,
     Joined,
@@ -28,7 +31,15 @@ log = logging.getLogger("moonpool.head")
 class LinkOwner(Protocol):
     """The head, as its links see it."""
 
+    def on_apply(self, link: WorkerLink, apply: Apply) -> None:
+        """Sends the Setup, at once or when there is all that the instance needs."""
+        ...
+
     def setup(self) -> Setup: ...
+
+    def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
+        """An attention worker is ready."""
+        ...
 
     def admit(self, link: WorkerLink, joined: Joined) -> str | None:
         """Takes the instance in, or says in one line why not."""
@@ -53,6 +64,7 @@ class WorkerLink:
         self._owner = owner
         self._reason = ""
         self.instance_id = InstanceId("")
+        self.pid, self.host = 0, ""  # of an attention worker; others tell when they join
         self.heard_s = owner.now()
         self.channel: Channel[UpFrame, DownFrame] = Channel(
             ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
@@ -65,7 +77,12 @@ class WorkerLink:
         self.heard_s = self._owner.now()
         match frame:
             case Apply():
+                self._owner.on_apply(self, frame)
+            case ApplyAttention():
+                self.pid, self.host = frame.pid, frame.host
                 self.channel.send(self._owner.setup())
+            case AttentionReady():
+                self._owner.on_attention(self, frame.address)
             case Joined():
                 unwanted = self._owner.admit(self, frame)
                 if unwanted is not None:

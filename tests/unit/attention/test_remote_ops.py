@@ -164,8 +164,10 @@ def test_by_token_range(count: int, transport: str) -> None:
         if count == 2:  # its third segment is at the first worker again
             long = [*range(size), *(BLOCKS_EACH + i for i in range(size)), 38, 39]
         short = [BLOCKS_EACH + 33, BLOCKS_EACH + 34]
-        tables, lengths = [long, short], [2 * SEGMENT - 3, 70]
+        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]  # the second has rows of both
         assert run(made.engine, tables, lengths, 6) == run(local_engine(made), tables, lengths, 6)
+        tables, lengths = tables[::-1], lengths[::-1]
+        assert run(made.engine, tables, lengths, 2) == run(local_engine(made), tables, lengths, 2)
 
 
 def test_two_steps_take_turns() -> None:
@@ -221,11 +223,10 @@ def test_what_a_worker_cannot_do_it_says() -> None:
         step = SequenceStep(RequestId("0"), [1], 0, [BLOCKS_EACH - 1], GREEDY)
         assert made.engine.step([step]).tokens
         meta = _decode_meta(BLOCKS_EACH + 3)
+        model, cache = made.engine._model, made.engine._cache
+        rows = torch.tensor([0])
         with pytest.raises(AttentionLostError, match="block table"):
-            made.engine._model.forward(torch.tensor([1]), made.engine._cache, meta, None)
-            made.engine._model.forward(
-                torch.tensor([1]), made.engine._cache, meta, torch.tensor([0])
-            )
+            model.forward(torch.tensor([1]), cache, meta, rows)
 
 
 def test_a_segment_must_not_lie_at_two_workers() -> None:

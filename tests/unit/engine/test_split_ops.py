@@ -270,8 +270,6 @@ def test_wrong_tables_are_refused() -> None:
             meta_of([(300, 1)], [[0, 1, 7, 0, 1]]),
             SCALE,
         )
+    one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(IndexError):
-        one = torch.ones(1, dtype=torch.int32)
-        ops.merge(
-            torch.zeros(1, 4, 34), one, torch.tensor([0, 1], dtype=torch.int32), torch.float32
-        )
+        ops.merge(torch.zeros(1, 4, 34), one, starts, torch.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moonpool.config import Quantization
 from moonpool.engine.native.library import (
     ATTEND_CALL,
     MERGE_CALL,
@@ -22,8 +23,8 @@ from moonpool.engine.ops import SEGMENT, SPAN, HeadShape, KvCache, QkNorm, RopeT
 class NativeSplitOps(NativeOps):
     """See `engine.ops.SplitOps`."""
 
-    def __init__(self, isa: str | None = None) -> None:
-        super().__init__(isa)
+    def __init__(self, isa: str | None = None, quantization: Quantization = "none") -> None:
+        super().__init__(isa, quantization)
         self._old: tuple[StepMeta, Tensor] | None = None
 
     def rope(

@@ -1,0 +1,185 @@
+"""Attention workers as processes: answers as without them, also when they or their owner die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+from tests.live.test_faults import wait_until_gone
+
+LONG = {"prompt": [9, 8] * 300, "max_tokens": 700, "temperature": 1, "seed": 5, "ignore_eos": True}
+SHORT = {"prompt": [7] * 40, "max_tokens": 200, "temperature": 1, "seed": 6, "ignore_eos": True}
+
+
+def ask(client: httpx.Client, body: dict[str, Any]) -> str:
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def ask_together(client: httpx.Client, bodies: list[dict[str, Any]]) -> list[str]:
+    answers = [""] * len(bodies)
+
+    def one(index: int) -> None:
+        answers[index] = ask(client, bodies[index])
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """Long and short answers of a cluster without attention workers."""
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        return [ask(client, LONG), ask(client, SHORT)]
+
+
+def attention_pids(server: LocalServer) -> dict[str, int]:
+    """Names and process ids of the server's attention workers."""
+    cluster = httpx.get(f"{server.url}/cluster").json()
+    assert all(w["owner"] == "decode-0" for w in cluster["attention"])
+    return {w["name"]: w["pid"] for w in cluster["attention"]}
+
+
+def counters_of(client: httpx.Client, name: str) -> dict[str, float]:
+    instances = client.get("/cluster").json()["instances"]
+    return next((i["counters"] for i in instances if i["instance_id"] == name), {})
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_answers_are_those_without_attention_workers(count: int, expected: list[str]) -> None:
+    command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", str(count), *SMALL]
+    with LocalServer(command) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        bodies = [LONG, SHORT, LONG | {"prompt": [3] * 200}, SHORT]
+        assert ask(client, LONG) == expected[0]
+        assert ask(client, LONG) == expected[0]  # from cached blocks
+        together = ask_together(client, bodies)
+        assert [together[i] for i in (0, 1, 3)] == [expected[0], expected[1], expected[1]]
+        assert len(attention_pids(server)) == count
+        pids = [server.pid, *server.worker_pids(), *attention_pids(server).values()]
+        assert server.stop(signal.SIGINT) == 0
+        assert wait_until_gone(pids) == []
+
+
+def test_over_tcp(expected: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "tcp.toml"
+    config.write_text("[network]\nuse_shared_memory = false\n")
+    command = [MODEL, "--config", str(config), "--attention", "2", *SMALL]
+    with LocalServer(command) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask_together(client, [LONG, SHORT]) == expected
+
+
+def while_answering(
+    client: httpx.Client, body: dict[str, Any], then: Callable[[], None], copies: int = 2
+) -> list[str]:
+    """Answers to `copies` of the request, in the middle of which something is done."""
+    answers: list[str] = []
+    done = threading.Thread(target=lambda: answers.extend(ask_together(client, [body] * copies)))
+    done.start()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        text = client.get("/metrics").text
+        lines = [line for line in text.splitlines() if "generation_tokens_total" in line]
+        if any(float(line.split()[-1]) > 60 for line in lines if not line.startswith("#")):
+            break
+        time.sleep(0.005)
+    then()
+    done.join(60)
+    return answers
+
+
+def test_killed_attention_workers_cost_no_answer(expected: list[str]) -> None:
+    command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", "2", *SMALL]
+    with LocalServer(command) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        before = attention_pids(server)
+
+        def kill_one() -> None:
+            os.kill(before["attention-0"], signal.SIGKILL)
+
+        assert while_answering(client, LONG, kill_one) == [expected[0]] * 2
+        assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
+        assert restarted(server, before, "attention-0")
+        time.sleep(1.5)  # until its owner has it back
+        os.kill(attention_pids(server)["attention-1"], signal.SIGKILL)
+        assert ask_together(client, [LONG, SHORT]) == expected
+
+
+def counters_of_soon(client: httpx.Client, name: str, counter: str) -> float:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        value = counters_of(client, name).get(counter, 0.0)
+        if value:
+            return value
+        time.sleep(0.1)
+    return 0.0
+
+
+def restarted(server: LocalServer, before: dict[str, int], name: str) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if attention_pids(server).get(name, before[name]) != before[name]:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_killed_model_worker_loses_no_blocks(expected: list[str]) -> None:
+    """Its successor finds what was complete, and the answer goes on."""
+    command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", "2", *SMALL]
+    with LocalServer(command) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask(client, LONG) == expected[0]
+        cluster = client.get("/cluster").json()["instances"]
+        decode = next(i for i in cluster if i["role"] == "decode")
+        keepers = attention_pids(server)
+        os.kill(decode["pid"], signal.SIGKILL)
+        again = wait_for_successor(client, decode["pid"])
+        assert attention_pids(server) == keepers
+        # The prompt's and the answer's blocks, all but the last.
+        assert again["indexed_blocks"] >= (600 + 700) // 16 - 2
+        assert ask(client, LONG) == expected[0]
+
+
+def wait_for_successor(client: httpx.Client, former_pid: int) -> dict[str, Any]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for instance in client.get("/cluster").json()["instances"]:
+            successor = instance["role"] == "decode" and instance["pid"] != former_pid
+            if successor and instance["indexed_blocks"]:
+                return dict(instance)
+        time.sleep(0.1)
+    raise AssertionError("no decode instance came back with blocks")
+
+
+def test_attention_workers_that_do_not_fit_are_refused() -> None:
+    for arguments, words in (
+        (["--decode", "2", "--attention", "3"], "multiple of the 2 decode"),
+        (["--mixed", "2", "--attention", "2"], "cluster.attention"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "moonpool", "serve", *arguments],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
