@@ -196,9 +196,7 @@ class Depart:
     """The head wants nothing more: end the process in good order."""
 
 
-WorkerEvent = (
-    Command | MessengerEvent | StepEnded | StepsEnded | StepFailed | ArenaLost | ArenaBack
-)
+WorkerEvent = Command | MessengerEvent | StepEnded | StepsEnded | StepFailed | ArenaLost | ArenaBack
 
 WorkerAction = (
     RunStep
