@@ -107,7 +107,8 @@ def worker(
         def end_in_order() -> None:
             """A second signal ends it at once."""
             loop.add_signal_handler(signal.SIGTERM, task.cancel)
-            if not drain_seconds or not this.ask_to_leave(drain_seconds):
+            asked = drain_seconds and isinstance(this, Worker) and this.ask_to_leave(drain_seconds)
+            if not asked:
                 task.cancel()
                 return
             loop.call_later(drain_seconds + GRACE_S, task.cancel)

@@ -64,6 +64,10 @@ class BlockPool:
         """Blocks that one sequence can have."""
         return self.num_blocks
 
+    def has_room(self, needs: Iterable[tuple[Sequence[BlockId], int]]) -> bool:
+        """Whether each of these sequences could get so many blocks more, all together."""
+        return sum(num_blocks for _, num_blocks in needs) <= self.num_available
+
     def together(self, one: Sequence[BlockId], other: Sequence[BlockId]) -> bool:
         """Whether room that one sequence leaves is of use to the other."""
         return True

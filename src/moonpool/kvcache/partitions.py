@@ -164,6 +164,16 @@ class PartitionedPool(BlockPool):
                 best = [BlockId(b + start) for b in found]
         return best
 
+    def has_room(self, needs: Iterable[tuple[Sequence[BlockId], int]]) -> bool:
+        lacking = [0] * len(self._parts)
+        for block_ids, num_blocks in needs:
+            if num_blocks:
+                lacking[self.part_of(block_ids[-1])] += num_blocks
+        return all(
+            not lacks or (not lost and lacks <= pool.num_available)
+            for lacks, lost, pool in zip(lacking, self._lost, self._parts, strict=True)
+        )
+
     def together(self, one: Sequence[BlockId], other: Sequence[BlockId]) -> bool:
         return not one or not other or self.part_of(one[-1]) == self.part_of(other[-1])
 

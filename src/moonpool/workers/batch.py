@@ -194,7 +194,7 @@ class Batch:
         for active, _ in step:
             left = active.work.sampling.max_tokens - active.tokens.num_generated
             repeats = min(repeats, max(left, 1))
-        while repeats > 1 and self._lacking(step, repeats) > self._holdings.pool.num_available:
+        while repeats > 1 and not self._has_room_for(step, repeats):
             repeats //= 2
         if repeats > 1:
             for active, _ in step:
@@ -202,13 +202,13 @@ class Batch:
                 assert grown
         return repeats
 
-    def _lacking(self, step: Step, repeats: int) -> int:
-        """Blocks not held yet that `repeats` more tokens of each work need."""
-        lacking = 0
+    def _has_room_for(self, step: Step, repeats: int) -> bool:
+        """Whether there are blocks for `repeats` more tokens of each work."""
+        needs = []
         for active, _ in step:
             num_blocks = self._layout.blocks_for(len(active.tokens) + repeats - 1)
-            lacking += max(num_blocks - len(active.block_ids), 0)
-        return lacking
+            needs.append((active.block_ids, max(num_blocks - len(active.block_ids), 0)))
+        return self._holdings.pool.has_room(needs)
 
     def _entry(self, active: ActiveWork, num_tokens: int) -> StepEntry:
         start, end = active.num_scheduled, active.num_scheduled + num_tokens
