@@ -155,12 +155,15 @@ def draw_options(rng: random.Random) -> Options:
         num_disk_losses=disks.choice((0, 0, 0, 1)) if num_slots else 0,
         num_stages=policies.choice((1, 1, 1, 2, 3)),
         num_drains=policies.choice((0, 0, 1, 3)),
-        num_arenas=policies.choice((0, 0, 1, 2, 3)),
-        arena_loss_rate=policies.choice((0.0, 0.02, 0.1)),
     )
-    if not options.arenas:
-        options = replace(options, num_arenas=0, arena_loss_rate=0.0)
+    options = _draw_arenas(options, policies)
     return _draw_disks(options, disks) if num_slots else options
+
+
+def _draw_arenas(options: Options, rng: random.Random) -> Options:
+    num_arenas, loss_rate = rng.choice((0, 0, 1, 2, 3)), rng.choice((0.0, 0.02, 0.1))
+    drawn = replace(options, num_arenas=num_arenas, arena_loss_rate=loss_rate)
+    return drawn if drawn.arenas else options
 
 
 def _draw_disks(options: Options, rng: random.Random) -> Options:
