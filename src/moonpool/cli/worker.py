@@ -97,9 +97,7 @@ def worker(
         if role == ATTENTION:
             this = AttentionWorker(InstanceId(name), machine, host, secret)
         else:
-            this = Worker(
-                Role(role), InstanceId(name), machine, host, secret, share, num_stages
-            )
+            this = Worker(Role(role), InstanceId(name), machine, host, secret, share, num_stages)
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

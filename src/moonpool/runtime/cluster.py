@@ -194,7 +194,7 @@ def _threads(config: Config) -> int:
 
 def _shares(config: Config) -> list[CoreShare]:
     """Of this machine's cores, for every worker; none where they are not to be pinned."""
-    if config.engine.pinning == "off" or config.engine.device != "cpu":
+    if config.engine.pinning == "off" or config.engine.device != "cpu" or config.cluster.attention:
         return []
     threads = _threads(config)
     wanted = [threads * config.engine.num_stages(role) for role in config.cluster.roles]
