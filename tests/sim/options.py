@@ -156,8 +156,7 @@ def draw_options(rng: random.Random) -> Options:
         num_stages=policies.choice((1, 1, 1, 2, 3)),
         num_drains=policies.choice((0, 0, 1, 3)),
     )
-    options = _draw_arenas(options, policies)
-    return _draw_disks(options, disks) if num_slots else options
+    return _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:
