@@ -98,7 +98,8 @@ def test_figures_are_printed_and_written_by_the_designs_names(trace: str, tmp_pa
     assert found["requests"] == NUM_REQUESTS
     assert found["completed"] + found["rejected"] + found["failed"] == NUM_REQUESTS
     assert found["seed"] == found["config"]["conductor"]["seed"] == 3
-    assert found["config"]["cluster"] == {"prefill": 8, "decode": 8, "mixed": 0}
+    cluster = {"prefill": 8, "decode": 8, "mixed": 0, "attention": 0}
+    assert found["config"]["cluster"] == cluster
     assert f"{found['ttft_s']['p50']:.3g}" in done.stdout
     names = set(re.findall(r"^\| `([a-z_0-9]+)[`{]", SIMULATING, re.M))
     assert names == set(found), "the page names the figures"
