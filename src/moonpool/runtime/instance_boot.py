@@ -148,8 +148,8 @@ def boot_instance(
             parts = gather_crew(setup, model, instance_id, secret, threads)
             arena, engine = parts.arena, parts.engine
         else:
-            options = _stage_options(setup, num_stages, threads, share)
-            arena, engine = _own_engine(setup, model, options, instance_id, on_lost)
+            stages = (num_stages, threads, share)
+            arena, engine = _own_engine(setup, model, stages, instance_id, on_lost)
         layout = arena.layout
     except (ArenaError, AttentionError, StageLostError, ValueError) as error:
         # a model's errors are ValueErrors
@@ -301,20 +301,20 @@ def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
 def _own_engine(
     setup: Setup,
     model: LoadedModel,
-    options: StageOptions,
+    stages: tuple[int, int, CoreShare],
     instance_id: InstanceId,
     on_lost: Callable[[str], None],
 ) -> tuple[Arena, Engine | PipelineEngine]:
-    """An arena in this process, and what computes in it. Raises what its parts raise."""
+    """An arena in this process, and what computes in it: so many stages, with so many threads each,
+    on these cores. Raises what its parts raise."""
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
     layout = make_layout(model, setup.pool.block_tokens, ops)
-    several = options.num_stages > 1
+    several = stages[0] > 1
     arena = Arena(layout, _num_blocks(setup, layout, model), sealed=not several)
     cache = _cache_over(arena, layout)
     if not several:
         return arena, _engine(model, ops, cache)
-    if ops.device.type != "cpu":
-        raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
+    options = _stage_options(setup, *stages)
     engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
     arena.seal()  # all stages have mapped it
     return arena, engine
