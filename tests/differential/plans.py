@@ -20,7 +20,9 @@ from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.step import SequenceStep
 from moonpool.types import RequestId
 
-OPS_NAMES = ("reference", "native", "native-int8")
+EXACT_OPS = ("reference", "native")
+"""Those that round no weight: what they give is what the checkpoint says."""
+OPS_NAMES = (*EXACT_OPS, "native-int8")
 Prompt = list[int]
 
 

@@ -19,7 +19,7 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.export import export_checkpoint
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams
-from tests.differential.plans import OPS_NAMES, Lab, make_ops, missing
+from tests.differential.plans import EXACT_OPS, Lab, make_ops, missing
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,7 +129,7 @@ def _greedy(lab: Lab, prompt: list[int], count: int) -> list[int]:
     return out
 
 
-@pytest.fixture(params=OPS_NAMES)
+@pytest.fixture(params=EXACT_OPS)
 def ops_name(request: pytest.FixtureRequest) -> str:
     why = missing(request.param)
     if why is not None:
