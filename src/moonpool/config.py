@@ -132,6 +132,7 @@ class InstanceConfig(Struct, frozen=True):
     micro_batches: int = 1  # decodes are divided evenly among so many steps: one a stage
     engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
     tbt_slo_s: float = float("inf")  # of works that were promised nothing themselves
+    layer_wise_load: bool = False  # a prefill may compute while its prefix still arrives
     max_repeats: int = 1  # steps of decodes alone that may run without a word between them
     ssd_blocks: int = 0  # that the SSD has slots for; 0: there is no such tier
     ssd_admission: SsdAdmission = "always"

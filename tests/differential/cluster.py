@@ -6,6 +6,7 @@ compared bit by bit.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,11 @@ from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.slices import ROWS_INNER
 from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing import checksum_slice
+from moonpool.messenger.landing import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.engine_thread import sequence_step
+from moonpool.runtime.layer_gates import LayerGates
+from moonpool.runtime.layer_waits import LayerWaits
 from moonpool.runtime.transfers import begin_writing, perform_transfer, send_layer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
@@ -74,6 +77,20 @@ class Liar:
         return checksum_slice(data) ^ (self._calls % 7 == 3)
 
 
+class Leaver:
+    """A checksum during which the messenger ends, the n-th time: its process might have died."""
+
+    def __init__(self, node: Node, after: int) -> None:
+        self._node, self._left = node, after
+
+    def __call__(self, data: memoryview) -> int:
+        self._left -= 1
+        if self._left == 0:
+            threading.Thread(target=self._node.messenger.close).start()
+            time.sleep(0.3)  # until nobody can come in any more, and this read was broken off
+        return checksum_slice(data)
+
+
 class Node:
     """One instance."""
 
@@ -103,15 +120,23 @@ class Node:
             SECRET,
             lambda event: inbox.put((self, event)),
             use_shared_memory=options.get("shared_memory", True),
-            checksum=Liar() if name in options.get("liars", ()) else checksum_slice,
+            checksum=self._checksum(name, options),
         )
         self.address = self.messenger.start()
         config = InstanceConfig(
             chunk_tokens=options.get("chunk_tokens", 64),
             max_sequences=16,
             prefix_caching=options.get("prefix_caching", True),
+            layer_wise_load=options.get("layer_wise_load", False),
         )
-        self.instance = Instance(config, self.layout, 256, role, FREE, ())
+        self.gates = LayerGates()
+        self.instance = Instance(config, self.layout, 256, role, options.get("cost", FREE), ())
+
+    def _checksum(self, name: str, options: dict[str, Any]) -> Checksum:
+        leaves_after = options.get("leaves_after", {})
+        if name in leaves_after:
+            return Leaver(self, leaves_after[name])
+        return Liar() if name in options.get("liars", ()) else checksum_slice
 
 
 class MiniCluster:
@@ -124,6 +149,7 @@ class MiniCluster:
         }
         self.outcomes: dict[str, Outcome] = {}
         self.corrupt_blocks = 0
+        self.missed_steps = 0
         self._decode_of: dict[str, Node] = {}
 
     def submit(
@@ -150,6 +176,7 @@ class MiniCluster:
                 continue
             for action in node.instance.handle(event, 0.0):
                 self._perform(node, action)
+            node.gates.note(event)
             node.instance.validate()
 
     def close(self) -> None:
@@ -173,14 +200,17 @@ class MiniCluster:
                     action, FetchBlocks | ExpectStream
                 ):
                     node.engine.mirror.arriving(action.block_ids)
-                perform_transfer(node.messenger, node.layout.num_layers, action)
+                perform_transfer(node.messenger, node.layout.num_layers, action, node.gates)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
         begin_writing(node.messenger, step)
         sequences = [sequence_step(entry, ()) for entry in step.entries]
 
+        gates = node.gates.of_step(step)
+        waits = LayerWaits(step, gates)
+
         def on_layer(layer: int) -> None:
-            send_layer(node.messenger, step.entries, layer)
+            send_layer(node.messenger, waits.sound(), layer)
 
         seen: list[Tensor] = []
         forward = node.engine._model.forward
@@ -192,13 +222,17 @@ class MiniCluster:
             return logits
 
         node.engine._model.forward = spy  # type: ignore[method-assign]
-        result = node.engine.step(sequences, on_layer)
+        result = node.engine.step(sequences, on_layer, waits.before_attend)
+        waits.before_attend(node.layout.num_layers - 1)
+        self.missed_steps += len(waits.missed)
         node.engine._model.forward = forward  # type: ignore[method-assign]
         drawing = [e for e in step.entries if e.draw]
         for row, entry in enumerate(drawing):
+            if entry not in waits.sound():
+                continue
             position = entry.start + len(entry.new_token_ids)
             self.outcomes[entry.work_id].logits[position] = seen[0][row]
-        return StepEnded(result.tokens, result.seconds)
+        return StepEnded(result.tokens, result.seconds, waits.missed)
 
     def _hear(self, report: Any) -> None:
         match report:

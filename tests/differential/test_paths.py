@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from moonpool.cost.fitted import FittedCost
 from moonpool.engine import native
 from moonpool.engine.ops import Ops
 from moonpool.engine.reference import ReferenceOps
+from moonpool.messenger import station
 from moonpool.types import Role, SamplingParams, Slo
 from moonpool.workers.messages import Work, WorkId
 from tests.differential.cluster import MiniCluster, Outcome
@@ -188,3 +190,63 @@ def test_damaged_slices_are_computed_again(
     assert cluster.corrupt_blocks > 0
     assert cluster.nodes["d"].instance.counters["recomputed_tokens"] > 0
     assert cluster.nodes["q"].instance.counters["corrupt_slices"] > 0
+
+
+EAGER = FittedCost(prefill=(9.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
+"""Prompts seem to take so long that every transfer is in time: all begin early."""
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_computed_while_the_prefix_arrives(
+    build: Lab, alone: list[Outcome], shared_memory: bool
+) -> None:
+    roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+    cluster = build(roles, shared_memory=shared_memory, cost=EAGER, layer_wise_load=True)
+    prompts = build.prompts
+    for i, prompt in enumerate(prompts):
+        cluster.submit(work(f"{i} first", prompt), on="p", decode="d")
+        cluster.run()
+        cluster.submit(work(f"{i} again", prompt), on="q", decode="e", fetch_from="p")
+        if i % 3 == 2:
+            cluster.run()
+    cluster.run()
+    again = [cluster.outcomes[f"{i} again"] for i in range(len(prompts))]
+    assert_same(again, alone)
+    assert cluster.nodes["q"].instance.counters["early_prefills"] > len(prompts) / 4
+    assert cluster.missed_steps == 0
+    assert sum(o.fetched_tokens for o in again) > 300
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_damaged_while_computed_with(build: Lab, alone: list[Outcome], shared_memory: bool) -> None:
+    """Every few slices one is wrong: steps are computed for nothing, and no token is wrong."""
+    roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+    options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
+    cluster = build(roles, liars={"p"}, **options)
+    for i, prompt in enumerate(build.prompts):
+        cluster.submit(work(f"{i} first", prompt), on="p", decode="d")
+        cluster.run()
+        cluster.submit(work(f"{i} again", prompt), on="q", decode="e", fetch_from="p")
+        cluster.run()
+    assert_same([cluster.outcomes[f"{i} again"] for i in range(len(build.prompts))], alone)
+    counters = cluster.nodes["q"].instance.counters
+    assert cluster.missed_steps == counters["missed_steps"] > 0
+    assert counters["corrupt_slices"] > 0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_the_source_goes_while_it_is_computed_with(
+    build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messenger ends after a few slices, with a step waiting for the rest."""
+    monkeypatch.setattr(station, "GROUP_BYTES", 1)  # each slice leaves by itself
+    options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
+    longest = max(range(len(build.prompts)), key=lambda i: len(build.prompts[i]))
+    prompt = build.prompts[longest]
+    cluster = build({"p": Role.MIXED, "q": Role.MIXED}, leaves_after={"p": 7}, **options)
+    cluster.submit(work("first", prompt), on="p")
+    cluster.run()
+    cluster.submit(work("again", prompt), on="q", fetch_from="p")
+    cluster.run()
+    assert_same([cluster.outcomes["again"]], [alone[longest]])
+    assert cluster.missed_steps == 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    FetchProgress,
     PeerAddress,
     ReadEnded,
     ReadRequested,
@@ -47,7 +48,9 @@ class Arrivals:
         block_id = self.block_ids[index - self.first_index]
         self.life.write(block_id, layer, GARBAGE if corrupt else content)
         self.num_corrupt += corrupt
-        if not corrupt:
+        if corrupt:
+            self.verified.discard((index, layer))  # it may have come before
+        else:
             self.verified.add((index, layer))
 
     def complete(self, index: int) -> bool:
@@ -82,6 +85,10 @@ class FetchOperation:
         self._keys = tuple(keys)
         self._arrivals = Arrivals(life, tuple(block_ids))
         self._fetch_ended = False
+        self._failed = False
+        self._num_granted = 0
+        self._granted_s = -1.0
+        self._num_layers = 0
         self._read_ended = True  # until the source knows of it
         self._read_id = f"{fetch_id}@{life.number}"
         life.world.operations.append(self)
@@ -104,8 +111,35 @@ class FetchOperation:
     def on_granted(self, block_ids: Sequence[BlockId]) -> None:
         assert self.source is not None and len(block_ids) <= len(self._keys)
         layers = range(self.life.num_layers)
-        slices = deque((i, layer, b) for i, b in enumerate(block_ids) for layer in layers)
+        slices = deque((i, layer, b) for layer in layers for i, b in enumerate(block_ids))
+        self._num_granted = len(block_ids)
         self.source.later(lambda: self._pump(slices))
+
+    def brought(self, layer: int) -> bool | None:
+        """Whether the layer of all that was granted is there; None: it may come yet. Of the last
+        one this is said when the end of the fetch has been told."""
+        last = self.life.num_layers - 1
+        if self._fetch_ended:
+            return not self._failed or (layer < last and self._whole(layer))
+        return True if layer < last and self._granted_s >= 0 and self._whole(layer) else None
+
+    def _whole(self, layer: int) -> bool:
+        return all((i, layer) in self._arrivals.verified for i in range(self._num_granted))
+
+    def _tell_progress(self) -> None:
+        """At the grant, and as often as layers are whole; some of it late."""
+        if self._fetch_ended:
+            return
+        now = self.life.clock.now
+        if self._granted_s < 0:
+            self._granted_s = now
+        elif not self._whole(self._num_layers) or self._num_layers == self.life.num_layers - 1:
+            return
+        else:
+            self._num_layers += 1
+        seconds = now - self._granted_s
+        event = FetchProgress(self.fetch_id, self._num_granted, self._num_layers, seconds)
+        self.life.post(event)
 
     def _pump(self, slices: deque[tuple[int, int, BlockId]]) -> None:
         if self._read_ended or self.source is None:
@@ -115,6 +149,8 @@ class FetchOperation:
             return
         if self.life.world.chance("stall_rate", 0.3):
             return  # until the fetch times out
+        if self._num_granted:
+            self._tell_progress()
         if not slices:
             self._end_read("")
             self.life.later(lambda: self._end_fetch(""))
@@ -146,6 +182,7 @@ class FetchOperation:
         self._fetch_ended = True
         if self.source is not None:
             self.source.later(lambda: self._end_read("the peer gave up"))
+        self._failed = bool(error) or self._arrivals.num_leading() < self._num_granted
         self.life.post(
             FetchEnded(
                 fetch_id=self.fetch_id,

@@ -9,11 +9,9 @@ from moonpool.kvcache.blocks import BlockPool
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.partitions import PartitionedPool
 from moonpool.kvcache.transfers import PeerAddress
-from moonpool.types import BlockId, InstanceId, Role, Token
+from moonpool.types import BlockId, InstanceId, Role
 from moonpool.workers.actions import (
     AbortStream,
-    ArenaBack,
-    ArenaLost,
     CancelStream,
     Depart,
     ExpectStream,
@@ -26,10 +24,6 @@ from moonpool.workers.actions import (
     OpenStream,
     RunStep,
     SendBlocks,
-    StepEnded,
-    StepEntry,
-    StepFailed,
-    StepsEnded,
     StopRepeating,
     StoreBlocks,
     Tell,
@@ -37,24 +31,16 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import (
-    BlocksChanged,
-    InstanceInfo,
-    Report,
-    WantsToLeave,
-    WorkId,
-)
+from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report, WantsToLeave
 from tests.sim.clock import Link
 from tests.sim.disk import DiskDriver
+from tests.sim.engine import FakeEngine
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
 from tests.sim.shared_store import SharedStoreDriver
 from tests.sim.truth import Content
 
 if TYPE_CHECKING:
     from tests.sim.world import World
-
-
-SPOILED: Content = (-1, -1)
 
 
 class Life:
@@ -85,14 +71,12 @@ class Life:
         )
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}
+        self.fetches: dict[str, FetchOperation] = {}
         self.sends: dict[str, StreamOperation] = {}
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}
-        self._stages_free_s = [0.0] * world.options.num_stages
-        self._num_steps = 0
-        self._last_step = 0
-        self._spoiled: dict[WorkId, tuple[int, int]] = {}  # by which step, from which token
         self.leaves_within_s: float | None = None
+        self.engine = FakeEngine(self)
         self._num_losses = 0
         self._to_head = Link(self.clock, world.options.slow_delay_s)
         self._from_head = Link(self.clock, world.options.slow_delay_s)
@@ -201,12 +185,12 @@ class Life:
                 case Tell():
                     self._report(action.report)
                 case RunStep():
-                    self._run_step(action)
+                    self.engine.run(action)
                 case StopRepeating():
                     pass  # a driver may be that lazy
                 case FetchBlocks():
                     source, fetch_id = action.source, action.fetch_id
-                    FetchOperation(
+                    self.fetches[fetch_id] = FetchOperation(
                         self, fetch_id, source, action.keys, action.block_ids, action.timeout_s
                     )
                 case GrantRead():
@@ -279,104 +263,3 @@ class Life:
         if isinstance(pool, PartitionedPool):
             pool, block_id = pool._own(block_id)
         return pool._num_holds[block_id] > 0
-
-    # The engine
-
-    def _run_step(self, step: RunStep) -> None:
-        under_way = self.world.instance_config.max_steps_in_flight
-        assert self._num_steps < under_way, "more steps at a time than there may be"
-        self._num_steps += 1
-        self._last_step += 1
-        number = self._last_step
-        repeats = self.clock.rng.randint(1, step.max_repeats)
-        drawn = [self._draw(entry, repeats) for entry in step.entries]
-        repeats = min((len(tokens) for tokens in drawn if tokens), default=1)
-        # What the engine was given must not change under its hands.
-        entries = [
-            (e, tuple(e.block_ids), (*e.new_token_ids, *tokens[: repeats - 1]))
-            for e, tokens in zip(step.entries, drawn, strict=True)
-        ]
-        failed = self.world.chance("step_failure_rate")
-        if failed:
-            for entry in step.entries:
-                self._spoiled.setdefault(entry.work_id, (number, entry.start))
-        began_s = time_s = self.clock.now
-        stages = len(self._stages_free_s)
-        for layer in range(self.num_layers):
-            stage = layer * stages // self.num_layers
-            time_s = max(time_s, self._stages_free_s[stage])
-            time_s += 0.0005 + self.clock.delay_s(self.world.options.slow_delay_s)
-            self._stages_free_s[stage] = time_s
-            self.clock.at(time_s, lambda layer=layer: self._run_layer(entries, layer, number))
-            if failed and self.clock.rng.random() < 0.5:
-                break
-        time_s = max(time_s, self._stages_free_s[-1])  # in the order in which they began
-        self._stages_free_s[-1] = ends_s = time_s
-        time_s -= began_s
-        event: StepEnded | StepsEnded | StepFailed
-        arenas = self.world.options.arenas
-        if arenas and self.world.chance("arena_loss_rate"):
-            event = self._lose_arena(self.clock.rng.randrange(len(arenas)), ends_s)
-        elif failed:
-            event = StepFailed("the engine failed")
-        elif step.max_repeats > 1:
-            event = StepsEnded([tuple(map(Token, tokens[:repeats])) for tokens in drawn], time_s)
-        else:
-            event = StepEnded(tuple(Token(t[0]) if t else None for t in drawn), time_s)
-        self.clock.at(ends_s, lambda: self._end_step(event))
-
-    def _lose_arena(self, arena: int, when_s: float) -> StepFailed:
-        """A step finds out; the instance hears of the loss before or after, and then that the
-        arena is there again."""
-        rng = self.clock.rng
-        lost_s = when_s + rng.choice((-0.0001, 0.001))
-        self.clock.at(lost_s, lambda: self.post(ArenaLost(arena, "the arena is gone")))
-        back_s = lost_s + rng.choice((0.001, 0.1, 2.0)) * rng.random()
-        self.clock.at(back_s, lambda: self.post(ArenaBack(arena)))
-        return StepFailed("an arena is gone", lost_arena=arena)
-
-    def _end_step(self, event: StepEnded | StepsEnded | StepFailed) -> None:
-        self._num_steps -= 1
-        self.post(event)
-
-    def _draw(self, entry: StepEntry, repeats: int) -> tuple[int, ...]:
-        """Checks the entry's tokens against the truth; the tokens that follow, if wanted."""
-        truth = self.world.truth_of(entry.work_id)
-        end = entry.start + len(entry.new_token_ids)
-        assert len(entry.new_token_ids) > 0
-        assert truth.tokens[entry.start : end] == tuple(entry.new_token_ids)
-        if entry.draw is None:
-            return ()
-        assert entry.draw == truth.request.sampling
-        assert truth.tokens[truth.request.num_prompt_tokens : end] == tuple(entry.generated)
-        assert end < len(truth.tokens), "computes on after the answer's end"
-        return truth.tokens[end : end + repeats]
-
-    def _run_layer(
-        self,
-        entries: list[tuple[StepEntry, tuple[BlockId, ...], tuple[int, ...]]],
-        layer: int,
-        number: int,
-    ) -> None:
-        if not self.alive:
-            return
-        size = self.layout.block_tokens
-        for entry, block_ids, new_token_ids in entries:
-            truth = self.world.truth_of(entry.work_id)
-            start, end = entry.start, entry.start + len(new_token_ids)
-            for index in range(self.layout.blocks_for(start)):
-                right = truth.slice_content(layer, index, start, size)
-                # After a step that failed, later ones that were under way compute on nonsense.
-                failed, first = self._spoiled.get(entry.work_id, (number, 0))
-                if failed < number and index >= first // size:
-                    self.write(block_ids[index], layer, SPOILED)
-                    continue
-                found = self.read(block_ids[index], layer)
-                assert found == right, f"{entry.work_id}: block {index} is not what it should be"
-            for index in range(start // size, self.layout.blocks_for(end)):
-                right = truth.slice_content(layer, index, end, size)
-                self.write(block_ids[index], layer, right)
-            for index, block_id in entry.sends:
-                assert block_ids[index] == block_id
-                if entry.work_id in self.sends:
-                    self.sends[entry.work_id].put((index, layer, block_id))

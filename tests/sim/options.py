@@ -69,6 +69,12 @@ class Options:
         return (self.num_blocks,) * self.num_arenas if plain else ()
 
     @property
+    def layer_wise_load(self) -> bool:
+        """Prompts may be computed while their prefix arrives; neither stages nor attention workers
+        do that."""
+        return self.num_stages == 1 and not self.arenas and self.num_requests % 5 > 0
+
+    @property
     def faultless(self) -> bool:
         rates = (
             self.corrupt_rate,

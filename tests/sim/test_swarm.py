@@ -19,6 +19,7 @@ from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.workers import holdings as holdings_module
 from moonpool.workers.active import ActiveWork
 from moonpool.workers.batch import Batch
+from moonpool.workers.early import EarlyStart
 from moonpool.workers.instance import Instance
 from tests.sim.swarm import SeedFailed, run_seed
 
@@ -41,6 +42,8 @@ def test_seeds_that_failed_once(seed: int) -> None:
 
 CORNERS = {
     "FetchBlocks",
+    "early steps",
+    "missed shares",
     "StoreBlocks",
     "LoadBlocks",
     "hung disks",
@@ -121,6 +124,14 @@ def _forget_delivered(original: Callable[..., None]) -> Callable[..., None]:
     return defective
 
 
+def _use_what_was_missed(original: Callable[..., bool]) -> Callable[..., bool]:
+    def defective(self: EarlyStart, active: ActiveWork, missed: bool) -> bool:
+        original(self, active, missed)
+        return True
+
+    return defective
+
+
 DEFECTS: dict[str, tuple[object, str, object]] = {
     "blocks freed under a transfer": (Instance, "_finalise_if_idle", _free_at_once),
     "corrupt blocks used": (
@@ -130,6 +141,11 @@ DEFECTS: dict[str, tuple[object, str, object]] = {
     ),
     "keys that collide": (BlockPool, "seal", _seal_too_much(BlockPool.seal)),
     "tenants share": (holdings_module, "root_key", lambda fingerprint, tenant: b"r" * 16),
+    "what never arrived used": (
+        EarlyStart,
+        "on_step_ended",
+        _use_what_was_missed(EarlyStart.on_step_ended),
+    ),
     "broken streams untold": (Instance, "_on_stop_receiving", lambda self, work_id: None),
     "aborts forgotten": (Instance, "_on_abort", lambda self, work_id: None),
     "events unheard": (

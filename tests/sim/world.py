@@ -83,6 +83,7 @@ class World:
             micro_batches=opts.num_stages,
             prefix_caching=opts.prefix_caching,
             eviction=opts.eviction,  # type: ignore[arg-type]
+            layer_wise_load=opts.layer_wise_load,
             ssd_blocks=opts.num_slots,
             ssd_admission=opts.ssd_admission,  # type: ignore[arg-type]
             store_shared=opts.store_shared,

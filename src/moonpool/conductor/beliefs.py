@@ -48,6 +48,8 @@ class Beliefs:
         """Its first chunk is computed now (mutates `attempt`); what was fetched is here."""
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
+        if report.early:
+            attempt.expected_s = 0.0  # when it began is not known: it teaches nothing
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id

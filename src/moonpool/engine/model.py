@@ -17,7 +17,7 @@ from torch import Tensor
 from moonpool.engine.ops import HeadShape, KvCache, Linear, Ops, QkNorm, RopeTable, StepMeta
 from moonpool.engine.rope import rope_table
 from moonpool.engine.spec import ModelSpec
-from moonpool.engine.step import LayerDone
+from moonpool.engine.step import BeforeAttend, LayerDone
 
 
 class Weights(Protocol):
@@ -135,12 +135,14 @@ class DecoderModel:
         meta: StepMeta,
         wanted: Tensor | None,
         on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
         """Fills the KVCache of the rows; logits [len(wanted), vocab] of the `wanted` rows, if any.
 
         The last layer goes on after its KVCache only with the wanted rows: nobody reads the others.
         """
-        done = self.advance(*self.embed(token_ids), cache, meta, wanted, on_layer)
+        start = self.embed(token_ids)
+        done = self.advance(*start, cache, meta, wanted, on_layer, before_attend)
         return None if done is None else self.logits(done[1])
 
     def advance(
@@ -151,6 +153,7 @@ class DecoderModel:
         meta: StepMeta,
         wanted: Tensor | None,
         on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Residual and normed of all rows [T, hidden] through all layers that are here; after the
         model's last layer those of the `wanted` rows, None if there are none."""
@@ -161,6 +164,8 @@ class DecoderModel:
                 on_layer(layer)
             if layer == last and wanted is None:
                 return None
+            if before_attend is not None:
+                before_attend(layer)
             attention = self.attend(layer, q, cache, meta)
             if layer == last and wanted is not None and len(wanted) < meta.num_rows:
                 attention, residual = attention[wanted], residual[wanted]

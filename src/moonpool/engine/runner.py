@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from moonpool.engine.sampler import sample
 from moonpool.engine.slices import INNER, check_layout
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
-from moonpool.engine.step import LayerDone, SequenceStep, StepResult
+from moonpool.engine.step import BeforeAttend, LayerDone, SequenceStep, StepResult
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Token
 
@@ -66,19 +66,34 @@ class Engine:
             self._model: Model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
-        self, sequences: Sequence[SequenceStep], on_layer: LayerDone | None = None
+        self,
+        sequences: Sequence[SequenceStep],
+        on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
     ) -> StepResult:
         """Computes all new tokens' KVCache, and draws where asked. Raises `StepError`.
 
         `on_layer(i)` is called, in this thread, once layer i of the whole step is in its blocks,
-        and in those of the `mirror` if there is one.
+        and in those of the `mirror` if there is one. `before_attend(i)` is called before layer i of
+        the blocks is read.
         """
         began_s = time.perf_counter()
         drawing = [i for i, sequence in enumerate(sequences) if sequence.draw is not None]
         tokens: list[Token | None] = [None] * len(sequences)
-        logits = self._forward(sequences, drawing, on_layer)
-        if logits is not None:
-            draws = [draw for s in sequences if (draw := s.draw) is not None]
+        void: set[int] = set()
+
+        def wait(layer: int) -> Collection[int]:
+            assert before_attend is not None
+            void.update(before_attend(layer))
+            return void
+
+        waits = None if before_attend is None else wait
+        logits = self._forward(sequences, drawing, on_layer, waits)
+        if logits is not None and void:
+            rows = [row for row, i in enumerate(drawing) if i not in void]
+            logits, drawing = logits[rows], [drawing[row] for row in rows]
+        if logits is not None and drawing:
+            draws = [draw for i in drawing if (draw := sequences[i].draw) is not None]
             ends = [sequences[i].start + len(sequences[i].new_token_ids) for i in drawing]
             for i, token in zip(drawing, sample(logits, draws, ends), strict=True):
                 tokens[i] = token
@@ -91,7 +106,11 @@ class Engine:
         return logits
 
     def _forward(
-        self, sequences: Sequence[SequenceStep], drawing: list[int], on_layer: LayerDone | None
+        self,
+        sequences: Sequence[SequenceStep],
+        drawing: list[int],
+        on_layer: LayerDone | None,
+        before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
         rows = plan_rows(sequences, self.spec, self.layout, self.num_blocks)
         wanted = None
@@ -102,7 +121,9 @@ class Engine:
             layer_done = self.mirror.begin(sequences, announced=on_layer is not None)
         with torch.inference_mode():
             token_ids = rows.token_ids.to(self._device)
-            logits = self._model.forward(token_ids, self._cache, rows.meta, wanted, layer_done)
+            logits = self._model.forward(
+                token_ids, self._cache, rows.meta, wanted, layer_done, before_attend
+            )
         if self.mirror is not None:
             self.mirror.end(on_layer)
         return logits

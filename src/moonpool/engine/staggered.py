@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, StepMeta
-from moonpool.engine.step import LayerDone
+from moonpool.engine.step import BeforeAttend, LayerDone
 
 MIN_SEQUENCES = 8
 """Fewer are not worth two passes over the weights."""
@@ -42,12 +42,14 @@ class StaggeredModel:
         meta: StepMeta,
         wanted: Tensor | None,
         on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
         """As `DecoderModel.forward`."""
         decodes = meta.num_rows == meta.num_sequences and wanted is not None
         decodes = decodes and len(wanted) == meta.num_rows  # type: ignore[arg-type]
-        if not decodes or on_layer is not None or meta.num_sequences < self._min_sequences:
-            return self._model.forward(token_ids, cache, meta, wanted, on_layer)
+        announced = on_layer is not None or before_attend is not None
+        if not decodes or announced or meta.num_sequences < self._min_sequences:
+            return self._model.forward(token_ids, cache, meta, wanted, on_layer, before_attend)
         model, middle = self._model, meta.num_sequences // 2
         ranges = ((0, middle), (middle, meta.num_sequences))
         halves = [self._begin(token_ids, cache, meta, *bounds) for bounds in ranges]

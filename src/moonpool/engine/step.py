@@ -5,7 +5,7 @@ A step mixes prefill chunks and decodes of any lengths: the engine does not tell
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from moonpool.types import RequestId, SamplingParams, Token
@@ -39,6 +39,12 @@ class Draw:
 
 LayerDone = Callable[[int], None]
 """Called in the engine's thread after a layer's K and V of the whole step are in their blocks."""
+
+
+BeforeAttend = Callable[[int], Collection[int]]
+"""Called in the engine's thread before a layer's attention reads the KVCache of earlier tokens:
+returns when that layer of it is there, and of which sequences of the step it never will be. Those
+are computed on with whatever lies there, which changes no other's rows, and nothing is drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,10 @@ class BlockPool:
     def key_of(self, block_id: BlockId) -> BlockKey | None:
         return self._key_of[block_id]
 
+    def has_content(self, block_id: BlockId, key: BlockKey) -> bool:
+        """Whether a held block was sealed with this key, whether or not it got the name."""
+        return self._key_of[block_id] == key or self._twin_key.get(block_id) == key
+
     def depth_of(self, block_id: BlockId) -> int:
         """A named block's place in its prompt, as far as is known."""
         return self._depth_of[block_id]
@@ -155,6 +159,14 @@ class BlockPool:
         self._evictable.remove(idle)
         self._evictable.touch(blocks)
         self._held_by.setdefault(owner, []).extend(blocks)
+
+    def share(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+        """Adds a hold on nameless blocks that somebody holds, and fills perhaps. Mutates."""
+        for block_id in block_ids:
+            assert self._num_holds[block_id] > 0 and self._key_of[block_id] is None
+            self._num_holds[block_id] += 1
+        if block_ids:
+            self._held_by.setdefault(owner, []).extend(block_ids)
 
     def allocate(
         self, owner: str, num_blocks: int, beside: Sequence[BlockId] = ()

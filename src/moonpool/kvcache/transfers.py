@@ -2,7 +2,8 @@
 
 Every operation the worker starts ends with exactly one terminal event, marked (terminal). Until
 then the messenger may read or write the operation's blocks, so they must stay held; afterwards it
-never will.
+never will. Fetches bring one layer of all their blocks after the other, and say now and then how
+far they are.
 """
 
 from __future__ import annotations
@@ -29,6 +30,17 @@ class FetchEnded(Struct, frozen=True, tag=True):
     num_bytes: int = 0
     seconds: float = 0.0
     error: str = ""
+
+
+class FetchProgress(Struct, frozen=True, tag=True):
+    """The source lends the first `num_blocks` blocks of a fetch, and of all of them the first
+    `num_layers` layers have arrived and hold, `seconds` after the first could. May be told anew by
+    another way to the source, with fewer."""
+
+    fetch_id: str
+    num_blocks: int
+    num_layers: int = 0
+    seconds: float = 0.0
 
 
 class ReadRequested(Struct, frozen=True, tag=True):
@@ -134,7 +146,8 @@ class StoreLost(Struct, frozen=True, tag=True):
 
 
 MessengerEvent = (
-    FetchEnded
+    FetchProgress
+    | FetchEnded
     | ReadRequested
     | ReadEnded
     | SendEnded

@@ -1,12 +1,17 @@
-"""One fetch: pulls cached blocks of another instance into blocks of our own, in a link's thread."""
+"""One fetch: pulls cached blocks of another instance into blocks of our own, in a link's thread.
+
+One layer of all blocks comes after the other, and whoever waits for a layer at the fetch's gate is
+let through as soon as it is verified; for the last one only when the end has been told.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 
-from moonpool.kvcache.transfers import FetchEnded, PeerAddress
+from moonpool.kvcache.transfers import FetchEnded, FetchProgress, PeerAddress
 from moonpool.messenger.auth import AuthError
+from moonpool.messenger.gate import LayerGate, tells_progress
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
 from moonpool.messenger.peering import Route
@@ -36,22 +41,28 @@ class Fetch:
         keys: tuple[BlockKey, ...],
         landing: Landing,
         deadline_s: float,
+        gate: LayerGate | None = None,
     ) -> None:
+        """With a `gate`, it is told how far the fetch has come."""
         self.line = Line()
         self._fetch_id = fetch_id
         self._source = source
         self._keys = keys
         self._landing = landing
         self._deadline_s = deadline_s
+        self._gate = gate
         self._answered = False
         self._sent_on = False
         self._started_s = time.monotonic()
+        self._granted: int | None = None
+        self._granted_s = 0.0
+        self._told_layers = 0
 
     def run(self, route: Route, station: Station) -> FetchEnded | PeerAddress:
         """An address: go on there, with another route."""
         error = "failed unexpectedly; see the log"
         try:
-            self._pull_by_any_way(route)
+            self._pull_by_any_way(route, station)
             error = ""
         except _ElsewhereError as elsewhere:
             error = ""
@@ -74,7 +85,12 @@ class Fetch:
             error=error,
         )
 
-    def _pull_by_any_way(self, route: Route) -> None:
+    def tell_end(self, ended: FetchEnded, station: Station) -> None:
+        station.post(ended)
+        if self._gate is not None:
+            self._gate.end(not ended.error and ended.num_blocks == self._granted)
+
+    def _pull_by_any_way(self, route: Route, station: Station) -> None:
         """What arrived by a way that failed midway is not asked for again by the next."""
         failure: TransportError | None = None
         while True:
@@ -82,10 +98,9 @@ class Fetch:
             try:
                 connection = route.connect(self._deadline_s)
                 self.line.hold(connection)
-                keys = self._keys[self._landing.restart() :]
                 if not route.opened:
-                    connection.send(self._request(keys), self._deadline_s)
-                self._pull(connection, len(keys))
+                    connection.send(self.opening(), self._deadline_s)
+                self._pull(connection, station)
                 return
             except _RefusedError:
                 raise
@@ -97,12 +112,19 @@ class Fetch:
                     raise failure from error
 
     def opening(self) -> ReadBlocks:
-        return self._request(self._keys)
+        """Asks for what is not here yet, of what was granted if anything was."""
+        return ReadBlocks(
+            keys=self._keys[: self._granted],
+            timeout_s=max(0.001, self._deadline_s - time.monotonic()),
+            first_layer=self._first_layer(),
+        )
 
-    def _request(self, keys: tuple[BlockKey, ...]) -> ReadBlocks:
-        return ReadBlocks(keys=keys, timeout_s=max(0.001, self._deadline_s - time.monotonic()))
+    def _first_layer(self) -> int:
+        if not self._granted:
+            return 0
+        return min(self._landing.whole_layers(self._granted), self._landing.num_layers - 1)
 
-    def _pull(self, connection: Connection, num_keys: int) -> None:
+    def _pull(self, connection: Connection, station: Station) -> None:
         deadline_s = self._deadline_s
         granted = connection.receive(deadline_s)
         self._answered = True
@@ -113,8 +135,10 @@ class Fetch:
             raise _ElsewhereError(granted.address)
         if isinstance(granted, Refused):
             raise _RefusedError(f"refused: {granted.reason}")
-        if not isinstance(granted, ReadGranted) or granted.num_blocks > num_keys:
+        asked = len(self._keys) if self._granted is None else self._granted
+        if not isinstance(granted, ReadGranted) or granted.num_blocks > asked:
             raise ProtocolError("the answer to a read is not a grant of at most what was asked")
+        self._begin(granted.num_blocks, station)
         lease = _Lease(connection, granted.lease_s, deadline_s)
         last = not granted.num_blocks
         while not last:
@@ -123,8 +147,38 @@ class Fetch:
                 raise ProtocolError(f"unexpected {type(message).__name__} during a read")
             self._landing.land(connection, message.offers, deadline_s, lease.renew)
             last = message.last
+            if self._gate is not None and not last:
+                self._tell_progress(self._gate, station)
         # All is here. The link sends this when the end has been told, or with the next request.
         connection.hold(ReadReleased(corrupt_slices=self._landing.corrupt_slices))
+
+    def _begin(self, num_blocks: int, station: Station) -> None:
+        if self._gate is None:
+            self._granted = num_blocks
+            return
+        if self._granted is None:
+            self._granted_s = time.monotonic()
+        elif num_blocks < self._granted:
+            self._gate.break_off()  # somebody may have counted on all of them
+        self._granted = num_blocks
+        station.post(FetchProgress(fetch_id=self._fetch_id, num_blocks=num_blocks))
+
+    def _tell_progress(self, gate: LayerGate, station: Station) -> None:
+        if self._landing.corrupt_slices:
+            gate.break_off()
+        assert self._granted is not None
+        all_layers = station.arena.layout.num_layers
+        num_layers = min(self._landing.whole_layers(self._granted), all_layers - 1)
+        if num_layers == self._told_layers:
+            return
+        gate.open(num_layers)
+        for layers in range(num_layers, self._told_layers, -1):
+            if tells_progress(layers, all_layers):
+                seconds = time.monotonic() - self._granted_s
+                event = FetchProgress(self._fetch_id, self._granted, num_layers, seconds)
+                station.post(event)
+                break
+        self._told_layers = num_layers
 
 
 class _ElsewhereError(Exception):

@@ -51,8 +51,10 @@ class Landing:
         self.corrupt_slices = 0
         self._arena = arena
         self._block_ids = tuple(block_ids)
-        self._num_layers = arena.layout.num_layers
+        self.num_layers = self._num_layers = arena.layout.num_layers
         self._cells = bytearray(len(block_ids) * self._num_layers)
+        self._num_verified = 0
+        self._whole_layers = 0
         self._group = group_slices(arena.slice_bytes)
         self._counters = counters
         self._remember = arena.sums.set_slice
@@ -112,13 +114,21 @@ class Landing:
                 cells[cell] = _CORRUPT
                 remember(place // size, 0)
                 num_corrupt += 1
+        self._num_verified += len(offers) - num_corrupt
         return num_corrupt
 
-    def restart(self) -> int:
-        """What arrives from now on is numbered anew, from the first block that is not complete:
-        returns how many are."""
-        self.first_index = -self.verified_prefix()
-        return -self.first_index
+    def whole_layers(self, num_rows: int) -> int:
+        """Layers from the first on of which the first `num_rows` blocks are here and verified."""
+        layers = self._num_layers
+        end = num_rows * layers
+        while self._whole_layers < layers:
+            column = self._whole_layers
+            if self._num_verified < (column + 1) * num_rows:  # counting is cheaper than looking
+                break
+            if self._cells[column:end:layers].count(_VERIFIED) < num_rows:
+                break
+            self._whole_layers += 1
+        return self._whole_layers
 
     def incomplete(self) -> tuple[int, ...]:
         """Indices of which a slice is corrupt or missing."""

@@ -21,6 +21,7 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import AuthError, Identity
 from moonpool.messenger.counters import TransferCounts
 from moonpool.messenger.fetch import Fetch
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.inbound import Inbound
 from moonpool.messenger.landing import Checksum, Landing, checksum_slice
 from moonpool.messenger.links import Links
@@ -146,13 +147,15 @@ class Messenger:
         keys: Sequence[BlockKey],
         block_ids: Sequence[BlockId],
         timeout_s: float,
+        gate: LayerGate | None = None,
     ) -> None:
-        """Pulls `keys` into `block_ids`, one each. Ends with FetchEnded."""
+        """Pulls `keys` into `block_ids`, one each. Ends with FetchEnded; before that, with a
+        `gate`, FetchProgress tells how far it is."""
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys but {len(block_ids)} blocks to fetch them into")
         deadline_s = _deadline_s(timeout_s)
         landing = self._landing(block_ids, 0)
-        fetch = Fetch(fetch_id, source.instance_id, tuple(keys), landing, deadline_s)
+        fetch = Fetch(fetch_id, source.instance_id, tuple(keys), landing, deadline_s, gate)
         with self._lock:
             if fetch_id in self._fetches:
                 raise ValueError(f"fetch {fetch_id!r} is in progress already")
@@ -167,7 +170,7 @@ class Messenger:
                 return lambda: self._links.run(elsewhere, operate, fetch.opening())
             with self._lock:
                 del self._fetches[fetch_id]
-            return lambda: self._station.post(ended)
+            return lambda: fetch.tell_end(ended, self._station)
 
         self._links.run(source, operate, fetch.opening())
 

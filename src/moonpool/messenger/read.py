@@ -35,8 +35,9 @@ from moonpool.types import BlockId
 
 
 class _Read:
-    def __init__(self, num_keys: int) -> None:
+    def __init__(self, num_keys: int, layers: range) -> None:
         self.num_keys = num_keys
+        self.layers = layers
         self.line = Line()
         self.answered = False
         self.waiting = threading.Lock()  # held until there is an answer, or no more need of one
@@ -85,7 +86,10 @@ class Reads:
 
     def serve(self, connection: Connection, request: ReadBlocks) -> bool:
         """True if the connection is fit for another operation."""
-        read = _Read(len(request.keys))
+        layers = range(request.first_layer, self._station.arena.layout.num_layers)
+        if not layers:
+            raise ProtocolError(f"layer {request.first_layer} is asked for, which no block has")
+        read = _Read(len(request.keys), layers)
         read.line.hold(connection)
         with self._lock:
             read_id = f"{connection.peer}/{next(self._numbers)}"
@@ -152,9 +156,11 @@ class Reads:
             connection.send(answer, deadline_s())
         else:
             connection.hold(answer)
-            layers = range(self._station.arena.layout.num_layers)
+            # Layer by layer, so that the reader can compute with the first ones already.
             slices = [
-                (index, block, layer) for index, block in enumerate(granted) for layer in layers
+                (index, block, layer)
+                for layer in read.layers
+                for index, block in enumerate(granted)
             ]
             self._station.offer(connection, slices, deadline_s, mark_last=True)
         while isinstance(released := connection.receive(deadline_s()), ReadRenewed):

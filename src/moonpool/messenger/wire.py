@@ -50,8 +50,12 @@ class SlicesEnd(Struct, frozen=True, tag=True):
 
 
 class ReadBlocks(Struct, frozen=True, tag=True):
+    """Of these blocks, the layers from `first_layer` on are wanted: one layer of all of them after
+    the other."""
+
     keys: tuple[BlockKey, ...]
     timeout_s: _Seconds
+    first_layer: _Count = 0
 
 
 class ReadGranted(Struct, frozen=True, tag=True):

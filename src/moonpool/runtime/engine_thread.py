@@ -12,8 +12,10 @@ import torch
 from moonpool.attention.remote_ops import AttentionLostError
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import Draw, SequenceStep
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import pin_thread
+from moonpool.runtime.layer_waits import LayerWaits
 from moonpool.runtime.offload import Offload
 from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.types import RequestId
@@ -30,10 +32,13 @@ from moonpool.workers.actions import (
 
 log = logging.getLogger("moonpool.engine")
 
+_Order = tuple[RunStep, Sequence[LayerGate | None]] | FetchBlocks | ExpectStream | LoadBlocks
+
 
 class EngineThread:
     """Runs `RunStep` actions and posts their outcome. While a step runs, each layer's finished
-    blocks are handed to the messenger as soon as the layer is done (Mooncake 5.2)."""
+    blocks are handed to the messenger as soon as the layer is done, and where some of a prefix is
+    still arriving, each layer waits for its own of it (Mooncake 5.2)."""
 
     def __init__(
         self,
@@ -50,16 +55,16 @@ class EngineThread:
         self._num_threads = num_threads
         self._cores = cores
         self._post = post
-        self._steps: queue.SimpleQueue[RunStep | FetchBlocks | ExpectStream | LoadBlocks | None]
-        self._steps = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, step: RunStep) -> None:
-        """At most one step is outstanding: the instance's state machine sees to it."""
-        self._steps.put(step)
+    def submit(self, step: RunStep, gates: Sequence[LayerGate | None] = ()) -> None:
+        """At most one step is outstanding: the instance's state machine sees to it. `gates[i]` is
+        what the i-th entry waits at; none at all: nobody waits."""
+        self._steps.put((step, gates))
 
     def before_transfer(self, action: WorkerAction) -> None:
         """To be called with every action before it is performed: if it lets others write blocks of
@@ -76,13 +81,14 @@ class EngineThread:
     def _run(self) -> None:
         pin_thread(self._cores)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
-        while (step := self._steps.get()) is not None:
-            if not isinstance(step, RunStep):
+        while (order := self._steps.get()) is not None:
+            if not isinstance(order, tuple):
                 assert self._engine.mirror is not None
-                self._engine.mirror.arriving(step.block_ids)
+                self._engine.mirror.arriving(order.block_ids)
                 continue
+            step, gates = order
             try:
-                outcome: StepEnded | StepFailed = self._compute(step)
+                outcome: StepEnded | StepFailed = self._compute(step, gates)
             except AttentionLostError as error:
                 outcome = StepFailed(f"{error}", lost_arena=error.worker)
             except Exception as error:
@@ -90,14 +96,19 @@ class EngineThread:
                 outcome = StepFailed(f"the engine failed: {type(error).__name__}: {error}")
             self._post(outcome)
 
-    def _compute(self, step: RunStep) -> StepEnded:
+    def _compute(self, step: RunStep, gates: Sequence[LayerGate | None]) -> StepEnded:
         begin_writing(self._messenger, step)
-        sends = [entry for entry in step.entries if entry.sends]
+        waits = LayerWaits(step, gates)
+        sends = any(entry.sends for entry in step.entries)
         result = self._engine.step(
             [sequence_step(entry, self._eos) for entry in step.entries],
-            (lambda layer: send_layer(self._messenger, sends, layer)) if sends else None,
+            (lambda layer: send_layer(self._messenger, waits.sound(), layer)) if sends else None,
+            waits.before_attend if gates else None,
         )
-        return StepEnded(result.tokens, result.seconds)
+        computed_s = result.seconds - waits.waited_s
+        if gates:  # a step that draws nothing does not read the last layer
+            waits.before_attend(self._engine.layout.num_layers - 1)
+        return StepEnded(result.tokens, computed_s, waits.missed)
 
 
 def sequence_step(entry: StepEntry, eos_token_ids: Sequence[int]) -> SequenceStep:

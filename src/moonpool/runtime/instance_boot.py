@@ -185,7 +185,7 @@ def boot_instance(
         messenger=messenger if parts is None else parts.offload,
         address=address,
         cost=cost,
-        instance=_state_machine(setup, arena, role, cost, eos, store, num_stages, parts),
+        instance=_state_machine(setup, arena, role, cost, eos, store, num_stages, engine, parts),
         eos_token_ids=eos,
         threads=threads,
         store=store,
@@ -263,6 +263,7 @@ def _state_machine(
     eos_token_ids: tuple[int, ...],
     store: TierStore | None,
     num_stages: int,
+    engine: Engine | PipelineEngine,
     parts: OffloadedParts | None,
 ) -> Instance:
     config = InstanceConfig(
@@ -278,6 +279,8 @@ def _state_machine(
         learning=setup.learning,
         max_steps_in_flight=steps_in_flight(num_stages),
         micro_batches=num_stages,
+        # A GPU's mirror, stages and attention workers do not wait for layers that still arrive.
+        layer_wise_load=parts is None and isinstance(engine, Engine) and engine.mirror is None,
     )
     stored = () if store is None else store.stored
     if parts is not None:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.stages.pipeline import Outcome, PipelineEngine
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import pin_thread
 from moonpool.runtime.engine_thread import sequence_step
@@ -45,8 +46,10 @@ class PipelineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, step: RunStep) -> None:
-        """No more are outstanding than the state machine's `max_steps_in_flight`."""
+    def submit(self, step: RunStep, gates: Sequence[LayerGate | None] = ()) -> None:
+        """No more are outstanding than the state machine's `max_steps_in_flight`; stages wait at no
+        gates."""
+        assert not gates, "an instance of stages computes with nothing that still arrives"
         self._steps.put(step)
 
     def before_transfer(self, action: WorkerAction) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store.tier_store import TierStore
+from moonpool.runtime.layer_gates import LayerGates
 from moonpool.runtime.offload import Offload
 from moonpool.workers.actions import (
     AbortStream,
@@ -37,8 +38,14 @@ Transfer = (
 Storage = StoreBlocks | LoadBlocks | LookUpBlocks | ForgetStored
 
 
-def perform_transfer(messenger: Messenger | Offload, num_layers: int, action: Transfer) -> None:
-    """Begins or ends the operation; what comes of it is posted by the messenger."""
+def perform_transfer(
+    messenger: Messenger | Offload,
+    num_layers: int,
+    action: Transfer,
+    gates: LayerGates | None = None,
+) -> None:
+    """Begins or ends the operation; what comes of it is posted by the messenger. Only with `gates`
+    is told how far a fetch has come, and can steps wait for its layers."""
     match action:
         case SendBlocks():
             layers = range(num_layers)
@@ -57,9 +64,17 @@ def perform_transfer(messenger: Messenger | Offload, num_layers: int, action: Tr
         case CancelStream():
             messenger.cancel(action.stream_id)
         case FetchBlocks():
-            messenger.fetch(
-                action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s
+            fetch = (
+                action.fetch_id,
+                action.source,
+                action.keys,
+                action.block_ids,
+                action.timeout_s,
             )
+            if gates is None or isinstance(messenger, Offload):
+                messenger.fetch(*fetch)
+            else:
+                messenger.fetch(*fetch, gates.begin(action))
         case GrantRead():
             messenger.grant(action.read_id, action.block_ids)
 

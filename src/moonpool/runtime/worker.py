@@ -20,6 +20,7 @@ from moonpool.runtime.channel import Channel
 from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
+from moonpool.runtime.layer_gates import LayerGates
 from moonpool.runtime.offload import Event, Offload
 from moonpool.runtime.pipeline_thread import PipelineThread
 from moonpool.runtime.protocol import (
@@ -91,6 +92,7 @@ class Worker:
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
         self._engine: EngineThread | PipelineThread | None = None
+        self._gates = LayerGates()
         self._channel: HeadChannel | None = None
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
@@ -290,6 +292,7 @@ class Worker:
         if self._booted is None:
             return
         self._perform(self._booted.instance.handle(event, self._loop.time()))
+        self._gates.note(event)
 
     def _give_up_works(self) -> None:
         if self._booted is not None:
@@ -304,14 +307,15 @@ class Worker:
                 case Tell() | Depart() | StopRepeating():  # steps are never repeated here
                     continue
                 case RunStep():
-                    self._engine.submit(action)
+                    self._engine.submit(action, self._gates.of_step(action))
                 case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
                     assert booted.store is not None, "an instance without slots asks for none"
                     self._engine.before_transfer(action)
                     perform_storage(booted.store, action)
                 case _:
                     self._engine.before_transfer(action)
-                    perform_transfer(booted.messenger, booted.layout.num_layers, action)
+                    layers = booted.layout.num_layers
+                    perform_transfer(booted.messenger, layers, action, self._gates)
         # Last, so that the engine computes the next step while the tokens of this one are sent.
         reports = [action.report for action in actions if isinstance(action, Tell)]
         if isinstance(booted.messenger, Offload):

@@ -2,13 +2,15 @@
 
 A step takes what the true cost model says. Repeated decode steps are advanced together, up to the
 first answer's end, so that a simulation's cost grows with what is scheduled, not with tokens. A
-pipeline of stages runs one step per stage at a time; a step ends when the last stage is through.
+step that reads what still arrives ends a layer's time after the last of it came, if that is later
+than its computing. A pipeline of stages runs one step per stage at a time; a step ends when the
+last stage is through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.cost.model import Chunk, StepCost
 from moonpool.sim.clock import Clock, Priority, Timer
@@ -47,6 +49,14 @@ class _Repeated:
     timer: Timer | None = None
 
 
+@dataclass(slots=True)
+class _Held:
+    """A step that cannot end before something has come."""
+
+    layer_s: float  # what is left to compute then, at least
+    ended: StepEnded | None = None  # it is computed as far as can be
+
+
 class SimEngine:
     """One instance's accelerators. `submit` steps; they come back in order through `post`."""
 
@@ -73,6 +83,7 @@ class SimEngine:
         self._began: dict[WorkId, int] = {}
         self._num_under_way = 0
         self._repeated: _Repeated | None = None
+        self._held: _Held | None = None
 
     @property
     def busy(self) -> bool:
@@ -86,8 +97,9 @@ class SimEngine:
             return self.figures.busy_s + now - self._repeated.began_s
         return self.figures.busy_s - max(self._free_s[0] - now, 0.0)
 
-    def submit(self, step: RunStep) -> tuple[float, float]:
-        """Begins a step; returns when its first stage starts and its last one ends."""
+    def submit(self, step: RunStep, held_layers: int = 0) -> tuple[float, float]:
+        """Begins a step; returns when its first stage starts and its last one ends. With
+        `held_layers`, of so many layers, it does not end before `release`."""
         now = self._clock.now
         figures = self.figures
         if not self._num_under_way and now > figures.idle_since_s and figures.num_steps:
@@ -123,8 +135,32 @@ class SimEngine:
         for chunk, owner in zip(chunks, owners, strict=True):
             self._note_prefill(owner, prefill_s * chunk.num_tokens / (num_tokens - batch))
         tokens = tuple(self._draw(entry) for entry in step.entries)
-        self._clock.at(end_s, Priority.STEP_END, self._end, StepEnded(tokens, end_s - start_s))
+        ended = StepEnded(tokens, end_s - start_s)
+        if held_layers:
+            assert self._cost.num_stages == 1
+            self._held = _Held(stage_s / held_layers)
+            self._clock.at(end_s, Priority.STEP_END, self._end_held, self._held, ended)
+        else:
+            self._clock.at(end_s, Priority.STEP_END, self._end, ended)
         return start_s, end_s
+
+    def release(self, missed: tuple[int, ...]) -> None:
+        """What the held step waited for is here, but for the entries that `missed` it."""
+        held = self._held
+        assert held is not None
+        self._held = None
+        if held.ended is None:  # it is still computing: `_end_held` takes the rest
+            held.ended = StepEnded((), 0.0, missed)
+            return
+        self._free_s[0] = self._clock.now + held.layer_s
+        ended = replace(held.ended, missed=missed)
+        self._clock.at(self._free_s[0], Priority.STEP_END, self._end, ended)
+
+    def _end_held(self, held: _Held, ended: StepEnded) -> None:
+        if held.ended is None:
+            held.ended = ended
+        else:
+            self._end(replace(ended, missed=held.ended.missed))
 
     def stop_repeating(self) -> None:
         """Ends the repeated step with the repetition under way."""

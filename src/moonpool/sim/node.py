@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from moonpool.sim.clock import Clock
 from moonpool.sim.engine import SimEngine
@@ -122,7 +123,28 @@ class Node:
                     self._depart()
 
     def _run(self, step: RunStep) -> None:
-        start_s, end_s = self.engine.submit(step)
+        held = [index for index, entry in enumerate(step.entries) if entry.arriving is not None]
+        num_layers = self.info.layout.num_layers
+        start_s, end_s = self.engine.submit(step, num_layers if held else 0)
+        if held:
+            self._wait(step, held)
         for entry in step.entries:
             if entry.sends:
                 self.messenger.send_while_computed(entry, start_s, end_s)
+
+    def _wait(self, step: RunStep, indices: list[int]) -> None:
+        """Lets the engine end the step when all that these entries wait for has ended."""
+        left = set(indices)
+        missed: list[int] = []
+
+        def told(index: int, came: bool) -> None:
+            left.discard(index)
+            if not came:
+                missed.append(index)
+            if not left:
+                self.engine.release(tuple(sorted(missed)))
+
+        for index in indices:
+            arriving = step.entries[index].arriving
+            assert arriving is not None
+            self.messenger.when_here(arriving, partial(told, index))

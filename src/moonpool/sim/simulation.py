@@ -219,6 +219,7 @@ class Simulation:
             self._layer_wise,
             node.post,
             self._messengers,
+            self.hardware.layout.num_layers,
         )
         node.attach(engine, messenger)
         self.nodes[instance_id] = node
@@ -250,6 +251,7 @@ class Simulation:
             batching=config.engine.batching,
             engine_tokens=hardware.engine_tokens,
             tbt_slo_s=config.slo.tbt_s,
+            layer_wise_load=self._layer_wise and stages == 1,
             max_steps_in_flight=steps_in_flight(stages),
             micro_batches=stages,
             # Where instances slow each other down, who computes is asked at each step.

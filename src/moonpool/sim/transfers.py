@@ -5,6 +5,9 @@ decoded the receiver's PCIe, from its DRAM to its accelerators (Mooncake section
 by layer means that a chunk's blocks leave while it is computed, no faster than it makes them;
 without, they leave when it is done (v3 section 5.2).
 
+Fetches bring layer after layer, in up to PROGRESS_PARTS parts after each of which their reader is
+told.
+
 What goes to a node's SSD or comes from it shares the SSD's two links, one each way; a peer's fetch
 of such blocks passes them before it passes the NIC, since its source reads them first.
 """
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    FetchProgress,
     LoadEnded,
     MessengerEvent,
     ReadEnded,
@@ -28,6 +32,7 @@ from moonpool.sim.clock import Clock, Priority, Timer
 from moonpool.sim.network import Flow, Link, Network
 from moonpool.types import BlockId, InstanceId
 from moonpool.workers.actions import (
+    Arriving,
     ExpectStream,
     FetchBlocks,
     LoadBlocks,
@@ -36,6 +41,10 @@ from moonpool.workers.actions import (
 )
 
 SSD_LATENCY_S = 1e-4
+PROGRESS_PARTS = 8
+
+Ended = Callable[[bool], None]
+"""Hears once whether all that was waited for came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,7 @@ class _Fetch:
     timer: Timer | None = None
     flow: Flow | None = None
     granted: int = 0
+    granted_s: float = 0.0
 
 
 class SimMessenger:
@@ -105,6 +115,7 @@ class SimMessenger:
         layer_wise: bool,
         post: Callable[[MessengerEvent], None],
         peers: dict[InstanceId, SimMessenger],
+        num_layers: int = 1,
     ) -> None:
         self.figures = TransferFigures()
         self.gone = False  # its instance has left
@@ -115,6 +126,9 @@ class SimMessenger:
         self._block_bytes = block_bytes
         self._latency_s = latency_s
         self._layer_wise = layer_wise
+        self._num_layers = num_layers
+        self._waiting: dict[str, list[Ended]] = {}  # by the fetch that is waited for
+        self._under_way: set[str] = set()
         self._post = post
         self._peers = peers
         self._expected: dict[str, ExpectStream] = {}
@@ -254,6 +268,7 @@ class SimMessenger:
     # Fetches
 
     def fetch(self, action: FetchBlocks) -> None:
+        self._under_way.add(action.fetch_id)
         source = self._peers[action.source.instance_id]
         fetch = _Fetch(action, self, source, self._clock.now)
         fetch.timer = self._clock.after(
@@ -267,12 +282,76 @@ class SimMessenger:
             return  # the reader gave up while the blocks came from the SSD
         fetch.granted = len(block_ids)
         path = (self._links.nic_out, fetch.reader._links.nic_in)
-        fetch.flow = self._network.start(
-            path,
-            fetch.granted * self._block_bytes,
-            lambda _: self._end_read(read_id, ""),
-            latency_s=self._latency_s,
-        )
+
+        def begin_part(flow: Flow) -> None:
+            fetch.flow = flow
+
+        def tell(num_layers: int) -> None:
+            seconds = self._clock.now - fetch.granted_s
+            fetch.reader._post(
+                FetchProgress(fetch.action.fetch_id, fetch.granted, num_layers, seconds)
+            )
+
+        def grant_told() -> None:
+            fetch.granted_s = self._clock.now
+            if fetch.timer is not None:
+                fetch.reader._post(FetchProgress(fetch.action.fetch_id, fetch.granted))
+
+        if self._layer_wise and fetch.granted:
+            self._clock.after(self._latency_s, Priority.MESSAGE, grant_told)
+        num_bytes = fetch.granted * self._block_bytes
+        end = lambda: self._end_read(read_id, "")  # noqa: E731
+        self._start_parts(path, num_bytes, self._latency_s, begin_part, tell, end)
+
+    def _start_parts(
+        self,
+        path: tuple[Link, ...],
+        num_bytes: int,
+        latency_s: float,
+        begin: Callable[[Flow], None],
+        tell: Callable[[int], None],
+        end: Callable[[], None],
+    ) -> None:
+        """One part of the layers after the other; `begin` hears of each part's flow, `tell` how
+        many layers are there after all but the last."""
+        parts = min(PROGRESS_PARTS, self._num_layers) if self._layer_wise and num_bytes else 1
+
+        def start(part: int, latency_s: float) -> None:
+            part_bytes = num_bytes * (part + 1) // parts - num_bytes * part // parts
+            begin(self._network.start(path, part_bytes, lambda _: ended(part), latency_s=latency_s))
+
+        def ended(part: int) -> None:
+            if part + 1 == parts:
+                end()
+                return
+            start(part + 1, 0.0)
+            tell(self._num_layers * (part + 1) // parts)
+
+        start(0, latency_s)
+
+    def when_here(self, arriving: Arriving, told: Ended) -> None:
+        """Calls `told` once it has ended, its own end having been told before: at once if it has;
+        or when the time is up."""
+        fetch_id, done = arriving.fetch_id, False
+
+        def finish(came: bool) -> None:
+            nonlocal done
+            if not done:
+                done = True
+                timer.cancel()
+                told(came)
+
+        timer = self._clock.after(arriving.timeout_s, Priority.FAULT, finish, False)
+        if fetch_id in self._under_way:
+            self._waiting.setdefault(fetch_id, []).append(finish)
+        else:
+            finish(True)
+
+    def _tell_end(self, ended: FetchEnded) -> None:
+        self._under_way.discard(ended.fetch_id)
+        self._post(ended)
+        for told in self._waiting.pop(ended.fetch_id, ()):
+            told(not ended.error)
 
     def _on_read(self, fetch: _Fetch) -> None:
         if fetch.timer is None:
@@ -312,15 +391,14 @@ class SimMessenger:
         figures.fetched_bytes += num_bytes
         figures.fetching_s += seconds
         figures.seconds += seconds
-        self._tell(
-            FetchEnded(
-                fetch_id=fetch.action.fetch_id,
-                num_blocks=granted,
-                num_bytes=num_bytes,
-                seconds=seconds,
-                error=error,
-            )
+        ended = FetchEnded(
+            fetch_id=fetch.action.fetch_id,
+            num_blocks=granted,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            error=error,
         )
+        self._clock.at(self._clock.now, Priority.TRANSFER_END, self._tell_end, ended)
 
     # The SSD
 

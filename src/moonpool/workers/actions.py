@@ -15,12 +15,25 @@ from moonpool.workers.messages import Command, Report, WorkId
 
 
 @dataclass(frozen=True, slots=True)
+class Arriving:
+    """A fetch under way that fills blocks which a step reads, layer by layer. Before attention of a
+    layer the engine waits until it has brought that layer, but in all no longer than `timeout_s`.
+    """
+
+    fetch_id: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepEntry:
     """One work's share of a step, ready for the engine.
 
     `sends` are the blocks, as (index in the work's block table, block), whose slices of a layer
     are complete once this step has passed that layer: the driver streams them layer by layer
     while later layers run.
+
+    `arriving`: blocks before `start` are still on their way. If a layer of them does not come, or
+    does not hold, the entry is `missed`: from the next layer on nothing of it is streamed.
     """
 
     work_id: WorkId
@@ -30,6 +43,7 @@ class StepEntry:
     draw: SamplingParams | None
     generated: Sequence[int]
     sends: tuple[tuple[int, BlockId], ...]
+    arriving: Arriving | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +67,13 @@ class StopRepeating:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """`tokens[i]` belongs to `entries[i]` of the step."""
+    """`tokens[i]` belongs to `entries[i]` of the step. `missed` are the indices of the entries
+    whose prefix did not arrive: what was computed of them from there on is void. Of all others,
+    whatever was arriving has ended, and its end has been told, before this."""
 
     tokens: Sequence[Token | None]
     seconds: float
+    missed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from enum import Enum
 
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockId, BlockKey, FinishReason
-from moonpool.workers.messages import Work, WorkId
+from moonpool.workers.messages import PrefillStarted, Work, WorkId
+from moonpool.workers.outbox import Outbox
 from moonpool.workers.tokens import Tokens
 
 
@@ -65,6 +66,10 @@ class ActiveWork:
     fetch_first_index: int = 0
     closing: bool = False
     started: bool = False  # PrefillStarted was told
+    early_blocks: int = 0  # of its table, that were here or on their way when it began to compute
+    missed: bool = False  # a step of it found that they did not arrive
+    granted_blocks: int | None = None  # of its fetch; None: the source has not answered
+    fetch_left_s: float = 0.0  # how much longer the fetch should take
     has_first_token: bool = False
     kv_arrived: bool = False
 
@@ -96,6 +101,11 @@ class ActiveWork:
         return self.writing or self.asking or bool(self.loads)
 
     @property
+    def early(self) -> bool:
+        """It computes, or did in the step under way, while some of its prefix is on its way."""
+        return self.early_blocks > 0
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens that no step computes or has computed yet."""
         return self.tokens.size - self.num_scheduled
@@ -113,6 +123,23 @@ class ActiveWork:
     @property
     def streaming(self) -> bool:
         return Pending.SEND in self.pending and not self.closing
+
+    def tell_started(self, outbox: Outbox, cached_tokens: int) -> None:
+        """Says that its first chunk is computed, once, as soon as is known what need not be."""
+        if self.started:
+            return
+        self.started = True
+        outbox.tell(
+            PrefillStarted(
+                work_id=self.work_id,
+                cached_tokens=cached_tokens,
+                fetched_tokens=min(self.num_fetched_tokens, cached_tokens),
+                loaded_tokens=min(self.num_loaded_tokens, cached_tokens),
+                corrupt_slices=self.corrupt_slices,
+                fetch_s=self.fetch_s,
+                early=self.early,
+            )
+        )
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""

@@ -17,6 +17,7 @@ from moonpool.cost.learned import LearnedFactor
 from moonpool.cost.model import CostModel
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    FetchProgress,
     LoadEnded,
     LookUpEnded,
     ReadEnded,
@@ -26,6 +27,7 @@ from moonpool.types import BlockKey
 from moonpool.workers.actions import FetchBlocks, ForgetStored, GrantRead, LookUpBlocks
 from moonpool.workers.active import ActiveWork, Pending
 from moonpool.workers.batch import Batch
+from moonpool.workers.early import EarlyStart
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import Fetch
 from moonpool.workers.outbox import Outbox
@@ -44,11 +46,13 @@ class _Read:
 
 
 class Arrivals:
-    """Works wait in the batch; `active.arriving` says whether they still must."""
+    """Works wait in the batch; `active.arriving` says whether they still must, unless they may
+    begin early."""
 
     def __init__(
         self,
         holdings: Holdings,
+        early: EarlyStart,
         batch: Batch,
         outbox: Outbox,
         cost: CostModel,
@@ -56,6 +60,7 @@ class Arrivals:
     ) -> None:
         """`learning`: loads are believed to take what they were seen to take."""
         self.promotion = Promotion(holdings, outbox)
+        self._early = early
         self._holdings = holdings
         self._pool = holdings.pool
         self._batch = batch
@@ -176,6 +181,18 @@ class Arrivals:
         timeout_s = min(work.timeout_s, FETCH_PATIENCE * (usual_s + fetch.load_s) + 1.0)
         self._outbox.do(FetchBlocks(work.work_id, fetch.source, missing_keys, missing, timeout_s))
 
+    def on_fetch_progress(self, active: ActiveWork | None, event: FetchProgress) -> None:
+        if active is None:
+            return  # nobody computes with what is taken over
+        num_layers = self._holdings.layout.num_layers
+        active.granted_blocks = event.num_blocks
+        if event.num_layers:
+            left = num_layers - event.num_layers
+            active.fetch_left_s = event.seconds * left / event.num_layers
+        else:
+            num_bytes = event.num_blocks * self._holdings.layout.block_bytes
+            active.fetch_left_s = self._cost.transfer_s(num_bytes, same_host=False)
+
     def on_fetch_ended(self, active: ActiveWork, event: FetchEnded) -> None:
         active.pending.discard(Pending.FETCH)
         self._outbox.count("corrupt_slices", event.corrupt_slices)
@@ -184,11 +201,18 @@ class Arrivals:
         for offset in range(event.num_blocks):
             index = active.fetch_first_index + offset
             self._pool.seal(active.fetched_blocks[offset], active.keys[index], index)
-        self._holdings.hold_arrived(active)
-        self._batch.stop_repeating()
         active.num_fetched_tokens = event.num_blocks * self._holdings.layout.block_tokens
         active.corrupt_slices += event.corrupt_slices
         active.fetch_s = event.seconds
+        if not active.closing:
+            self._hold_arrived(active)
+
+    def _hold_arrived(self, active: ActiveWork) -> None:
+        if active.early:
+            self._early.on_arrival(active)
+        else:
+            self._holdings.hold_arrived(active)
+        self._batch.stop_repeating()
 
     # Loads
 
@@ -205,8 +229,7 @@ class Arrivals:
             active.num_loaded_tokens -= lacking * self._holdings.layout.block_tokens
             active.corrupt_slices += event.corrupt_slices
             if not active.closing:
-                self._holdings.hold_arrived(active)
-                self._batch.stop_repeating()
+                self._hold_arrived(active)
         for read_id, read in list(self._reads.items()):
             read.loads.discard(event.load_id)
             if not read.loads:

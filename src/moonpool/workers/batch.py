@@ -25,8 +25,9 @@ from moonpool.workers.actions import (
     StopRepeating,
 )
 from moonpool.workers.active import ActiveWork, Pending, Phase
+from moonpool.workers.early import EarlyStart
 from moonpool.workers.holdings import Holdings
-from moonpool.workers.messages import DecodeAccepted, PrefillStarted
+from moonpool.workers.messages import DecodeAccepted
 from moonpool.workers.outbox import Outbox
 from moonpool.workers.pace import Pace
 
@@ -52,7 +53,12 @@ class Batch:
     """Works are served first come, first served."""
 
     def __init__(
-        self, config: InstanceConfig, holdings: Holdings, outbox: Outbox, cost: CostModel
+        self,
+        config: InstanceConfig,
+        holdings: Holdings,
+        outbox: Outbox,
+        cost: CostModel,
+        early: EarlyStart,
     ) -> None:
         self.waiting: deque[ActiveWork] = deque()
         self.running: list[ActiveWork] = []
@@ -66,6 +72,7 @@ class Batch:
         self._holdings = holdings
         self._layout = holdings.layout
         self._outbox = outbox
+        self._early = early
         self._repeating = False
 
     @property
@@ -153,6 +160,8 @@ class Batch:
             num_uncomputed = num_tokens - active.num_scheduled
             if not num_uncomputed or num_tokens > len(active.block_ids) * block_tokens:
                 continue  # all of it is under way, or it must wait for room
+            if active.early and not self._may_step_early(active):
+                continue
             candidate = Candidate(RequestId(active.work_id), num_uncomputed)
             works[candidate.request_id] = active
             (decodes if active.decoding else prefills).append(candidate)
@@ -186,6 +195,12 @@ class Batch:
             return []
         num_decoding = sum(w.tokens.num_generated > 0 and w.target is None for w in self.running)
         return decodes[: -(-num_decoding // stages)]
+
+    def _may_step_early(self, active: ActiveWork) -> bool:
+        """One step at a time until it is known to be right, and none beside decodes."""
+        if active.missed or active.steps_pending:
+            return False
+        return not active.arriving or not any(work.decoding for work in self.running)
 
     def _hold_repeats(self, step: Step) -> int:
         """How often decodes may go on without a word: while no answer must end and there are blocks
@@ -230,6 +245,7 @@ class Batch:
             draw=active.work.sampling if last else None,
             generated=active.tokens.generated if last else (),
             sends=sends,
+            arriving=self._early.arriving(active) if active.early else None,
         )
 
     def _make_room_for_decodes(self) -> None:
@@ -259,6 +275,7 @@ class Batch:
         """Gives up a running work's blocks; it is computed again later, from cached blocks if it
         can."""
         self._outbox.count("preemptions")
+        active.early_blocks = 0
         self._holdings.let_go(active)
         self.running.remove(active)
         active.phase = Phase.WAITING
@@ -274,12 +291,14 @@ class Batch:
         while self.waiting and spare > 0 and len(self.running) < places:
             active = self.waiting[0]
             if active.arriving:
-                fetching.append(self.waiting.popleft())  # others pass it meanwhile
-                continue
-            if not self._hold(active):
+                if not self._hold_early(active):
+                    fetching.append(self.waiting.popleft())  # others pass it meanwhile
+                    continue
+            elif not self._hold(active):
                 break
             self.waiting.popleft()
-            self._holdings.pool.release(active.fetch_owner)
+            if not active.early:
+                self._holdings.pool.release(active.fetch_owner)
             self._enter(active)
             spare -= active.num_uncomputed
         self.waiting.extendleft(reversed(fetching))
@@ -295,6 +314,14 @@ class Batch:
             return False
         return self._holdings.hold_prefix(active, num_blocks) is not None
 
+    def _hold_early(self, active: ActiveWork) -> bool:
+        """The same for a work whose prefix is on its way, where it may be computed already."""
+        if self.running and not self.has_room(len(active.tokens)):
+            return False
+        if any(work.decoding for work in self.running) or self.joining:
+            return False
+        return self._early.try_hold(active)
+
     def _give_up_fetched(self) -> bool:
         """Lets go of what was fetched for works that wait: the first of them may need the room, and
         the others cannot run before it. True if there was any."""
@@ -309,22 +336,13 @@ class Batch:
         self.running.append(active)
         if active.started or active.has_first_token:
             return  # it was preempted
-        active.started = True
         active.num_reused = active.num_computed
-        self._outbox.tell(
-            PrefillStarted(
-                work_id=active.work_id,
-                cached_tokens=active.num_computed,
-                fetched_tokens=min(active.num_fetched_tokens, active.num_computed),
-                loaded_tokens=min(active.num_loaded_tokens, active.num_computed),
-                corrupt_slices=active.corrupt_slices,
-                fetch_s=active.fetch_s,
-            )
-        )
+        if not active.early:
+            active.tell_started(self._outbox, active.num_computed)
         if active.target is not None:
             active.pending.add(Pending.SEND)
             self._outbox.do(OpenStream(active.work_id, active.target, active.work.timeout_s))
             cached = active.block_ids[: active.num_sealed]
-            active.num_streamed_blocks = len(cached)
+            active.num_streamed_blocks = max(len(cached), active.early_blocks)
             if cached:
                 self._outbox.do(SendBlocks(active.work_id, tuple(enumerate(cached))))

@@ -23,6 +23,7 @@ from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.tiers import SsdTier
 from moonpool.kvcache.transfers import (
     FetchEnded,
+    FetchProgress,
     LoadEnded,
     LoadReturned,
     LookUpEnded,
@@ -57,6 +58,7 @@ from moonpool.workers.arenas import Arenas
 from moonpool.workers.arrivals import Arrivals
 from moonpool.workers.batch import Batch, Step
 from moonpool.workers.demotion import Demotion, reserved_blocks
+from moonpool.workers.early import EarlyStart
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.hottest import hottest
 from moonpool.workers.messages import (
@@ -115,8 +117,11 @@ class Instance:
         self._outbox = Outbox()
         self._holdings = Holdings(config, layout, num_blocks, arenas)
         self._arenas = Arenas(self._holdings)
-        self._batch = Batch(config, self._holdings, self._outbox, cost)
-        self._arrivals = Arrivals(self._holdings, self._batch, self._outbox, cost, config.learning)
+        self._early = EarlyStart(config, self._holdings, self._outbox, cost)
+        self._batch = Batch(config, self._holdings, self._outbox, cost, self._early)
+        self._arrivals = Arrivals(
+            self._holdings, self._early, self._batch, self._outbox, cost, config.learning
+        )
         self._demotion = Demotion(self._holdings, self._outbox)
         self._takeovers = Takeovers(self._holdings, self._outbox)
         self._eos = frozenset(eos_token_ids)
@@ -191,6 +196,8 @@ class Instance:
                 self._fail_outgrown()
             case StepFailed():
                 self._on_step_failed(event)
+            case FetchProgress():
+                self._arrivals.on_fetch_progress(self.works.get(WorkId(event.fetch_id)), event)
             case FetchEnded():
                 self._on_fetch_ended(event)
             case SendEnded():
@@ -219,7 +226,12 @@ class Instance:
                 self._on_arena_lost(event)
             case ArenaBack():
                 self._arenas.bring_back(event)
+        return self._go_on()
+
+    def _go_on(self) -> list[WorkerAction]:
         self._arenas.run()
+        for active in self._early.take_stranded():
+            self._fail(active, "no_blocks", "no blocks are left to compute what did not arrive")
         self._batch.begin_steps()
         self._demotion.run()
         self._announce_blocks()
@@ -359,10 +371,13 @@ class Instance:
         decodes_s = self._learn_steps(step, event.seconds, 1)
         self._outbox.count("steps")
         self._outbox.count("step_s", event.seconds / self.config.micro_batches)  # of one stage
-        for (active, num_tokens), token in zip(step, event.tokens, strict=True):
+        for index, (active, num_tokens) in enumerate(step):
             if active.closing:
                 self._finalise_if_idle(active)
                 continue
+            if not self._early.on_step_ended(active, index in event.missed):
+                continue
+            token = event.tokens[index]
             active.num_computed += num_tokens
             self._holdings.seal(active)
             if token is not None:

@@ -168,7 +168,8 @@ class InstanceInfo(Struct, frozen=True):
 
 class PrefillStarted(Struct, frozen=True, tag=True):
     """The first chunk is being computed; `cached_tokens` are not, `fetched_tokens` of them by
-    a fetch that took `fetch_s`, `loaded_tokens` because they were on this instance's SSD."""
+    a fetch that took `fetch_s`, `loaded_tokens` because they were on this instance's SSD. `early`:
+    it began before all of these were here, and this was told when they were."""
 
     work_id: WorkId
     cached_tokens: int
@@ -176,6 +177,7 @@ class PrefillStarted(Struct, frozen=True, tag=True):
     loaded_tokens: int = 0
     corrupt_slices: int = 0
     fetch_s: float = 0.0
+    early: bool = False
 
 
 class PrefillDone(Struct, frozen=True, tag=True):

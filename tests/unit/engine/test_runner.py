@@ -49,6 +49,27 @@ def test_layers_are_announced_once_their_blocks_are_filled(engine: Engine) -> No
         assert seen == [(0, [True, False, False]), (1, [True, True, False]), (2, [True] * 3)]
 
 
+def test_each_layer_is_waited_for_after_it_is_announced(engine: Engine) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def wait(layer: int) -> list[int]:
+        calls.append(("wait", layer))
+        return []
+
+    engine.step([_step([5, 6])], lambda layer: calls.append(("done", layer)), wait)
+    assert calls == [(what, layer) for layer in range(3) for what in ("done", "wait")]
+
+
+def test_of_what_never_came_nothing_is_drawn_and_others_are_as_ever(engine: Engine) -> None:
+    """Even where it reads NaN."""
+    other = _step([7, 8, 9], blocks=(3,))
+    right = engine.step([other]).tokens[0]
+    engine._cache.blocks[0] = float("nan")
+    late = _step([5], start=16, blocks=(0, 1))
+    first, second = engine.step([late, other], None, lambda layer: [0] if layer else []).tokens
+    assert first is None and second == right
+
+
 def test_writes_only_the_slots_it_was_given(engine: Engine) -> None:
     engine._cache.blocks.fill_(9)
     engine.step([_step([1] * 20, blocks=(3, 1))])

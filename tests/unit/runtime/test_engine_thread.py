@@ -39,7 +39,7 @@ class Recorder:
     def arriving(self, block_ids: Any) -> None:
         self.heard.append(list(block_ids))
 
-    def step(self, sequences: Any, on_layer: Any) -> StepResult:
+    def step(self, sequences: Any, on_layer: Any, before_attend: Any) -> StepResult:
         self.heard.append("step")
         return StepResult([Token(1)], 0.0)
 

@@ -188,3 +188,26 @@ def test_busy_time_of_a_pipeline_is_that_of_its_first_stage() -> None:
     for stages, busy_stages in ((0.5, 0.5), (1.5, 1.5), (3.0, 2.0)):
         bench.clock.run(until=stages * stage_s)
         assert bench.engine.busy_s == pytest.approx(busy_stages * stage_s)
+
+
+@pytest.mark.parametrize("arrives", [0.5, 3.0])
+def test_a_step_that_waits_ends_a_layer_after_what_it_waited_for(arrives: float) -> None:
+    """Or when it is computed, if that is later."""
+    bench = Bench({"a": 5})
+    computed_s = COST.prefill_s(1000, 100)
+    bench.engine.submit(RunStep((prefill("a", 100, 900),)), held_layers=10)
+    at_s = arrives * computed_s
+    bench.clock.at(at_s, Priority.TRANSFER_END, bench.engine.release, ())
+    bench.clock.run()
+    ((end_s, event),) = bench.posted
+    assert isinstance(event, StepEnded) and event.missed == ()
+    assert end_s == pytest.approx(max(computed_s, at_s + computed_s / 10 if arrives > 1 else 0.0))
+
+
+def test_what_a_held_step_missed_is_told() -> None:
+    bench = Bench({"a": 5})
+    bench.engine.submit(RunStep((prefill("a", 100, 900),)), held_layers=10)
+    bench.engine.release((0,))
+    bench.clock.run()
+    event = bench.posted[0][1]
+    assert isinstance(event, StepEnded) and event.missed == (0,)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moonpool.engine.cuda.torch_ops import TorchOps
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
-from moonpool.engine.step import LayerDone
+from moonpool.engine.step import BeforeAttend, LayerDone
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Model(Protocol):
         meta: StepMeta,
         wanted: Tensor | None,
         on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
     ) -> Tensor | None: ...
 
 

@@ -19,7 +19,7 @@ from moonpool.engine.cuda.step import DeviceStep
 from moonpool.engine.cuda.triton_ops import SPLIT, Tiles, TritonOps
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, StepMeta
-from moonpool.engine.step import LayerDone
+from moonpool.engine.step import BeforeAttend, LayerDone
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -51,12 +51,14 @@ class GraphedModel:
         meta: StepMeta,
         wanted: Tensor | None,
         on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
         """As `DecoderModel.forward`."""
         rows = meta.num_rows
         decodes = wanted is not None and rows == meta.num_sequences == len(wanted)
-        if not decodes or on_layer is not None or rows > BATCHES[-1]:
-            return self._model.forward(token_ids, cache, meta, wanted, on_layer)
+        announced = on_layer is not None or before_attend is not None
+        if not decodes or announced or rows > BATCHES[-1]:
+            return self._model.forward(token_ids, cache, meta, wanted, on_layer, before_attend)
         batch = next(size for size in BATCHES if size >= rows)
         runs = triton.cdiv(int(meta.positions.max()) + 1, SPLIT)
         key = (batch, triton.next_power_of_2(runs))

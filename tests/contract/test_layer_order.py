@@ -1,0 +1,205 @@
+"""A fetch brings one layer of all blocks after the other, on every transport, and its gate lets
+readers through layer by layer: never too early, and never for what did not hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from messenger_harness import Node, keys, make_layout, rogue_connection
+
+from moonpool.kvcache.transfers import FetchEnded, FetchProgress, ReadEnded, ReadRequested
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.counters import Counters
+from moonpool.messenger.gate import LayerGate
+from moonpool.messenger.landing import Landing, checksum_slice
+from moonpool.messenger.shm import ShmConnection
+from moonpool.messenger.transport import PeerGoneError
+from moonpool.messenger.wire import ReadBlocks, ReadGranted, SliceOffer, Slices
+
+MakeNode = Callable[..., Node]
+NUM_LAYERS = 4
+LAYOUT = make_layout(head_dim=16384, num_layers=NUM_LAYERS)  # 512 KiB slices: a frame each
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+class Slow:
+    """A source's checksum that stops before its n-th slice until it is let go on."""
+
+    def __init__(self, num_free: int) -> None:
+        self.left = num_free
+        self.go_on = threading.Event()
+        self.flip: int | None = None
+
+    def __call__(self, view: memoryview) -> int:
+        if self.left == 0:
+            assert self.go_on.wait(5.0)
+        self.left -= 1
+        return checksum_slice(view) ^ (self.left == self.flip)
+
+
+@pytest.fixture
+def slow(make_node: MakeNode) -> Iterator[Slow]:
+    slow = Slow(0)
+    yield slow
+    slow.go_on.set()
+
+
+def begin(
+    make_node: MakeNode, slow: Slow, num_free: int, blocks: int = 2
+) -> tuple[Node, Node, LayerGate]:
+    """A fetch of so many blocks, whose source halts after `num_free` slices."""
+    source = make_node("source", layout=LAYOUT, num_blocks=4, checksum=slow)
+    reader = make_node("reader", layout=LAYOUT, num_blocks=4)
+    source.fill(1)
+    slow.left = num_free
+    gate = LayerGate()
+    ids = list(range(blocks))
+    reader.messenger.fetch("f", source.address, keys(blocks), ids, 5.0, gate)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, ids)
+    assert reader.expect_event(FetchProgress) == FetchProgress("f", blocks)
+    return source, reader, gate
+
+
+def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) -> None:
+    source = make_node("source")
+    own = Arena(source.layout, 8)
+    reader = rogue_connection(source.address, transport, source.layout, own)
+    reader.send(ReadBlocks(keys=tuple(keys(3)), timeout_s=2.0, first_layer=1), now() + 2)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [5, 3, 4])
+    assert isinstance(reader.receive(now() + 2), ReadGranted)
+    order = []
+    last = False
+    while not last:
+        message = reader.receive(now() + 2)
+        assert isinstance(message, Slices)
+        reader.take(message.offers, own, [0] * len(message.offers), now() + 2)
+        order += [(offer.layer, offer.index) for offer in message.offers]
+        last = message.last
+    assert order == [(layer, index) for layer in (1, 2) for index in range(3)]
+    reader.close()
+
+
+def test_a_layer_that_no_block_has_is_refused(make_node: MakeNode, transport: str) -> None:
+    source = make_node("source")
+    reader = rogue_connection(source.address, transport, source.layout, Arena(source.layout, 1))
+    reader.send(ReadBlocks(keys=tuple(keys(1)), timeout_s=2.0, first_layer=3), now() + 2)
+    with pytest.raises(PeerGoneError):
+        reader.receive(now() + 2)
+    source.expect_silence()
+    reader.close()
+
+
+def test_the_gate_opens_with_each_layer_and_no_sooner(make_node: MakeNode, slow: Slow) -> None:
+    source, reader, gate = begin(make_node, slow, 2 * 2)
+    assert gate.wait(1, now() + 3)
+    assert reader.arena.slice(1, 1) == source.arena.slice(1, 1)
+    assert not gate.wait(2, now() + 0.05)
+    slow.go_on.set()
+    assert gate.wait(NUM_LAYERS - 1, now() + 3)
+    assert all(reader.block(b) == source.block(b) for b in range(2))
+
+
+def test_the_last_layer_is_passed_only_after_the_end_was_told(
+    make_node: MakeNode, slow: Slow
+) -> None:
+    source, reader, gate = begin(make_node, slow, -1)
+    assert gate.wait(NUM_LAYERS - 1, now() + 3)
+    told = []
+    while not reader.events.empty():
+        told.append(reader.events.get())
+    assert isinstance(told[-1], FetchEnded) and told[-1].num_blocks == 2
+    layers = [event.num_layers for event in told[:-1] if isinstance(event, FetchProgress)]
+    assert layers == [1, 2, 3]
+    source.expect_event(ReadEnded)
+
+
+def test_a_slice_that_does_not_hold_breaks_the_gate_at_its_layer(
+    make_node: MakeNode, slow: Slow
+) -> None:
+    slow.flip = 0  # the last one before it halts: layer 1 of the second block
+    _, reader, gate = begin(make_node, slow, 4)
+    assert gate.wait(0, now() + 3)
+    began_s = now()
+    assert not gate.wait(1, now() + 3)
+    assert now() - began_s < 2.0, "it was told at once, not by the deadline"
+    slow.go_on.set()
+    while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
+        pass
+    assert (event.num_blocks, event.corrupt_slices) == (1, 1)
+
+
+def test_a_source_that_dies_midway_lets_nobody_wait(make_node: MakeNode, slow: Slow) -> None:
+    source, reader, gate = begin(make_node, slow, 2 * 2)
+    assert gate.wait(1, now() + 3)
+    threading.Thread(target=source.messenger.close).start()
+    assert not gate.wait(NUM_LAYERS - 1, now() + 5)
+    slow.go_on.set()
+    while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
+        pass
+    assert event.error
+
+
+@pytest.mark.parametrize("second_grant", [[0, 1], [0]])
+def test_the_next_way_goes_on_at_the_first_layer_that_is_not_whole(
+    monkeypatch: pytest.MonkeyPatch, second_grant: list[int]
+) -> None:
+    """Where it brings less than the first had promised, nobody may count on that any more."""
+    source = Node("source", "shm", layout=LAYOUT, num_blocks=4)
+    reader = Node("reader", "shm", layout=LAYOUT, num_blocks=4)
+    source.fill(1)
+    take, calls = ShmConnection.take, []
+
+    def failing(self: ShmConnection, *arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 6:
+            raise PeerGoneError("shared memory broke")
+        take(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShmConnection, "take", failing)
+    gate = LayerGate()
+    reader.messenger.fetch("f", source.address, keys(2), [0, 1], 5.0, gate)
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1])
+    assert source.expect_event(ReadEnded).error
+    source.messenger.grant(source.expect_event(ReadRequested).read_id, second_grant)
+    assert gate.wait(NUM_LAYERS - 1, now() + 3) == (len(second_grant) == 2)
+    while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
+        pass
+    assert event.num_blocks == len(second_grant)
+    assert all(reader.block(b) == source.block(b) for b in second_grant)
+    sent = reader.messenger.counts().received_bytes["tcp"]
+    assert sent == 2 * len(second_grant) * LAYOUT.slice_bytes
+    source.close()
+    reader.close()
+
+
+class Still:
+    """A connection whose slices are in their places already."""
+
+    transport = "still"
+
+    def take(self, *_: object) -> None: ...
+
+
+def test_layers_count_by_what_is_here_whatever_the_order() -> None:
+    """A peer that sends otherwise is waited for longer, and never believed too early."""
+    layout = make_layout(num_layers=2)
+    arena = Arena(layout, 3)
+    table = Landing(arena, [0, 1, 2], 0, Counters())
+    checksum = checksum_slice(arena.slice(0, 0))
+
+    def land(*cells: tuple[int, int], wrong: int = 0) -> int:
+        offers = [SliceOffer(row, layer, 0, checksum ^ wrong) for row, layer in cells]
+        table.land(Still(), offers, now() + 1)  # type: ignore[arg-type]
+        return table.whole_layers(3)
+
+    assert land((0, 0), (0, 1), (1, 1), (2, 1)) == 0
+    assert land((0, 1), (0, 1), (1, 1)) == 0, "what came twice counts once"
+    assert land((1, 0)) == 0
+    assert land((2, 0), wrong=1) == 0
+    assert land((2, 0)) == 2

@@ -1,0 +1,200 @@
+"""Which work may compute while its prefix arrives, and what becomes of it if that does not come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from test_arrivals import FAST, KEYS, PROMPT
+from test_instance import EOS, LAYOUT, PEER, SIZE, of, told, work
+
+from moonpool.config import InstanceConfig
+from moonpool.kvcache.transfers import FetchEnded, FetchProgress
+from moonpool.types import Role, Token
+from moonpool.workers.actions import (
+    Arriving,
+    FetchBlocks,
+    FinishStream,
+    OpenStream,
+    RunStep,
+    SendBlocks,
+    StepEnded,
+    WorkerAction,
+    WorkerEvent,
+)
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import (
+    Abort,
+    Fetch,
+    PrefillDone,
+    PrefillStarted,
+    StartPrefill,
+    WorkFailed,
+    WorkId,
+)
+
+QUICK = msgspec.structs.replace(
+    FAST, network_bytes_per_s=1e9, prefill=(0.01, 0.001, 0.0, 0.0), transfer_latency_s=0.0
+)
+SLOW = msgspec.structs.replace(QUICK, network_bytes_per_s=1e3)
+GRANTED = FetchProgress(fetch_id="w", num_blocks=8)
+
+
+class Bench:
+    """An instance that is told to fetch eight of PROMPT's ten blocks."""
+
+    def __init__(self, cost: Any = QUICK, num_blocks: int = 32, **config: Any) -> None:
+        options = {"chunk_tokens": 64, "layer_wise_load": True, **config}
+        stored = [(slot, KEYS[slot]) for slot in reversed(range(config.get("ssd_blocks", 0) // 8))]
+        self.instance = Instance(
+            InstanceConfig(**options), LAYOUT, num_blocks, Role.MIXED, cost, (EOS,), stored
+        )
+
+    def handle(self, event: WorkerEvent) -> list[WorkerAction]:
+        actions = self.instance.handle(event, 0.0)
+        self.instance.validate()
+        return actions
+
+    def start(self, target: Any = None) -> FetchBlocks:
+        prompt = work("w", token_ids=PROMPT)
+        command = StartPrefill(work=prompt, fetch=Fetch(PEER, 8), target=target)
+        (fetch,) = of(self.handle(command), FetchBlocks)
+        return fetch
+
+
+def fetched(num_blocks: int, error: str = "") -> FetchEnded:
+    return FetchEnded(fetch_id="w", num_blocks=num_blocks, seconds=0.5, error=error)
+
+
+def test_a_step_begins_with_the_grant_and_waits_for_what_it_reads() -> None:
+    bench = Bench()
+    fetch = bench.start()
+    actions = bench.handle(GRANTED)
+    (step,) = of(actions, RunStep)
+    (entry,) = step.entries
+    assert entry.start == 8 * SIZE and len(entry.new_token_ids) == len(PROMPT) - 8 * SIZE
+    assert list(entry.block_ids[:8]) == list(fetch.block_ids)
+    assert isinstance(entry.arriving, Arriving) and entry.arriving.fetch_id == "w"
+    assert 0.0 < entry.arriving.timeout_s < 1.0
+    assert not told(actions, PrefillStarted), "nobody knows yet what will not be computed"
+    (started,) = told(bench.handle(fetched(8)), PrefillStarted)
+    assert (started.cached_tokens, started.fetched_tokens) == (8 * SIZE, 8 * SIZE)
+    assert started.early and started.fetch_s == 0.5
+    actions = bench.handle(StepEnded((Token(7),), 0.1))
+    assert bench.instance.pool.num_cached == 10
+    assert of(actions, RunStep)[0].entries[0].arriving is None
+    assert bench.instance.counters["early_prefills"] == 1
+
+
+def test_without_layer_wise_loading_it_waits_for_all() -> None:
+    bench = Bench(layer_wise_load=False)
+    bench.start()
+    assert not of(bench.handle(GRANTED), RunStep)
+    assert of(bench.handle(fetched(8)), RunStep)
+
+
+def test_it_waits_until_the_rest_takes_no_longer_than_its_step() -> None:
+    """As the source is seen to be, not as it was expected."""
+    bench = Bench(SLOW)
+    bench.start()
+    assert not of(bench.handle(GRANTED), RunStep)
+    half = msgspec.structs.replace(GRANTED, num_layers=1, seconds=60.0)
+    assert not of(bench.handle(half), RunStep)
+    assert of(bench.handle(msgspec.structs.replace(half, seconds=0.001)), RunStep)
+
+
+def test_an_empty_grant_is_no_reason_to_begin() -> None:
+    bench = Bench()
+    bench.start()
+    assert not of(bench.handle(msgspec.structs.replace(GRANTED, num_blocks=0)), RunStep)
+
+
+def test_a_smaller_grant_is_what_it_counts_on() -> None:
+    bench = Bench()
+    bench.start()
+    (step,) = of(bench.handle(msgspec.structs.replace(GRANTED, num_blocks=5)), RunStep)
+    assert step.entries[0].start == 5 * SIZE
+
+
+def test_nothing_that_arrives_is_read_beside_decodes() -> None:
+    bench = Bench()
+    (step,) = of(bench.handle(StartPrefill(work=work("d", num_tokens=9, first=900))), RunStep)
+    bench.handle(StepEnded((Token(7),), 0.1))
+    bench.start()
+    actions = bench.handle(GRANTED) + bench.handle(StepEnded((Token(8),), 0.1))
+    assert all(e.arriving is None for s in of(actions, RunStep) for e in s.entries)
+    bench.handle(Abort(work_id=WorkId("d")))
+    (step,) = of(bench.handle(StepEnded((Token(8),), 0.1)), RunStep)
+    assert step.entries[0].arriving is not None
+
+
+@pytest.mark.parametrize("fetch_first", [True, False])
+def test_what_is_missed_is_computed_again_from_what_is_sound(fetch_first: bool) -> None:
+    bench = Bench()
+    fetch = bench.start()
+    assert of(bench.handle(GRANTED), RunStep)
+    ends: list[WorkerEvent] = [fetched(3, "it broke"), StepEnded((Token(7),), 0.1, missed=(0,))]
+    first, last = ends if fetch_first else reversed(ends)
+    actions = bench.handle(first)
+    assert not of(actions, RunStep), "one at a time, and not before all has ended"
+    actions += bench.handle(last)
+    (again,) = of(actions, RunStep)
+    (entry,) = again.entries
+    assert entry.start == 3 * SIZE and entry.arriving is None
+    assert list(entry.block_ids[:3]) == list(fetch.block_ids[:3])
+    assert told(actions, PrefillStarted)[0].cached_tokens == 3 * SIZE
+    assert bench.instance.counters["missed_steps"] == 1
+    bench.handle(StepEnded((Token(7),), 0.1))
+    assert bench.instance.pool.num_cached == 10
+
+
+def test_a_source_that_hangs_costs_one_step_and_no_more() -> None:
+    bench = Bench()
+    bench.start()
+    bench.handle(GRANTED)
+    assert not of(bench.handle(StepEnded((Token(7),), 0.1, missed=(0,))), RunStep)
+    (step,) = of(bench.handle(StartPrefill(work=work("o", num_tokens=9, first=900))), RunStep)
+    assert [entry.work_id for entry in step.entries] == ["o"], "others are served meanwhile"
+    bench.handle(fetched(8))
+    (step,) = of(bench.handle(StepEnded((Token(7),), 0.1)), RunStep)
+    assert {e.work_id: e.start for e in step.entries}["w"] == 8 * SIZE
+
+
+def test_the_stream_gets_what_arrived_and_what_is_computed_again() -> None:
+    bench = Bench()
+    bench.start(target=PEER)
+    actions = bench.handle(GRANTED)
+    assert of(actions, OpenStream) and not of(actions, SendBlocks)
+    (step,) = of(actions, RunStep)
+    assert [index for index, _ in step.entries[0].sends] == [8, 9, 10]
+    (sent,) = of(bench.handle(fetched(3, "it broke")), SendBlocks)
+    assert [index for index, _ in sent.blocks] == [0, 1, 2]
+    (step,) = of(bench.handle(StepEnded((Token(7),), 0.1, missed=(0,))), RunStep)
+    assert [index for index, _ in step.entries[0].sends] == list(range(3, 11))
+    actions = bench.handle(StepEnded((Token(7),), 0.1))
+    assert told(actions, PrefillDone) and of(actions, FinishStream)
+
+
+def test_a_work_that_cannot_be_computed_again_fails_alone() -> None:
+    bench = Bench(num_blocks=19)
+    bench.start()
+    bench.handle(GRANTED)
+    bench.instance.pool.allocate("somebody", bench.instance.pool.num_available)
+    bench.instance.pool.share("somebody", bench.instance.works[WorkId("w")].fetched_blocks)
+    bench.instance.pool.acquire("somebody", [])
+    actions = bench.instance.handle(fetched(3, "it broke"), 0.0)
+    actions += bench.instance.handle(StepEnded((Token(7),), 0.1, missed=(0,)), 0.0)
+    (failed,) = told(actions, WorkFailed)
+    assert failed.reason == "no_blocks" and not bench.instance.works
+
+
+def test_an_abort_frees_all_when_nothing_touches_it() -> None:
+    bench = Bench()
+    bench.start()
+    bench.handle(GRANTED)
+    bench.handle(Abort(work_id=WorkId("w")))
+    bench.handle(StepEnded((Token(7),), 0.1, missed=(0,)))
+    assert bench.instance.pool.num_held, "the fetch still writes"
+    bench.handle(fetched(8))
+    assert bench.instance.pool.owners() == {} and not bench.instance.works
