@@ -527,6 +527,50 @@ def _tiers_live(
         fail(str(error))
 
 
+@bench.command()
+@click.option("--model", help="Default: a random one with 32 KiB of KVCache a token.")
+@click.option(
+    "--prefix-tokens", multiple=True, type=COUNT, default=(1024, 4096, 8192), show_default=True
+)
+@click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="After the prefix.")
+@click.option(
+    "--prompt-tokens",
+    multiple=True,
+    type=COUNT,
+    default=(512, 1024, 2048, 4096),
+    show_default=True,
+    help="Of prompts that are computed and stored.",
+)
+@click.option("--rounds", type=COUNT, default=5, show_default=True)
+@JSON
+def layers(
+    model: str | None,
+    prefix_tokens: tuple[int, ...],
+    new_tokens: int,
+    prompt_tokens: tuple[int, ...],
+    rounds: int,
+    json_file: str | None,
+) -> None:
+    """Layer-wise load and store, beside one after the other, by shared memory and TCP."""
+    from moonpool.bench.layers import DEFAULT_MODEL, bench_layers
+    from moonpool.bench.layers_near import LayersBenchError
+    from moonpool.engine.spec import ModelError
+    from moonpool.messenger.arena import ArenaError
+
+    try:
+        found = bench_layers(
+            model or DEFAULT_MODEL,
+            prefix_tokens,
+            new_tokens,
+            prompt_tokens,
+            rounds,
+            click.echo,
+        )
+    except (ArenaError, LayersBenchError, ModelError) as error:
+        fail(str(error))
+    finish(found, json_file)
+
+
 def finish(found: dict[str, Any], json_file: str | None) -> None:
     """Figures without their origin are worth nothing: command, commit and machine go along."""
     found["origin"] = origin()

@@ -1,0 +1,168 @@
+"""The instance of `bench layers`: state machine, engine thread and messenger of a worker, without a
+head."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moonpool.bench.layers_far import SECRET, TIMEOUT_S, fill_with_floats
+from moonpool.config import InstanceConfig
+from moonpool.engine.builtin import open_model
+from moonpool.engine.calibrate import fit_samples, measure_samples
+from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.ops import KvCache
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.kvcache.transfers import FetchEnded, SendEnded
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.messenger import Messenger
+from moonpool.runtime.engine_thread import EngineThread
+from moonpool.runtime.layer_gates import LayerGates
+from moonpool.runtime.transfers import perform_transfer
+from moonpool.types import BlockId, InstanceId, Role, SamplingParams, Slo
+from moonpool.workers.actions import (
+    FinishStream,
+    RunStep,
+    StepFailed,
+    Tell,
+    WorkerAction,
+)
+from moonpool.workers.instance import Instance
+from moonpool.workers.messages import PrefillDone, StartPrefill, StepTokens, Work, WorkId
+
+
+class LayersBenchError(RuntimeError):
+    """The benchmark could not be run; one line says why."""
+
+
+@dataclass
+class Took:
+    """Seconds from the command on; 0: it did not happen."""
+
+    prefill_s: float = 0.0
+    load_s: float = 0.0  # of the fetch itself
+    stored_s: float = 0.0
+    early: bool = False
+
+
+class Near:
+    """Runs one prefill at a time. `arena` is the engine's memory too."""
+
+    def __init__(self, model: str, tokens: int, chunk_tokens: int, shared_memory: bool) -> None:
+        loaded = open_model(model, resolve_dtype("auto"))
+        ops = choose_ops(loaded.dtype)
+        self.layout = make_layout(loaded, 64, ops)
+        self.num_blocks = self.layout.blocks_for(tokens)
+        self.arena = Arena(self.layout, self.num_blocks)
+        fill_with_floats(self.arena)
+        dtype = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
+        shape = (self.num_blocks, self.layout.num_layers, self.layout.slice_elements)
+        blocks = torch.frombuffer(self.arena.buffer, dtype=dtype).view(shape)
+        engine = Engine(loaded, ops, KvCache(blocks, self.layout))
+        self.cost = fit_samples(measure_samples(engine))
+        self._vocab = loaded.spec.vocab_size
+        self._chunk_tokens = chunk_tokens
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._gates = LayerGates()
+        self._number = 0
+        self._late: list[tuple[int, BlockId]] = []
+        self._layer_wise_store = True
+        self._instance = self._new_instance(False)
+        self._messenger = Messenger(
+            self.arena,
+            self.layout,
+            InstanceId("near"),
+            SECRET,
+            self._inbox.put,
+            use_shared_memory=shared_memory,
+            lease_s=TIMEOUT_S,
+        )
+        self._messenger.start()
+        self._thread = EngineThread(engine, self._messenger, (), 1, self._inbox.put)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.stop(TIMEOUT_S)
+        self._messenger.close()
+
+    @property
+    def next_work_id(self) -> str:
+        """Of the next prefill, by which its stream is named."""
+        return str(self._number + 1)
+
+    def tokens(self, count: int) -> list[int]:
+        self._number += 1
+        return [(self._number * 7919 + i * 104729) % self._vocab for i in range(count)]
+
+    def begin(self, layer_wise_load: bool, layer_wise_store: bool = True) -> None:
+        """An instance that holds nothing."""
+        self._instance = self._new_instance(layer_wise_load)
+        self._layer_wise_store = layer_wise_store
+
+    def prefill(self, tokens: Sequence[int], expect_load: bool, **where: Any) -> Took:
+        """Until the first token is drawn and, with a target, all is stored there."""
+        self._number += 1
+        work = Work(
+            work_id=WorkId(str(self._number)),
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=SamplingParams(temperature=0.0, max_tokens=2 if where.get("target") else 1),
+            slo=Slo(ttft_s=1e9, tbt_s=1e9),
+            tenant="",
+            use_cache=True,
+            timeout_s=TIMEOUT_S,
+        )
+        took = Took()
+        began_s = time.perf_counter()
+        self._inbox.put(StartPrefill(work=work, **where))
+        while self._instance.works or not took.prefill_s:
+            event = self._inbox.get(timeout=TIMEOUT_S)
+            if isinstance(event, StepFailed):
+                raise LayersBenchError(event.message)
+            if isinstance(event, FetchEnded):
+                took.load_s = event.seconds
+            elif isinstance(event, SendEnded):
+                took.stored_s = time.perf_counter() - began_s
+            for action in self._instance.handle(event, 0.0):
+                self._perform(action)
+                if isinstance(action, Tell) and isinstance(action.report, PrefillDone | StepTokens):
+                    took.prefill_s = took.prefill_s or time.perf_counter() - began_s
+            self._gates.note(event)
+        took.early = bool(self._instance.counters.get("early_prefills"))
+        if expect_load and not took.load_s:
+            raise LayersBenchError("the prefix was computed, not fetched")
+        return took
+
+    def _new_instance(self, layer_wise_load: bool) -> Instance:
+        config = InstanceConfig(
+            chunk_tokens=self._chunk_tokens,
+            layer_wise_load=layer_wise_load,
+        )
+        return Instance(config, self.layout, self.num_blocks, Role.MIXED, self.cost, ())
+
+    def _perform(self, action: WorkerAction) -> None:
+        match action:
+            case Tell():
+                pass
+            case RunStep():
+                self._run(action)
+            case FinishStream() if self._late:
+                layers = range(self.layout.num_layers)
+                slices = [(i, block, layer) for layer in layers for i, block in self._late]
+                self._late = []
+                self._messenger.send(action.stream_id, slices)
+                self._messenger.finish_stream(action.stream_id)
+            case _:
+                perform_transfer(self._messenger, self.layout.num_layers, action, self._gates)  # type: ignore[arg-type]
+
+    def _run(self, step: RunStep) -> None:
+        """Storing after the end: what a step completes is kept until the prompt is done."""
+        if not self._layer_wise_store:
+            self._late += [send for entry in step.entries for send in entry.sends]
+            step = replace(step, entries=tuple(replace(e, sends=()) for e in step.entries))
+        self._thread.submit(step, self._gates.of_step(step))
