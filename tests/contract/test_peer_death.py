@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,18 @@ class PeerProcess:
     def strike(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number is signal.SIGSTOP:
+            self._await_stop(self.process.pid)
+
+    @staticmethod
+    def _await_stop(pid: int) -> None:
+        """Its threads run on until one of them is scheduled and takes the signal."""
+        by_s = time.monotonic() + 3
+        states: set[str] = set()
+        while states != {"T"}:
+            assert time.monotonic() < by_s, states
+            tasks = Path(f"/proc/{pid}/task").iterdir()
+            states = {(task / "stat").read_text().rpartition(") ")[2][0] for task in tasks}
 
 
 @pytest.fixture
