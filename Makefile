@@ -28,7 +28,7 @@ demo: setup
 	$(BIN)/moonpool demo
 
 test: setup-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup-dev
 	$(BIN)/ruff check .
