@@ -1,7 +1,8 @@
 """The engines of others on the same weights and the same rows: each runs under a Python of its own.
 
-Owns starting the scripts `*_peer.py` of this folder, which import nothing of moonpool, and reading
-what they print. An engine that is not asked for, or does not run, is told in one line.
+Owns starting the scripts `*_peer.py` of this folder, which import nothing of moonpool but
+`peer_rows` beside them, and reading what they print. An engine that is not asked for, or does not
+run, is told in one line.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from typing import Any
 
 import msgspec
 
-from moonpool.bench.engine_rows import Rows
+from moonpool.bench.engine_rows import ELEMENT_BYTES, Rows
 from moonpool.engine.builtin import open_model
 from moonpool.engine.export import export_checkpoint
+from moonpool.engine.spec import ModelSpec
 
 SCRIPTS = {
     "vllm": "vllm_peer.py",
     "openvino": "openvino_peer.py",
     "llama.cpp": "llama_peer.py",
 }
+KV_SLACK = 1.25
+"""Others round up, and keep some for themselves."""
 Say = Callable[[str], None]
 
 
@@ -41,16 +45,18 @@ def measure_peers(
     for name in SCRIPTS:
         if name not in pythons:
             say(f"{name}: not compared (no Python of its own was given)")
+    if not pythons:
+        return found
+    loaded = open_model(model, "bfloat16")
     with tempfile.TemporaryDirectory() as folder:
-        if pythons:
-            export_checkpoint(open_model(model, "bfloat16"), Path(folder))
+        export_checkpoint(loaded, Path(folder))
         for name, python in pythons.items():
             say(f"{name} on the same weights")
             plan = msgspec.to_builtins(rows) | {
                 "repeats": repeats,
                 "eager": eager,
                 "longest_tokens": rows.longest_tokens,
-                "kv_tokens": rows.kv_tokens,
+                "kv_gib": kv_gib(loaded.spec, rows.kv_tokens),
                 "decodes": [
                     {"batch": batch, "context": context, "lengths": rows.lengths(batch, context)}
                     for context in rows.contexts
@@ -66,6 +72,12 @@ def measure_peers(
     if failed and len(failed) == len(found):
         raise PeerError(failed[0])
     return found
+
+
+def kv_gib(spec: ModelSpec, kv_tokens: int) -> int:
+    """Whole GiB that hold so many tokens, with some to spare."""
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES
+    return int(KV_SLACK * kv_tokens * token_bytes / (1 << 30)) + 1
 
 
 def _run(name: str, python: str, folder: str, plan: dict[str, Any]) -> dict[str, Any]:

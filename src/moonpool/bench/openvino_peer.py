@@ -3,17 +3,16 @@
     PEER_PYTHON openvino_peer.py FOLDER '{"prefills": [512], "decodes": [...], ...}'
 
 Needs the packages openvino-genai and optimum-intel, which converts the checkpoint. Prints one JSON
-object as its last line. Stands alone: it imports nothing of moonpool.
+object as its last line. Imports nothing of moonpool but `peer_rows`, which lies beside it.
 """
 
 import json
 import os
-import random
-import statistics
 import sys
 import tempfile
 import time
-from typing import Any
+
+from peer_rows import Prompts, print_rows  # type: ignore[import-not-found]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OPENVINO_TELEMETRY_DISABLE", "1")
@@ -30,14 +29,6 @@ def converted(folder: str, into: str) -> None:
     model.save_pretrained(into)
 
 
-def kv_gib(folder: str, kv_tokens: int) -> int:
-    """Whole GiB that hold so many tokens, with some to spare."""
-    with open(os.path.join(folder, "config.json")) as file:
-        config = json.load(file)
-    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 2
-    return int(kv_tokens * config["num_hidden_layers"] * per_layer * 1.25 / (1 << 30)) + 1
-
-
 def main() -> None:
     folder, plan = sys.argv[1], json.loads(sys.argv[2])
     import numpy as np
@@ -46,7 +37,7 @@ def main() -> None:
 
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = plan["chunk_tokens"]
-    scheduler.cache_size = kv_gib(folder, plan["kv_tokens"])
+    scheduler.cache_size = plan["kv_gib"]
     scheduler.enable_prefix_caching = False
     scheduler.dynamic_split_fuse = True
     scheduler.max_num_seqs = 64
@@ -58,10 +49,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as into:
         converted(folder, into)
         pipe = openvino_genai.ContinuousBatchingPipeline(into, scheduler, "CPU", options)
-    rng = random.Random(1)
+    prompts = Prompts()
     names = iter(range(1 << 30))
 
-    def steps(lengths: list[list[int]]) -> list[tuple[float, int]]:
+    def steps(lengths: list[tuple[int, int]]) -> list[tuple[float, int]]:
         """Seconds and tokens of each step of all sequences (prompt, answer) together."""
         handles = []
         for prompt, answer in lengths:
@@ -69,7 +60,7 @@ def main() -> None:
             config.max_new_tokens, config.do_sample = answer, False
             config.ignore_eos = True
             config.set_eos_token_id(0)  # there must be one
-            ids = np.array([[rng.randrange(8192) for _ in range(prompt)]], dtype=np.int64)
+            ids = np.array([prompts.draw(prompt)], dtype=np.int64)
             handles.append(pipe.add_request(next(names), openvino.Tensor(ids), config))
         found = []
         while pipe.has_non_finished_requests():
@@ -82,24 +73,7 @@ def main() -> None:
             found.append((seconds, len(ready)))
         return found
 
-    def prefill_s(tokens: int) -> float:
-        return sum(seconds for seconds, _ in steps([[tokens, 1]]))
-
-    def decode_s(lengths: list[list[int]]) -> float:
-        """Median of the steps that all sequences had part in, but for the first: a prompt ended in
-        it."""
-        full = [seconds for seconds, tokens in steps(lengths) if tokens == len(lengths)]
-        return statistics.median(full[1:])
-
-    found: dict[str, Any] = {"version": openvino_genai.__version__, "prefill": {}, "decode": {}}
-    prefill_s(plan["chunk_tokens"])
-    for tokens in plan["prefills"]:
-        best_s = min(prefill_s(tokens) for _ in range(plan["repeats"]))
-        found["prefill"][str(tokens)] = tokens / best_s
-    for row in plan["decodes"]:
-        rates = found["decode"].setdefault(str(row["context"]), {})
-        rates[str(row["batch"])] = row["batch"] / decode_s(row["lengths"])
-    print(json.dumps(found))
+    print_rows(openvino_genai.__version__, plan, steps)
 
 
 if __name__ == "__main__":

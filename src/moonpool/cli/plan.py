@@ -206,7 +206,7 @@ class _Job:
             self._priced.prices,
             self._prepared.context_tokens,
         )
-        return print_offloading(verdict(found), nodes, self._prepared)
+        return print_offloading(verdict(found, self._priced.usd_per_h), nodes, self._prepared)
 
     def check(self) -> dict[str, Any]:
         """Raises ConfigError."""

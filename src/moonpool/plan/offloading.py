@@ -7,7 +7,7 @@ money, are the rival that it leaves out; they are always put beside it here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.config import Config
 from moonpool.cost.catalogue import Catalogue
@@ -83,44 +83,37 @@ def decode_nodes_of(
     return sorted(found, key=lambda one: -one.tokens_per_usd)
 
 
-def verdict(plan: Plan) -> str:
-    """One sentence: whether offloading is in the cheapest cluster found."""
-    with_it = _cheapest([mix for mix in plan.mixes if mix.start.decode_kind.offloads])
-    without = _cheapest([mix for mix in plan.mixes if not mix.start.decode_kind.offloads])
-    if with_it is None:
-        return "No cluster that offloads attention keeps the SLOs."
-    if without is None:
-        return f"Offloading attention is needed: only {_name(with_it)} was found to keep the SLOs."
-    if with_it[0] < without[0]:
-        return (
-            f"Offloading attention pays: {_name(with_it)} is {without[0] - with_it[0]:,.2f} USD/h"
-            f" cheaper than {_name(without)}."
-        )
+def verdict(plan: Plan, usd_per_h: Callable[[Candidate], float]) -> str:
+    """One sentence: whether the cluster that was chosen offloads, and what the cheapest of the
+    other way costs. `usd_per_h`: of any candidate."""
+    if plan.choice is None:
+        return "Whether offloading attention pays is open: no cluster was found."
+    chosen = plan.choice.candidate
+    name = f"{chosen.counts} of {chosen.hardware} ({plan.choice.usd_per_h:,.2f} USD/h)"
+    offloads = chosen.decode_kind.offloads
+    says = "pays" if offloads else "does not pay"
+    others = [mix for mix in plan.mixes if mix.start.decode_kind.offloads is not offloads]
+    if not others:
+        return f"Offloading attention {says}: nothing else than {name} was compared."
+    rival = min(others, key=lambda mix: usd_per_h(_furthest(mix)))
+    usd = usd_per_h(_furthest(rival))
+    counts = f"{_furthest(rival).counts} of {rival.start.hardware}"
+    way = "without it" if offloads else "with it"
     return (
-        f"Offloading attention does not pay: {_name(with_it)} is {with_it[0] - without[0]:,.2f}"
-        f" USD/h dearer than {_name(without)}."
+        f"Offloading attention {says}: {name} was chosen, and the cheapest {way},"
+        f" {counts}, costs {usd:,.2f} USD/h{_seen(rival)}."
     )
 
 
-def _cheapest(mixes: Sequence[MixFound]) -> tuple[float, MixFound] | None:
-    """By the whole trace where it was simulated, else by the cost model: such a mix was left where
-    it was dearer than what was found."""
-    priced = [(_price(mix), number) for number, mix in enumerate(mixes)]
-    if not priced:
-        return None
-    usd, number = min(priced)
-    return usd, mixes[number]
+def _furthest(mix: MixFound) -> Candidate:
+    """How far a mix came: the later, the surer its price."""
+    return mix.settled.candidate if mix.settled is not None else mix.boundary or mix.start
 
 
-def _price(mix: MixFound) -> float:
-    return mix.start_usd_per_h if mix.settled is None else mix.settled.usd_per_h
-
-
-def _name(found: tuple[float, MixFound]) -> str:
-    usd, mix = found
-    seen = "" if mix.settled is not None else " by the cost model"
-    counts = mix.start.counts if mix.settled is None else mix.settled.candidate.counts
-    return f"{counts} of {mix.start.hardware} ({usd:,.2f} USD/h{seen})"
+def _seen(mix: MixFound) -> str:
+    if mix.settled is not None:
+        return ""
+    return " at the busiest part" if mix.boundary is not None else " by the cost model"
 
 
 def _decode_node(

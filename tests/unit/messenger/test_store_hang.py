@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,5 +118,9 @@ def test_a_store_closes_while_its_disk_hangs(bench: Bench, monkeypatch: pytest.M
     load(bench, "l", 0, 4)
     bench.event(TierPaused)
     bench.event(LoadEnded)
+    began_s = time.monotonic()
     bench.store.close()
+    assert time.monotonic() - began_s < 2.0, "it waited for a disk that does not answer"
+    load(bench, "late", 0, 5)
+    assert "closed" in bench.event(LoadEnded).error
     stuck.gate.set()

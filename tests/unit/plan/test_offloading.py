@@ -9,7 +9,9 @@ from moonpool.config import ConfigError, parse_config
 from moonpool.cost.catalogue import BUILT_IN
 from moonpool.cost.offload import OffloadCost
 from moonpool.cost.prices import parse_prices
+from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, NodeKind, Priced
+from moonpool.plan.confidence import Interval, Verdict
 from moonpool.plan.offloading import all_memory, decode_nodes_of, verdict, with_rivals
 from moonpool.plan.prepare import prepare
 from moonpool.plan.search import MixFound, Plan
@@ -25,12 +27,21 @@ LAMINA = NodeKind("H100-SXM", 2, "H20", 4)
 ROWS = tuple(TraceRow(float(n), 4000, 200, ()) for n in range(50))
 
 
-def mix(decode_kind: NodeKind, usd: float) -> MixFound:
-    return MixFound(Candidate(H100, decode_kind, 2, 1, 0, 1_000_000, 1024), usd)
+def cluster(decode_kind: NodeKind, decode: int = 1) -> Candidate:
+    return Candidate(H100, decode_kind, 2, decode, 0, 1_000_000, 1024)
 
 
-def plan(*mixes: MixFound) -> Plan:
-    return Plan(None, (), mixes, (), 0.0, True)
+def price(candidate: Candidate) -> float:
+    return candidate.decode * (10.0 if candidate.decode_kind.offloads else 12.0)
+
+
+def assessed(candidate: Candidate) -> Assessment:
+    certain = Interval(0.95, 0.95, 0.95)
+    return Assessment(candidate, price(candidate), (), certain, Verdict.MEETS)
+
+
+def plan(choice: Candidate | None, *mixes: MixFound) -> Plan:
+    return Plan(None if choice is None else assessed(choice), (), mixes, (), 0.0, True)
 
 
 def test_the_rival_is_what_the_price_buys() -> None:
@@ -58,13 +69,19 @@ def test_each_node_keeps_the_limit_and_its_memory() -> None:
     assert none.batch == 0 and none.tokens_per_usd == 0.0
 
 
-def test_the_verdict_compares_the_cheapest_of_both() -> None:
-    cheap, dear = mix(LAMINA, 10.0), mix(H100, 12.0)
-    assert "pays: 2P+1D of 8 x H100-SXM / 2 x H100-SXM + 4 x H20" in verdict(plan(dear, cheap))
-    assert "2.00 USD/h cheaper" in verdict(plan(dear, cheap))
-    assert "does not pay" in verdict(plan(mix(LAMINA, 15.0), dear))
-    assert "No cluster that offloads" in verdict(plan(dear))
-    assert "is needed" in verdict(plan(cheap))
+def test_the_verdict_is_that_of_the_choice() -> None:
+    lamina, h100 = cluster(LAMINA), cluster(H100)
+    settled = MixFound(h100, 1.0, h100, assessed(h100))
+    # By the cost model it looked the cheapest of all, but it took three nodes at the busiest part.
+    more = MixFound(lamina, 1.0, cluster(LAMINA, 3))
+    said = verdict(plan(h100, settled, more), price)
+    assert "does not pay: 2P+1D of 8 x H100-SXM (12.00 USD/h) was chosen" in said
+    assert "2P+3D of 8 x H100-SXM / 2 x H100-SXM + 4 x H20, costs 30.00 USD/h at the" in said
+    said = verdict(plan(lamina, MixFound(lamina, 1.0), settled), price)
+    assert "attention pays: 2P+1D of 8 x H100-SXM / 2 x" in said
+    assert said.endswith("without it, 2P+1D of 8 x H100-SXM, costs 12.00 USD/h.")
+    assert "nothing else" in verdict(plan(h100, settled), price)
+    assert "is open" in verdict(plan(None, settled, more), price)
 
 
 def test_it_is_a_mix_that_only_decodes() -> None:

@@ -79,27 +79,12 @@ template <class L>
 using TileFn = void (*)(const Int8Call<L>&, const int32_t*, int64_t, int64_t, const char*,
                         int64_t);
 
-template <class L>
+template <class L, int ROWS = MAX_ROWS>
 TileFn<L> tile_for(int rows) {
-    switch (rows) {
-        case 1: return tile<L, 1>;
-        case 2: return tile<L, 2>;
-        case 3: return tile<L, 3>;
-        case 4: return tile<L, 4>;
-#if !defined(MP_ISA_avx2)
-        case 5: return tile<L, 5>;
-        case 6: return tile<L, 6>;
-        case 7: return tile<L, 7>;
-        case 8: return tile<L, 8>;
-        case 9: return tile<L, 9>;
-        case 10: return tile<L, 10>;
-        case 11: return tile<L, 11>;
-        case 12: return tile<L, 12>;
-        case 13: return tile<L, 13>;
-        case 14: return tile<L, 14>;
-#endif
-        default: __builtin_trap();
-    }
+    if constexpr (ROWS == 0)
+        __builtin_trap();
+    else
+        return rows == ROWS ? tile<L, ROWS> : tile_for<L, ROWS - 1>(rows);
 }
 
 // One group of a row as 16-bit numbers; returns its scale, NaN if a number is not finite.

@@ -240,15 +240,28 @@ class NativeOps:
         meta: StepMeta,
         scale: float,
     ) -> Tensor:
-        d = heads.head_dim
-        width = heads.num_heads * d
-        q = q.reshape(-1, width)
-        _same_rows(q, width, meta)
+        out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
+        q = queries_of(q, heads, meta)
+        call = self._attend_call(q, out, heads, cache, layer, meta, scale)
+        if self._of(q).attend(call, torch.get_num_threads()):
+            raise IndexError("attend: a row's context lies outside its block table")
+        return out
+
+    def _attend_call(
+        self,
+        q: Tensor,
+        out: Tensor | None,
+        heads: HeadShape,
+        cache: KvCache,
+        layer: int,
+        meta: StepMeta,
+        scale: float,
+    ) -> bytes:
+        """`q`, as `queries_of` gives it, must live until the kernel has run."""
         arena = self._arena_of(cache, heads, q.dtype)
-        out = torch.empty(meta.num_rows, width, dtype=q.dtype)
-        call = ATTEND_CALL.pack(
+        return ATTEND_CALL.pack(
             q.data_ptr(),
-            out.data_ptr(),
+            0 if out is None else out.data_ptr(),
             arena.slice_address(layer),
             *self._step_addresses(meta),
             arena.block_bytes,
@@ -257,13 +270,10 @@ class NativeOps:
             meta.num_sequences,
             heads.num_heads,
             heads.num_kv_heads,
-            d,
+            heads.head_dim,
             arena.block_tokens,
             scale,
         )
-        if self._of(q).attend(call, torch.get_num_threads()):
-            raise IndexError("attend: a row's context lies outside its block table")
-        return out
 
 
 def _same(x: Tensor, weight: Tensor, width: int) -> None:
@@ -272,6 +282,14 @@ def _same(x: Tensor, weight: Tensor, width: int) -> None:
             f"norm weight must be contiguous [{width}] {x.dtype}, "
             f"got {list(weight.shape)} {weight.dtype}"
         )
+
+
+def queries_of(q: Tensor, heads: HeadShape, meta: StepMeta) -> Tensor:
+    """[T, num_heads, head_dim] or [T, num_heads * head_dim] -> the latter, contiguous."""
+    width = heads.num_heads * heads.head_dim
+    q = q.reshape(-1, width).contiguous()
+    _same_rows(q, width, meta)
+    return q
 
 
 def _same_rows(x: Tensor, width: int, meta: StepMeta) -> None:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from moonpool.config import Quantization
 from moonpool.engine.native.library import (
-    ATTEND_CALL,
     MERGE_CALL,
     PART_TAIL,
     STATE_FLOATS,
     STORE_CALL,
 )
-from moonpool.engine.native.ops import NativeOps
+from moonpool.engine.native.ops import NativeOps, queries_of
 from moonpool.engine.ops import SEGMENT, SPAN, HeadShape, KvCache, QkNorm, RopeTable, StepMeta
 
 
@@ -150,25 +149,7 @@ class NativeSplitOps(NativeOps):
         scale: float,
         tail: bytes,
     ) -> None:
-        width = heads.num_heads * heads.head_dim
-        q = q.reshape(-1, width)
-        if q.shape[0] != meta.num_rows:
-            raise ValueError(f"expected {meta.num_rows} rows of q, got {q.shape[0]}")
-        arena = self._arena_of(cache, heads, q.dtype)
-        call = ATTEND_CALL.pack(
-            q.data_ptr(),
-            0 if out is None else out.data_ptr(),
-            arena.slice_address(layer),
-            *self._step_addresses(meta),
-            arena.block_bytes,
-            arena.num_blocks,
-            meta.block_tables.shape[1],
-            meta.num_sequences,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            arena.block_tokens,
-            scale,
-        )
+        q = queries_of(q, heads, meta)
+        call = self._attend_call(q, out, heads, cache, layer, meta, scale)
         if self._of(q).attend_part(call + tail, torch.get_num_threads()):
             raise IndexError("attend: a row's context lies outside its block table")

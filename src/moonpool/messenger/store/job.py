@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moonpool.kvcache.transfers import LoadEnded, StoreEnded
 from moonpool.types import BlockId, BlockKey
 
 
@@ -26,6 +27,27 @@ class Outcome:
     seconds: float
     error: str
     hung: bool = False
+
+    def of_store(self, store_id: str) -> StoreEnded:
+        return StoreEnded(
+            store_id=store_id,
+            num_blocks=self.num_blocks,
+            num_bytes=self.num_bytes,
+            seconds=self.seconds,
+            error=self.error,
+            hung=self.hung,
+        )
+
+    def of_load(self, load_id: str) -> LoadEnded:
+        return LoadEnded(
+            load_id=load_id,
+            num_blocks=self.num_blocks,
+            corrupt_slices=self.corrupt_slices,
+            num_bytes=self.num_bytes,
+            seconds=self.seconds,
+            error=self.error,
+            hung=self.hung,
+        )
 
 
 class Job:

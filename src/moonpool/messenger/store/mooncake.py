@@ -25,7 +25,7 @@ import numpy as np
 
 from moonpool.config import MooncakeConfig
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, MessengerEvent, StoreEnded
+from moonpool.kvcache.transfers import LookUpEnded, MessengerEvent
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.store.counters import StoreCounters, StoreCounts
 from moonpool.messenger.store.folder import StoreError
@@ -120,14 +120,7 @@ class MooncakeStore:
         slots: Sequence[int],
     ) -> None:
         def end(outcome: Outcome) -> None:
-            event = StoreEnded(
-                store_id=store_id,
-                num_blocks=outcome.num_blocks,
-                num_bytes=outcome.num_bytes,
-                seconds=outcome.seconds,
-                error=outcome.error,
-            )
-            self._deliver(event)
+            self._deliver(outcome.of_store(store_id))
 
         self._submit(_WRITE, self._write_group, keys, slots, block_ids, end)
 
@@ -139,15 +132,7 @@ class MooncakeStore:
         block_ids: Sequence[BlockId],
     ) -> None:
         def end(outcome: Outcome) -> None:
-            event = LoadEnded(
-                load_id=load_id,
-                num_blocks=outcome.num_blocks,
-                corrupt_slices=outcome.corrupt_slices,
-                num_bytes=outcome.num_bytes,
-                seconds=outcome.seconds,
-                error=outcome.error,
-            )
-            self._deliver(event)
+            self._deliver(outcome.of_load(load_id))
 
         self._submit(_READ, self._read_group, keys, slots, block_ids, end)
 

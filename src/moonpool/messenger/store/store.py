@@ -23,11 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from moonpool.kvcache.transfers import (
-    LoadEnded,
     LoadReturned,
     LookUpEnded,
     MessengerEvent,
-    StoreEnded,
     StoreLost,
     StoreReturned,
     TierPaused,
@@ -138,15 +136,7 @@ class BlockStore:
         StoreEnded."""
 
         def end(outcome: Outcome) -> None:
-            event = StoreEnded(
-                store_id=store_id,
-                num_blocks=outcome.num_blocks,
-                num_bytes=outcome.num_bytes,
-                seconds=outcome.seconds,
-                error=outcome.error,
-                hung=outcome.hung,
-            )
-            self._deliver(event)
+            self._deliver(outcome.of_store(store_id))
 
         returned = partial(self._deliver, StoreReturned(store_id=store_id))
         self._submit(self._writing, self._write_group, keys, slots, block_ids, end, returned)
@@ -162,16 +152,7 @@ class BlockStore:
         LoadEnded."""
 
         def end(outcome: Outcome) -> None:
-            event = LoadEnded(
-                load_id=load_id,
-                num_blocks=outcome.num_blocks,
-                corrupt_slices=outcome.corrupt_slices,
-                num_bytes=outcome.num_bytes,
-                seconds=outcome.seconds,
-                error=outcome.error,
-                hung=outcome.hung,
-            )
-            self._deliver(event)
+            self._deliver(outcome.of_load(load_id))
 
         returned = partial(self._deliver, LoadReturned(load_id=load_id))
         self._submit(self._reading, self._read_group, keys, slots, block_ids, end, returned)
