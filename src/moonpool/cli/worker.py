@@ -87,7 +87,8 @@ def worker(
     if exit_with_head:
         _die_with_parent()
     from moonpool.runtime.attention_worker import AttentionWorker
-    from moonpool.runtime.worker import Worker, WorkerError
+    from moonpool.runtime.head_link import WorkerError
+    from moonpool.runtime.worker import Worker
 
     share = _core_share(cores, other_cores)
 

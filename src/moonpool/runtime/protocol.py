@@ -96,5 +96,6 @@ class TurnedAway(Struct, frozen=True, tag=True):
     message: str
 
 
-DownFrame = Setup | Stop | TurnedAway | AttentionMoved | Command
+WorkFrame = Setup | AttentionMoved | Command
+DownFrame = WorkFrame | Stop | TurnedAway
 UpFrame = Apply | ApplyAttention | AttentionReady | Joined | Failed | Report

@@ -14,27 +14,22 @@ import time
 import msgspec
 
 from moonpool.engine.stages.pipeline import PipelineEngine
-from moonpool.messenger.auth import ClientHandshake, Identity
 from moonpool.messenger.messenger import Messenger
-from moonpool.runtime.channel import Channel
 from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
+from moonpool.runtime.head_link import HeadChannel, HeadLink
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.layer_gates import LayerGates
 from moonpool.runtime.offload import Event, Offload
 from moonpool.runtime.pipeline_thread import PipelineThread
 from moonpool.runtime.protocol import (
-    CONTROL_SERVICE,
     HEARTBEAT_S,
     Apply,
     AttentionMoved,
-    DownFrame,
     Failed,
     Joined,
     Setup,
-    Stop,
-    TurnedAway,
-    UpFrame,
+    WorkFrame,
 )
 from moonpool.runtime.settle import settle_memory
 from moonpool.runtime.transfers import perform_storage, perform_transfer
@@ -58,15 +53,6 @@ from moonpool.workers.messages import BlocksChanged, Report, WantsToLeave
 
 log = logging.getLogger("moonpool.worker")
 
-RECONNECT_S = 60.0
-"""How long a worker seeks a lost head before it ends itself."""
-
-HeadChannel = Channel[DownFrame, UpFrame]
-
-
-class WorkerError(Exception):
-    """The worker cannot go on; one line for the person who started it."""
-
 
 class Worker:
     """Connects to the head, boots the instance it is told to be, and serves until told to stop."""
@@ -89,117 +75,71 @@ class Worker:
         self._machine = machine
         self._listen_host = listen_host
         self._secret = secret
+        self._link = HeadLink(instance_id, secret, self)
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
         self._engine: EngineThread | PipelineThread | None = None
         self._gates = LayerGates()
-        self._channel: HeadChannel | None = None
         self._loop = asyncio.get_running_loop()
-        self._closed: asyncio.Future[str] = self._loop.create_future()
         self._joining: asyncio.Task[None] | None = None
         self._boot_lock = asyncio.Lock()
-        self._fatal = ""
         self._joined = False  # over the connection there is now
-        self._stopping = False
         self._leaves_at_s: float | None = None
 
     def ask_to_leave(self, within_s: float) -> bool:
         """Has the head drain this instance, which ends `run`. False if there is no head to ask."""
-        if self._channel is None or not self._joined:
+        if not self._joined:
             return False
         self._leaves_at_s = time.monotonic() + within_s
         self._say_it_leaves()
         return True
 
     def _say_it_leaves(self) -> None:
-        assert self._leaves_at_s is not None and self._channel is not None
+        assert self._leaves_at_s is not None
         within_s = max(self._leaves_at_s - time.monotonic(), 0.0)
-        self._channel.send(WantsToLeave(within_s=within_s))
+        self._link.send(WantsToLeave(within_s=within_s))
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
-        """Serves until Stop. Raises WorkerError."""
-        lost_s: float | None = None
-        try:
-            while not self._stopping:
-                served, reason = await self._serve_once(head_host, head_port)
-                if self._stopping:
-                    return
-                if self._fatal:
-                    raise WorkerError(self._fatal)
-                if self._leaves_at_s is not None and time.monotonic() > self._leaves_at_s:
-                    return
-                log.warning("no connection to the head at %s:%d: %s", head_host, head_port, reason)
-                self._give_up_works()
-                now_s = time.monotonic()
-                lost_s = now_s if served or lost_s is None else lost_s
-                if not reconnect or now_s - lost_s > RECONNECT_S:
-                    raise WorkerError(f"the head at {head_host}:{head_port} is gone: {reason}")
-                await asyncio.sleep(1.0)
-        finally:
-            self._close()
-
-    async def _serve_once(self, head_host: str, head_port: int) -> tuple[bool, str]:
-        """One connection from begin to end: whether the head was there, and why it ended."""
-        me = Identity(instance_id=self.instance_id, service=CONTROL_SERVICE, fingerprint=b"")
-        handshake = ClientHandshake(self._secret, me)
-        self._closed = self._loop.create_future()
-        channel: HeadChannel = Channel(handshake, msgspec.msgpack.Decoder(DownFrame), self)
-        self._channel = channel
+        """Serves until the head says stop. Raises WorkerError."""
         heartbeat = asyncio.create_task(self._beat())
         try:
-            await self._loop.create_connection(lambda: channel, head_host, head_port)
-            return True, await self._closed
-        except OSError as error:
-            return False, str(error)
+            await self._link.run(head_host, head_port, reconnect)
         finally:
             heartbeat.cancel()
-            self._joined = False
-            channel.close()
-            self._channel = None
+            self._close()
 
-    # Listener of the channel
+    # Follower of the link
 
-    def on_open(self, peer: Identity) -> None:
-        assert self._channel is not None
+    def on_head(self) -> None:
         if self._listen_host is None:
-            self._listen_host = self._channel.local_host
+            self._listen_host = self._link.local_host
         role = self.role if self._booted is None else self._booted.instance.role
         crew: tuple[str, ...] = ()
         if self._booted is not None and isinstance(self._booted.messenger, Offload):
             crew = self._booted.messenger.names
-        apply = Apply(role=role, host=self._machine, pid=os.getpid(), attention=crew)
-        self._channel.send(apply)
+        self._link.send(Apply(role=role, host=self._machine, pid=os.getpid(), attention=crew))
 
-    def on_frame(self, frame: DownFrame) -> None:
+    def on_frame(self, frame: WorkFrame) -> None:
         match frame:
             case Setup():
-                self._joining = asyncio.create_task(self._join(frame, self._channel))
-            case Stop():
-                self._stopping = True
-                self._hang_up("the head stops")
-            case TurnedAway():
-                self._fatal = f"the head turned this instance away: {frame.message}"
-                self._hang_up("turned away")
+                self._joining = asyncio.create_task(self._join(frame, self._link.channel))
             case AttentionMoved():
                 if self._booted is not None and isinstance(self._booted.messenger, Offload):
                     self._booted.messenger.move(frame.place, frame.address)
             case _:
                 self._post(frame)
 
-    def on_closed(self, reason: str) -> None:
-        if self._channel is not None and self._channel.refused:
-            self._fatal = f"the head and this worker do not agree: {reason}"
-        if not self._closed.done():
-            self._closed.set_result(reason)
-
-    def _hang_up(self, reason: str) -> None:
-        if self._channel is not None:
-            self._channel.close(reason)
+    def on_lost(self) -> None:
+        self._joined = False
+        if self._leaves_at_s is not None and time.monotonic() > self._leaves_at_s:
+            self._link.stop("it leaves")
+        elif self._booted is not None:
+            self._perform(self._booted.instance.abort_all())
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
         """Boots on the first setup; a head that came back must want the same instance."""
         async with self._boot_lock:  # the head may be lost and found again while we boot
-            if self._fatal:
+            if self._link.fatal:
                 return
             if self._booted is None:
                 booted = await self._boot(setup)
@@ -210,8 +150,8 @@ class Worker:
                 self._fail("the head came back with another configuration; start this worker anew")
                 return
         assert self._booted is not None
-        if channel is not None and channel is self._channel:
-            channel.send(Joined(info=self._booted.info(self._machine, os.getpid())))
+        if channel is not None and channel is self._link.channel:
+            self._link.send(Joined(info=self._booted.info(self._machine, os.getpid())))
             self._joined = True
             if self._leaves_at_s is not None:
                 self._say_it_leaves()
@@ -255,18 +195,15 @@ class Worker:
 
     def _fail(self, message: str) -> None:
         """Tells the head, and ends this worker."""
-        self._fatal = message
-        if self._channel is not None:
-            self._channel.send(Failed(message=message))
-        self._hang_up("it cannot start")
+        self._link.send(Failed(message=message))
+        self._link.fail(message, "it cannot start")
 
     def _on_stage_lost(self, message: str) -> None:
         """From any thread: an instance without one of its stages is no instance."""
 
         def end() -> None:
-            if not self._stopping:
-                self._fatal = f"{message}; the instance ends with it"
-                self._hang_up("a stage is lost")
+            if not self._link.stopping:
+                self._link.fail(f"{message}; the instance ends with it", "a stage is lost")
 
         try:
             self._loop.call_soon_threadsafe(end)
@@ -276,8 +213,8 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if self._booted is not None and self._channel is not None:
-                self._channel.send(self._booted.load())
+            if self._booted is not None and self._link.channel is not None:
+                self._link.send(self._booted.load())
 
     # Events in, actions out
 
@@ -293,10 +230,6 @@ class Worker:
             return
         self._perform(self._booted.instance.handle(event, self._loop.time()))
         self._gates.note(event)
-
-    def _give_up_works(self) -> None:
-        if self._booted is not None:
-            self._perform(self._booted.instance.abort_all())
 
     def _perform(self, actions: list[WorkerAction]) -> None:
         booted = self._booted
@@ -320,11 +253,10 @@ class Worker:
         reports = [action.report for action in actions if isinstance(action, Tell)]
         if isinstance(booted.messenger, Offload):
             self._name_blocks(booted.messenger, booted.instance, reports)
-        if reports and self._channel is not None:
-            self._channel.send(*reports)
+        if reports:
+            self._link.send(*reports)
         if any(isinstance(action, Depart) for action in actions):
-            self._stopping = True
-            self._hang_up("it leaves")
+            self._link.stop("it leaves")
 
     def _name_blocks(self, offload: Offload, instance: Instance, reports: list[Report]) -> None:
         """Tells who keeps the blocks what is in them."""

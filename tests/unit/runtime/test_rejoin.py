@@ -130,7 +130,7 @@ def test_a_head_that_comes_back_while_a_worker_boots_does_not_make_it_boot_twice
         old, new = FakeChannel(), FakeChannel()
         joins = []
         for channel in (old, new):
-            this._channel = channel  # type: ignore[assignment]
+            this._link.channel = channel  # type: ignore[assignment]
             this.on_frame(setup)
             joins.append(this._joining)
             await asyncio.sleep(0.05)

@@ -1,0 +1,157 @@
+"""A worker's link to its head, over real sockets: heads come back, stop, refuse, stay away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import uvloop
+
+from moonpool.kvcache.transfers import PeerAddress
+from moonpool.messenger.auth import Identity, ServerHandshake
+from moonpool.runtime import head_link
+from moonpool.runtime.channel import Channel
+from moonpool.runtime.head_link import HeadLink, WorkerError
+from moonpool.runtime.protocol import (
+    CONTROL_SERVICE,
+    AttentionMoved,
+    DownFrame,
+    Stop,
+    TurnedAway,
+    UpFrame,
+    WorkFrame,
+)
+from moonpool.types import InstanceId
+
+SECRET = b"a secret of the test"
+HeadChannel = Channel[UpFrame, DownFrame]
+
+
+class FakeHead:
+    """Does to every new connection what the test says."""
+
+    def __init__(self, acts: list[Callable[[HeadChannel], None]], secret: bytes = SECRET) -> None:
+        self.acts = acts
+        self._secret = secret
+        self._channel: HeadChannel | None = None
+
+    async def start(self, port: int = 0) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(self._accept, "127.0.0.1", port)
+
+    def _accept(self) -> HeadChannel:
+        me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
+        handshake = ServerHandshake(self._secret, me)
+        self._channel = Channel(handshake, msgspec.msgpack.Decoder(UpFrame), self)
+        return self._channel
+
+    def on_open(self, peer: Identity) -> None:
+        assert self._channel is not None
+        self.acts.pop(0)(self._channel)
+
+    def on_frame(self, frame: UpFrame) -> None:
+        raise AssertionError(f"nobody sends {frame}")
+
+    def on_closed(self, reason: str) -> None:
+        pass
+
+
+class Follower:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_head(self) -> None:
+        self.heard.append("head")
+
+    def on_frame(self, frame: WorkFrame) -> None:
+        self.heard.append(type(frame).__name__)
+
+    def on_lost(self) -> None:
+        self.heard.append("lost")
+
+
+def follow(head: FakeHead, reconnect: bool = True) -> tuple[list[str], str]:
+    """What the follower heard, and the error `run` ended with."""
+
+    async def run() -> tuple[list[str], str]:
+        server = await head.start()
+        port = server.sockets[0].getsockname()[1]
+        follower = Follower()
+        link = HeadLink(InstanceId("p0"), SECRET, follower)
+        try:
+            async with asyncio.timeout(10):
+                await link.run("127.0.0.1", port, reconnect)
+        except WorkerError as error:
+            return follower.heard, str(error).replace(str(port), "PORT")
+        finally:
+            server.close()
+        return follower.heard, ""
+
+    return uvloop.run(run())
+
+
+def stop(channel: HeadChannel) -> None:
+    channel.send(Stop())
+
+
+def vanish(channel: HeadChannel) -> None:
+    channel.abort("it is gone")
+
+
+def turn_away(channel: HeadChannel) -> None:
+    channel.send(TurnedAway(message="there is one of that name"))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_link, "RETRY_S", 0.01)
+
+
+def test_a_lost_head_is_sought_until_it_is_back_and_says_stop() -> None:
+    assert follow(FakeHead([vanish, vanish, stop])) == (
+        ["head", "lost", "head", "lost", "head"],
+        "",
+    )
+
+
+def test_a_worker_that_ends_with_its_head_does_not_seek_it() -> None:
+    heard, error = follow(FakeHead([vanish, stop]), reconnect=False)
+    assert heard == ["head", "lost"]
+    assert error.startswith("the head at 127.0.0.1:PORT is gone: ")
+
+
+def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_link, "RECONNECT_S", 0.1)
+
+    async def run() -> None:
+        server = await FakeHead([]).start()
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        follower = Follower()
+        with pytest.raises(WorkerError, match="is gone"):
+            await HeadLink(InstanceId("p0"), SECRET, follower).run("127.0.0.1", port, True)
+        assert set(follower.heard) == {"lost"} and len(follower.heard) > 2
+
+    uvloop.run(run())
+
+
+def test_one_that_is_turned_away_or_refused_does_not_come_again() -> None:
+    heard, error = follow(FakeHead([turn_away, stop]))
+    assert heard == ["head"]
+    assert error == "the head turned p0 away: there is one of that name"
+    heard, error = follow(FakeHead([stop], secret=b"another one's secret"))
+    assert heard == []
+    assert error.startswith("the head and this worker do not agree: ")
+
+
+def test_other_frames_are_the_followers() -> None:
+    def move_and_stop(channel: HeadChannel) -> None:
+        address = PeerAddress(InstanceId("a0"), "here", "", "127.0.0.1", 1)
+        channel.send(AttentionMoved(place=0, address=address), Stop())
+
+    assert follow(FakeHead([move_and_stop])) == (["head", "AttentionMoved"], "")
