@@ -223,6 +223,8 @@ def _print_figures(info: TraceInfo, figures: TraceFigures) -> None:
     skipped = f" ({info.skipped_rows:,} without prompt or answer skipped)"
     table.add_row("requests", f"{figures.requests:,}{skipped if info.skipped_rows else ''}")
     table.add_row("duration", f"{figures.duration_s:,.0f} s, {arrivals.rate_rps:.3g} requests/s")
+    if info.ignored:
+        table.add_row("not read", ", ".join(name or "(no name)" for name in info.ignored))
     if info.tick_s:
         table.add_row(
             "rounded times", f"to {info.tick_s:.3g} s; a replay spreads rows evenly over each"

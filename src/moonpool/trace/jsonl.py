@@ -2,7 +2,8 @@
 
 Owns the fields and their checks. Times are read as the formats define them: milliseconds in
 Mooncake's files, seconds in Bailian's, and seconds in a Mooncake file whose first times have
-fractions (some tools write those).
+fractions (some tools write those). The size of a Mooncake file's blocks is 512 tokens unless its
+first rows say otherwise. Fields that nothing here reads are let pass, but for misspelt ones.
 """
 
 from __future__ import annotations
@@ -24,33 +25,28 @@ _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
 _HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _MooncakeLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _MooncakeLine(msgspec.Struct, gc=False):
     timestamp: _Time
     input_length: _Length
     output_length: _Length
     hash_ids: tuple[_HashId, ...] | None = None
     session_id: str | int = ""
-    # Written by some tools that share the format; read by nothing here.
-    delay: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    payload: msgspec.Raw = msgspec.Raw()
 
 
-class _BailianLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _BailianLine(msgspec.Struct, gc=False):
     timestamp: _Time
     input_length: _Length
     output_length: _Length
     hash_ids: tuple[_HashId, ...]
     chat_id: str | int = ""
-    parent_chat_id: str | int | None = None
-    type: msgspec.Raw = msgspec.Raw()
-    turn: msgspec.Raw = msgspec.Raw()
 
 
 _REQUIRED = {
     "mooncake": ("timestamp", "input_length", "output_length"),
     "bailian": ("timestamp", "input_length", "output_length", "hash_ids"),
 }
+_EXPECTED = frozenset({"parent_chat_id", "type", "turn", "delay", "messages", "payload"})
+"""Fields of these formats that nothing here reads."""
 
 
 class JsonlParser:
@@ -59,9 +55,11 @@ class JsonlParser:
     format = "mooncake"
     header_lines = 0
 
-    def __init__(self, has_hashes: bool, units_per_s: float) -> None:
-        self.block_tokens = MOONCAKE_BLOCK_TOKENS if has_hashes else 0
+    def __init__(self, block_tokens: int, units_per_s: float, ignored: tuple[str, ...]) -> None:
+        """`block_tokens` is 0 for a file without hashes."""
+        self.block_tokens = block_tokens
         self.units_per_s = units_per_s
+        self.ignored = ignored
         self._decode = msgspec.json.Decoder(_MooncakeLine).decode
 
     def parse(self, line: bytes) -> Parsed | None:
@@ -76,8 +74,8 @@ class JsonlParser:
             ids = ()
         elif ids is None:
             raise LineError("no hash_ids in this row, but in the first; all rows or none")
-        elif len(ids) != -(-row.input_length // MOONCAKE_BLOCK_TOKENS):
-            raise LineError(_wrong_ids(len(ids), row.input_length, MOONCAKE_BLOCK_TOKENS))
+        elif len(ids) != -(-row.input_length // self.block_tokens):
+            raise LineError(_wrong_ids(len(ids), row.input_length, self.block_tokens))
         if row.input_length == 0 or row.output_length == 0:
             return None
         return Parsed(row.timestamp, row.input_length, row.output_length, ids, str(row.session_id))
@@ -91,7 +89,8 @@ class BailianParser:
     block_tokens = BAILIAN_BLOCK_TOKENS
     units_per_s = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: tuple[str, ...]) -> None:
+        self.ignored = ignored
         self._decode = msgspec.json.Decoder(_BailianLine).decode
 
     def parse(self, line: bytes) -> Parsed | None:
@@ -111,12 +110,39 @@ class BailianParser:
 
 def jsonl_parser(first_lines: list[bytes], name: str) -> JsonlParser | BailianParser:
     """The parser for a file that begins so; `name` is "mooncake", "bailian" or "auto"."""
-    fields = _object(first_lines[0]) or {}
-    if name == "bailian" or (name == "auto" and "chat_id" in fields):
-        return BailianParser()
-    times = [(_object(line) or {}).get("timestamp") for line in first_lines]
+    rows = [_object(line) or {} for line in first_lines]
+    if name == "bailian" or (name == "auto" and "chat_id" in rows[0]):
+        return BailianParser(_ignored(_BailianLine, rows[0]))
+    times = [row.get("timestamp") for row in rows]
     in_seconds = any(isinstance(time, float) and not time.is_integer() for time in times)
-    return JsonlParser(fields.get("hash_ids") is not None, 1.0 if in_seconds else 1000.0)
+    block_tokens = 0 if rows[0].get("hash_ids") is None else _block_tokens(rows)
+    units_per_s = 1.0 if in_seconds else 1000.0
+    return JsonlParser(block_tokens, units_per_s, _ignored(_MooncakeLine, rows[0]))
+
+
+def _ignored(shape: type, first: dict[str, Any]) -> tuple[str, ...]:
+    """The first row's fields that nothing reads. A field is often left out: a misspelt one must not
+    pass for that."""
+    known = [field.encode_name for field in msgspec.structs.fields(shape)]
+    absent = [field for field in known if field not in first]
+    unknown = [field for field in first if field not in known and field not in _EXPECTED]
+    for field in unknown:
+        near = difflib.get_close_matches(field, absent, n=1)
+        if near:
+            raise LineError(f"unknown field {field!r}; did you mean {near[0]}?")
+    return tuple(unknown)
+
+
+def _block_tokens(rows: list[dict[str, Any]]) -> int:
+    """512, or the power of two that fits all rows, if there is exactly one."""
+    least, most = 1, MAX_LENGTH_TOKENS
+    for row in rows:
+        tokens, ids = row.get("input_length"), row.get("hash_ids")
+        if isinstance(tokens, int) and tokens > 0 and isinstance(ids, list) and ids:
+            least = max(least, -(-tokens // len(ids)))
+            most = min(most, (tokens - 1) // (len(ids) - 1) if len(ids) > 1 else most)
+    fits = [2**power for power in range(30) if least <= 2**power <= most]
+    return fits[0] if len(fits) == 1 else MOONCAKE_BLOCK_TOKENS
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -145,12 +171,11 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
         return f"not one JSON object per line ({error})"
     known = msgspec.structs.fields(shape)
     names = [field.encode_name for field in known]
-    for field in fields:
-        if field not in names:
-            near = difflib.get_close_matches(field, names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(names)}"
-            return f"unknown field {field!r}{hint}"
     missing = [field for field in _REQUIRED[name] if field not in fields]
+    for field in fields:
+        near = difflib.get_close_matches(field, missing, n=1) if field not in names else ()
+        if near:
+            return f"unknown field {field!r}; did you mean {near[0]}?"
     if missing:
         return f"no {' and no '.join(missing)} in this row; every row of a {name} trace needs them"
     for field in ("timestamp", "input_length", "output_length"):

@@ -6,6 +6,7 @@ It knows nothing of what a line means.
 from __future__ import annotations
 
 import stat
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -30,10 +31,11 @@ def open_file(path: Path) -> BinaryIO:
     if not stat.S_ISREG(mode):
         file.close()
         raise TraceError(f"{path} is no regular file; a trace is read twice, so save it first")
-    if file.read(2) == b"\x1f\x8b":
+    head = file.read(len(BOM_UTF8))
+    if head.startswith(b"\x1f\x8b"):
         file.close()
         raise TraceError(f"{path} is compressed; unpack it first (gunzip)")
-    file.seek(0)
+    file.seek(len(BOM_UTF8) if head == BOM_UTF8 else 0)  # spreadsheets write the mark
     return file
 
 

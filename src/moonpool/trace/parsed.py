@@ -25,6 +25,7 @@ class Parser(Protocol):
     format: str
     block_tokens: int  # 0: no hashes
     header_lines: int
+    ignored: tuple[str, ...]  # fields of the file that nothing here reads
 
     @property
     def units_per_s(self) -> float: ...

@@ -103,6 +103,7 @@ def open_trace(
         duration_s=(scan.last_time - scan.first_time) / parser.units_per_s,
         tick_s=tick / parser.units_per_s,
         is_sorted=scan.index is None,
+        ignored=parser.ignored,
     )
     parsed = _parsed_rows(path, parser, scan.index)
     if spread_ticks and tick > 0:
@@ -118,7 +119,7 @@ def _parser_for(path: Path, format: TraceFormat) -> Parser:
         if not head:
             raise TraceError(f"{path} is empty")
         number, _, first = head[0]
-        is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[")
+        is_json = first.lstrip()[:1] in (b"{", b"[")
         suffix = path.suffix.lower()
         named_json = suffix in (".jsonl", ".json", ".ndjson")
         wants_json = format in _JSONL or (format == "auto" and (is_json or named_json))

@@ -40,7 +40,7 @@ class TraceInfo(Struct, frozen=True):
 
     `block_tokens` is the size of the trace's own blocks; 0: it has no hashes. `tick_s` is the step
     to which its times were rounded; 0: none that matters. `skipped_rows` had no prompt or no answer
-    (failures), and are not among `num_rows`.
+    (failures), and are not among `num_rows`. `ignored` are fields that nothing here reads.
     """
 
     path: str
@@ -51,3 +51,4 @@ class TraceInfo(Struct, frozen=True):
     duration_s: float
     tick_s: float
     is_sorted: bool
+    ignored: tuple[str, ...] = ()

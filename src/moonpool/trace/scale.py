@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
+import msgspec
+
 from moonpool.trace.reader import Trace
-from moonpool.trace.row import TraceError, TraceInfo, TraceRow
+from moonpool.trace.row import TraceError, TraceRow
 
 
 def parse_share(text: str) -> Fraction:
@@ -36,7 +38,7 @@ def scale_trace(trace: Trace, share: Fraction) -> Trace:
             f"blocks of {info.block_tokens} tokens times {share} are no whole tokens:"
             f" scale by 1/n where n divides {info.block_tokens}"
         )
-    scaled = _info(info, int(block))
+    scaled = msgspec.structs.replace(info, block_tokens=int(block))
     return Trace(scaled, scale_rows(trace, share))
 
 
@@ -51,16 +53,3 @@ def scale_rows(rows: Iterable[TraceRow], share: Fraction) -> Iterator[TraceRow]:
             row.hash_ids,
             row.session,
         )
-
-
-def _info(info: TraceInfo, block_tokens: int) -> TraceInfo:
-    return TraceInfo(
-        path=info.path,
-        format=info.format,
-        block_tokens=block_tokens,
-        num_rows=info.num_rows,
-        skipped_rows=info.skipped_rows,
-        duration_s=info.duration_s,
-        tick_s=info.tick_s,
-        is_sorted=info.is_sorted,
-    )

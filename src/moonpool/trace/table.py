@@ -70,8 +70,9 @@ class TableParser:
     block_tokens = 0
     header_lines = 1
 
-    def __init__(self, table: TableFormat, header: list[str]) -> None:
+    def __init__(self, table: TableFormat, header: list[str], ignored: tuple[str, ...]) -> None:
         self.format = table.name
+        self.ignored = ignored
         self.units_per_s = float(AZURE_UNITS_PER_S if table.is_dated else 1)
         self._num_columns = len(header)
         self._time = header.index(table.time)
@@ -184,7 +185,7 @@ def table_parser(header_line: bytes, name: str) -> TableParser:
     found = damage(header_line)
     if found is not None:
         raise LineError(found)
-    text = header_line.decode("utf-8-sig").rstrip("\r\n")
+    text = header_line.decode("utf-8").rstrip("\r\n")
     header = [column.strip().strip('"') for column in text.split(",")]
     if len(set(header)) != len(header):
         raise LineError("a column appears twice in the header")
@@ -199,13 +200,16 @@ def table_parser(header_line: bytes, name: str) -> TableParser:
             "lengths without arrivals (no arrived_at); add arrivals, or make a trace with"
             " `moonpool trace generate`"
         )
+    absent = [column for column in table.columns if column not in header]
     for column in unknown:
-        near = difflib.get_close_matches(column, table.columns, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(table.columns)}"
-        raise LineError(f"unknown column {column!r} in a {table.name} file; {hint}")
+        near = difflib.get_close_matches(column, absent, n=1)
+        if near:
+            raise LineError(
+                f"unknown column {column!r} in a {table.name} file; did you mean {near[0]}?"
+            )
     if missing:
         raise LineError(f"no column {' and no column '.join(missing)}; {table.name} needs them")
-    return TableParser(table, header)
+    return TableParser(table, header, tuple(unknown))
 
 
 def _no_header(header: list[str]) -> str:

@@ -65,6 +65,43 @@ def test_session_ids_and_foreign_fields_of_mooncakes_format(tmp_path: Path) -> N
     assert [row.session for row in open_trace(write(tmp_path, "a.jsonl", text))] == ["x"]
 
 
+def test_fields_that_nobody_reads_are_let_pass_and_named(tmp_path: Path) -> None:
+    text = '{"timestamp":0,"input_length":1,"output_length":1,"model":"x","priority":{"a":[1]}}\n'
+    trace = open_trace(write(tmp_path, "a.jsonl", text + line(5, 2, 2, None)))
+    assert trace.info.ignored == ("model", "priority")
+    assert [row.input_tokens for row in trace] == [1, 2]
+    head = ",TIMESTAMP,ContextTokens,GeneratedTokens,region\n"
+    csv = open_trace(write(tmp_path, "a.csv", f"{head}0,2023-11-16 10:00:00.0,5,6,west\n"))
+    assert csv.info.ignored == ("", "region")
+    assert [(row.input_tokens, row.output_tokens) for row in csv] == [(5, 6)]
+
+
+@pytest.mark.parametrize("block", [16, 64, 256, 1024])
+def test_blocks_of_another_size_are_found(tmp_path: Path, block: int) -> None:
+    lengths = [1, 3 * block, 3 * block + 1, 9 * block - 1]
+    text = "".join(
+        line(t, length, 1, list(range(-(-length // block)))) for t, length in enumerate(lengths)
+    )
+    trace = open_trace(write(tmp_path, "a.jsonl", text))
+    assert (trace.info.block_tokens, trace.info.num_rows) == (block, 4)
+
+
+def test_blocks_are_of_512_where_the_rows_leave_it_open(tmp_path: Path) -> None:
+    assert open_trace(write(tmp_path, "a.jsonl", line(0, 100, 1, [0]))).info.block_tokens == 512
+    text = error_of(write(tmp_path, "b.jsonl", line(0, 600, 1, [0])))
+    assert "1 hash_ids for input_length 600; one per 512 tokens makes 2" in text
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, is_sorted: bool) -> None:
+    times = (0, 7) if is_sorted else (7, 0)
+    text = "\ufeff" + "".join(line(time, 1, 1, None).replace("\n", "\r\n") for time in times)
+    rows = open_trace(write(tmp_path, "a.jsonl", text), spread_ticks=False)
+    assert [row.arrived_s for row in rows] == [0.0, 0.007]
+    csv = open_trace(write(tmp_path, "a.csv", f"\ufeff{AZURE_HEAD}2023-11-16 10:00:00.0,5,6\r\n"))
+    assert [row.input_tokens for row in csv] == [5]
+
+
 def test_bailian_has_blocks_of_16_and_seconds(tmp_path: Path) -> None:
     text = (
         '{"chat_id":7,"parent_chat_id":-1,"timestamp":61.5,"input_length":33,"output_length":2,'
@@ -212,7 +249,6 @@ WRONG_LINES = [
     ('{"timestamp": 1, "input_length": "1", "output_length": 1}\n', "input_length is '1'"),
     ('{"timestamp": 1, "output_length": 1, "hash_ids": []}\n', "no input_length in this row"),
     ('{"timestamp": 1, "inptu_length": 1, "output_length": 1}\n', "did you mean input_length?"),
-    ('{"timestamp": 1, "input_length": 1, "output_length": 1, "zz": 0}\n', "unknown field 'zz'"),
     (
         '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 5}\n',
         "hash_ids is no list",
@@ -277,6 +313,9 @@ def test_wrong_times_in_seconds(tmp_path: Path, cell: str) -> None:
         ("a.jsonl", GOOD.encode() + b'{"timestamp\x00\n', "binary data"),
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "is compressed"),
         ("a.csv", b"TIMESTAMP,ContextToken,GeneratedTokens\n", "did you mean ContextTokens?"),
+        ("a.csv", BURST_HEAD.replace("Session ID", "Sesion ID").encode(), "did you mean Session"),
+        ("a.jsonl", GOOD.replace("hash_ids", "hash_id").encode(), "did you mean hash_ids?"),
+        ("a.jsonl", b"[\n" + GOOD.encode() + b"]\n", "not one JSON object per line"),
         ("a.csv", b"TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
         ("a.csv", b"timestam,b\n1,2\n", "of no known trace; did you mean Timestamp?"),
         ("a.csv", b"TIMESTAMP,TIMESTAMP\n", "appears twice"),
