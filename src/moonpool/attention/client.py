@@ -36,7 +36,8 @@ from moonpool.types import InstanceId, Struct
 DIAL_S = 5.0
 ATTACH_S = 60.0  # the worker may have an arena to make
 PATIENCE_S = 30.0  # with a worker that is at a step
-SPIN_S = 20e-6
+LONG_SPIN_S = 2e-3  # what the other side of a layer takes
+SHORT_SPIN_S = 5e-6
 SEND_S = 5.0
 LISTEN_S = 86_400.0  # at a time: there may be nothing to hear for long
 
@@ -56,6 +57,14 @@ class Wanted(Struct, frozen=True):
     num_blocks: int
     threads: int
     ring_bytes: int
+    spin_s: float = SHORT_SPIN_S
+
+
+def spin_s(num_workers: int, threads: int, cores: int) -> float:
+    """How long model worker and attention workers of one host look for each other's messages
+    before they sleep: waking takes longer than most waits. But who looks keeps a core, so there
+    must be one for each."""
+    return LONG_SPIN_S if (1 + num_workers) * threads <= cores else SHORT_SPIN_S
 
 
 def ring_bytes(heads: HeadShape, element_bytes: int, max_rows: int) -> int:
@@ -152,11 +161,11 @@ def _open_steps(
 ) -> Port:
     frames, is_local = _dial(address, me, secret, use_shm)
     rings = is_local and rings_available()
-    opening = ENCODER.encode(Steps(token=token, rings=rings))
+    opening = ENCODER.encode(Steps(token=token, rings=rings, spin_s=wanted.spin_s))
     frames.send_frame(opening, time.monotonic() + DIAL_S)
     sock = frames.socket
     if rings:
-        return offer_rings(sock, wanted.ring_bytes, PATIENCE_S, SPIN_S)
+        return offer_rings(sock, wanted.ring_bytes, PATIENCE_S, wanted.spin_s)
     return SocketPort(sock, PATIENCE_S, absorbs=True)
 
 

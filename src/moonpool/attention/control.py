@@ -52,10 +52,12 @@ class Attached(Struct, frozen=True, tag=True):
 
 
 class Steps(Struct, frozen=True, tag=True):
-    """The first word on the connection for the steps. With `rings`, these follow."""
+    """The first word on the connection for the steps. With `rings`, these follow; who waits at one
+    looks for `spin_s` before it sleeps."""
 
     token: str
     rings: bool
+    spin_s: float
 
 
 class Refused(Struct, frozen=True, tag=True):

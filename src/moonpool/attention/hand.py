@@ -1,11 +1,13 @@
 """The attention worker's side of a step: stores K and V, attends, answers. One thread per port.
 
 Owns nothing but the steps under way; the blocks belong to the arena, and who may write which is the
-model worker's to know.
+model worker's to know. Between rings, and with native kernels, the messages of layers are served in
+C++ (`engine.native.hand`) and only the others come here.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moonpool.attention.port import Port, PortError
+from moonpool.attention.port import CHECK_S, Port, PortError, RingPort
 from moonpool.attention.wire import (
     ATTENDED,
     ECHO,
@@ -27,6 +29,8 @@ from moonpool.attention.wire import (
     Plan,
     Q,
 )
+from moonpool.engine.native.hand import OTHER, REFUSED, WAITED, HandStep, NativeHand
+from moonpool.engine.native.split import NativeSplitOps
 from moonpool.engine.ops import HeadShape, KvCache, SplitOps, StepMeta
 
 KEPT_STEPS = 4
@@ -41,8 +45,10 @@ class _Step:
     segments: Tensor
     part_rows: Tensor
     num_queries: int
+    early: bool
     q: Tensor | None = None
     state: Tensor | None = None
+    busy_ns: int = 0
 
 
 class Hand:
@@ -65,20 +71,45 @@ class Hand:
         self._dtype = cache.blocks.dtype
         self._steps: dict[int, _Step] = {}
         self._plans = msgspec.msgpack.Decoder(Plan)
+        self._native: NativeHand | None = None
 
     def serve(self, port: Port) -> None:
         """Until the other side is gone: PortError. What it asks in error it is told."""
+        if isinstance(port, RingPort) and isinstance(self._ops, NativeSplitOps):
+            ends = port.inward, port.outward, port.capacity
+            self._native = NativeHand(
+                self._ops, self._cache, self._heads, self._scale, ends, port.waiter, KEPT_STEPS
+            )
         with torch.inference_mode():
             while True:
-                header = port.receive()
+                header = self._next(port)
                 try:
+                    if header is None:
+                        raise IndexError("a row's position or context lies outside its block table")
                     self._take(port, header)
                 except PortError:
                     raise
                 except Exception as error:  # the model worker hears of it, and goes on without us
                     text = f"{type(error).__name__}: {error}".encode()[:MAX_TEXT_BYTES]
-                    port.send(Header(len(text), FAILED, header.layer, header.step), _bytes(text))
+                    port.send(Header(len(text), FAILED, 0, 0), _bytes(text))
                     raise PortError(f"gave up on a step: {error}") from error
+
+    def _next(self, port: Port) -> Header | None:
+        """Of a message that is for us; None if a step was refused."""
+        native = self._native
+        if native is None:
+            return port.receive()
+        assert isinstance(port, RingPort)
+        while True:
+            found = native.serve(int(CHECK_S * 1e9))
+            if found == OTHER:
+                head = native.header
+                return Header(head.num_bytes, head.kind, head.layer, head.step)
+            if found == REFUSED:
+                return None
+            if found != WAITED:
+                raise PortError("the other side's ring makes no sense")
+            port.live()
 
     def _take(self, port: Port, header: Header) -> None:
         if header.kind == PLAN:
@@ -107,6 +138,7 @@ class Hand:
             segments=_int32(plan.segments),
             part_rows=_int32(plan.part_rows).long(),
             num_queries=plan.num_queries,
+            early=plan.early,
         )
         if step.whole.num_rows > step.num_queries or len(step.part_rows) != step.parts.num_rows:
             raise ValueError("a plan whose rows do not fit each other")
@@ -114,17 +146,26 @@ class Hand:
         while len(self._steps) >= KEPT_STEPS:
             del self._steps[next(iter(self._steps))]
         self._steps[header.step] = step
+        if self._native is not None:
+            self._native.begin(
+                HandStep(
+                    header.step, step.stores, step.whole, step.parts, step.segments, step.part_rows,
+                    step.num_queries, step.early,
+                )
+            )  # fmt: skip
 
     def _take_queries(self, port: Port, header: Header) -> None:
         step, heads = self._steps[header.step], self._heads
         q = self._receive(port, header, (step.num_queries, heads.num_heads, heads.head_dim))
+        began_ns = time.perf_counter_ns()
         step.q, step.state = q, None
         whole = step.whole
-        if whole.num_rows:
+        if whole.num_rows and step.early:
             own = q[: whole.num_rows]
             step.state = self._ops.attend_old(
                 own, heads, self._cache, header.layer, whole, self._scale
             )
+        step.busy_ns = time.perf_counter_ns() - began_ns
 
     def _attend(self, port: Port, header: Header) -> None:
         step, heads, layer = self._steps[header.step], self._heads, header.layer
@@ -132,34 +173,31 @@ class Hand:
         kv = self._receive(port, header, shape)
         if step.q is None:
             raise ValueError("keys and values without queries")
+        began_ns = time.perf_counter_ns()
         ops, cache, scale = self._ops, self._cache, self._scale
         if step.stores.num_rows:
             ops.store(kv, heads, cache, layer, step.stores)
         answers: list[Tensor] = []
+        own = step.q[: step.whole.num_rows]
         if step.state is not None:
-            own = step.q[: step.whole.num_rows]
             answers.append(ops.attend_new(own, step.state, heads, cache, layer, step.whole, scale))
+        elif step.whole.num_rows:
+            answers.append(ops.attend(own, heads, cache, layer, step.whole, scale))
         if step.parts.num_rows:
             q = step.q[step.part_rows]
             answers.append(
                 ops.attend_segments(q, heads, cache, layer, step.parts, scale, step.segments)
             )
-        payload = [bytes_of(answer) for answer in answers]
-        num_bytes = sum(map(len, payload))
-        port.send(Header(num_bytes, ATTENDED, layer, header.step), *payload)
+        busy_ns = step.busy_ns + time.perf_counter_ns() - began_ns
+        num_bytes = sum(answer.nbytes for answer in answers)
+        port.send(Header(num_bytes, ATTENDED, layer, header.step, busy_ns % (1 << 32)), *answers)
 
     def _receive(self, port: Port, header: Header, shape: tuple[int, int, int]) -> Tensor:
         rows = torch.empty(shape, dtype=self._dtype)
-        target = bytes_of(rows)
-        if len(target) != header.num_bytes:
-            raise ValueError(f"{header.num_bytes} bytes came where {len(target)} are due")
-        port.receive_into(target)
+        if rows.nbytes != header.num_bytes:
+            raise ValueError(f"{header.num_bytes} bytes came where {rows.nbytes} are due")
+        port.receive_into(rows)
         return rows
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, shared."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _bytes(text: bytes) -> memoryview:

@@ -21,10 +21,14 @@ import struct
 import time
 from typing import Protocol
 
-from moonpool.attention.wire import HEADER, Header
-from moonpool.engine.native.library import Call, Rings, open_rings
+import torch
+from torch import Tensor
 
-RING_DATA_BYTES = 4096  # where the bytes of a ring begin; ring.cpp has the same number
+from moonpool.attention.wire import HEADER, Header
+from moonpool.engine.native.library import Call
+from moonpool.engine.native.rings import Rings, Waiter, open_rings
+
+RING_DATA_BYTES = 4096  # where the bytes of a ring begin; ring.h has the same number
 CHECK_S = 0.05
 """How often whoever waits looks whether the other side lives."""
 MAX_AHEAD_BYTES = 256 << 20
@@ -32,6 +36,8 @@ _AHEAD_BYTES = 1 << 18
 _STUCK_S = 0.001
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _HELLO = struct.Struct("<Q")
+Payload = memoryview | Tensor
+"""Writable, and contiguous."""
 
 
 class PortError(Exception):
@@ -44,11 +50,13 @@ class Port(Protocol):
     transport: str
     patience_s: float | None
 
-    def send(self, header: Header, *payload: memoryview) -> None: ...
+    def send(self, header: Header, *payload: Payload) -> None: ...
 
-    def receive(self) -> Header: ...
+    def receive(self, target: Payload | None = None) -> Header:
+        """The next message's head; and its payload, if `target` has just its size."""
+        ...
 
-    def receive_into(self, target: memoryview) -> None:
+    def receive_into(self, target: Payload) -> None:
         """Exactly as many bytes as `target` has."""
         ...
 
@@ -69,6 +77,9 @@ class _Ahead:
         if len(self._bytes) + len(data) > MAX_AHEAD_BYTES:
             raise PortError("the other side answers what was never asked")
         self._bytes += data
+
+    def __bool__(self) -> bool:
+        return bool(self._bytes)
 
     def get(self, target: memoryview) -> memoryview:
         """Fills what it can of `target`; returns the rest."""
@@ -97,8 +108,9 @@ class SocketPort:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, header: Header, *payload: memoryview) -> None:
-        buffers = [memoryview(header.pack()), *(part for part in payload if len(part))]
+    def send(self, header: Header, *payload: Payload) -> None:
+        parts = map(view_of, payload)
+        buffers = [memoryview(header.pack()), *(part for part in parts if len(part))]
         try:
             while buffers:
                 if self._absorbs:
@@ -123,19 +135,22 @@ class SocketPort:
             elif time.monotonic() > ends_s:
                 raise PortError(f"the other side took nothing for {self.patience_s} s")
 
-    def receive(self) -> Header:
+    def receive(self, target: Payload | None = None) -> Header:
         data = bytearray(HEADER.size)
         self.receive_into(memoryview(data))
-        return Header(*HEADER.unpack(data))
+        header = Header(*HEADER.unpack(data))
+        if target is not None and target.nbytes == header.num_bytes:
+            self.receive_into(target)
+        return header
 
-    def receive_into(self, target: memoryview) -> None:
-        target = self._ahead.get(target)
+    def receive_into(self, target: Payload) -> None:
+        rest = self._ahead.get(view_of(target))
         try:
-            while len(target):
-                count = self._sock.recv_into(target)
+            while len(rest):
+                count = self._sock.recv_into(rest)
                 if not count:
                     raise PortError("the other side is gone")
-                target = target[count:]
+                rest = rest[count:]
         except OSError as error:
             raise PortError(f"the other side says nothing: {error}") from None
 
@@ -161,69 +176,92 @@ class RingPort:
     ) -> None:
         """`asks`: this is the side that made the rings, and writes to the first."""
         self.patience_s = patience_s
+        self.capacity = capacity
+        self.waiter = Waiter(spin_ns=int(spin_s * 1e9))
+        self._waiter_address = ctypes.addressof(self.waiter)
         self._sock = sock
         self._memory: mmap.mmap | None = memory
         self._rings = _native_rings()
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         there, back = base, base + RING_DATA_BYTES + capacity
-        self._out, self._in = (there, back) if asks else (back, there)
-        self._capacity = capacity
-        self._spin_ns = int(spin_s * 1e9)
-        self._check_ns = int(CHECK_S * 1e9)
+        self.outward, self.inward = (there, back) if asks else (back, there)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLHUP)
         self._header = bytearray(HEADER.size)
-        self._header_view = memoryview(self._header)
+        self._header_at = ctypes.addressof(ctypes.c_char.from_buffer(self._header))
+        self._sent = bytearray(HEADER.size)
+        self._sent_at = ctypes.addressof(ctypes.c_char.from_buffer(self._sent))
         self._closed = False
         self._absorbs = asks
         self._ahead = _Ahead()
 
-    def send(self, header: Header, *payload: memoryview) -> None:
-        self._move(self._rings.write, self._out, memoryview(bytearray(header.pack())))
-        for part in payload:
-            if len(part):
-                self._move(self._rings.write, self._out, part)
+    def send(self, header: Header, *payload: Payload) -> None:
+        HEADER.pack_into(
+            self._sent, 0, header.num_bytes, header.kind, header.layer, header.step, header.busy_ns
+        )
+        head = self._sent_at, HEADER.size
+        for part in payload or (_NOTHING,):
+            self._move(self._rings.write, self.outward, head, _place(part))
+            head = 0, 0
 
-    def receive(self) -> Header:
-        self.receive_into(self._header_view)
+    def receive(self, target: Payload | None = None) -> Header:
+        place = (0, 0) if target is None else _place(target)
+        if self._ahead:
+            self.receive_into(memoryview(self._header))
+            if target is not None and Header(*HEADER.unpack(self._header)).num_bytes == place[1]:
+                self.receive_into(target)
+        else:
+            self._move(self._rings.read, self.inward, (self._header_at, HEADER.size), place)
         return Header(*HEADER.unpack(self._header))
 
-    def receive_into(self, target: memoryview) -> None:
-        target = self._ahead.get(target)
-        if len(target):
-            self._move(self._rings.read, self._in, target)
+    def receive_into(self, target: Payload) -> None:
+        rest = self._ahead.get(view_of(target)) if self._ahead else target
+        if rest.nbytes:
+            self._move(self._rings.read, self.inward, (0, 0), _place(rest))
 
-    def _move(self, call: Call, ring: int, view: memoryview) -> None:
-        count = len(view)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    def live(self) -> None:
+        """Raises PortError if the other side is gone, or this end was closed."""
+        if self._closed or self._poll.poll(0):
+            raise PortError("the other side is gone")
+
+    def _move(self, call: Call, ring: int, head: tuple[int, int], body: tuple[int, int]) -> None:
+        """What `head` says may be less than all of `body`: then only the head is read."""
+        total = head[1] + body[1]
         done = 0
         ends_s = None
-        absorbs = self._absorbs and ring == self._out
-        check_ns = int(_STUCK_S * 1e9) if absorbs else self._check_ns
+        absorbs = self._absorbs and ring == self.outward
+        check_ns = int((_STUCK_S if absorbs else CHECK_S) * 1e9)
         while True:
-            moved = call(
-                ring, self._capacity, address + done, count - done, self._spin_ns, check_ns
-            )
-            if moved < 0:
+            before = done
+            done = call(ring, self.capacity, *head, *body, before, self._waiter_address, check_ns)
+            if done < 0:
                 raise PortError("the other side's ring makes no sense")
-            done += moved
-            if done == count:
+            if done == total or (done == head[1] and self._is_other(ring, body[1])):
                 return
-            if self._closed or self._poll.poll(0):
-                raise PortError("the other side is gone")
+            self.live()
             if absorbs:
                 self._take_in()
             if self.patience_s is not None:
                 now_s = time.monotonic()
-                ends_s = now_s + self.patience_s if moved or ends_s is None else ends_s
+                ends_s = now_s + self.patience_s if done > before or ends_s is None else ends_s
                 if now_s > ends_s:
                     raise PortError(f"the other side did nothing for {self.patience_s:.0f} s")
+
+    def _is_other(self, ring: int, expected_bytes: int) -> bool:
+        """Whether the head that was read is of a payload of another size."""
+        if ring != self.inward:
+            return False
+        num_bytes: int = HEADER.unpack(self._header)[0]
+        return num_bytes != expected_bytes
 
     def _take_in(self) -> None:
         """What is there now."""
         data = bytearray(_AHEAD_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        count = self._rings.read(self._in, self._capacity, address, len(data), 0, 0)
+        body = address, len(data)
+        count = self._rings.read(
+            self.inward, self.capacity, 0, 0, *body, 0, self._waiter_address, 0
+        )
         if count > 0:
             self._ahead.put(bytes(data[:count]))
 
@@ -276,3 +314,23 @@ def _native_rings() -> Rings:
     rings = open_rings()
     assert rings is not None, "asked for only where there are some"
     return rings
+
+
+def view_of(part: Payload) -> memoryview:
+    """Its bytes, shared."""
+    if isinstance(part, memoryview):
+        return part
+    found: memoryview = part.reshape(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def _place(part: Payload) -> tuple[int, int]:
+    """Address and size."""
+    if isinstance(part, Tensor):
+        return part.data_ptr(), part.nbytes
+    if not len(part):
+        return 0, 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part)
+
+
+_NOTHING = memoryview(bytearray())

@@ -8,15 +8,15 @@ tokens, so the bits are those of the local operations.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
-from moonpool.attention.hand import bytes_of
 from moonpool.attention.plan import Placement, Share, StepShares, split_step
-from moonpool.attention.port import Port, PortError
+from moonpool.attention.port import Payload, Port, PortError, view_of
 from moonpool.attention.wire import (
     ATTENDED,
     FAILED,
@@ -61,7 +61,13 @@ class RemoteOps:
     """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost.
     Used by one thread; `replace` may come from others."""
 
-    def __init__(self, local: SplitOps, ports: Sequence[Port | None], placement: Placement) -> None:
+    def __init__(
+        self,
+        local: SplitOps,
+        ports: Sequence[Port | None],
+        placement: Placement,
+        early_query: bool = True,
+    ) -> None:
         self.name = f"offloaded {local.name}"
         self.arithmetic = local.arithmetic
         self.inner = local.inner
@@ -75,9 +81,16 @@ class RemoteOps:
         self._placement = placement
         self.on_lost: Callable[[int, Port], None] = lambda worker, port: None
         self.epoch = 0  # of the steps to come; set by whoever begins them
+        self.attending_ns = 0  # what the workers said they took, and
+        self.waited_ns = 0  # what was waited for their answers, in all
+        self._early_query = early_query
         self._steps: list[_Step] = []
         self._number = 0
         self._plans = msgspec.msgpack.Encoder()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._ports)
 
     def replace(self, worker: int, port: Port | None) -> None:
         """A worker was lost, or another one has taken its place."""
@@ -99,10 +112,10 @@ class RemoteOps:
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
         for worker, share in step.shares.shares.items():
             rows = q if share.queries is None else q[share.queries]
-            self._send(worker, Q, layer, step.number, bytes_of(rows))
+            self._send(worker, Q, layer, step.number, rows.contiguous())
         for worker, share in step.shares.shares.items():
             rows = kv if share.stores is None else kv[share.stores]
-            self._send(worker, KEYS_VALUES, layer, step.number, bytes_of(rows))
+            self._send(worker, KEYS_VALUES, layer, step.number, rows.contiguous())
         return q
 
     def attend(
@@ -114,6 +127,7 @@ class RemoteOps:
         meta: StepMeta,
         scale: float,
     ) -> Tensor:
+        began_ns = time.perf_counter_ns()
         step = self._step_of(meta, cache)
         width = heads.num_heads * heads.head_dim
         out = torch.empty(meta.num_rows, width, dtype=q.dtype)
@@ -124,6 +138,7 @@ class RemoteOps:
                 out[share.queries[: share.num_whole]] = whole
             if part is not None:
                 partials.append(part)
+        self.waited_ns += time.perf_counter_ns() - began_ns
         merge = step.shares.merge
         if merge is not None:
             everything = torch.cat(partials)
@@ -139,7 +154,10 @@ class RemoteOps:
         self._number = (self._number + 1) % MAX_STEP
         step = _Step(meta, self._number, shares)
         for worker, share in shares.shares.items():
-            body = bytearray(self._plans.encode(share.plan))
+            plan = share.plan
+            if not self._early_query:
+                plan = msgspec.structs.replace(plan, early=False)
+            body = bytearray(self._plans.encode(plan))
             self._send(worker, PLAN, 0, step.number, memoryview(body))
         self._steps = [*self._steps[-KEPT_STEPS + 1 :], step]
         return step
@@ -150,10 +168,10 @@ class RemoteOps:
             raise AttentionLostError(worker, "it is lost")
         return port
 
-    def _send(self, worker: int, kind: int, layer: int, step: int, payload: memoryview) -> None:
+    def _send(self, worker: int, kind: int, layer: int, step: int, payload: Payload) -> None:
         port = self._port(worker)
         try:
-            port.send(Header(len(payload), kind, layer, step), payload)
+            port.send(Header(payload.nbytes, kind, layer, step), payload)
         except PortError as error:
             raise self._lost(worker, port, str(error)) from error
 
@@ -166,22 +184,32 @@ class RemoteOps:
         if share.queries is not None:
             whole = out.new_empty(share.num_whole, out.shape[1])
         part = None
-        targets = [bytes_of(whole)] if share.num_whole else []
+        targets = [whole] if share.num_whole else []
         if share.num_partials:
             part = torch.empty(share.num_partials, heads.num_heads, heads.head_dim + 2)
-            targets.append(bytes_of(part))
+            targets.append(part)
         port = self._port(worker)
         try:
-            header = port.receive()
+            only = targets[0] if len(targets) == 1 else None
+            header = port.receive(only)
             while header.kind == ATTENDED and (header.step, header.layer) != (step, layer):
-                port.receive_into(memoryview(bytearray(header.num_bytes)))  # nobody wanted it
-                header = port.receive()
+                if only is None or header.num_bytes != only.nbytes:
+                    port.receive_into(memoryview(bytearray(header.num_bytes)))
+                header = port.receive(only)  # nobody wanted that one
+            taken = only is not None and header.num_bytes == only.nbytes
             if header.kind == FAILED and header.num_bytes <= MAX_TEXT_BYTES:
                 text = bytearray(header.num_bytes)
-                port.receive_into(memoryview(text))
+                if taken:
+                    assert only is not None
+                    text[:] = view_of(only)
+                else:
+                    port.receive_into(memoryview(text))
                 raise PortError(text.decode(errors="replace"))
-            if header.kind != ATTENDED or header.num_bytes != sum(map(len, targets)):
+            if header.kind != ATTENDED or header.num_bytes != sum(t.nbytes for t in targets):
                 raise PortError("it answered what was not asked")
+            self.attending_ns += header.busy_ns
+            if taken:
+                targets = []
             for target in targets:
                 port.receive_into(target)
         except PortError as error:

@@ -47,7 +47,7 @@ from moonpool.types import InstanceId
 HANDSHAKE_S = 5.0
 SEND_S = 5.0
 MAX_CONNECTIONS = 16
-SPIN_S = 20e-6
+MOST_SPIN_S = 0.01
 
 log = logging.getLogger("moonpool.attention")
 
@@ -149,7 +149,7 @@ class AttentionService:
             raise PortError("its token is not the owner's")
         port: Port
         if opening.rings and sock.family == socket.AF_UNIX and rings_available():
-            port = take_rings(sock, None, SPIN_S)
+            port = take_rings(sock, None, min(opening.spin_s, MOST_SPIN_S))
             sock.settimeout(None)
         else:
             port = SocketPort(sock, None)

@@ -3,10 +3,10 @@
     model worker                                    attention worker
       | -- Plan: whose rows, which blocks ------------> |
       | -- per layer: Q, then KEYS_VALUES ------------> |  attends old tokens, stores, attends
-      | <-- per layer: ATTENDED ----------------------- |  (or FAILED: one line)
+      | <-- per layer: ATTENDED ----------------------- |  how long that took; or FAILED: one line
       | -- ECHO, which comes back as it is -----------> |  (to measure the way)
 
-A message is a header of 12 bytes and a payload; payloads of layers are the bytes of the rows, their
+A message is a header of 16 bytes and a payload; payloads of layers are the bytes of the rows, their
 shapes follow from the plan. Nothing else of a model crosses: queries, keys, values, outputs.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from moonpool.engine.ops import StepMeta
 
-HEADER = struct.Struct("<IBxHI")
+HEADER = struct.Struct("<IBxHII")  # engine/native/ring.h has the same
 PLAN, Q, KEYS_VALUES, ATTENDED, FAILED, ECHO = range(1, 7)
 MAX_PLAN_BYTES = 64 << 20
 MAX_TEXT_BYTES = 4096
@@ -34,9 +34,10 @@ class Header:
     kind: int
     layer: int
     step: int
+    busy_ns: int = 0  # of ATTENDED: what storing and attending took
 
     def pack(self) -> bytes:
-        return HEADER.pack(self.num_bytes, self.kind, self.layer, self.step)
+        return HEADER.pack(self.num_bytes, self.kind, self.layer, self.step, self.busy_ns)
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +69,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     `whole`: sequences that lie here from their first token on; the first rows of Q are theirs, and
     the answer is their output. `parts`: one sequence per segment that lies here, and
     `part_rows` the row of Q of each of their rows; the answer is their partials, after the outputs.
-    `stores`: where the rows of K and V go. `epoch`: see `attention.control`.
+    `stores`: where the rows of K and V go. `epoch`: see `attention.control`. `early`: attend to the
+    old tokens as soon as Q is there, else only when K and V are there, too.
     """
 
     stores: Rows
@@ -78,6 +80,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     part_rows: bytes
     num_queries: int
     epoch: int
+    early: bool = True
 
 
 def rows_of(

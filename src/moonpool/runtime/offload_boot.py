@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from moonpool.attention.client import Wanted, ring_bytes
+from moonpool.attention.client import Wanted, ring_bytes, spin_s
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.ops import HeadShape, KvCache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.split_choice import choose_split_ops
 from moonpool.kvcache.layout import DTYPE_BYTES
 from moonpool.messenger.arena import Arena
+from moonpool.runtime.cores import usable_cores
 from moonpool.runtime.offload import Crew, Offload
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId
@@ -46,6 +47,7 @@ def gather_crew(
         num_blocks=layout.blocks_for(setup.pool.dram_tokens_per_instance),
         threads=threads,
         ring_bytes=ring_bytes(heads, DTYPE_BYTES[model.dtype], max_rows),
+        spin_s=spin_s(len(setup.attention), threads, usable_cores()),
     )
     use_shm = setup.network.use_shared_memory
     offload = Offload(setup.attention, instance_id, secret, wanted, use_shm)

@@ -12,7 +12,7 @@ import torch
 
 from moonpool.attention.hand import Hand
 from moonpool.attention.plan import Placement
-from moonpool.attention.port import PortError, SocketPort
+from moonpool.attention.port import Payload, PortError, SocketPort
 from moonpool.attention.remote_ops import RemoteOps
 from moonpool.attention.wire import ATTENDED, KEYS_VALUES, PLAN, Header, Q
 from moonpool.engine.builtin import BYTE_TOKENIZER, LoadedModel
@@ -42,12 +42,12 @@ class CountingPort(SocketPort):
         super().__init__(sock, 10.0, absorbs=True)
         self.seen: list[tuple[int, int]] = []
 
-    def send(self, header: Header, *payload: memoryview) -> None:
+    def send(self, header: Header, *payload: Payload) -> None:
         self.seen.append((header.kind, header.num_bytes))
         super().send(header, *payload)
 
-    def receive(self) -> Header:
-        header = super().receive()
+    def receive(self, target: Payload | None = None) -> Header:
+        header = super().receive(target)
         self.seen.append((header.kind, header.num_bytes))
         return header
 

@@ -14,6 +14,7 @@
 //
 // Beyond a row's context: scores are replaced, not multiplied, so NaN there is harmless; V is not
 // read past the last context of the tile, and half of the last lane is cut off where that is odd.
+#include "calls.h"
 #include "simd.h"
 
 namespace moonpool {
@@ -24,30 +25,6 @@ constexpr int SEGMENT = 8 * SPAN;  // engine/ops.py has the same number
 constexpr float EMPTY = -1e30f;    // below any score
 constexpr int ITEM_TILES = 56 / MAX_ROWS;
 constexpr int ITEM_ROWS = ITEM_TILES * MAX_ROWS;
-
-struct AttendCall {
-    const char* q;
-    char* out;
-    const char* blocks;  // of this layer: slice of block b at b * block_bytes
-    const int32_t* positions;
-    const int32_t* row_starts;
-    const int32_t* block_tables;
-    int64_t block_bytes, num_blocks, table_width, sequences;
-    int64_t heads, kv_heads, head_dim, block_tokens;
-    float scale;
-};
-
-// Which part of the contexts is walked, and what becomes of it. A state is STATE + 2 * head_dim
-// floats per row and head, a partial is head_dim + 2: highest, sum, and the output times the sum.
-constexpr int STATE = 32;
-
-struct Part {
-    const int32_t* begins = nullptr;  // of each sequence: its first token, a multiple of SPAN
-    const int32_t* ends = nullptr;    // and the one after its last
-    const float* from = nullptr;      // states to go on from
-    float* to = nullptr;              // states to leave, or
-    float* partials = nullptr;        // sums of the parts; else what was attended goes to `out`
-};
 
 // What the tiles of one work item share, and where its temporaries lie.
 template <class L>
@@ -426,11 +403,6 @@ int attend(const AttendCall& c, const Part& p, int threads) {
     }
     return 0;
 }
-
-struct PartCall {
-    AttendCall call;
-    Part part;
-};
 
 struct MergeCall {
     const float* partials;  // [partials][heads][head_dim + 2]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attend_part": (ctypes.c_char_p, _INT),
     "merge": (ctypes.c_char_p, _INT),
 }
-# The structs of rowwise.cpp and attention.cpp: pointers, numbers, a float.
+# The structs of calls.h, rowwise.cpp and attention.cpp: pointers, numbers, a float.
 ROPE_CALL = struct.Struct("@10P10qf")
 STORE_CALL = struct.Struct("@5P7q")
 ATTEND_CALL = struct.Struct("@6P8qf")
@@ -121,31 +120,3 @@ def why_unavailable() -> str | None:
     except NativeUnavailableError as error:
         return str(error)
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """Moves bytes through memory shared with another process; see ring.cpp. The GIL is free."""
-
-    write: Call
-    read: Call
-    ping: Callable[..., float]
-
-
-def open_rings() -> Rings | None:
-    """None where the kernels are not built or do not load."""
-    path = find_library()
-    if path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:
-        return None
-    write, read = library["moonpool_ring_write"], library["moonpool_ring_read"]
-    for move in (write, read):
-        move.argtypes = (_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64)
-        move.restype = _INT64
-    ping = library["moonpool_ring_ping"]
-    ping.argtypes = (_POINTER, _POINTER, *[_INT64] * 4, _INT)
-    ping.restype = ctypes.c_double
-    return Rings(write, read, ping)

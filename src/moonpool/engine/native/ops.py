@@ -242,7 +242,7 @@ class NativeOps:
     ) -> Tensor:
         out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
         q = queries_of(q, heads, meta)
-        call = self._attend_call(q, out, heads, cache, layer, meta, scale)
+        call = self._attend_call(q, out.data_ptr(), heads, cache, layer, meta, scale)
         if self._of(q).attend(call, torch.get_num_threads()):
             raise IndexError("attend: a row's context lies outside its block table")
         return out
@@ -250,18 +250,18 @@ class NativeOps:
     def _attend_call(
         self,
         q: Tensor,
-        out: Tensor | None,
+        out: int,
         heads: HeadShape,
         cache: KvCache,
         layer: int,
         meta: StepMeta,
         scale: float,
     ) -> bytes:
-        """`q`, as `queries_of` gives it, must live until the kernel has run."""
+        """`q`, as `queries_of` gives it, must live until the kernel has run. `out`: an address."""
         arena = self._arena_of(cache, heads, q.dtype)
         return ATTEND_CALL.pack(
             q.data_ptr(),
-            0 if out is None else out.data_ptr(),
+            out,
             arena.slice_address(layer),
             *self._step_addresses(meta),
             arena.block_bytes,

@@ -1,139 +1,63 @@
-// A stream of bytes from one process to another through memory both have mapped: one writer, one
-// reader. Whoever has nothing to do spins for a while, then sleeps on a futex.
-//
-// The other side is another process: what it wrote of its counter is checked before it is used.
-#include <errno.h>
-#include <linux/futex.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
+// One end of a ring, for whoever calls; and what the machine can do at best.
+#include "ring.h"
 
-#include <atomic>
+using namespace moonpool;
 
-namespace {
-
-// At the beginning of the memory; the bytes follow from DATA on.
-struct Ring {
-    alignas(64) std::atomic<uint64_t> written;
-    alignas(64) std::atomic<uint64_t> read;
-    alignas(64) std::atomic<uint32_t> reader_sleeps;
-    alignas(64) std::atomic<uint32_t> writer_sleeps;
-};
-constexpr int64_t DATA = 4096;
-static_assert(sizeof(Ring) <= DATA, "the counters have a page of their own");
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000ll + t.tv_nsec;
+MP_PLAIN int64_t moonpool_ring_write(char* memory, int64_t capacity, char* head, int64_t head_size,
+                                     char* body, int64_t body_size, int64_t done, Waiter* waiter,
+                                     int64_t timeout_ns) {
+    return ring_write(memory, capacity, {head, head_size}, {body, body_size}, done, *waiter,
+                      timeout_ns);
 }
 
-long futex(const std::atomic<uint64_t>& word, int what, uint32_t value, const timespec* timeout) {
-    return syscall(SYS_futex, (const uint32_t*)&word, what, value, timeout, nullptr, 0);
+MP_PLAIN int64_t moonpool_ring_read(char* memory, int64_t capacity, char* head, int64_t head_size,
+                                    char* body, int64_t body_size, int64_t done, Waiter* waiter,
+                                    int64_t timeout_ns) {
+    return ring_read(memory, capacity, {head, head_size}, {body, body_size}, done, *waiter,
+                     timeout_ns);
 }
 
-// Until `counter` is not `seen` any more; false after `timeout_ns`.
-bool wait_for(const std::atomic<uint64_t>& counter, uint64_t seen, std::atomic<uint32_t>& sleeps,
-              int64_t spin_ns, int64_t timeout_ns) {
-    const int64_t began = now_ns();
-    while (counter.load(std::memory_order_acquire) == seen) {
-        const int64_t passed = now_ns() - began;
-        if (passed < spin_ns) {
-            for (int i = 0; i < 32; ++i) __builtin_ia32_pause();
-            continue;
-        }
-        if (passed >= timeout_ns) return false;
-        sleeps.store(1);
-        if (counter.load() == seen) {
-            const int64_t left = timeout_ns - passed;
-            const timespec limit = {(time_t)(left / 1000000000), (long)(left % 1000000000)};
-            futex(counter, FUTEX_WAIT, (uint32_t)seen, &limit);
-        }
-        sleeps.store(0);
-    }
-    return true;
-}
-
-void wake(const std::atomic<uint64_t>& counter, std::atomic<uint32_t>& sleeps) {
-    if (sleeps.load() && sleeps.exchange(0)) futex(counter, FUTEX_WAKE, 1, nullptr);
-}
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-}  // namespace
-
-#define MP_EXPORT extern "C" __attribute__((visibility("default")))
-
-// Both move up to `count` bytes and return how many: fewer only if the other side did nothing for
-// `timeout_ns`, -1 if its counter is wrong.
-MP_EXPORT int64_t moonpool_ring_write(char* memory, int64_t capacity, const char* from,
-                                      int64_t count, int64_t spin_ns, int64_t timeout_ns) {
-    Ring& ring = *(Ring*)memory;
-    int64_t done = 0;
-    while (done < count) {
-        const uint64_t written = ring.written.load(std::memory_order_relaxed);
-        const uint64_t read = ring.read.load(std::memory_order_acquire);
-        const uint64_t used = written - read;
-        if (used > (uint64_t)capacity) return -1;
-        const int64_t room = capacity - (int64_t)used;
-        if (!room) {
-            if (!wait_for(ring.read, read, ring.writer_sleeps, spin_ns, timeout_ns)) return done;
-            continue;
-        }
-        const int64_t at = (int64_t)(written % (uint64_t)capacity);
-        const int64_t size = least(least(room, count - done), capacity - at);
-        memcpy(memory + DATA + at, from + done, size);
-        ring.written.store(written + size);
-        wake(ring.written, ring.reader_sleeps);
-        done += size;
-    }
-    return done;
-}
-
-MP_EXPORT int64_t moonpool_ring_read(char* memory, int64_t capacity, char* to, int64_t count,
-                                     int64_t spin_ns, int64_t timeout_ns) {
-    Ring& ring = *(Ring*)memory;
-    int64_t done = 0;
-    while (done < count) {
-        const uint64_t read = ring.read.load(std::memory_order_relaxed);
-        const uint64_t written = ring.written.load(std::memory_order_acquire);
-        const uint64_t there = written - read;
-        if (there > (uint64_t)capacity) return -1;
-        if (!there) {
-            if (!wait_for(ring.written, written, ring.reader_sleeps, spin_ns, timeout_ns))
-                return done;
-            continue;
-        }
-        const int64_t at = (int64_t)(read % (uint64_t)capacity);
-        const int64_t size = least(least((int64_t)there, count - done), capacity - at);
-        memcpy(to + done, memory + DATA + at, size);
-        ring.read.store(read + size);
-        wake(ring.read, ring.writer_sleeps);
-        done += size;
-    }
-    return done;
-}
-
-// The machine's own limit: `rounds` times one message of `size` bytes there and back, between two
-// threads of whoever calls both sides. `side` 0 asks, 1 answers. Nanoseconds of a round.
-MP_EXPORT double moonpool_ring_ping(char* there, char* back, int64_t capacity, int64_t size,
-                                    int64_t rounds, int64_t spin_ns, int side) {
-    char message[4096] = {};
-    if (size > (int64_t)sizeof(message)) return -1;
-    const int64_t began = now_ns(), patience = 2000000000ll;
+// `rounds` times one message there and back, asked from here without an interpreter. Nanoseconds of
+// a round; -1 if the other side does not answer.
+MP_PLAIN double moonpool_ring_ask(char* there, char* back, int64_t capacity, char* head, char* body,
+                                  int64_t size, int64_t rounds, Waiter* waiter) {
+    const int64_t began = now_ns(), patience = 2000000000ll, total = size + (int64_t)sizeof(Header);
+    const Piece header = {head, sizeof(Header)}, message = {body, size};
     for (int64_t i = 0; i < rounds; ++i) {
-        if (side == 0) {
-            if (moonpool_ring_write(there, capacity, message, size, spin_ns, patience) != size)
-                return -1;
-            if (moonpool_ring_read(back, capacity, message, size, spin_ns, patience) != size)
-                return -1;
-        } else {
-            if (moonpool_ring_read(there, capacity, message, size, spin_ns, patience) != size)
-                return -1;
-            if (moonpool_ring_write(back, capacity, message, size, spin_ns, patience) != size)
-                return -1;
+        if (ring_write(there, capacity, header, message, 0, *waiter, patience) != total) return -1;
+        if (ring_read(back, capacity, header, message, 0, *waiter, patience) != total) return -1;
+    }
+    return (double)(now_ns() - began) / rounds;
+}
+
+// The machine's own limit: a flag and the bytes of a message in memory that two threads share, with
+// nothing else: no counters, no ring, no head. `spins`: looks again and again; else it sleeps on a
+// futex at once and the other side wakes it. `side` 0 asks, 1 answers. Nanoseconds of a round, -1
+// after two seconds without an answer.
+MP_PLAIN double moonpool_bare_ping(char* memory, char* message, int64_t size, int64_t rounds,
+                                   int spins, int side) {
+    std::atomic<uint64_t>& mine = *(std::atomic<uint64_t>*)(memory + (side ? 64 : 0));
+    std::atomic<uint64_t>& theirs = *(std::atomic<uint64_t>*)(memory + (side ? 0 : 64));
+    char* out = memory + DATA + (side ? size : 0);
+    const char* in = memory + DATA + (side ? 0 : size);
+    const int64_t began = now_ns();
+    for (int64_t i = 1; i <= rounds; ++i) {
+        for (int half = 0; half < 2; ++half) {
+            if (half == side) {
+                memcpy(out, message, size);
+                mine.store(i);
+                if (!spins) futex(mine, FUTEX_WAKE, 1, nullptr);
+                continue;
+            }
+            const int64_t asked = now_ns();
+            for (int64_t looks = 1; theirs.load() != (uint64_t)i; ++looks) {
+                const timespec limit = {0, 100000000};
+                if (spins) __builtin_ia32_pause();
+                else futex(theirs, FUTEX_WAIT, (uint32_t)(i - 1), &limit);
+                const bool due = !spins || looks % 1024 == 0;
+                if (due && now_ns() - asked > 2000000000ll) return -1;
+            }
+            memcpy(message, in, size);
         }
     }
     return (double)(now_ns() - began) / rounds;

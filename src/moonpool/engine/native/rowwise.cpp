@@ -3,6 +3,7 @@
 //
 // A row's arithmetic depends on the row's width only. Inputs are widened to float, and rounded
 // once, when the result is stored.
+#include "calls.h"
 #include "simd.h"
 
 namespace moonpool {
@@ -196,16 +197,6 @@ void rope_apart(const RopeCall& c, int64_t row) {
         rope_heads<L>(c, row, [&](int64_t h, const T* k) { memcpy(kv + h * d, k, d * sizeof(T)); });
     memcpy(kv + width, v, width * sizeof(T));
 }
-
-struct StoreCall {
-    const char* kv;  // [rows][2 * kv_heads][head_dim]
-    char* blocks;    // of this layer: slice of block b at b * block_bytes
-    const int32_t* positions;
-    const int32_t* row_starts;
-    const int32_t* block_tables;
-    int64_t block_bytes, num_blocks, table_width, sequences;
-    int64_t kv_heads, head_dim, block_tokens;
-};
 
 template <class L>
 void store_row(const StoreCall& c, int64_t row, int64_t sequence) {

@@ -12,8 +12,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp")
-PLAIN_SOURCES = ("cpu.cpp", "ring.cpp")  # the same for every instruction set
-HEADERS = ("simd.h", "panels.h")
+PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp")  # the same for every instruction set
+HEADERS = ("simd.h", "panels.h", "calls.h", "ring.h")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISA_FLAGS = {

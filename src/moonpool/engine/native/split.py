@@ -5,6 +5,8 @@ The same rows of the same kernels as `NativeOps` runs, so the bits do not tell w
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -46,11 +48,19 @@ class NativeSplitOps(NativeOps):
     def store(
         self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
     ) -> None:
+        call = self.store_call(kv, heads, cache, layer, meta)
+        if self._of(kv).store(call, torch.get_num_threads()):
+            raise IndexError("store: a row's position lies outside its block table")
+
+    def store_call(
+        self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
+    ) -> bytes:
+        """What `store` is called with; all tensors must live until then."""
         expected = (meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
         if tuple(kv.shape) != expected or not kv.is_contiguous():
             raise ValueError(f"K and V must be contiguous {list(expected)}, got {list(kv.shape)}")
         arena = self._arena_of(cache, heads, kv.dtype)
-        call = STORE_CALL.pack(
+        return STORE_CALL.pack(
             kv.data_ptr(),
             arena.slice_address(layer),
             *self._step_addresses(meta),
@@ -62,8 +72,6 @@ class NativeSplitOps(NativeOps):
             heads.head_dim,
             arena.block_tokens,
         )
-        if self._of(kv).store(call, torch.get_num_threads()):
-            raise IndexError("store: a row's position lies outside its block table")
 
     def attend_old(
         self, q: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta, scale: float
@@ -135,8 +143,29 @@ class NativeSplitOps(NativeOps):
         """The span of each sequence's first new row: what is before it is complete."""
         kept = self._old
         if kept is None or kept[0] is not meta:
-            kept = self._old = (meta, meta.context_starts // SPAN * SPAN)
+            kept = self._old = (meta, self.starts_of(meta))
         return kept[1]
+
+    @staticmethod
+    def starts_of(meta: StepMeta) -> Tensor:
+        return meta.context_starts // SPAN * SPAN
+
+    def part_call(
+        self, q: Tensor, out: int, heads: HeadShape, cache: KvCache, meta: StepMeta, scale: float
+    ) -> bytes:
+        """Of layer 0, without its tail. `out`: an address, or 0. All tensors must live until it
+        has been called."""
+        return self._attend_call(q, out, heads, cache, 0, meta, scale)
+
+    def addresses(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Of the functions that take what `store_call` and `part_call` give."""
+        kernels = self._kernels[dtype]
+        store, attend = (
+            ctypes.cast(call, ctypes.c_void_p).value  # type: ignore[arg-type]
+            for call in (kernels.store, kernels.attend_part)
+        )
+        assert store is not None and attend is not None
+        return store, attend
 
     def _attend_part(
         self,
@@ -150,6 +179,7 @@ class NativeSplitOps(NativeOps):
         tail: bytes,
     ) -> None:
         q = queries_of(q, heads, meta)
-        call = self._attend_call(q, out, heads, cache, layer, meta, scale)
+        to = 0 if out is None else out.data_ptr()
+        call = self._attend_call(q, to, heads, cache, layer, meta, scale)
         if self._of(q).attend_part(call + tail, torch.get_num_threads()):
             raise IndexError("attend: a row's context lies outside its block table")

@@ -1,0 +1,150 @@
+"""Attention workers as processes of their own, for benchmarks, and engines that use them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from moonpool.attention.client import AttentionClient, Wanted, connect, ring_bytes, spin_s
+from moonpool.attention.plan import Placement
+from moonpool.attention.remote_ops import RemoteOps
+from moonpool.bench.attention_child import SECRET_VARIABLE
+from moonpool.engine.builtin import LoadedModel
+from moonpool.engine.ops import HeadShape, KvCache
+from moonpool.engine.runner import Engine
+from moonpool.engine.split_choice import choose_split_ops
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
+from moonpool.kvcache.transfers import PeerAddress
+from moonpool.runtime.cores import usable_cores
+from moonpool.types import InstanceId, RequestId, SamplingParams
+
+MAX_ROWS = 256
+GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+
+
+class _Child:
+    """One attention worker's process; ends with the benchmark."""
+
+    def __init__(self, number: int, secret: bytes) -> None:
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "moonpool.bench.attention_child", f"attention-{number}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {SECRET_VARIABLE: secret.hex(), "OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self.address = msgspec.json.decode(line, type=PeerAddress)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Crew:
+    """Made by `crew`. Each worker has `each` blocks."""
+
+    def __init__(
+        self, model: LoadedModel, layout: BlockLayout, children: Sequence[_Child], each: int,
+        secret: bytes,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.layout = layout
+        self.each = each
+        self._children = children
+        self._secret = secret
+        self._wanted = self._make_wanted()
+        self.clients = [self._connect(child, use_shm=True) for child in children]
+
+    def _make_wanted(self) -> Wanted:
+        spec = self.model.spec
+        heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        return Wanted(
+            owner=InstanceId("bench"),
+            layout=self.layout,
+            heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5,
+            num_blocks=self.each,
+            threads=1,
+            ring_bytes=ring_bytes(heads, DTYPE_BYTES[self.model.dtype], MAX_ROWS),
+            spin_s=spin_s(len(self._children), 1, usable_cores()),
+        )
+
+    def _connect(self, child: _Child, use_shm: bool) -> AttentionClient:
+        client = connect(child.address, self._wanted.owner, self._secret, self._wanted, use_shm)
+        client.listen(lambda told: None, lambda why: None)
+        return client
+
+    def first_by_socket(self) -> AttentionClient:
+        """The first worker's steps over a socket. Whoever attaches last owns it: use `by_rings`
+        afterwards."""
+        self.clients[0].close()
+        self.clients[0] = self._connect(self._children[0], use_shm=False)
+        return self.clients[0]
+
+    def by_rings(self) -> None:
+        self.clients[0].close()
+        self.clients[0] = self._connect(self._children[0], use_shm=True)
+
+    def engine(self, staggered: bool = False, early_query: bool = True) -> tuple[Engine, RemoteOps]:
+        count = len(self.clients)
+        placement = Placement((self.each,) * count)
+        ports = [client.port for client in self.clients]
+        ops = RemoteOps(choose_split_ops(), ports, placement, early_query)
+        kind = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
+        shape = (self.each * count, self.layout.num_layers, self.layout.slice_elements)
+        cache = KvCache(torch.empty(1, 1, 1, dtype=kind).expand(shape), self.layout)
+        return Engine(self.model, ops, cache, staggered=staggered), ops
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+@contextlib.contextmanager
+def crew(model: LoadedModel, layout: BlockLayout, num_workers: int, each: int) -> Iterator[Crew]:
+    """Raises AttentionError."""
+    secret = secrets.token_bytes(32)
+    with contextlib.ExitStack() as stack:
+        children = []
+        for number in range(num_workers):
+            children.append(_Child(number, secret))
+            stack.callback(children[-1].close)
+        made = Crew(model, layout, children, each, secret)
+        stack.callback(made.close)
+        yield made
+
+
+class Decodes:
+    """A batch at one context, shared out evenly to `num_workers`, `each` blocks of every one; their
+    old tokens are whatever is in the blocks. Neighbours lie at different workers."""
+
+    def __init__(
+        self, batch: int, context: int, num_workers: int, each: int, block_tokens: int
+    ) -> None:
+        self.batch = batch
+        self.context = context
+        size = -(-(context + 1) // block_tokens)
+        self.entries = []
+        for i in range(batch):
+            first = i % num_workers * each + i // num_workers * size
+            blocks = list(range(first, first + size))
+            entry = SequenceStep(RequestId(str(i)), [i % 256], context, blocks, GREEDY)
+            self.entries.append(entry)
+
+    def seconds(self, engine: Engine) -> float:
+        return engine.step(self.entries).seconds

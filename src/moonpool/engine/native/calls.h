@@ -1,0 +1,46 @@
+// What attention and the store of K and V are asked, as engine/native/library.py packs it.
+#pragma once
+#include <stdint.h>
+
+namespace moonpool {
+
+struct AttendCall {
+    const char* q;
+    char* out;
+    const char* blocks;  // of this layer: slice of block b at b * block_bytes
+    const int32_t* positions;
+    const int32_t* row_starts;
+    const int32_t* block_tables;
+    int64_t block_bytes, num_blocks, table_width, sequences;
+    int64_t heads, kv_heads, head_dim, block_tokens;
+    float scale;
+};
+
+// Which part of the contexts is walked, and what becomes of it. A state is STATE + 2 * head_dim
+// floats per row and head, a partial is head_dim + 2: highest, sum, and the output times the sum.
+constexpr int STATE = 32;
+
+struct Part {
+    const int32_t* begins = nullptr;  // of each sequence: its first token, a multiple of SPAN
+    const int32_t* ends = nullptr;    // and the one after its last
+    const float* from = nullptr;      // states to go on from
+    float* to = nullptr;              // states to leave, or
+    float* partials = nullptr;        // sums of the parts; else what was attended goes to `out`
+};
+
+struct PartCall {
+    AttendCall call;
+    Part part;
+};
+
+struct StoreCall {
+    const char* kv;  // [rows][2 * kv_heads][head_dim]
+    char* blocks;    // of this layer: slice of block b at b * block_bytes
+    const int32_t* positions;
+    const int32_t* row_starts;
+    const int32_t* block_tables;
+    int64_t block_bytes, num_blocks, table_width, sequences;
+    int64_t kv_heads, head_dim, block_tokens;
+};
+
+}  // namespace moonpool
