@@ -21,6 +21,7 @@ from moonpool.attention.port import (
     take_rings,
 )
 from moonpool.attention.remote_ops import AttentionLostError, RemoteOps
+from moonpool.attention.wire import ECHO, FAILED, Header
 from moonpool.engine import native
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import SEGMENT, HeadShape, KvCache, SplitOps, StepMeta, empty_cache
@@ -217,8 +218,42 @@ def test_a_lost_worker_fails_the_step_that_needs_it_and_no_other(transport: str)
             assert made.engine.step([near]).tokens == expected
 
 
-def test_what_a_worker_cannot_do_it_says() -> None:
-    with workers(1) as made:
+@pytest.mark.parametrize("transport", ["socket", "ring"])
+def test_a_late_query_draws_the_same_tokens_and_workers_say_how_long_they_took(
+    transport: str,
+) -> None:
+    with workers(2, transport) as made:
+        ports = made.ports
+        late = RemoteOps(make_ops(), ports, Placement((BLOCKS_EACH,) * 2), early_query=False)
+        nothing = torch.empty(1, 1, 1, dtype=made.caches[0].blocks.dtype)
+        shape = (2 * BLOCKS_EACH, made.layout.num_layers, made.layout.slice_elements)
+        engine = Engine(made.model, late, KvCache(nothing.expand(shape), made.layout))
+        tables, lengths = [[0, 1, 2, 3, 4, 5], [BLOCKS_EACH]], [300, 20]
+        assert run(engine, tables, lengths, 3) == run(local_engine(made), tables, lengths, 3)
+        assert late.attending_ns > 0
+        assert late.waited_ns > 0
+
+
+@pytest.mark.parametrize("transport", ["socket", "ring"])
+def test_an_echo_comes_back_whole_and_a_message_of_no_kind_ends_it(transport: str) -> None:
+    with workers(1, transport) as made:
+        port = made.ports[0]
+        for size in (0, 5, 1 << 17):  # the last is larger than the ring
+            sent, back = bytearray(i % 251 for i in range(size)), bytearray(size)
+            port.send(Header(size, ECHO, 3, 9), memoryview(sent))
+            assert port.receive(memoryview(back)) == Header(size, ECHO, 3, 9)
+            assert back == sent
+        port.send(Header(0, 77, 0, 0))
+        answer = port.receive()
+        text = bytearray(answer.num_bytes)
+        port.receive_into(memoryview(text))
+        assert answer.kind == FAILED
+        assert b"unknown kind 77" in text
+
+
+@pytest.mark.parametrize("transport", ["socket", "ring"])
+def test_what_a_worker_cannot_do_it_says(transport: str) -> None:
+    with workers(1, transport) as made:
         made.ops._placement = Placement((2 * BLOCKS_EACH,))  # it has fewer
         step = SequenceStep(RequestId("0"), [1], 0, [BLOCKS_EACH - 1], GREEDY)
         assert made.engine.step([step]).tokens
