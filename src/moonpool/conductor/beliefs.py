@@ -2,9 +2,11 @@
 
 An instance joins with its profile; what is then seen of its prefills, steps and fetches becomes a
 factor each, by which the fleet's coefficients are multiplied (`cost.learned`). It goes with the
-instance: a new incarnation begins at its own profile. Prefills are timed by the Conductor's clock,
-so that they contain what the engine does not know of; steps by the engine's, because a busy head
-hears of tokens in bunches. Books and chooses nothing.
+instance: a new incarnation begins at its own profile. The coefficients tell of mean steps, while
+promises are judged by the longest tenth of an answer's gaps: by how much these are longer is
+learned of the answers, for all instances together. Prefills are timed by the Conductor's clock, so
+that they contain what the engine does not know of; steps by the engine's, because a busy head hears
+of tokens in bunches. Books and chooses nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from moonpool.workers.messages import PrefillStarted, StepTokens, WorkId
 
 PROBE_EVERY_S = 5.0
 """How often an idle instance may be given what its belief says it is too slow for."""
+TAIL_SHARE = 0.7
+"""Of the answers at the limit, so many should keep what was promised of their longest gaps. More
+refuses those that would have kept it."""
 
 
 class Beliefs:
@@ -35,6 +40,7 @@ class Beliefs:
         self.ttft_s = PredictionError()
         self.tbt_s = PredictionError()
         self.decoding = decoding_error  # of the number of answers that decode
+        self.tail = LearnedFactor(TAIL_SHARE, summed=1)
         self._fleet = fleet
         self._learning = learning
 
@@ -96,9 +102,13 @@ class Beliefs:
             return
         if record.predicted_ttft_s is not None:
             self.ttft_s.note(record.predicted_ttft_s, record.first_token_s - record.placed_s)
-        tpot_s = record.tpot_s
+        tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)
+        if tpot_s is not None and longest_s is not None:
+            changed = self.tail.observe(longest_s, tpot_s)
+            if changed and self._learning:
+                self._fleet.tail = self.tail.value
 
     def may_probe(
         self, placement: Placement, prefill_row: int, promise: Promise, limit: float, now: float

@@ -334,7 +334,8 @@ class Conductor:
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
         tracked.explanation.add(placement.chosen)
-        commands = orders(tracked, attempt, placement, tokens, self.instances, self.config, now)
+        config, tail = self.config, self.fleet.tail
+        commands = orders(tracked, attempt, placement, tokens, self.instances, config, tail, now)
         for instance_id, command in commands:
             self._send(instance_id, command)
 

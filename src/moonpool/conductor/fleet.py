@@ -94,6 +94,7 @@ class Fleet:
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.total_decoding = self.total_decoding_context = 0
         self.mixed: Bools | None = None  # instances of both kinds; None: there are none
+        self.tail = 1.0  # the longest tenth of an answer's gaps, over its mean gap
         self.decodes_alike = True  # all decode instances are believed to take the same times
         self.num_on_host: dict[float, int] = {}
         self._hosts: dict[str, int] = {"": 0}

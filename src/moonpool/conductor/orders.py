@@ -23,9 +23,11 @@ def orders(
     tokens: Sequence[int],
     instances: Mapping[InstanceId, InstanceState],
     config: ConductorConfig,
+    tail: float,
     now: float,
 ) -> list[tuple[InstanceId, Command]]:
-    """In the order in which they must be sent."""
+    """In the order in which they must be sent. `tail`: the longest tenth of an answer's gaps over
+    its mean gap; the decode instance knows of mean steps only."""
     request = tracked.request
     work = Work(
         work_id=attempt.work_id,
@@ -37,7 +39,7 @@ def orders(
         use_cache=request.use_cache,
         timeout_s=max(request.deadline_s - now, 0.001),
         keys=request.keys,
-        tolerance=1.0 if config.admission == "baseline" else SECOND_LOOK,
+        tolerance=(1.0 if config.admission == "baseline" else SECOND_LOOK) / tail,
     )
     commands: list[tuple[InstanceId, Command]] = []
     target = fetch = None

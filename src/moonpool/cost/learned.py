@@ -4,9 +4,10 @@ A profile is measured once, on an idle machine; what runs beside it, how warm it
 machine it is, show later. The Conductor keeps a factor for each kind of work of each instance, and
 an instance one for its own steps. Nothing here predicts: it only says by what to multiply.
 
-The factor is a median of recent samples, so that neither a storm of slow steps nor a single
-hiccup moves it far; a sample is the ratio of sums over a few observations, because works that share
-a step take each other's time. Only ratios and comparisons: every machine finds the same.
+The factor is a median of recent samples (or another quantile, where most should lie below it), so
+that neither a storm of slow steps nor a single hiccup moves it far; a sample is the ratio of sums
+over a few observations, because works that share a step take each other's time. Only
+ratios and comparisons: every machine finds the same.
 """
 
 from __future__ import annotations
@@ -32,10 +33,22 @@ same part of it: beyond that something is broken, and the belief should not hide
 class LearnedFactor:
     """One kind of work of one instance. Begins at 1: the profile is right."""
 
-    __slots__ = ("_expected_s", "_num_summed", "_ordered", "_recent", "_seconds", "value")
+    __slots__ = (
+        "_expected_s",
+        "_num_summed",
+        "_ordered",
+        "_recent",
+        "_seconds",
+        "_share",
+        "_summed",
+        "value",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.5, summed: int = SUMMED) -> None:
+        """`share` of the samples lie below it; each is of `summed` observations."""
         self.value = 1.0
+        self._share = share
+        self._summed = summed
         self._seconds = 0.0
         self._expected_s = 0.0
         self._num_summed = 0
@@ -55,7 +68,7 @@ class LearnedFactor:
         self._seconds += seconds
         self._expected_s += expected_s
         self._num_summed += 1
-        if self._num_summed < SUMMED:
+        if self._num_summed < self._summed:
             return False
         ratio = min(max(self._seconds / self._expected_s, 1.0 / MOST), MOST)
         self._seconds = self._expected_s = 0.0
@@ -70,8 +83,8 @@ class LearnedFactor:
             del ordered[bisect_left(ordered, recent.popleft())]
         if len(recent) < FEWEST:
             return False
-        median = ordered[len(ordered) // 2]
-        value = 1.0 if abs(median - 1.0) < INDIFFERENCE else median
+        found = ordered[int(len(ordered) * self._share)]
+        value = 1.0 if abs(found - 1.0) < INDIFFERENCE else found
         if value != 1.0 and abs(value - self.value) < NOTICED * self.value:
             return False
         changed = value != self.value

@@ -105,6 +105,15 @@ def test_the_limit_is_of_load_not_of_latency() -> None:
     assert busy.refuse("early", tbt_s=0.06, load_limit=0.8).reason == "decode_load"
 
 
+def test_the_promise_is_of_the_longest_gaps() -> None:
+    busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
+    assert busy.decide("early", tbt_s=0.06) is None
+    busy.books.fleet.tail = 1.3
+    refusal = busy.refuse("early", tbt_s=0.06)
+    assert "0.066 s" in refusal.message
+    assert busy.decide("early", tbt_s=0.07) is None
+
+
 def test_baseline_does_not_look_at_the_decode_load() -> None:
     assert Scene(decoding=(50, 50)).decide("baseline", tbt_s=0.02) is None
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from conductor_desk import COST, LAYOUT, Desk, of
 
-from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse
+from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse, Send
 from moonpool.conductor.beliefs import PROBE_EVERY_S
 from moonpool.cost.learned import FEWEST, MOST, SUMMED
 from moonpool.cost.recorded import parse_beliefs
@@ -15,6 +15,7 @@ from moonpool.workers.messages import (
     DecodeAccepted,
     PrefillDone,
     PrefillStarted,
+    ReserveDecode,
     StepTokens,
     WorkId,
     WorkTokens,
@@ -162,6 +163,52 @@ def test_a_lost_instances_place_is_not_haunted_by_it() -> None:
     desk.handle(InstanceLost(InstanceId("p0"), "it died"))
     desk.join("p9")
     assert predicted(desk)[0] == predicted(Desk("p0", "d0"))[0]
+
+
+def uneven(desk: Desk, number: int, num_gaps: int = 20, longest: float = 3.0) -> None:
+    """An answer, a tenth of whose gaps are so many times as long as the others."""
+    work = WorkId(f"r{number}/{number}")
+    desk.ask(f"r{number}", use_cache=False)
+    desk.decoding(work)
+    step_s = COST.decode_step_s(1, 11)
+    for gap in range(num_gaps):
+        desk.now += step_s * (longest if gap % 10 == 9 else 1.0)
+        finish = FinishReason.LENGTH if gap == num_gaps - 1 else None
+        desk.tokens("d0", 60, finish=finish, work=work)
+
+
+def test_promises_are_judged_by_the_longest_gaps_and_so_is_admission() -> None:
+    """A mean step that keeps the promise does not, where every tenth gap is three times as long."""
+    slo = {"tbt_s": 1.5 * COST.decode_step_s(1, 11)}
+    for learning in (True, False):
+        desk = Desk("p0", "d0", learning=learning, admission="early")
+        for number in range(1, FEWEST):
+            uneven(desk, number)
+        assert not refused(desk.ask("even", **slo)), "a few answers show nothing"
+        desk.decoding(f"even/{FEWEST}")
+        desk.tokens("d0", 60, finish=FinishReason.STOP, work=f"even/{FEWEST}")
+        uneven(desk, FEWEST + 1)
+        assert refused(desk.ask("late", **slo)) == learning
+        tail = desk.conductor.beliefs.tail.value
+        assert tail == pytest.approx(3.0 / 1.2, rel=0.1)  # a mean gap is 1.2 steps long
+
+
+def tolerance(desk: Desk) -> float:
+    """Of the decode instance, for one request more."""
+    command = of(desk.ask("r100"), Send)[0].command
+    assert isinstance(command, ReserveDecode)
+    return command.work.tolerance
+
+
+def test_the_decode_instances_second_look_allows_for_the_longest_gaps() -> None:
+    desk = Desk("p0", "d0")
+    before = tolerance(desk)
+    desk = Desk("p0", "d0")
+    for number in range(1, FEWEST + 1):
+        uneven(desk, number)
+    after = tolerance(desk)
+    assert after == pytest.approx(before / desk.conductor.fleet.tail)
+    assert desk.conductor.fleet.tail > 2.0
 
 
 def test_errors_are_counted_and_the_record_is_read_back() -> None:

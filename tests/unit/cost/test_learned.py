@@ -36,6 +36,15 @@ def test_a_constant_factor_is_found(true: float, expected_s: list[float]) -> Non
         assert factor.value == pytest.approx(wanted, abs=INDIFFERENCE * 0.02)
 
 
+def test_most_lie_below_another_quantile() -> None:
+    median, high = LearnedFactor(summed=1), LearnedFactor(share=0.9, summed=1)
+    for number in range(WINDOW):
+        for factor in (median, high):
+            factor.observe(1.0 + number / 10, 1.0)
+    assert median.value == pytest.approx(2.5, rel=0.03)
+    assert sum(sample <= high.value for sample in high.samples) >= 0.85 * WINDOW
+
+
 def test_what_is_broken_is_not_hidden() -> None:
     for true, believed in ((1000.0, MOST), (1e-6, 1 / MOST)):
         factor = LearnedFactor()
