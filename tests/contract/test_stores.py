@@ -10,6 +10,8 @@ from tests.mooncake_cluster import MooncakeCluster
 from tier_harness import NUM_BLOCKS, NUM_SLOTS, Bench, keys_of
 
 from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, StoreEnded
+from moonpool.messenger.gate import LayerGate
+from moonpool.messenger.store import layered
 from moonpool.messenger.store.mooncake import MooncakeStore
 from moonpool.messenger.store.store import open_store
 from moonpool.types import BlockId
@@ -23,8 +25,13 @@ def cluster() -> Iterator[MooncakeCluster]:
 
 
 @pytest.fixture(params=["ssd", "mooncake"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    if request.param == "ssd":
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def bench(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    if kind == "ssd":
         bench = Bench(lambda arena, post: open_store(tmp_path, "x", arena, NUM_SLOTS, post))
     else:
         config = request.getfixturevalue("cluster").config
@@ -43,6 +50,58 @@ def test_what_is_put_comes_back(bench: Bench) -> None:
     assert counts.written_blocks == counts.read_blocks == 20
     assert counts.written_bytes == counts.read_bytes == 20 * bench.size
     assert counts.failed_operations == counts.corrupt_slices == 0
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is enough to be a part."""
+    monkeypatch.setattr(layered, "MIN_PART_BYTES", 4096)
+
+
+@pytest.fixture
+def parted(small_parts: None, bench: Bench) -> Bench:
+    return bench
+
+
+def test_a_load_by_layer_says_how_far_it_is(parted: Bench) -> None:
+    keys = keys_of("by layer", 20)
+    assert parted.put(keys).num_blocks == 20
+    gate = LayerGate()
+    ended, told = parted.get_by_layer(keys, gate)
+    assert (ended.num_blocks, ended.num_bytes, ended.error) == (20, 20 * parted.size, "")
+    assert [event.num_layers for event in told] == [0, 1, 2]
+    assert gate.wait(2, 0.0), "all of it is here"
+    assert parted.store.counts().read_blocks == 20
+    assert parted.get(keys).num_blocks == 20, "and as a whole"
+
+
+def test_a_load_by_layer_counts_up_to_the_first_miss(parted: Bench) -> None:
+    keys = keys_of("miss by layer", 5)
+    parted.put(keys[:3])
+    gate = LayerGate()
+    ended, told = parted.get_by_layer([*keys[:3], keys[4]], gate)
+    assert (ended.num_blocks, [event.num_layers for event in told]) == (3, [0])
+    assert ended.error and not gate.wait(0, 0.0)
+    gate = LayerGate()
+    assert parted.get_by_layer([], gate)[0].num_blocks == 0
+    assert gate.wait(0, 0.0), "nothing was to come"
+
+
+def test_what_is_damaged_in_a_late_layer_breaks_the_gate_there(parted: Bench) -> None:
+    keys = keys_of("late damage", 4)
+    parted.put(keys)
+    parted.get(keys)  # into the last blocks, whose sums are known from now on
+    again = keys_of("late damage again", 4)
+    blocks = [BlockId(NUM_BLOCKS - 1 - number) for number in range(4)]
+    parted.block(blocks[2])[-1] ^= 16  # of the last layer
+    parted.store.store("s", again, blocks, [10, 11, 12, 13])
+    assert parted.event(StoreEnded).num_blocks == 4
+    gate = LayerGate()
+    ended, told = parted.get_by_layer(again, gate, first_slot=10, right=False)
+    assert (ended.num_blocks, ended.corrupt_slices) == (2, 1)
+    assert [event.num_layers for event in told] == [0, 1, 2]
+    assert gate.wait(1, 0.0) and not gate.wait(2, 0.0)
+    assert parted.look_up(again).num_blocks == 2
 
 
 def test_what_is_put_twice_is_there_once(bench: Bench) -> None:

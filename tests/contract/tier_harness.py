@@ -12,8 +12,15 @@ from typing import TypeVar
 import xxhash
 
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, MessengerEvent, StoreEnded
+from moonpool.kvcache.transfers import (
+    LoadEnded,
+    LoadProgress,
+    LookUpEnded,
+    MessengerEvent,
+    StoreEnded,
+)
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.store.tier_store import TierStore
 from moonpool.types import BlockId, BlockKey
 
@@ -54,18 +61,41 @@ class Bench:
 
     def get(self, keys: list[BlockKey], first_slot: int = 0) -> LoadEnded:
         """Into wiped blocks; asserts that what is said to be right is."""
+        return self._get(keys, first_slot, None)[0]
+
+    def get_by_layer(
+        self, keys: list[BlockKey], gate: LayerGate, first_slot: int = 0, right: bool = True
+    ) -> tuple[LoadEnded, list[LoadProgress]]:
+        """The same, and what was told before the end. Unless `right`, the contents are others."""
+        return self._get(keys, first_slot, gate, right)
+
+    def _get(
+        self, keys: list[BlockKey], first_slot: int, gate: LayerGate | None, right: bool = True
+    ) -> tuple[LoadEnded, list[LoadProgress]]:
         blocks = [BlockId(NUM_BLOCKS - 1 - number) for number in range(len(keys))]
         for block in blocks:
             self.block(block)[:] = bytes(self.size)
         slots = range(first_slot, first_slot + len(keys))
-        self.store.load("l", keys, slots, blocks)
-        ended = self.event(LoadEnded)
+        self.store.load("l", keys, slots, blocks, gate)
+        told: list[LoadProgress] = []
+        while isinstance(ended := self.events.get(timeout=20), LoadProgress):
+            told.append(ended)
+            for layer in range(ended.num_layers):
+                assert gate is not None and gate.wait(layer, 0.0)
+                for block, key in zip(blocks, keys, strict=True):
+                    assert self.holds_layer(block, key, layer) or not right
+        assert isinstance(ended, LoadEnded), ended
         for block, key in list(zip(blocks, keys, strict=True))[: ended.num_blocks]:
-            assert self.holds(block, key)
+            assert self.holds(block, key) or not right
             for layer in range(3):
-                right = xxhash.xxh3_64_intdigest(self.arena.slice(block, layer))
-                assert self.arena.sums.get(block, layer) == right
-        return ended
+                found = xxhash.xxh3_64_intdigest(self.arena.slice(block, layer))
+                assert self.arena.sums.get(block, layer) == found
+        return ended, told
+
+    def holds_layer(self, block: int, key: BlockKey, layer: int) -> bool:
+        size = self.arena.slice_bytes
+        right = content_of(key, self.size)[layer * size : (layer + 1) * size]
+        return self.arena.slice(block, layer) == right
 
     def look_up(self, keys: list[BlockKey]) -> LookUpEnded:
         self.store.look_up("u", keys)

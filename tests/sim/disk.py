@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moonpool.kvcache.transfers import (
-    LoadEnded,
     LoadReturned,
     StoreEnded,
     StoreLost,
@@ -23,6 +22,7 @@ from moonpool.kvcache.transfers import (
 )
 from moonpool.types import BlockId, BlockKey
 from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
+from tests.sim.loads import LoadOperation
 from tests.sim.messenger import GARBAGE
 from tests.sim.truth import Content
 
@@ -118,27 +118,30 @@ class DiskDriver:
         for slot, key in zip(action.slots, action.keys, strict=True):
             assert slot not in self._writing, "a slot is read while it is written"
             assert self.disk.slots[slot].key == key, "a slot is read that holds something else"
+        load = LoadOperation(self.life, action)
         if self._hangs():
-            self._hang_load(action)
+            self._hang_load(load)
             return
-        slices = deque(
-            (index, layer) for index in range(len(action.slots)) for layer in self._layers()
-        )
-        self.life.later(lambda: self._pump(action, slices))
+
+        def begin() -> None:
+            load.begin()
+            self._pump(load, load.slices())
+
+        self.life.later(begin)
 
     def _hangs(self) -> bool:
         return bool(self.life.world.options.disk_hang_rate) and self.life.world.chance(
             "disk_hang_rate"
         )
 
-    def _hang(self, ended: LoadEnded | StoreEnded, come_back: Callable[[], None]) -> None:
+    def _hang(self, end: Callable[[], None], come_back: Callable[[], None]) -> None:
         """It is given up after a while; the disk lets go of it later, and answers again."""
         self._num_hung += 1
         self.life.world.seen["hung disks"] += 1
 
         def give_up() -> None:
             self.life.post(TierPaused(error="it does not answer"))
-            self.life.post(ended)
+            end()
             self.life.later(back)
 
         def back() -> None:
@@ -149,15 +152,16 @@ class DiskDriver:
 
         self.life.later(give_up)
 
-    def _hang_load(self, action: LoadBlocks) -> None:
+    def _hang_load(self, load: LoadOperation) -> None:
+        action = load.action
+
         def come_back() -> None:
             for block_id in action.block_ids:
                 for layer in self._layers():
                     self.life.write(block_id, layer, GARBAGE)
             self.life.post(LoadReturned(load_id=action.load_id))
 
-        ended = LoadEnded(load_id=action.load_id, num_blocks=0, error="hung", hung=True)
-        self._hang(ended, come_back)
+        self._hang(lambda: load.end(error="hung", hung=True), come_back)
 
     def _hang_store(self, action: StoreBlocks) -> None:
         def come_back() -> None:
@@ -167,18 +171,19 @@ class DiskDriver:
             self.life.post(StoreReturned(store_id=action.store_id))
 
         ended = StoreEnded(store_id=action.store_id, num_blocks=0, error="hung", hung=True)
-        self._hang(ended, come_back)
+        self._hang(lambda: self.life.post(ended), come_back)
 
     def _layers(self) -> range:
         return range(self.life.num_layers)
 
-    def _pump(self, action: LoadBlocks, slices: deque[tuple[int, int]]) -> None:
+    def _pump(self, load: LoadOperation, slices: deque[tuple[int, int]]) -> None:
+        action = load.action
         if not slices:
-            self._end_load(action, len(action.slots), 0, "")
+            load.end()
             return
         index, layer = slices.popleft()
         if self.lost or self.life.world.chance("disk_failure_rate", 0.3):
-            self._end_load(action, index, 0, "cannot be read")
+            load.end(error="cannot be read")
             return
         stored = self.disk.slots[action.slots[index]]
         assert stored.key == action.keys[index], "a slot changed while it was read"
@@ -186,15 +191,8 @@ class DiskDriver:
         if stored.flipped:
             self.life.write(block_id, layer, GARBAGE)
             self.life.world.seen["flips found"] += 1
-            self._end_load(action, index, 1, "")
+            load.end(corrupt=1)
             return
-        self.life.write(block_id, layer, stored.layers[layer])
+        load.land(index, layer, stored.layers[layer])
         self.disk.use(action.slots[index])
-        self.life.later(lambda: self._pump(action, slices))
-
-    def _end_load(self, action: LoadBlocks, num_blocks: int, corrupt: int, error: str) -> None:
-        self.life.post(
-            LoadEnded(
-                load_id=action.load_id, num_blocks=num_blocks, corrupt_slices=corrupt, error=error
-            )
-        )
+        self.life.later(lambda: self._pump(load, slices))

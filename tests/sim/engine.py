@@ -21,6 +21,7 @@ from moonpool.workers.actions import (
     StepsEnded,
 )
 from moonpool.workers.messages import WorkId
+from tests.sim.loads import LoadOperation
 from tests.sim.messenger import GARBAGE, FetchOperation
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class _Share:
     entry: StepEntry
     block_ids: tuple[BlockId, ...]
     new_token_ids: tuple[int, ...]
-    waits_for: list[FetchOperation]
+    waits_for: list[FetchOperation | LoadOperation]
     until_s: float
     missed: bool = False
 
@@ -138,9 +139,11 @@ class FakeEngine:
         until_s = self.clock.now + (0.0 if arriving is None else arriving.timeout_s)
         return _Share(entry, tuple(entry.block_ids), new_token_ids, waits_for, until_s)
 
-    def _operations(self, arriving: Arriving) -> list[FetchOperation]:
+    def _operations(self, arriving: Arriving) -> list[FetchOperation | LoadOperation]:
         self.world.seen["early steps"] += 1
-        return [self.life.fetches[arriving.fetch_id]]
+        loads = [self.life.loads[load_id] for load_id in arriving.load_ids]
+        self.world.seen["early steps by load"] += bool(loads)
+        return [self.life.fetches[arriving.fetch_id], *loads] if arriving.fetch_id else [*loads]
 
     def _draw(self, entry: StepEntry, repeats: int) -> tuple[int, ...]:
         """Checks the entry's tokens against the truth; the tokens that follow, if wanted."""

@@ -35,6 +35,7 @@ from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report, Wants
 from tests.sim.clock import Link
 from tests.sim.disk import DiskDriver
 from tests.sim.engine import FakeEngine
+from tests.sim.loads import LoadOperation
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
 from tests.sim.shared_store import SharedStoreDriver
 from tests.sim.truth import Content
@@ -72,6 +73,7 @@ class Life:
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}
         self.fetches: dict[str, FetchOperation] = {}
+        self.loads: dict[str, LoadOperation] = {}
         self.sends: dict[str, StreamOperation] = {}
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, StoreEnded
+from moonpool.kvcache.transfers import LookUpEnded, StoreEnded
 from moonpool.types import BlockKey
 from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from tests.sim.disk import Stored
+from tests.sim.loads import LoadOperation
 from tests.sim.messenger import GARBAGE
 
 if TYPE_CHECKING:
@@ -78,33 +79,28 @@ class SharedStoreDriver:
 
     def load(self, action: LoadBlocks) -> None:
         assert len(action.keys) == len(action.block_ids) == len(action.slots) > 0
-        slices = deque(
-            (index, layer)
-            for index in range(len(action.keys))
-            for layer in range(self.life.num_layers)
-        )
-        self.life.later(lambda: self._pump(action, slices))
+        load = LoadOperation(self.life, action)
 
-    def _pump(self, action: LoadBlocks, slices: deque[tuple[int, int]]) -> None:
+        def begin() -> None:
+            load.begin()
+            self._pump(load, load.slices())
+
+        self.life.later(begin)
+
+    def _pump(self, load: LoadOperation, slices: deque[tuple[int, int]]) -> None:
+        action = load.action
         if not slices:
-            self._end_load(action, len(action.keys), 0, "")
+            load.end()
             return
         index, layer = slices.popleft()
         stored = self.blocks.get(action.keys[index])
         if stored is None or self.life.world.chance("disk_failure_rate", 0.3):
-            self._end_load(action, index, 0, "it has let go of a block")
+            load.end(error="it has let go of a block")
         elif stored.flipped:
             self.life.write(action.block_ids[index], layer, GARBAGE)
             self.life.world.seen["flips found"] += 1
             del self.blocks[stored.key]
-            self._end_load(action, index, 1, "")
+            load.end(corrupt=1)
         else:
-            self.life.write(action.block_ids[index], layer, stored.layers[layer])
-            self.life.later(lambda: self._pump(action, slices))
-
-    def _end_load(self, action: LoadBlocks, num_blocks: int, corrupt: int, error: str) -> None:
-        self.life.post(
-            LoadEnded(
-                load_id=action.load_id, num_blocks=num_blocks, corrupt_slices=corrupt, error=error
-            )
-        )
+            load.land(index, layer, stored.layers[layer])
+            self.life.later(lambda: self._pump(load, slices))

@@ -15,14 +15,14 @@ from moonpool.attention.keeper import Keeper
 from moonpool.attention.service import AttentionService
 from moonpool.engine.split_choice import choose_split_ops
 from moonpool.messenger.arena import Arena
+from moonpool.runtime.settle import settle_threads
 from moonpool.types import InstanceId
 
 SECRET_VARIABLE = "MOONPOOL_BENCH_SECRET"  # noqa: S105 - its name, not its value
-GIL_INTERVAL_S = 5e-4
 
 
 def main(name: str) -> None:
-    sys.setswitchinterval(GIL_INTERVAL_S)
+    settle_threads()
     secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
     keeper = Keeper(InstanceId(name), secret, choose_split_ops(), Arena, "127.0.0.1", True)
     service = AttentionService(InstanceId(name), secret, keeper, "127.0.0.1", True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_struct
 
 from moonpool.bench.layers_far import SECRET, TIMEOUT_S, fill_with_floats
 from moonpool.config import InstanceConfig
@@ -18,17 +19,24 @@ from moonpool.engine.calibrate import fit_samples, measure_samples
 from moonpool.engine.dtype import resolve_dtype
 from moonpool.engine.ops import KvCache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.kvcache.transfers import FetchEnded, SendEnded
+from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.kvcache.transfers import FetchEnded, LoadEnded, SendEnded, StoreEnded
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.layer_gates import LayerGates
-from moonpool.runtime.transfers import perform_transfer
-from moonpool.types import BlockId, InstanceId, Role, SamplingParams, Slo
+from moonpool.runtime.settle import settle_memory
+from moonpool.runtime.transfers import perform_storage, perform_transfer
+from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams, Slo
 from moonpool.workers.actions import (
     FinishStream,
+    ForgetStored,
+    LoadBlocks,
+    LookUpBlocks,
     RunStep,
     StepFailed,
+    StoreBlocks,
     Tell,
     WorkerAction,
 )
@@ -45,7 +53,7 @@ class Took:
     """Seconds from the command on; 0: it did not happen."""
 
     prefill_s: float = 0.0
-    load_s: float = 0.0  # of the fetch itself
+    load_s: float = 0.0  # of the fetch or the load itself
     stored_s: float = 0.0
     early: bool = False
 
@@ -72,6 +80,8 @@ class Near:
         self._number = 0
         self._late: list[tuple[int, BlockId]] = []
         self._layer_wise_store = True
+        self._store: TierStore | None = None
+        self._stored: tuple[tuple[int, BlockKey], ...] = ()
         self._instance = self._new_instance(False)
         self._messenger = Messenger(
             self.arena,
@@ -85,10 +95,32 @@ class Near:
         self._messenger.start()
         self._thread = EngineThread(engine, self._messenger, (), 1, self._inbox.put)
         self._thread.start()
+        settle_memory()
 
     def close(self) -> None:
         self._thread.stop(TIMEOUT_S)
+        if self._store is not None:
+            self._store.close()
         self._messenger.close()
+
+    def use_store(self, open_it: Callable[[Arena, Callable[[Any], None]], TierStore]) -> None:
+        """From here on there is a tier below DRAM."""
+        self._store = open_it(self.arena, self._inbox.put)
+        rate = self._store.read_bytes_per_s
+        self.cost = replace_struct(self.cost, ssd_read_bytes_per_s=rate)
+
+    def put(self, tokens: Sequence[int]) -> None:
+        """The KVCache of these tokens lies in the tier below DRAM, and nothing else does."""
+        assert self._store is not None
+        root = root_key(self.layout.fingerprint, "")
+        keys = block_keys(tokens, self.layout.block_tokens, root)
+        blocks = [BlockId(number) for number in range(len(keys))]
+        self._store.forget([slot for slot, _ in self._stored])
+        self._store.store("prefix", keys, blocks, range(len(keys)))
+        ended = self._inbox.get(timeout=TIMEOUT_S)
+        if not isinstance(ended, StoreEnded) or ended.num_blocks < len(keys):
+            raise LayersBenchError(f"the prefix could not be stored: {ended}")
+        self._stored = tuple(enumerate(keys))
 
     @property
     def next_work_id(self) -> str:
@@ -124,7 +156,7 @@ class Near:
             event = self._inbox.get(timeout=TIMEOUT_S)
             if isinstance(event, StepFailed):
                 raise LayersBenchError(event.message)
-            if isinstance(event, FetchEnded):
+            if isinstance(event, FetchEnded | LoadEnded):
                 took.load_s = event.seconds
             elif isinstance(event, SendEnded):
                 took.stored_s = time.perf_counter() - began_s
@@ -135,15 +167,18 @@ class Near:
             self._gates.note(event)
         took.early = bool(self._instance.counters.get("early_prefills"))
         if expect_load and not took.load_s:
-            raise LayersBenchError("the prefix was computed, not fetched")
+            raise LayersBenchError("the prefix was computed, not loaded")
         return took
 
     def _new_instance(self, layer_wise_load: bool) -> Instance:
         config = InstanceConfig(
             chunk_tokens=self._chunk_tokens,
             layer_wise_load=layer_wise_load,
+            ssd_blocks=0 if self._store is None else min(self._store.num_slots, self.num_blocks),
+            store_shared=self._store is not None and self._store.shared,
         )
-        return Instance(config, self.layout, self.num_blocks, Role.MIXED, self.cost, ())
+        layout, cost = self.layout, self.cost
+        return Instance(config, layout, self.num_blocks, Role.MIXED, cost, (), self._stored)
 
     def _perform(self, action: WorkerAction) -> None:
         match action:
@@ -151,6 +186,9 @@ class Near:
                 pass
             case RunStep():
                 self._run(action)
+            case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
+                assert self._store is not None
+                perform_storage(self._store, action, self._gates)
             case FinishStream() if self._late:
                 layers = range(self.layout.num_layers)
                 slices = [(i, block, layer) for layer in layers for i, block in self._late]

@@ -436,8 +436,8 @@ def store(
 @bench.command()
 @click.option("--model", default="random:m150", show_default=True)
 @click.option("--batch", type=COUNT, default=4, show_default=True, help="Answers decoded at once.")
-@click.option("--phase", type=click.FloatRange(min=0.2), default=3.0, show_default=True, help="s.")
-@click.option("--rounds", type=COUNT, default=6, show_default=True)
+@click.option("--phase", type=click.FloatRange(min=0.2), default=1.5, show_default=True, help="s.")
+@click.option("--rounds", type=COUNT, default=14, show_default=True)
 @click.option(
     "--tokens-per-s",
     type=COUNT,
@@ -460,7 +460,7 @@ def demotion(
     folder: Path | None,
     json_file: str | None,
 ) -> None:
-    """Time between tokens while the same instance's SSD is busy, against quiet. One minute."""
+    """Time between tokens while the same instance's SSD is busy, against quiet. Three minutes."""
     from moonpool.bench.demotion import DemotionBenchError, bench_demotion
 
     try:
@@ -473,48 +473,52 @@ def demotion(
 @bench.command()
 @click.option("--trace", "trace_file", help="Mooncake, Azure or BurstGPT trace, to simulate.")
 @click.option("--live", is_flag=True, help="Conversations on a real local cluster instead.")
-@click.option("--engine-tokens", type=COUNT, default=500_000, show_default=True)
+@click.option("--engine-tokens", type=COUNT, help="[default: 500000; live 2048]")
 @click.option("--kv-tokens", type=COUNT, help="Of DRAM.  [default: 1000000; live 6144]")
 @click.option("--ssd-tokens", type=COUNT, help="[default: 20000000; live 65536]")
 @click.option("--requests", type=COUNT, help="Only the first so many of the trace.")
 @click.option("--model", default="random:m150", show_default=True, help="Live.")
 @click.option("--sessions", type=COUNT, default=16, show_default=True, help="Live.")
 @click.option("--turns", type=COUNT, default=5, show_default=True, help="Live: of each session.")
+@click.option(
+    "--seconds", type=COUNT, default=150, show_default=True, help="Live: of answering, at most."
+)
 @JSON
 def tiers(
     trace_file: str | None,
     live: bool,
-    engine_tokens: int,
+    engine_tokens: int | None,
     kv_tokens: int | None,
     ssd_tokens: int | None,
     requests: int | None,
     model: str,
     sessions: int,
     turns: int,
+    seconds: int,
     json_file: str | None,
 ) -> None:
     """What each tier of the KVCache pool adds: engine memory, DRAM, remote DRAM, SSD."""
     if live == bool(trace_file):
         fail("give --trace FILE to simulate, or --live for a real cluster")
     if live:
-        sizes = (kv_tokens or 6144, ssd_tokens or 65_536)
-        finish(_tiers_live(model, sessions, turns, *sizes), json_file)
+        sizes = (engine_tokens or 2048, kv_tokens or 6144, ssd_tokens or 65_536)
+        finish(_tiers_live(model, sessions, turns, sizes, seconds), json_file)
         return
     from moonpool.bench.tiers import bench_tiers
     from moonpool.config import ConfigError
     from moonpool.trace.row import TraceError
 
     assert trace_file is not None
-    dram, ssd = kv_tokens or 1_000_000, ssd_tokens or 20_000_000
+    sizes = (engine_tokens or 500_000, kv_tokens or 1_000_000, ssd_tokens or 20_000_000)
     try:
-        found = bench_tiers(trace_file, engine_tokens, dram, ssd, requests, click.echo)
+        found = bench_tiers(trace_file, *sizes, requests, click.echo)
     except (ConfigError, TraceError) as error:
         fail(str(error))
     finish(found, json_file)
 
 
 def _tiers_live(
-    model: str, sessions: int, turns: int, kv_tokens: int, ssd_tokens: int
+    model: str, sessions: int, turns: int, sizes: tuple[int, int, int], seconds: int
 ) -> dict[str, Any]:
     import httpx
 
@@ -522,7 +526,7 @@ def _tiers_live(
     from moonpool.bench.tiers_live import LiveTiersError, bench_tiers_live
 
     try:
-        return bench_tiers_live(model, sessions, turns, kv_tokens, ssd_tokens, None, click.echo)
+        return bench_tiers_live(model, sessions, turns, sizes, seconds, None, click.echo)
     except (LiveTiersError, ServerError, httpx.HTTPError) as error:
         fail(str(error))
 
@@ -541,7 +545,13 @@ def _tiers_live(
     show_default=True,
     help="Of prompts that are computed and stored.",
 )
-@click.option("--rounds", type=COUNT, default=5, show_default=True)
+@click.option("--rounds", type=COUNT, default=9, show_default=True)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="On the disk to load from (default: that of temporary files).",
+)
+@click.option("--mooncake", default="", help="HOST:PORT of a mooncake_master to load from, too.")
 @JSON
 def layers(
     model: str | None,
@@ -549,13 +559,16 @@ def layers(
     new_tokens: int,
     prompt_tokens: tuple[int, ...],
     rounds: int,
+    folder: Path | None,
+    mooncake: str,
     json_file: str | None,
 ) -> None:
-    """Layer-wise load and store, beside one after the other, by shared memory and TCP."""
+    """Layer-wise load and store, beside one after the other: from SSD, by shared memory and TCP."""
     from moonpool.bench.layers import DEFAULT_MODEL, bench_layers
     from moonpool.bench.layers_near import LayersBenchError
     from moonpool.engine.spec import ModelError
     from moonpool.messenger.arena import ArenaError
+    from moonpool.messenger.store.folder import StoreError
 
     try:
         found = bench_layers(
@@ -565,8 +578,10 @@ def layers(
             prompt_tokens,
             rounds,
             click.echo,
+            folder,
+            mooncake,
         )
-    except (ArenaError, LayersBenchError, ModelError) as error:
+    except (ArenaError, LayersBenchError, ModelError, StoreError) as error:
         fail(str(error))
     finish(found, json_file)
 

@@ -8,13 +8,13 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from typing import TYPE_CHECKING
 
 import click
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
+from moonpool.runtime.settle import settle_threads
 from moonpool.types import InstanceId, Role
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ ATTENTION = "attention"
 PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 """So long after its time a worker waits for the head's word that it may go."""
-GIL_INTERVAL_S = 5e-4
-"""Engine, messenger and event loop share the interpreter: the default of 5 ms is a decode step."""
 
 
 def cluster_secret() -> bytes:
@@ -82,7 +80,7 @@ def worker(
         fail(f"--head must be HOST:PORT, not {head_address!r}")
     name = name or f"{role}-{secrets.token_hex(3)}"
     set_up_logging(name)
-    sys.setswitchinterval(GIL_INTERVAL_S)
+    settle_threads()
     secret = cluster_secret()
     if exit_with_head:
         _die_with_parent()

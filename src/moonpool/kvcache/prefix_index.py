@@ -202,12 +202,9 @@ class PrefixIndex:
         match = PrefixMatch(held_depths, hit_depths, deepest, _rows(few), crowd)
         if not self._demoted or self._demoted.keys().isdisjoint(keys):
             return match
-        demoted = self._demoted.get
-        above = [holders(key, 0) & ~demoted(key, 0) for key in keys]
-        near = far = self._spread(_shrink(above))
+        near = far = self._spread(self._shrink_in_dram(keys, {}))
         if expects:
-            wanted = zip(above, keys, strict=True)
-            near = self._spread(_shrink(bits | expecting(key, 0) for bits, key in wanted))
+            near = self._spread(self._shrink_in_dram(keys, self._expecting))
         return match._replace(held_in_dram=far, hits_in_dram=near)
 
     def holds(self, instance_id: InstanceId, key: BlockKey) -> bool:
@@ -251,6 +248,30 @@ class PrefixIndex:
         assert all(rows and not rows & ~used for rows in self._expecting.values())
         rows = [announced.row for announced in self._instances.values()]
         assert sorted(rows + self._free_rows) == list(range(len(self._bits)))
+
+    def _shrink_in_dram(
+        self, keys: Sequence[BlockKey], expecting: dict[BlockKey, int]
+    ) -> list[tuple[int, int]]:
+        """As `_shrink`, of who holds the blocks in DRAM or is expected to: it ends with the first
+        block that nobody does, which most prompts on SSDs begin with."""
+        holders, demoted = self._holders.get, self._demoted.get
+        ends: list[tuple[int, int]] = []
+        alive, depth = -1, 0
+        for key in keys:
+            left = alive & holders(key, 0)
+            below = demoted(key, 0)
+            if below:
+                left ^= left & below
+            if expecting:
+                left |= alive & expecting.get(key, 0)
+            if left != alive:
+                ends.append((alive, depth))
+                alive = left
+                if not left:
+                    return ends
+            depth += 1
+        ends.append((alive, depth))
+        return ends
 
     def _spread(self, ends: Sequence[tuple[int, int]]) -> Depths:
         """`ends` are nested sets of rows, largest first, each with the depth it reached."""

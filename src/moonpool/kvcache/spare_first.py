@@ -99,15 +99,22 @@ class SpareFirst:
         if num_blocks > len(self._policy):
             raise KeyError("fewer blocks are evictable")
         popped: list[BlockId] = []
+        refused: list[BlockId] = []
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
             if self._policy.evict(block_id):
                 self._end(block_id)
                 popped.append(block_id)
+            else:
+                refused.append(block_id)
         chosen = self._policy.pop(num_blocks - len(popped))
         for block_id in chosen:
             self._loose.pop(block_id, None)
             self._end(block_id)
+        for block_id in reversed(refused):  # they are loose still, and first in their turn
+            if block_id in self._policy and self._is_loose(block_id):
+                self._loose[block_id] = None
+                self._loose.move_to_end(block_id, last=False)
         return popped + chosen
 
     def evict(self, block_id: BlockId) -> bool:

@@ -3,7 +3,7 @@
 Every operation the worker starts ends with exactly one terminal event, marked (terminal). Until
 then the messenger may read or write the operation's blocks, so they must stay held; afterwards it
 never will. Fetches bring one layer of all their blocks after the other, and say now and then how
-far they are.
+far they are, and so do loads that were asked to.
 """
 
 from __future__ import annotations
@@ -107,6 +107,15 @@ class LoadEnded(Struct, frozen=True, tag=True):
     hung: bool = False
 
 
+class LoadProgress(Struct, frozen=True, tag=True):
+    """A load that was asked to come layer by layer is being read: of all of its blocks the first
+    `num_layers` layers have arrived and hold, `seconds` after it began."""
+
+    load_id: str
+    num_layers: int = 0
+    seconds: float = 0.0
+
+
 class LoadReturned(Struct, frozen=True, tag=True):
     """The disk has let go of what a hung load held."""
 
@@ -153,6 +162,7 @@ MessengerEvent = (
     | SendEnded
     | ReceiveEnded
     | StoreEnded
+    | LoadProgress
     | LoadEnded
     | LookUpEnded
     | LoadReturned

@@ -32,7 +32,7 @@ from moonpool.workers.actions import (
 
 log = logging.getLogger("moonpool.engine")
 
-_Order = tuple[RunStep, Sequence[LayerGate | None]] | FetchBlocks | ExpectStream | LoadBlocks
+_Order = tuple[RunStep, Sequence[Sequence[LayerGate]]] | FetchBlocks | ExpectStream | LoadBlocks
 
 
 class EngineThread:
@@ -61,8 +61,8 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, step: RunStep, gates: Sequence[LayerGate | None] = ()) -> None:
-        """At most one step is outstanding: the instance's state machine sees to it. `gates[i]` is
+    def submit(self, step: RunStep, gates: Sequence[Sequence[LayerGate]] = ()) -> None:
+        """At most one step is outstanding: the instance's state machine sees to it. `gates[i]` are
         what the i-th entry waits at; none at all: nobody waits."""
         self._steps.put((step, gates))
 
@@ -96,7 +96,7 @@ class EngineThread:
                 outcome = StepFailed(f"the engine failed: {type(error).__name__}: {error}")
             self._post(outcome)
 
-    def _compute(self, step: RunStep, gates: Sequence[LayerGate | None]) -> StepEnded:
+    def _compute(self, step: RunStep, gates: Sequence[Sequence[LayerGate]]) -> StepEnded:
         begin_writing(self._messenger, step)
         waits = LayerWaits(step, gates)
         sends = any(entry.sends for entry in step.entries)

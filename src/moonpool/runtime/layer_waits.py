@@ -10,9 +10,9 @@ from moonpool.workers.actions import RunStep, StepEntry
 
 
 class LayerWaits:
-    """Of one step. `gates[i]` is that of its i-th entry. Used by the engine's thread."""
+    """Of one step. `gates[i]` are those of its i-th entry. Used by the engine's thread."""
 
-    def __init__(self, step: RunStep, gates: Sequence[LayerGate | None]) -> None:
+    def __init__(self, step: RunStep, gates: Sequence[Sequence[LayerGate]]) -> None:
         self.waited_s = 0.0
         began_s = time.monotonic()
         self._entries = step.entries
@@ -32,10 +32,10 @@ class LayerWaits:
         """Returns when the layer of all that is still arriving is there, or will not be; and the
         entries that have missed one."""
         began_s = time.monotonic()
-        for index, gate in enumerate(self._gates):
-            if gate is None or index in self._missed:
+        for index, gates in enumerate(self._gates):
+            if index in self._missed:
                 continue
-            if not gate.wait(layer, self._deadlines_s[index]):
+            if not all(gate.wait(layer, self._deadlines_s[index]) for gate in gates):
                 self._missed.add(index)
         self.waited_s += time.monotonic() - began_s
         return self._missed

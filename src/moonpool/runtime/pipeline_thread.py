@@ -46,7 +46,7 @@ class PipelineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, step: RunStep, gates: Sequence[LayerGate | None] = ()) -> None:
+    def submit(self, step: RunStep, gates: Sequence[Sequence[LayerGate]] = ()) -> None:
         """No more are outstanding than the state machine's `max_steps_in_flight`; stages wait at no
         gates."""
         assert not gates, "an instance of stages computes with nothing that still arrives"

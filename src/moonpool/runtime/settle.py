@@ -1,8 +1,11 @@
-"""Keeps Python's garbage collector away from what start-up has built."""
+"""Keeps Python itself from making a process's engine wait."""
 
 from __future__ import annotations
 
 import gc
+import sys
+
+GIL_INTERVAL_S = 5e-4
 
 
 def settle_memory() -> None:
@@ -10,3 +13,10 @@ def settle_memory() -> None:
     collection walks hundreds of thousands of objects, and a decode step waits for it."""
     gc.collect()
     gc.freeze()
+
+
+def settle_threads() -> None:
+    """To be called first. A thread that comes back from a kernel asks for the interpreter, and gets
+    it after so long at the latest; an engine does that for each operation of each layer, and
+    Python's own 5 ms would be more than most steps take."""
+    sys.setswitchinterval(GIL_INTERVAL_S)

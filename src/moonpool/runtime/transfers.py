@@ -79,13 +79,15 @@ def perform_transfer(
             messenger.grant(action.read_id, action.block_ids)
 
 
-def perform_storage(store: TierStore, action: Storage) -> None:
-    """Begins the operation; what comes of it is posted by the store."""
+def perform_storage(store: TierStore, action: Storage, gates: LayerGates | None = None) -> None:
+    """Begins the operation; what comes of it is posted by the store. Only with `gates` can steps
+    wait for the layers of a load."""
     match action:
         case StoreBlocks():
             store.store(action.store_id, action.keys, action.block_ids, action.slots)
         case LoadBlocks():
-            store.load(action.load_id, action.keys, action.slots, action.block_ids)
+            gate = gates.begin(action) if gates is not None and action.by_layer else None
+            store.load(action.load_id, action.keys, action.slots, action.block_ids, gate)
         case LookUpBlocks():
             store.look_up(action.lookup_id, action.keys)
         case ForgetStored():

@@ -244,7 +244,7 @@ class Worker:
                 case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
                     assert booted.store is not None, "an instance without slots asks for none"
                     self._engine.before_transfer(action)
-                    perform_storage(booted.store, action)
+                    perform_storage(booted.store, action, self._gates)
                 case _:
                     self._engine.before_transfer(action)
                     layers = booted.layout.num_layers

@@ -6,7 +6,7 @@ by layer means that a chunk's blocks leave while it is computed, no faster than 
 without, they leave when it is done (v3 section 5.2).
 
 Fetches bring layer after layer, in up to PROGRESS_PARTS parts after each of which their reader is
-told.
+told; and so do loads from the SSD that are asked to.
 
 What goes to a node's SSD or comes from it shares the SSD's two links, one each way; a peer's fetch
 of such blocks passes them before it passes the NIC, since its source reads them first.
@@ -21,6 +21,7 @@ from moonpool.kvcache.transfers import (
     FetchEnded,
     FetchProgress,
     LoadEnded,
+    LoadProgress,
     MessengerEvent,
     ReadEnded,
     ReadRequested,
@@ -45,6 +46,8 @@ PROGRESS_PARTS = 8
 
 Ended = Callable[[bool], None]
 """Hears once whether all that was waited for came."""
+_Name = tuple[str, str]
+"""Of a transfer: a fetch or a load, and its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,8 @@ class SimMessenger:
         self._latency_s = latency_s
         self._layer_wise = layer_wise
         self._num_layers = num_layers
-        self._waiting: dict[str, list[Ended]] = {}  # by the fetch that is waited for
-        self._under_way: set[str] = set()
+        self._waiting: dict[_Name, list[Ended]] = {}  # by the transfer that is waited for
+        self._under_way: set[_Name] = set()
         self._post = post
         self._peers = peers
         self._expected: dict[str, ExpectStream] = {}
@@ -268,7 +271,7 @@ class SimMessenger:
     # Fetches
 
     def fetch(self, action: FetchBlocks) -> None:
-        self._under_way.add(action.fetch_id)
+        self._under_way.add(("fetch", action.fetch_id))
         source = self._peers[action.source.instance_id]
         fetch = _Fetch(action, self, source, self._clock.now)
         fetch.timer = self._clock.after(
@@ -311,10 +314,12 @@ class SimMessenger:
         begin: Callable[[Flow], None],
         tell: Callable[[int], None],
         end: Callable[[], None],
+        by_layer: bool = True,
     ) -> None:
         """One part of the layers after the other; `begin` hears of each part's flow, `tell` how
         many layers are there after all but the last."""
-        parts = min(PROGRESS_PARTS, self._num_layers) if self._layer_wise and num_bytes else 1
+        by_layer = by_layer and self._layer_wise and num_bytes > 0
+        parts = min(PROGRESS_PARTS, self._num_layers) if by_layer else 1
 
         def start(part: int, latency_s: float) -> None:
             part_bytes = num_bytes * (part + 1) // parts - num_bytes * part // parts
@@ -330,27 +335,33 @@ class SimMessenger:
         start(0, latency_s)
 
     def when_here(self, arriving: Arriving, told: Ended) -> None:
-        """Calls `told` once it has ended, its own end having been told before: at once if it has;
-        or when the time is up."""
-        fetch_id, done = arriving.fetch_id, False
+        """Calls `told` once all of it has ended, the ends having been told before: at once if they
+        have; when the time is up; or when something has ended badly."""
+        names: list[_Name] = [("load", load_id) for load_id in arriving.load_ids]
+        if arriving.fetch_id:
+            names.append(("fetch", arriving.fetch_id))
+        left = [name for name in names if name in self._under_way]
+        num_left, done = len(left), False
 
         def finish(came: bool) -> None:
-            nonlocal done
-            if not done:
+            nonlocal num_left, done
+            num_left -= 1
+            if not done and (not came or num_left <= 0):
                 done = True
                 timer.cancel()
                 told(came)
 
         timer = self._clock.after(arriving.timeout_s, Priority.FAULT, finish, False)
-        if fetch_id in self._under_way:
-            self._waiting.setdefault(fetch_id, []).append(finish)
-        else:
+        for name in left:
+            self._waiting.setdefault(name, []).append(finish)
+        if not left:
             finish(True)
 
-    def _tell_end(self, ended: FetchEnded) -> None:
-        self._under_way.discard(ended.fetch_id)
+    def _tell_end(self, ended: FetchEnded | LoadEnded) -> None:
+        name = ("fetch", ended.fetch_id) if isinstance(ended, FetchEnded) else _load(ended.load_id)
+        self._under_way.discard(name)
         self._post(ended)
-        for told in self._waiting.pop(ended.fetch_id, ()):
+        for told in self._waiting.pop(name, ()):
             told(not ended.error)
 
     def _on_read(self, fetch: _Fetch) -> None:
@@ -425,13 +436,19 @@ class SimMessenger:
     def load(self, action: LoadBlocks) -> None:
         assert self._links.ssd_read is not None
         began_s, num_bytes = self._clock.now, len(action.slots) * self._block_bytes
+        by_layer = self._layer_wise and action.by_layer
+        self._under_way.add(_load(action.load_id))
 
-        def end(_: Flow) -> None:
+        def tell(num_layers: int) -> None:
+            seconds = self._clock.now - began_s
+            self._post(LoadProgress(action.load_id, num_layers, seconds))
+
+        def end() -> None:
             seconds = self._clock.now - began_s
             self.figures.num_loads += 1
             self.figures.loaded_bytes += num_bytes
             self.figures.loading_s += seconds
-            self._post(
+            self._tell_end(
                 LoadEnded(
                     load_id=action.load_id,
                     num_blocks=len(action.slots),
@@ -440,7 +457,16 @@ class SimMessenger:
                 )
             )
 
-        self._network.start((self._links.ssd_read,), num_bytes, end, latency_s=SSD_LATENCY_S)
+        if by_layer:
+            self._clock.after(SSD_LATENCY_S, Priority.MESSAGE, tell, 0)
+        path = (self._links.ssd_read,)
+        self._start_parts(
+            path, num_bytes, SSD_LATENCY_S, lambda _: None, tell, end, by_layer=by_layer
+        )
 
     def _tell(self, event: MessengerEvent) -> None:
         self._clock.at(self._clock.now, Priority.TRANSFER_END, self._post, event)
+
+
+def _load(load_id: str) -> _Name:
+    return "load", load_id

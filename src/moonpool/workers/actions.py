@@ -16,12 +16,13 @@ from moonpool.workers.messages import Command, Report, WorkId
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A fetch under way that fills blocks which a step reads, layer by layer. Before attention of a
-    layer the engine waits until it has brought that layer, but in all no longer than `timeout_s`.
-    """
+    """Transfers under way that fill blocks which a step reads, layer by layer: a fetch ("": none)
+    and loads. Before attention of a layer the engine waits until all have brought that layer, but
+    in all no longer than `timeout_s`."""
 
     fetch_id: str
     timeout_s: float
+    load_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +177,15 @@ class StoreBlocks:
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
     """Read slots of the SSD into blocks, in this order; answer with `LoadEnded`. Until then the
-    blocks are the reader's alone, and the slots keep what they hold."""
+    blocks are the reader's alone, and the slots keep what they hold. `by_layer`: a prefill may
+    compute meanwhile, so one layer of all blocks comes after the other, and `LoadProgress` says how
+    far it is."""
 
     load_id: str
     keys: tuple[BlockKey, ...]
     slots: tuple[int, ...]
     block_ids: tuple[BlockId, ...]
+    by_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from moonpool.kvcache.transfers import (
     FetchEnded,
     FetchProgress,
     LoadEnded,
+    LoadProgress,
     LookUpEnded,
     ReadEnded,
     ReadRequested,
@@ -31,7 +32,6 @@ from moonpool.workers.early import EarlyStart
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import Fetch
 from moonpool.workers.outbox import Outbox
-from moonpool.workers.promotion import Promotion
 
 FETCH_PATIENCE = 10.0
 """A fetch that takes so many times what it should is given up."""
@@ -59,7 +59,7 @@ class Arrivals:
         learning: bool = True,
     ) -> None:
         """`learning`: loads are believed to take what they were seen to take."""
-        self.promotion = Promotion(holdings, outbox)
+        self.promotion = early.promotion
         self._early = early
         self._holdings = holdings
         self._pool = holdings.pool
@@ -125,7 +125,7 @@ class Arrivals:
         # What is here must not be evicted for what is not.
         found = [block for block in map(self._pool.find, keys[:num_local]) if block is not None]
         self._pool.acquire(active.fetch_owner, found)
-        loads = self.promotion.load(absent)
+        loads = self.promotion.load(absent, self._early.wanted)
         if loads is None:
             self._pool.release(active.fetch_owner)
             return len(held)
@@ -216,6 +216,20 @@ class Arrivals:
 
     # Loads
 
+    def on_load_progress(self, event: LoadProgress) -> None:
+        """What it takes is believed until some of it has come, then seen."""
+        layout, load_id = self._holdings.layout, event.load_id
+        num_blocks = self.promotion.size_of(load_id)
+        if not num_blocks:
+            return
+        if event.num_layers:
+            left = layout.num_layers - event.num_layers
+            left_s = event.seconds * left / event.num_layers
+        else:
+            left_s = self._cost.load_s(num_blocks * layout.block_bytes, 1)
+            left_s *= self._load_factor.value
+        self.promotion.note_left(load_id, left_s)
+
     def on_load_ended(self, event: LoadEnded) -> None:
         """Those who waited take what has arrived."""
         if self._learning and not event.error and not event.corrupt_slices:
@@ -223,12 +237,15 @@ class Arrivals:
             expected_s = self._cost.load_s(event.num_bytes, num_sharing)
             self._load_factor.observe(event.seconds, expected_s)
         missing = set(self.promotion.on_ended(event))
+        early: list[ActiveWork] = []
         for active in self._works.pop(event.load_id, ()):
             active.loads.discard(event.load_id)
             lacking = len(missing.intersection(active.keys)) if missing else 0
             active.num_loaded_tokens -= lacking * self._holdings.layout.block_tokens
             active.corrupt_slices += event.corrupt_slices
-            if not active.closing:
+            if active.early:
+                early.append(active)
+            elif not active.closing:
                 self._hold_arrived(active)
         for read_id, read in list(self._reads.items()):
             read.loads.discard(event.load_id)
@@ -236,6 +253,9 @@ class Arrivals:
                 del self._reads[read_id]
                 self._grant(read_id, read.keys)
         self.promotion.let_go(event.load_id)
+        for active in early:  # they hold what they compute with, and may need what was let go
+            if not active.closing:
+                self._hold_arrived(active)
 
     # Peers' reads
 

@@ -19,6 +19,7 @@ from moonpool.workers.actions import Arriving, SendBlocks
 from moonpool.workers.active import ActiveWork
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.promotion import Promotion
 
 PATIENCE = 2.0
 """A step waits so many times what the rest of its prefix should take, and GRACE_S more."""
@@ -32,6 +33,7 @@ class EarlyStart:
         self,
         config: InstanceConfig,
         holdings: Holdings,
+        promotion: Promotion,
         outbox: Outbox,
         cost: CostModel,
     ) -> None:
@@ -39,6 +41,7 @@ class EarlyStart:
         self._config = config
         self._holdings = holdings
         self._pool = holdings.pool
+        self.promotion = promotion
         self._outbox = outbox
         self._cost = cost
 
@@ -46,20 +49,43 @@ class EarlyStart:
 
     def try_hold(self, active: ActiveWork) -> bool:
         """Holds all blocks a waiting work needs if it may compute before its prefix is there."""
-        if not self._config.layer_wise_load or active.missed or not active.granted_blocks:
+        if not self.wanted or active.missed or active.asking:
             return False
-        if active.asking or active.loads:
-            return False  # what comes from a store comes block by block
+        left_s = self._left_s(active)
+        if left_s is None:
+            return False
         run = self._run(active)
-        if not self._in_time(active, len(run)):
+        if left_s > self._first_step_s(active, len(run)):
             return False
         return self._hold(active, run)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the engine can wait for a layer: then what is loaded comes layer by layer."""
+        return self._config.layer_wise_load
 
     def arriving(self, active: ActiveWork) -> Arriving | None:
         """What a step of the work has to wait for, layer by layer."""
         if not active.arriving:
             return None
-        return Arriving(active.work_id, PATIENCE * active.fetch_left_s + GRACE_S)
+        timeout_s = PATIENCE * (self._left_s(active) or 0.0) + GRACE_S
+        fetch_id = active.work_id if active.writing else ""
+        return Arriving(fetch_id, timeout_s, tuple(sorted(active.loads)))
+
+    def _left_s(self, active: ActiveWork) -> float | None:
+        """How much longer the last of what the work waits for should take. None: who brings it has
+        not answered, or brings nothing, or not by layer."""
+        left_s = []
+        if active.writing:
+            if active.granted_blocks is None or not (active.granted_blocks or active.loads):
+                return None
+            left_s.append(active.fetch_left_s)
+        for load_id in active.loads:
+            load_left_s = self.promotion.left_s(load_id)
+            if load_left_s is None:
+                return None
+            left_s.append(load_left_s)
+        return max(left_s, default=None)
 
     def _run(self, active: ActiveWork) -> list[BlockId]:
         """Blocks of the work's prefix that are here or surely on their way, up to the first that is
@@ -72,17 +98,19 @@ class EarlyStart:
                 offset = index - active.fetch_first_index
                 block_id = active.fetched_blocks[offset] if 0 <= offset < granted else None
             if block_id is None:
+                block_id = self.promotion.arriving(key, active.loads)
+            if block_id is None:
                 break
             run.append(block_id)
         return run
 
-    def _in_time(self, active: ActiveWork, num_blocks: int) -> bool:
-        """Whether what is still to come takes no longer than the first step without it."""
+    def _first_step_s(self, active: ActiveWork, num_blocks: int) -> float:
+        """With so many blocks of its prefix there."""
         start = num_blocks * self._holdings.layout.block_tokens
         num_tokens = min(len(active.tokens) - start, self._config.chunk_tokens)
         last = start + num_tokens == len(active.tokens)
         chunk = Chunk(num_tokens=num_tokens, start=start, cached_tokens=start, last=last)
-        return active.fetch_left_s <= self._cost.step_s((chunk,), 0, 0)
+        return self._cost.step_s((chunk,), 0, 0)
 
     def _hold(self, active: ActiveWork, run: list[BlockId]) -> bool:
         pool, layout, owner = self._pool, self._holdings.layout, active.owner

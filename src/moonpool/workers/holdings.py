@@ -14,7 +14,7 @@ from moonpool.kvcache.spare_first import SpareFirst
 from moonpool.kvcache.tiers import SsdTier
 from moonpool.types import BlockId, BlockKey
 from moonpool.workers.active import ActiveWork
-from moonpool.workers.messages import BlocksChanged, BlocksSnapshot, MarkCopies
+from moonpool.workers.messages import BlocksChanged, BlocksSnapshot, MarkCopies, TierLoad
 
 
 class Holdings:
@@ -55,6 +55,20 @@ class Holdings:
     def num_slots(self) -> int:
         """Of the SSD, as long as there is one that answers."""
         return 0 if self.tier is None or not self.tier.usable else self.tier.slots.num_blocks
+
+    def tier_load(self) -> TierLoad | None:
+        """The SSD's gauges as they are now."""
+        if self.tier is None:
+            return None
+        slots = self.tier.slots
+        return TierLoad(
+            blocks=slots.num_blocks,
+            held=slots.num_held,
+            available=slots.num_available,
+            cached=slots.num_cached,
+            owners=slots.owners(),
+            error=self.tier.error or self.tier.paused,
+        )
 
     def caches(self, active: ActiveWork) -> bool:
         return self._prefix_caching and active.work.use_cache

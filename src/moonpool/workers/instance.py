@@ -25,6 +25,7 @@ from moonpool.kvcache.transfers import (
     FetchEnded,
     FetchProgress,
     LoadEnded,
+    LoadProgress,
     LoadReturned,
     LookUpEnded,
     ReadEnded,
@@ -79,7 +80,6 @@ from moonpool.workers.messages import (
     StreamBroken,
     SwitchRole,
     TakeOver,
-    TierLoad,
     TransferDone,
     Work,
     WorkFailed,
@@ -87,6 +87,7 @@ from moonpool.workers.messages import (
     WorkTokens,
 )
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.promotion import Promotion
 from moonpool.workers.takeover import Takeovers
 from moonpool.workers.tokens import Tokens
 
@@ -117,7 +118,8 @@ class Instance:
         self._outbox = Outbox()
         self._holdings = Holdings(config, layout, num_blocks, arenas)
         self._arenas = Arenas(self._holdings)
-        self._early = EarlyStart(config, self._holdings, self._outbox, cost)
+        promotion = Promotion(self._holdings, self._outbox)
+        self._early = EarlyStart(config, self._holdings, promotion, self._outbox, cost)
         self._batch = Batch(config, self._holdings, self._outbox, cost, self._early)
         self._arrivals = Arrivals(
             self._holdings, self._early, self._batch, self._outbox, cost, config.learning
@@ -208,6 +210,8 @@ class Instance:
                 self._arrivals.on_read_requested(event)
             case ReadEnded():
                 self._arrivals.on_read_ended(event)
+            case LoadProgress():
+                self._arrivals.on_load_progress(event)
             case LoadEnded():
                 self._arrivals.on_load_ended(event)
             case LookUpEnded():
@@ -269,7 +273,7 @@ class Instance:
             owners=self.pool.owners(),
             counters=dict(self.counters),
             num_blocks=self.pool.num_blocks,
-            ssd=None if self.tier is None else _tier_load(self.tier),
+            ssd=self._holdings.tier_load(),
         )
 
     def validate(self) -> None:
@@ -582,15 +586,3 @@ class Instance:
         self.pool.release(active.owner)
         self.pool.release(active.fetch_owner)
         del self.works[active.work_id]
-
-
-def _tier_load(tier: SsdTier) -> TierLoad:
-    slots = tier.slots
-    return TierLoad(
-        blocks=slots.num_blocks,
-        held=slots.num_held,
-        available=slots.num_available,
-        cached=slots.num_cached,
-        owners=slots.owners(),
-        error=tier.error or tier.paused,
-    )

@@ -9,7 +9,7 @@ hangs, the load ends as a miss too, but what the disk may still write to stays h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from moonpool.kvcache.transfers import LoadEnded
@@ -34,7 +34,8 @@ class Promotion:
         self._holdings = holdings
         self._outbox = outbox
         self._loads: dict[str, _Load] = {}
-        self._loading: dict[BlockKey, str] = {}
+        self._loading: dict[BlockKey, tuple[str, BlockId]] = {}  # the load, and where it goes
+        self._left_s: dict[str, float] = {}  # how much longer those take that come by layer
         self._hung: set[str] = set()
         self._num_loads = 0
 
@@ -50,6 +51,25 @@ class Promotion:
         """Loads that shared the disk when this one began."""
         return self._loads[load_id].num_sharing
 
+    def arriving(self, key: BlockKey, loads: Collection[str]) -> BlockId | None:
+        """The block that one of these loads brings `key` into."""
+        load_id, block_id = self._loading.get(key, ("", None))
+        return block_id if load_id in loads else None
+
+    def note_left(self, load_id: str, left_s: float) -> None:
+        """Reading has begun, and should take so much longer."""
+        if load_id in self._loads:
+            self._left_s[load_id] = left_s
+
+    def left_s(self, load_id: str) -> float | None:
+        """None: nobody knows yet, or it does not come by layer."""
+        return self._left_s.get(load_id)
+
+    def size_of(self, load_id: str) -> int:
+        """Blocks of a load; 0 if it has ended."""
+        load = self._loads.get(load_id)
+        return 0 if load is None else len(load.keys)
+
     def reach(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
         """How long a run of `keys` is here, in DRAM or on the SSD, and what of it is not in
         DRAM."""
@@ -63,12 +83,12 @@ class Promotion:
             absent.append(key)
         return len(keys), absent
 
-    def load(self, keys: Sequence[BlockKey]) -> set[str] | None:
+    def load(self, keys: Sequence[BlockKey], by_layer: bool = False) -> set[str] | None:
         """Has `keys`, which `reach` found absent just now, loaded. Returns the loads to wait for;
         None, beginning nothing, if there is no room."""
         tier, loading = self._holdings.tier, self._loading
         assert tier is not None
-        waits = {loading[key] for key in keys if key in loading}
+        waits = {loading[key][0] for key in keys if key in loading}
         new = tuple(key for key in keys if key not in loading)
         if not new:
             return waits
@@ -79,14 +99,14 @@ class Promotion:
         if blocks is None:
             return None
         slots = []
-        for key in new:
+        for key, block_id in zip(new, blocks, strict=True):
             slot = tier.slot_of(key)
             assert slot is not None
             slots.append(slot)
-            loading[key] = load_id
+            loading[key] = load_id, block_id
         tier.hold(owner, slots)
         self._loads[load_id] = _Load(new, tuple(slots), tuple(blocks), len(self._loads) + 1)
-        self._outbox.do(LoadBlocks(load_id, new, tuple(slots), tuple(blocks)))
+        self._outbox.do(LoadBlocks(load_id, new, tuple(slots), tuple(blocks), by_layer))
         return waits | {load_id}
 
     def on_ended(self, event: LoadEnded) -> tuple[BlockKey, ...]:
@@ -113,6 +133,7 @@ class Promotion:
 
     def let_go(self, load_id: str) -> None:
         load = self._loads.pop(load_id)
+        self._left_s.pop(load_id, None)
         tier = self._holdings.tier
         assert tier is not None
         for key in load.keys:

@@ -19,6 +19,8 @@ def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(lines) == 4
     assert demotion["written_mb_per_s"] > 2 and promotion["read_mb_per_s"] > 2
     assert quiet["read_mb_per_s"] == arrivals["read_mb_per_s"] == 0
+    assert promotion["p99_between"][0] <= promotion["p99_between"][1]
+    assert quiet["steps"] >= promotion["steps"], "as many quiet phases as busy ones"
     assert arrivals["written_mb_per_s"] < demotion["written_mb_per_s"] / 4
     assert all(row["p50_s"] <= row["p99_s"] <= row["max_s"] for row in found["rows"])
     assert list(tmp_path.iterdir()) == []

@@ -10,12 +10,13 @@ from test_arrivals import FAST, KEYS, PROMPT
 from test_instance import EOS, LAYOUT, PEER, SIZE, of, told, work
 
 from moonpool.config import InstanceConfig
-from moonpool.kvcache.transfers import FetchEnded, FetchProgress
+from moonpool.kvcache.transfers import FetchEnded, FetchProgress, LoadEnded, LoadProgress
 from moonpool.types import Role, Token
 from moonpool.workers.actions import (
     Arriving,
     FetchBlocks,
     FinishStream,
+    LoadBlocks,
     OpenStream,
     RunStep,
     SendBlocks,
@@ -198,3 +199,81 @@ def test_an_abort_frees_all_when_nothing_touches_it() -> None:
     assert bench.instance.pool.num_held, "the fetch still writes"
     bench.handle(fetched(8))
     assert bench.instance.pool.owners() == {} and not bench.instance.works
+
+
+# From the SSD
+
+DISK = msgspec.structs.replace(QUICK, ssd_read_bytes_per_s=1e9)
+BEGUN = LoadProgress(load_id="1")
+
+
+def loading(**options: Any) -> tuple[Bench, LoadBlocks]:
+    """A prefill of PROMPT whose first eight blocks lie on the SSD."""
+    bench = Bench(DISK, ssd_blocks=64, **options)
+    command = StartPrefill(work=work("w", token_ids=PROMPT))
+    (load,) = of(bench.handle(command), LoadBlocks)
+    return bench, load
+
+
+def test_a_step_begins_while_the_ssd_is_read() -> None:
+    bench, load = loading()
+    assert load.by_layer and len(load.block_ids) == 8
+    (step,) = of(bench.handle(BEGUN), RunStep)
+    (entry,) = step.entries
+    assert entry.start == 8 * SIZE
+    assert list(entry.block_ids[:8]) == list(load.block_ids)
+    assert entry.arriving is not None
+    assert (entry.arriving.fetch_id, entry.arriving.load_ids) == ("", ("1",))
+    assert not told(bench.handle(LoadProgress("1", 1, 0.001)), PrefillStarted)
+    (started,) = told(bench.handle(LoadEnded("1", 8, seconds=0.01)), PrefillStarted)
+    assert (started.cached_tokens, started.loaded_tokens, started.early) == (
+        8 * SIZE,
+        8 * SIZE,
+        True,
+    )
+    actions = bench.handle(StepEnded((Token(7),), 0.1))
+    assert bench.instance.pool.num_cached == 10
+    assert of(actions, RunStep)[0].entries[0].arriving is None
+
+
+def test_a_load_that_has_not_begun_or_is_slow_is_waited_for() -> None:
+    bench, _ = loading()
+    assert not of(bench.handle(LoadProgress("1", 1, 60.0)), RunStep), "as it is seen to be"
+    assert of(bench.handle(LoadEnded("1", 8)), RunStep)
+    assert not bench.handle(LoadProgress("1", 2, 0.0)), "it comes too late to be of use"
+
+
+def test_a_load_that_fails_makes_its_step_void() -> None:
+    bench, load = loading()
+    bench.handle(BEGUN)
+    (started,) = told(bench.handle(LoadEnded("1", 3, error="damaged")), PrefillStarted)
+    assert started.loaded_tokens == 3 * SIZE
+    (step,) = of(bench.handle(StepEnded((Token(7),), 0.1, missed=(0,))), RunStep)
+    (entry,) = step.entries
+    assert entry.start == 3 * SIZE and entry.arriving is None
+    assert bench.instance.counters["missed_steps"] == 1
+    assert not set(entry.block_ids[3:]) & set(load.block_ids[:3])
+
+
+def test_what_a_failed_load_held_serves_to_compute_it() -> None:
+    """There is room for the prompt, and for nothing else."""
+    bench, _ = loading(num_blocks=12)
+    bench.handle(BEGUN)
+    bench.handle(LoadEnded("1", 0, error="damaged"))
+    actions = bench.handle(StepEnded((Token(7),), 0.1, missed=(0,)))
+    assert not told(actions, WorkFailed)
+    assert of(actions, RunStep)[0].entries[0].start == 0
+
+
+def test_a_hung_load_keeps_its_blocks_from_a_work_that_counted_on_them() -> None:
+    bench, load = loading()
+    bench.handle(BEGUN)
+    bench.handle(LoadEnded("1", 0, error="hung", hung=True))
+    (step,) = of(bench.handle(StepEnded((Token(7),), 0.1, missed=(0,))), RunStep)
+    assert not set(step.entries[0].block_ids) & set(load.block_ids)
+
+
+def test_without_layer_wise_loading_the_ssd_is_read_block_by_block() -> None:
+    bench, load = loading(layer_wise_load=False)
+    assert not load.by_layer
+    assert not of(bench.handle(BEGUN), RunStep)

@@ -1,11 +1,13 @@
 """A Mooncake Store in the place of the SSD: blocks go to machines that lend it their memory, and
 every instance of every cluster that uses the same one finds them.
 
-A block is an object named by layout and content, `moonpool-<fingerprint>-<key>`. Its bytes are a
-slot's, as on the SSD (`format`): a header with the layout's fingerprint, the key and a checksum of
-each layer's slice, then the block. What comes back is checked against all three where it lies in
-the arena; what is wrong is a miss, is counted, and is deleted there, so that the block is put anew.
-The store evicts as it likes; a block that is gone is a miss as well. Slots mean nothing here.
+A block is an object named by layout and content, `moonpool-<fingerprint>-<key>`; a large one is
+several, `...-0`, `...-1` and so on, each some of its layers, so that a load can come layer by layer
+(`layered`). Its bytes are a slot's, as on the SSD (`format`): a header with the layout's
+fingerprint, the key and a checksum of each layer's slice, then the block. What comes back is
+checked against all three where it lies in the arena; what is wrong is a miss, is counted, and is
+deleted there, so that the block is put anew. The store evicts as it likes; a block that is gone is
+a miss as well. Slots mean nothing here.
 
 The store's client runs in a process of its own (`mooncake_child`, `helper`), which sees the staging
 memory of this file and never the arena. Every call has a deadline; with the master gone, all that
@@ -14,6 +16,7 @@ is asked ends at once, and is computed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -27,6 +30,7 @@ from moonpool.config import MooncakeConfig
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import LookUpEnded, MessengerEvent
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.store.counters import StoreCounters, StoreCounts
 from moonpool.messenger.store.folder import StoreError
 from moonpool.messenger.store.format import Geometry, SlotHeader, encode_header
@@ -34,6 +38,7 @@ from moonpool.messenger.store.helper import Helper, HelperError
 from moonpool.messenger.store.index import header_of
 from moonpool.messenger.store.job import Job, Outcome
 from moonpool.messenger.store.lane import Lane, Task
+from moonpool.messenger.store.layered import Part, Told, cut
 from moonpool.messenger.store.mooncake_child import Ask
 from moonpool.messenger.store.slices import Slices
 from moonpool.types import BlockId, BlockKey
@@ -82,6 +87,7 @@ class MooncakeStore:
         self._config = config
         self._arena = arena
         self._geometry = _object_geometry(layout)
+        self._parts = cut(self._geometry)
         self._slices = Slices(arena, self._geometry)
         self._post = post
         self._counters = StoreCounters()
@@ -122,7 +128,9 @@ class MooncakeStore:
         def end(outcome: Outcome) -> None:
             self._deliver(outcome.of_store(store_id))
 
-        self._submit(_WRITE, self._write_group, keys, slots, block_ids, end)
+        starts = self._checked_starts(keys, slots, block_ids)
+        job = Job(keys, slots, block_ids, len(starts), end)
+        self._submit(_WRITE, job, self._tasks(self._write_group, job, starts))
 
     def load(
         self,
@@ -130,11 +138,26 @@ class MooncakeStore:
         keys: Sequence[BlockKey],
         slots: Sequence[int],
         block_ids: Sequence[BlockId],
+        gate: LayerGate | None = None,
     ) -> None:
         def end(outcome: Outcome) -> None:
             self._deliver(outcome.of_load(load_id))
+            if gate is not None:
+                gate.end(outcome.num_blocks == len(keys))
 
-        self._submit(_READ, self._read_group, keys, slots, block_ids, end)
+        starts = self._checked_starts(keys, slots, block_ids)
+        parts: Sequence[Part] = [Part(0, self._geometry.num_layers)]
+        told: Told | None = None
+        if gate is not None and len(self._parts) > 1:
+            parts, told = self._parts, Told(load_id, self._parts, gate, self._deliver)
+        job = Job(keys, slots, block_ids, len(starts), end, None, len(parts), told)
+        headers: list[SlotHeader | None] = [None] * len(keys)
+        self._arena.sums.forget(block_ids)
+        tasks: list[Task] = []
+        for number, part in enumerate(parts):
+            read = partial(self._read_group, headers, number, part)
+            tasks += self._tasks(read, job, starts, number)
+        self._submit(_READ, job, tasks)
 
     def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
         if self._closed or not self._lanes[_ASK].submit([partial(self._ask, lookup_id, keys)]):
@@ -153,38 +176,37 @@ class MooncakeStore:
         if all(idle):
             os.close(self._fd)
 
-    def _submit(
-        self,
-        lane: int,
-        move: Move,
-        keys: Sequence[BlockKey],
-        slots: Sequence[int],
-        block_ids: Sequence[BlockId],
-        end: Callable[[Outcome], None],
-    ) -> None:
+    def _checked_starts(
+        self, keys: Sequence[BlockKey], slots: Sequence[int], block_ids: Sequence[BlockId]
+    ) -> range:
+        """The first block of each group."""
         if not len(keys) == len(slots) == len(block_ids):
             raise ValueError(f"{len(keys)} keys, {len(slots)} slots, {len(block_ids)} blocks")
         for slot, block_id in zip(slots, block_ids, strict=True):
             if not 0 <= slot < self.num_slots or not self._arena.holds(block_id):
                 raise ValueError(f"slot {slot} or block {block_id} does not exist")
-        starts = range(0, len(keys), self._group)
-        job = Job(keys, slots, block_ids, len(starts), end)
-        tasks: list[Task] = [
-            partial(self._run_group, move, job, start, min(start + self._group, len(keys)))
-            for start in starts
+        return range(0, len(keys), self._group)
+
+    def _tasks(self, move: Move, job: Job, starts: range, part: int = 0) -> list[Task]:
+        ends = [min(start + self._group, len(job.keys)) for start in starts]
+        return [
+            partial(self._run_group, move, job, start, end, part)
+            for start, end in zip(starts, ends, strict=True)
         ]
+
+    def _submit(self, lane: int, job: Job, tasks: list[Task]) -> None:
         error = "it was closed" if self._closed else ""
         if not error and not self._lanes[lane].submit(tasks):
             error = "the Mooncake Store is too slow: too many blocks wait for it"
         if error:
             self._counters.add(StoreCounts(failed_operations=1))
         if error or not tasks:
-            end(Outcome(0, 0, 0, 0.0, error))
+            job.refuse(error)
 
-    def _run_group(self, move: Move, job: Job, start: int, end: int) -> None:
+    def _run_group(self, move: Move, job: Job, start: int, end: int, part: int) -> None:
         error = "it was closed" if self._closed else ""
-        if error or not job.begin_group(start):
-            job.group_done(start, 0, end - start, error=error)
+        if error or not job.begin_group(start, part):
+            job.group_done(start, 0, end - start, error=error, part=part)
             return
         try:
             move(job, start, end)
@@ -195,7 +217,7 @@ class MooncakeStore:
             _log.exception("the Mooncake Store failed")
             error = f"{type(failure).__name__}: {failure}"
         self._counters.add(StoreCounts(failed_operations=1))
-        job.group_done(start, 0, end - start, error=error)
+        job.group_done(start, 0, end - start, error=error, part=part)
 
     def _write_group(self, job: Job, start: int, end: int) -> None:
         began_s = time.monotonic()
@@ -206,8 +228,8 @@ class MooncakeStore:
             place[:head] = np.frombuffer(encode_header(header), np.uint8)
             block = np.frombuffer(self._slices.block(block_id), np.uint8)
             place[head : head + geometry.block_bytes] = block
-        codes = self._call(_WRITE, "put", job.keys[start:end])
-        num_blocks = _run_of(codes, 0)
+        codes = self._call(_WRITE, "put", job.keys[start:end], self._parts)
+        num_blocks = _run_of(codes, 0) // len(self._parts)
         num_bytes = num_blocks * geometry.block_bytes
         seconds = time.monotonic() - began_s
         self._counters.add(
@@ -215,48 +237,62 @@ class MooncakeStore:
                 written_blocks=num_blocks,
                 written_bytes=num_bytes,
                 write_seconds=seconds,
-                failed_operations=int(num_blocks < len(codes)),
+                failed_operations=int(num_blocks < end - start),
             )
         )
-        job.group_done(start, num_blocks, end - start, num_bytes, 0, _explain(codes, num_blocks))
+        job.group_done(start, num_blocks, end - start, num_bytes, 0, _explain(codes, 0))
 
-    def _read_group(self, job: Job, start: int, end: int) -> None:
+    def _read_group(
+        self,
+        headers: list[SlotHeader | None],
+        number: int,
+        part: Part,
+        job: Job,
+        start: int,
+        end: int,
+    ) -> None:
+        """Some layers of these blocks, or all; with the first of them comes the header."""
         began_s = time.monotonic()
         geometry, head = self._geometry, self._geometry.header_bytes
-        block_ids = job.block_ids[start:end]
-        self._arena.sums.forget(block_ids)
-        codes = self._call(_READ, "get", job.keys[start:end])
-        num_right, corrupt = _run_of(codes, geometry.slot_bytes), 0
-        error = _explain(codes, num_right)
-        for number, block_id in enumerate(block_ids[:num_right]):
-            place, key = self._staging[_READ, number], job.keys[start + number]
-            block = np.frombuffer(self._slices.block(block_id), np.uint8)
-            block[:] = place[head : head + geometry.block_bytes]
-            header = header_of(place[:head].tobytes(), geometry, 0)
-            corrupt = self._slices.count_wrong(block_id, key, header)
+        parts = [one for one in self._parts if part.first <= one.first < part.end]
+        codes = self._call(_READ, "get", job.keys[start:end], parts)
+        sizes = [self._piece(one)[1] for one in parts]
+        num_right, corrupt = _run_of_sizes(codes, sizes) // len(parts), 0
+        error = _explain(codes, *sizes)
+        first, last = (head + layer * geometry.slice_bytes for layer in part)
+        for index in range(start, start + num_right):
+            place, block_id = self._staging[_READ, index - start], job.block_ids[index]
+            block = self._slices.layers(block_id, part.first, part.end)
+            np.frombuffer(block, np.uint8)[:] = place[first:last]
+            if not part.first:
+                headers[index] = header_of(place[:head].tobytes(), geometry, 0)
+            key, header = job.keys[index], headers[index]
+            corrupt = self._slices.count_wrong(block_id, key, header, part.first, part.end)
             if corrupt:
-                num_right, error = number, "a block of the Mooncake Store is damaged"
-                self._call(_READ, "remove", [key])
+                num_right, error = index - start, "a block of the Mooncake Store is damaged"
+                self._call(_READ, "remove", [key], self._parts)
                 break
-        num_bytes = num_right * geometry.block_bytes
+        num_bytes = num_right * (part.end - part.first) * geometry.slice_bytes
         self._counters.add(
             StoreCounts(
-                read_blocks=num_right,
+                read_blocks=num_right if part.end == geometry.num_layers else 0,
                 read_bytes=num_bytes,
                 read_seconds=time.monotonic() - began_s,
                 corrupt_slices=corrupt,
             )
         )
-        job.group_done(start, num_right, end - start, num_bytes, corrupt, error)
+        job.group_done(start, num_right, end - start, num_bytes, corrupt, error, number)
 
     def _ask(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
         by_s = time.monotonic() + LOOK_UP_S
         num_blocks, error = 0, ""
         try:
-            for start in range(0, len(keys), MAX_NAMES):
-                asked = keys[start : start + MAX_NAMES]
+            most = max(1, MAX_NAMES // len(self._parts))
+            for start in range(0, len(keys), most):
+                asked = keys[start : start + most]
                 left_s = max(by_s - time.monotonic(), 0.01)
-                found = _run_of(self._call(_ASK, "exist", asked, left_s), 1)
+                codes = self._call(_ASK, "exist", asked, self._parts, left_s)
+                found = _run_of(codes, 1) // len(self._parts)
                 num_blocks += found
                 if found < len(asked):
                     break
@@ -269,33 +305,64 @@ class MooncakeStore:
         self._deliver(LookUpEnded(lookup_id=lookup_id, num_blocks=num_blocks, error=error))
 
     def _call(
-        self, lane: int, what: str, keys: Sequence[BlockKey], timeout_s: float = 0.0
+        self,
+        lane: int,
+        what: str,
+        keys: Sequence[BlockKey],
+        parts: Sequence[Part],
+        timeout_s: float = 0.0,
     ) -> list[int]:
-        """Of objects that lie, or shall lie, in the lane's staging memory. Raises HelperError."""
-        names = [object_name(self._arena.layout, key) for key in keys]
-        return self._call_names(lane, what, names, timeout_s)
+        """Of objects that lie, or shall lie, in the lane's staging memory: of each key these parts,
+        one after the other. Raises HelperError."""
+        names = []
+        for key in keys:
+            name = object_name(self._arena.layout, key)
+            if len(self._parts) == 1:
+                names.append(name)
+            else:
+                names += [f"{name}-{self._parts.index(part)}" for part in parts]
+        pieces = [self._piece(part) for part in parts]
+        return self._call_names(lane, what, names, pieces, timeout_s)
 
     def _call_names(
-        self, lane: int, what: str, names: list[str], timeout_s: float = 0.0
+        self,
+        lane: int,
+        what: str,
+        names: list[str],
+        pieces: Sequence[tuple[int, int]],
+        timeout_s: float = 0.0,
     ) -> list[int]:
-        size = self._geometry.slot_bytes
-        first = lane * self._group
-        offsets = [(first + number) * size for number in range(len(names))]
-        if what in ("exist", "remove"):
-            offsets, size = [], 0
-        timeout_s = timeout_s or MOVE_S + size * len(names) / SLOWEST_BYTES_PER_S
-        return self._helper.call(lane, Ask(what, names, offsets, size), timeout_s)  # type: ignore[arg-type]
+        """`pieces`: place in a block's staging memory, and size, of each object of a block."""
+        offsets: list[int] = []
+        sizes: list[int] = []
+        if what not in ("exist", "remove"):
+            for number in range(len(names) // len(pieces)):
+                place = (lane * self._group + number) * self._geometry.slot_bytes
+                offsets += [place + offset for offset, _ in pieces]
+                sizes += [size for _, size in pieces]
+        timeout_s = timeout_s or MOVE_S + sum(sizes) / SLOWEST_BYTES_PER_S
+        return self._helper.call(lane, Ask(what, names, offsets, sizes), timeout_s)  # type: ignore[arg-type]
+
+    def _piece(self, part: Part) -> tuple[int, int]:
+        """Where in a slot an object's bytes lie, and how many: the header with the first layers."""
+        geometry = self._geometry
+        begin = geometry.header_bytes + part.first * geometry.slice_bytes if part.first else 0
+        end = geometry.header_bytes + part.end * geometry.slice_bytes
+        if part.end == geometry.num_layers:
+            end = geometry.slot_bytes
+        return begin, end - begin
 
     def _probe(self) -> float:
         """Bytes per second of a read of some blocks, which stay there for the next who asks."""
         size = self._geometry.slot_bytes
         names = [f"moonpool-probe-{size}-{number}" for number in range(self._group)]
         try:
-            self._call_names(_READ, "put", names)
+            whole = [(0, size)]
+            self._call_names(_READ, "put", names, whole)
             best = 0.0
             for _ in range(3):
                 began_s = time.monotonic()
-                if _run_of(self._call_names(_READ, "get", names), size) == len(names):
+                if _run_of(self._call_names(_READ, "get", names, whole), size) == len(names):
                     best = max(best, size * len(names) / (time.monotonic() - began_s))
         except HelperError:
             best = 0.0
@@ -323,7 +390,17 @@ def _run_of(codes: Sequence[int], right: int) -> int:
     return next((i for i, code in enumerate(codes) if code != right), len(codes))
 
 
-def _explain(codes: Sequence[int], num_right: int) -> str:
+def _run_of_sizes(codes: Sequence[int], sizes: Sequence[int]) -> int:
+    """The same where each has to be of its size, in turns."""
+    turns = itertools.cycle(sizes)
+    return next(
+        (i for i, (code, size) in enumerate(zip(codes, turns, strict=False)) if code != size),
+        len(codes),
+    )
+
+
+def _explain(codes: Sequence[int], *right: int) -> str:
+    num_right = _run_of_sizes(codes, right)
     if num_right == len(codes):
         return ""
     code = codes[num_right]

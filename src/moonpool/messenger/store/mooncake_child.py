@@ -46,13 +46,13 @@ class Ready(Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`offsets` are places in the staging memory, of `size` bytes each. Answered by one number for
-    each name: exist, 1 if it is there; get, the bytes that arrived; else 0. Below 0: an error."""
+    """`offsets` are places in the staging memory, of `sizes` bytes. Answered by one number for each
+    name: exist, 1 if it is there; get, the bytes that arrived; else 0. Below 0: an error."""
 
     what: Literal["exist", "put", "get", "remove"]
     names: list[str]
     offsets: list[int]
-    size: int = 0
+    sizes: list[int]
 
 
 def main() -> None:
@@ -109,13 +109,12 @@ def _serve(lane: socket.socket, client: Any, address: int) -> None:
 
 def _perform(client: Any, ask: Ask, address: int) -> list[int]:
     places = [address + offset for offset in ask.offsets]
-    sizes = [ask.size] * len(ask.names)
     if ask.what == "exist":
         return list(client.batch_is_exist(ask.names))
     if ask.what == "put":
-        return list(client.batch_put_from(ask.names, places, sizes))
+        return list(client.batch_put_from(ask.names, places, ask.sizes))
     if ask.what == "get":
-        return list(client.batch_get_into(ask.names, places, sizes))
+        return list(client.batch_get_into(ask.names, places, ask.sizes))
     return [int(client.remove(name, True)) for name in ask.names]
 
 

@@ -54,11 +54,11 @@ class Segments:
             raise OSError(errno.EIO, "the disk took only part of a block")
         self._let_go(fd, offset, wanted)
 
-    def read(self, first_slot: int, buffers: Sequence[memoryview]) -> int:
-        """Fills the buffers from `first_slot` on, and returns how many bytes there were: fewer, or
-        none, where the segment is cut off or gone. Raises OSError."""
+    def read(self, first_slot: int, buffers: Sequence[memoryview], skip_bytes: int = 0) -> int:
+        """Fills the buffers from so many bytes after the begin of `first_slot` on, and returns how
+        many there were: fewer, or none, where the segment is cut off or gone. Raises OSError."""
         geometry = self.geometry
-        offset = geometry.offset(first_slot)
+        offset = geometry.offset(first_slot) + skip_bytes
         try:
             fd = self._open(first_slot // geometry.slots_per_segment, create=False)
         except FileNotFoundError:

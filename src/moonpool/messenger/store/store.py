@@ -32,6 +32,7 @@ from moonpool.kvcache.transfers import (
     TierResumed,
 )
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.store.counters import StoreCounters, StoreCounts
 from moonpool.messenger.store.folder import (
     FolderLock,
@@ -52,6 +53,7 @@ from moonpool.messenger.store.format import (
 from moonpool.messenger.store.index import SlotIndex, header_of, open_index
 from moonpool.messenger.store.job import Job, Outcome
 from moonpool.messenger.store.lane import Lane, Task
+from moonpool.messenger.store.layered import Layers, Part, Told, cut
 from moonpool.messenger.store.probe import Disk, probe_disk
 from moonpool.messenger.store.segments import Segments
 from moonpool.messenger.store.slices import Slices
@@ -71,6 +73,8 @@ FULL_PAUSE_S = 10.0
 MAX_READ_FAILURES = 3
 _CLOSE_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
+
+Move = Callable[[Job, int, int], None]
 
 
 class BlockStore:
@@ -139,7 +143,9 @@ class BlockStore:
             self._deliver(outcome.of_store(store_id))
 
         returned = partial(self._deliver, StoreReturned(store_id=store_id))
-        self._submit(self._writing, self._write_group, keys, slots, block_ids, end, returned)
+        groups = self._checked_groups(keys, slots, block_ids)
+        job = Job(keys, slots, block_ids, len(groups), end, returned)
+        self._submit(self._writing, self._write_group, job, groups)
 
     def load(
         self,
@@ -147,15 +153,35 @@ class BlockStore:
         keys: Sequence[BlockKey],
         slots: Sequence[int],
         block_ids: Sequence[BlockId],
+        gate: LayerGate | None = None,
     ) -> None:
-        """Reads `slots[i]`, which should hold `keys[i]`, into `block_ids[i]`. Ends with
-        LoadEnded."""
+        """Reads `slots[i]`, which should hold `keys[i]`, into `block_ids[i]`. Ends with LoadEnded.
+        With a `gate`, layer by layer."""
 
         def end(outcome: Outcome) -> None:
             self._deliver(outcome.of_load(load_id))
+            if gate is not None:
+                gate.end(not outcome.hung and outcome.num_blocks == len(keys))
 
         returned = partial(self._deliver, LoadReturned(load_id=load_id))
-        self._submit(self._reading, self._read_group, keys, slots, block_ids, end, returned)
+        groups = self._checked_groups(keys, slots, block_ids)
+        parts = cut(self.geometry) if gate is not None else ()
+        if gate is None or len(parts) < 2:
+            job = Job(keys, slots, block_ids, len(groups), end, returned)
+            self._submit(self._reading, self._read_group, job, groups)
+            return
+        told = Told(load_id, parts, gate, self._deliver)
+        job = Job(keys, slots, block_ids, len(groups), end, returned, len(parts), told)
+        layers = Layers(len(keys), [start for start, _ in groups])
+        self._arena.sums.forget(block_ids)
+        tasks: list[Task] = [
+            partial(
+                self._run_group, partial(self._read_part, layers, number, part), job, *group, number
+            )
+            for number, part in enumerate(parts)
+            for group in groups
+        ]
+        self._begin(self._reading, job, tasks)
 
     def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
         """Ends with LookUpEnded, at once."""
@@ -186,24 +212,20 @@ class BlockStore:
 
     # Groups of neighbouring slots
 
-    def _submit(
-        self,
-        lane: Lane,
-        move: Callable[[Job, int, int], None],
-        keys: Sequence[BlockKey],
-        slots: Sequence[int],
-        block_ids: Sequence[BlockId],
-        end: Callable[[Outcome], None],
-        returned: Callable[[], None],
-    ) -> None:
+    def _checked_groups(
+        self, keys: Sequence[BlockKey], slots: Sequence[int], block_ids: Sequence[BlockId]
+    ) -> list[tuple[int, int]]:
         if not len(keys) == len(slots) == len(block_ids):
             raise ValueError(f"{len(keys)} keys, {len(slots)} slots, {len(block_ids)} blocks")
         for slot, block_id in zip(slots, block_ids, strict=True):
             if not 0 <= slot < self.num_slots or not self._arena.holds(block_id):
                 raise ValueError(f"slot {slot} or block {block_id} does not exist")
-        groups = list(self._groups(slots))
-        job = Job(keys, slots, block_ids, len(groups), end, returned)
-        tasks: list[Task] = [partial(self._run_group, move, job, *group) for group in groups]
+        return list(self._groups(slots))
+
+    def _submit(self, lane: Lane, move: Move, job: Job, groups: Sequence[tuple[int, int]]) -> None:
+        self._begin(lane, job, [partial(self._run_group, move, job, *group) for group in groups])
+
+    def _begin(self, lane: Lane, job: Job, tasks: list[Task]) -> None:
         error = self._lost
         if not error and not self._watch.add(job):
             error = self._watch.error or "the disk did not answer just now"
@@ -212,8 +234,8 @@ class BlockStore:
             error = "the disk is too slow: too many blocks wait for it"
         if error:
             self._counters.add(StoreCounts(failed_operations=1))
-        if error or not groups:
-            end(Outcome(0, 0, 0, 0.0, error))
+        if error or not tasks:
+            job.refuse(error)
 
     def _groups(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Index ranges of consecutive slots of one segment."""
@@ -228,19 +250,18 @@ class BlockStore:
             yield start, end
             start = end
 
-    def _run_group(
-        self, move: Callable[[Job, int, int], None], job: Job, start: int, end: int
-    ) -> None:
+    def _run_group(self, move: Move, job: Job, start: int, end: int, part: int = 0) -> None:
         if self._lost:
-            job.group_done(start, 0, end - start, error=self._lost)
-        elif not job.begin_group(start):
-            job.group_done(start, 0, end - start)
+            job.group_done(start, 0, end - start, error=self._lost, part=part)
+        elif not job.begin_group(start, part):
+            job.group_done(start, 0, end - start, part=part)
         else:
             try:
                 move(job, start, end)
             except Exception as error:  # no operation may stay without an end
                 _log.exception("the SSD tier failed")
-                job.group_done(start, 0, end - start, error=f"{type(error).__name__}: {error}")
+                text = f"{type(error).__name__}: {error}"
+                job.group_done(start, 0, end - start, error=text, part=part)
         if job.ended and job.moving_since_s() is None:
             self._watch.remove(job)
 
@@ -309,9 +330,7 @@ class BlockStore:
                 corrupt += wrong
             elif not bad:
                 num_right += 1
-        self._index.use(job.slots[start : start + num_right])
-        self._index.void(bad)
-        self._writing.submit([self._flush])
+        self._note_read(job.slots[start : start + num_right], bad)
         num_bytes = num_right * geometry.block_bytes
         self._counters.add(
             StoreCounts(
@@ -321,8 +340,64 @@ class BlockStore:
                 corrupt_slices=corrupt,
             )
         )
-        error = f"{len(bad)} blocks on the disk are damaged" if bad else ""
-        job.group_done(start, num_right, end - start, num_bytes, corrupt, error)
+        job.group_done(start, num_right, end - start, num_bytes, corrupt, _damaged(bad))
+
+    def _read_part(
+        self, layers: Layers, number: int, part: Part, job: Job, start: int, end: int
+    ) -> None:
+        """Some layers of neighbouring slots; with the first of them come the headers."""
+        began_s = time.monotonic()
+        geometry, headers = self.geometry, self._headers()
+        first_bytes = geometry.header_bytes + part.first * geometry.slice_bytes
+        num_right = corrupt = 0
+        bad: list[int] = []
+        try:
+            for i in range(start, end):
+                layer_bytes = self._slices.layers(job.block_ids[i], part.first, part.end)
+                if number:
+                    self._segments.read(job.slots[i], [layer_bytes], first_bytes)
+                else:
+                    header = headers[i - start]
+                    got_bytes = self._segments.read(job.slots[i], [header, layer_bytes])
+                    if got_bytes >= geometry.header_bytes:
+                        layers.headers[i] = header_of(header, geometry, job.slots[i])
+        except OSError as failure:
+            job.group_done(start, 0, end - start, error=self._read_failed(failure), part=number)
+            return
+        finally:
+            if not number:
+                layers.headers_read(start)
+        layers.await_headers(start, job)
+        self._read_failures = 0
+        for i in range(start, end):
+            wrong = self._slices.count_wrong(
+                job.block_ids[i], job.keys[i], layers.headers[i], part.first, part.end
+            )
+            if wrong:
+                bad.append(job.slots[i])
+                corrupt += wrong
+            elif not bad:
+                num_right += 1
+        last = part.end == geometry.num_layers
+        num_bytes = num_right * (part.end - part.first) * geometry.slice_bytes
+        self._note_read(job.slots[start : start + num_right] if last else (), bad)
+        self._counters.add(
+            StoreCounts(
+                read_blocks=num_right if last else 0,
+                read_bytes=num_bytes,
+                read_seconds=time.monotonic() - began_s,
+                corrupt_slices=corrupt,
+            )
+        )
+        error = _damaged(bad)
+        job.group_done(start, num_right, end - start, num_bytes, corrupt, error, number)
+
+    def _note_read(self, used: Sequence[int], bad: Sequence[int]) -> None:
+        """What was used, and what must not be found again."""
+        if used or bad:
+            self._index.use(used)
+            self._index.void(bad)
+            self._writing.submit([self._flush])
 
     def _headers(self) -> list[memoryview]:
         """This thread's buffers for the headers of a group, each of whole pages."""
@@ -400,6 +475,10 @@ class BlockStore:
             self._post(event)
         except Exception as error:
             _log.warning("nobody took a %s: %s", type(event).__name__, error)
+
+
+def _damaged(bad: Sequence[int]) -> str:
+    return f"{len(bad)} blocks on the disk are damaged" if bad else ""
 
 
 def open_store(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.store.counters import StoreCounts
 from moonpool.types import BlockId, BlockKey
 
@@ -66,9 +67,11 @@ class TierStore(Protocol):
         keys: Sequence[BlockKey],
         slots: Sequence[int],
         block_ids: Sequence[BlockId],
+        gate: LayerGate | None = None,
     ) -> None:
-        """Gets `keys[i]`, which should be in `slots[i]`, into `block_ids[i]`. Ends with
-        LoadEnded."""
+        """Gets `keys[i]`, which should be in `slots[i]`, into `block_ids[i]`. Ends with LoadEnded.
+        With a `gate`, one layer of all blocks comes after the other, as far as the size of a layer
+        allows; then it is told how far the load has come, and LoadProgress is posted."""
         ...
 
     def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
