@@ -23,9 +23,9 @@ def test_every_row_has_the_same_conversations_and_one_tier_more() -> None:
     assert steps == _schedule(5, 3)
     prompts = [prompt for step in steps for prompt in step]
     assert len(prompts) == 15 and all(len(step) <= INSTANCES for step in steps)
-    last: dict[int, list[int]] = {}
+    last: dict[tuple[int, ...], list[int]] = {}
     for prompt in prompts:  # each turn says again what was said before it
-        name = prompt[OPENING_TOKENS]
+        name = tuple(prompt[OPENING_TOKENS : OPENING_TOKENS + 8])
         assert prompt[: len(last.get(name, []))] == last.get(name, [])
         last[name] = prompt
     rows = dict(_configs(512, 1024, 4096))
