@@ -74,6 +74,7 @@ class SamplingParams(Struct, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
 
 

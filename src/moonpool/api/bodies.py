@@ -17,8 +17,8 @@ from moonpool.api.errors import ApiError
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage so far in every chunk, as vLLM has it
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; none is sent
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +45,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    logit_bias: dict[str, float] | None = None
     # Documented by OpenAI, without effect on what a self-hosted model answers.
     user: Any = None
     metadata: Any = None
@@ -55,7 +56,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Any = None
     # Accepted only where they ask for nothing (see `_NEUTRAL`).
     response_format: Any = None
-    logit_bias: Any = None
     best_of: Any = None
     repetition_penalty: Any = None
     length_penalty: Any = None
@@ -123,7 +123,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
     "best_of": (1,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
@@ -161,6 +160,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     """Raises `ApiError` that names the field at fault."""
+    if not raw:
+        raise ApiError("The request has no body; send a JSON object.", code="invalid_json")
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:

@@ -60,6 +60,7 @@ class _Call:
     num_per_prompt: int
     stream: bool
     with_usage: bool
+    usage_in_chunks: bool
     with_logprobs: bool
     with_token_ids: bool
 
@@ -123,13 +124,17 @@ class Generator:
         if request_id in self._active:  # two calls may bear one X-Request-Id; requests may not
             request_id = f"{request_id}-{secrets.token_hex(4)}"
         choices = self._choices(exchange, request_id, body, prompts, arrived_s)
+        options = body.stream_options
         call = _Call(
             head=AnswerHead(prefix + request_id, int(time.time()), body.model or self._names[0]),
             shape=shape,
             choices=choices,
             num_per_prompt=body.n or 1,
             stream=bool(body.stream),
-            with_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+            with_usage=bool(options and options.include_usage),
+            usage_in_chunks=bool(
+                options and options.include_usage and options.continuous_usage_stats
+            ),
             with_logprobs=num_logprobs(body) is not None,
             with_token_ids=bool(body.return_token_ids),
         )
@@ -206,6 +211,8 @@ class Generator:
             with_logprobs=call.with_logprobs,
             with_token_ids=call.with_token_ids,
             with_usage=call.with_usage,
+            num_per_prompt=call.num_per_prompt,
+            usage_in_chunks=call.usage_in_chunks,
         )
         try:
             async with (

@@ -111,8 +111,12 @@ class PromptReader:
             raise context_exceeded(None, self._card.max_model_tokens, param)
         encode = self._tokenizer.encode
         if max(len(text), num_chars) > self._thread_above_chars:
-            return tuple(await asyncio.to_thread(encode, text, add_special_tokens))
-        return tuple(encode(text, add_special_tokens))
+            token_ids = tuple(await asyncio.to_thread(encode, text, add_special_tokens))
+        else:
+            token_ids = tuple(encode(text, add_special_tokens))
+        if self._tokenizer.vocab_size > self._card.vocab_size:  # the model lacks some of its tokens
+            check_token_ids(token_ids, self._card.vocab_size, param)
+        return token_ids
 
 
 _OWN_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})

@@ -5,7 +5,7 @@ Owns the ranges. They are OpenAI's where OpenAI has the field, else vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moonpool.api.bodies import ChatBody, CompletionBody, GenerationBody
@@ -17,6 +17,8 @@ _SEED_MODULUS = 1 << 63
 _MOST_STOPS = 16
 _LONGEST_STOP_CHARS = 4096
 _DEFAULT_COMPLETION_TOKENS = 16
+_MOST_BIASES = 1024
+_LARGEST_BIAS = 100
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 2.0),
@@ -109,8 +111,29 @@ def sampling_of(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         stop_token_ids=tuple(sorted(ending.stop_token_ids)),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         logprobs=num_logprobs(body),
     )
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """By rising token id. JSON's keys are texts."""
+    if len(biases) > _MOST_BIASES:
+        raise ApiError(f"'logit_bias' may hold at most {_MOST_BIASES} tokens.", param="logit_bias")
+    read: dict[int, float] = {}
+    for name, bias in biases.items():
+        if not name.isdecimal() or len(name) > 10:
+            text = f"'logit_bias' maps token ids to numbers; {name[:40]!r} is no token id."
+            raise ApiError(text, param="logit_bias")
+        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+            text = (
+                f"Invalid value for 'logit_bias': {_short(bias)}. "
+                f"It must be between {-_LARGEST_BIAS} and {_LARGEST_BIAS}."
+            )
+            raise ApiError(text, param="logit_bias")
+        read[int(name)] = bias
+    check_token_ids(list(read), vocab_size, "logit_bias")
+    return tuple(sorted(read.items()))
 
 
 def num_logprobs(body: ChatBody | CompletionBody) -> int | None:

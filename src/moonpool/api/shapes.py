@@ -155,8 +155,13 @@ class ChunkWriter:
         with_logprobs: bool,
         with_token_ids: bool,
         with_usage: bool,
+        num_per_prompt: int,
+        usage_in_chunks: bool,
     ):
+        """`usage_in_chunks`: what was used so far, rather than null, in each chunk."""
         self._shape = shape
+        self._choices = choices
+        self._num_per_prompt = num_per_prompt
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
         self._no_logprobs = b',"logprobs":null'
@@ -166,7 +171,7 @@ class ChunkWriter:
             "created": head.created,
             "model": head.model,
         }
-        if with_usage:
+        if with_usage and not usage_in_chunks:
             top["usage"] = None
         self._top = b"data: " + _encode(top)[:-1]
         self._starts = [
@@ -174,6 +179,7 @@ class ChunkWriter:
         ]
         self._text_offsets = [0] * len(choices)
         self._opened = [False] * len(choices)
+        self._usage_in_chunks = usage_in_chunks
 
     def events(self, delta: Delta) -> bytes:
         """The chunks of one increment; empty when there is nothing to tell yet."""
@@ -190,7 +196,7 @@ class ChunkWriter:
                 self._shape.text_field(delta.text),
                 self._extras(delta) if extras else self._no_logprobs,
                 b',"finish_reason":null',
-                _END,
+                self._end(),
             )
         if delta.finish_reason is not None:
             parts += (
@@ -198,7 +204,7 @@ class ChunkWriter:
                 self._shape.closing_field(),
                 b',"logprobs":null,"finish_reason":"%b","stop_reason":%b'
                 % (delta.finish_reason.encode(), _encode(choice.stop_reason)),
-                _END,
+                self._end(),
             )
         return b"".join(parts)
 
@@ -220,8 +226,13 @@ class ChunkWriter:
                 opening,
                 self._no_logprobs,
                 b',"finish_reason":null',
-                _END,
+                self._end(),
             )
+
+    def _end(self) -> bytes:
+        if not self._usage_in_chunks:
+            return _END
+        return b'}],"usage":' + _encode(usage_of(self._choices, self._num_per_prompt)) + b"}\n\n"
 
     def _extras(self, delta: Delta) -> bytes:
         extras = b',"logprobs":null'

@@ -26,6 +26,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges*"]
 STORED_DTYPES = {"F32", "BF16", "F16"}
+FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".safetensors"}
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 # Tensors some exporters add and no computation needs.
@@ -153,8 +154,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in weight_map.items()}
     single = folder / SINGLE_FILE
     if not single.exists():
+        foreign = sorted(p.name for p in folder.iterdir() if p.suffix in FOREIGN_SUFFIXES)
+        there = f", only {_listed(foreign)}" if foreign else ""
         raise ModelError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other weight formats are "
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{there}; other weight formats are "
             "not read (convert them with transformers' save_pretrained)"
         )
     return dict.fromkeys(_Header.read(single).tensors, single)

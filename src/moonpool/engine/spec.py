@@ -16,6 +16,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MISTRAL_WINDOW = 4096
+HEAD_DIM_MULTIPLE = 16
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -99,7 +101,6 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
             f"config.json: num_attention_heads {num_heads} is no multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
-    head_dim = _positive(config, "head_dim", default=hidden_size // num_heads)
     max_positions, notes = _context(config, family)
     attention_bias = bool(config.get("attention_bias", False))
     takes_attention_bias = family in ("llama", "qwen3")
@@ -110,10 +111,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         num_layers=_positive(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(config, hidden_size // num_heads),
         intermediate_size=_positive(config, "intermediate_size"),
         max_positions=max_positions,
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or (takes_attention_bias and attention_bias),
@@ -128,6 +129,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def _family(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"config.json: architectures is {architectures!r}, not a list of names")
     for name in architectures:
         if name in FAMILIES:
             return FAMILIES[name]
@@ -139,7 +142,7 @@ def _family(config: Mapping[str, Any]) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        method = _mapping(config, "quantization_config").get("quant_method", "unknown")
         raise ModelError(
             f"the checkpoint is quantised ({method}); use the original float32, bfloat16 or "
             "float16 checkpoint"
@@ -147,7 +150,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act {activation!r}; only 'silu' is supported")
-    rope = config.get("rope_parameters") or {}
+    rope = _mapping(config, "rope_parameters")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
         raise ModelError(f"config.json: partial_rotary_factor {partial}; only 1.0 is supported")
@@ -168,7 +171,8 @@ def _context(config: Mapping[str, Any], family: str) -> tuple[int, tuple[str, ..
 
 def _window(config: Mapping[str, Any], family: str) -> int | None:
     """The window in effect: always in Mistral, where asked for in Qwen, never in Llama."""
-    window = config.get("sliding_window")
+    # A config may leave it out: Mistral's own default is a window.
+    window = config.get("sliding_window", MISTRAL_WINDOW if family == "mistral" else None)
     slides = family == "mistral" or bool(config.get("use_sliding_window", False))
     if window is None or not slides or family == "llama":
         return None
@@ -181,14 +185,13 @@ def _window(config: Mapping[str, Any], family: str) -> int | None:
 
 
 def _rope(config: Mapping[str, Any]) -> RopeSpec:
-    old = config.get("rope_scaling") or {}
-    rope = {**old, **(config.get("rope_parameters") or {})}
+    rope = {**_mapping(config, "rope_scaling"), **_mapping(config, "rope_parameters")}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError("config.json: rope parameters that differ by layer are not supported")
     if kind not in ROPE_KINDS:
-        raise ModelError(f"rope scaling {kind!r} is unknown; supported: {', '.join(ROPE_KINDS)}")
-    theta = float(rope.get("rope_theta", config.get("rope_theta") or 10000.0))
+        raise ModelError(f"rope scaling {kind!r} is not supported, only {', '.join(ROPE_KINDS)}")
+    theta = _number(rope, "rope_theta", _number(config, "rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(theta)
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
@@ -207,6 +210,8 @@ def _rope(config: Mapping[str, Any]) -> RopeSpec:
             mscale_all_dim=float(rope.get("mscale_all_dim") or 0),
             truncate=bool(rope.get("truncate", True)),
         )
+    except ModelError:
+        raise
     except (TypeError, ValueError) as error:
         raise ModelError(f"config.json: bad rope scaling {rope}: {error}") from error
 
@@ -219,6 +224,8 @@ def _rope_factor(
         return float(config["max_position_embeddings"] / original)
     if factor is None:
         raise ModelError(f"config.json: rope scaling {kind!r} needs 'factor'")
+    if not float(factor) > 0:
+        raise ModelError(f"config.json: rope scaling's factor is {factor!r}; it must be above 0")
     return float(factor)
 
 
@@ -230,7 +237,36 @@ def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ends = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+        raise ModelError(f"eos_token_id is {eos!r}, not a token id or a list of them")
+    return tuple(ends)
+
+
+def _head_dim(config: Mapping[str, Any], default: int) -> int:
+    head_dim = _positive(config, "head_dim", default=default)
+    if head_dim % HEAD_DIM_MULTIPLE:
+        raise ModelError(
+            f"config.json: head_dim {head_dim}; only multiples of {HEAD_DIM_MULTIPLE} are supported"
+        )
+    return head_dim
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object of the config; empty where there is none."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"config.json: {name} is {value!r}, not an object")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ModelError(f"config.json: {name} is {value!r}, not a number above 0")
+    return float(value)
 
 
 def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

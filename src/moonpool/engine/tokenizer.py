@@ -23,7 +23,7 @@ class TokenizerError(ValueError):
 
 
 class ChatTemplateError(ValueError):
-    """The messages do not fit the model's chat template; the text says why."""
+    """A chat template that does not compile, or that messages do not fit; the text says why."""
 
 
 class Tokenizer(Protocol):

@@ -22,6 +22,7 @@ from moonpool.engine.cuda.choice import check_device, free_bytes
 from moonpool.engine.cuda.mirror import Mirror, lock_pages
 from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.sampler import NonFiniteLogitsError
 from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
@@ -156,9 +157,14 @@ def boot_instance(
         raise BootError(str(error)) from None
     except torch.OutOfMemoryError as error:
         raise BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens") from None
-    if engine.mirror is not None:
-        measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
-    cost = _measured_cost(engine, threads, num_stages, parts)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise BootError(f"this machine's memory is too small for the model: {error}") from None
+    try:
+        cost = _measured_cost(engine, threads, num_stages, parts)
+    except NonFiniteLogitsError as error:
+        raise BootError(f"weights or config.json are damaged: {error}") from None
     pin_thread(share.others)  # and so all threads that are started from here on
     messenger = Messenger(
         arena,
@@ -328,6 +334,8 @@ def _measured_cost(
 ) -> FittedCost:
     """With attention workers: with blocks of one of them, as a request has them; and not at all
     where blocks are found again that measuring would overwrite and an earlier start measured."""
+    if engine.mirror is not None:
+        measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
     if parts is None:
         return pipelined(refine_profile(engine, threads), num_stages)
     engine, sizes = parts.engine, parts.crew.sizes

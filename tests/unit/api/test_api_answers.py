@@ -74,6 +74,22 @@ def test_a_stream_tells_its_usage_when_asked() -> None:
     assert chunks[-1]["moonpool"]["timings_s"] == timings
 
 
+def test_usage_so_far_is_in_every_chunk_where_that_is_asked_for() -> None:
+    head = ScriptedHead(lambda _: spoken("He", "llo", cached_tokens=2))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events_of(chat(head, stream=True, stream_options=options))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [2, 2, 5, 5, 5]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {2}
+    alone = events_of(chat(head, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert all("usage" not in chunk for chunk in alone)
+
+
+def test_biases_reach_the_engine_by_token_id() -> None:
+    head = ScriptedHead()
+    complete(head, logit_bias={"12": -100, "3": 1.5})
+    assert head.requests[0].sampling.logit_bias == ((3, 1.5), (12, -100.0))
+
+
 def test_a_completion_and_its_stream_have_openais_shape() -> None:
     head = ScriptedHead(lambda _: spoken("a", "b", finish=FinishReason.LENGTH))
     answer = complete(head).json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from scripted_head import ScriptedHead, call, chat, complete, one_by_one
 
 from moonpool.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from moonpool.api.options import ApiOptions
+from moonpool.engine.tokenizers.byte import ByteTokenizer
 
 USER = {"role": "user", "content": "Hi"}
 BODIES = {
@@ -70,7 +72,12 @@ def assert_error(
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "x" * 300}, "cache_salt"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"259": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": [5, 1]}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"best_of": 3}, "best_of"),
@@ -82,6 +89,31 @@ def assert_error(
 def test_bad_fields_are_named(ask: Any, fields: dict[str, Any], param: str) -> None:
     head = ScriptedHead()
     assert_error(ask(head, **fields), 400, param)
+    assert head.requests == []
+
+
+def test_a_body_that_is_missing_is_said_to_be() -> None:
+    answer = call(ScriptedHead(), "/v1/completions", raw=b"")
+    assert "has no body" in answer.json()["error"]["message"]
+
+
+class Richer(ByteTokenizer):
+    """Knows a token more than the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocab_size += 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.vocab_size - 1]
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_a_token_that_the_model_lacks_is_refused(ask: Any) -> None:
+    head = ScriptedHead(tokenizer=Richer())
+    head.card = msgspec.structs.replace(head.card, vocab_size=259)
+    assert "259" in ask(head).json()["error"]["message"]
+    assert ask(head).status_code == 400
     assert head.requests == []
 
 

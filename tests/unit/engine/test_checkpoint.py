@@ -94,6 +94,11 @@ def test_no_weights_no_config_no_folder(folder: Path) -> None:
     assert "does not exist" in _refused(folder / "nowhere")
 
 
+def test_weights_of_another_format_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "only pytorch_model.bin; other weight formats" in _refused(folder)
+
+
 def test_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

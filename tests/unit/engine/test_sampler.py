@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from moonpool.engine.sampler import NonFiniteLogitsError, sample, uniform
 from moonpool.engine.step import Draw
-from moonpool.types import SamplingParams
+from moonpool.types import SamplingParams, Token
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -97,6 +98,21 @@ def test_penalties_count_what_was_generated() -> None:
     assert greedy([0, 0], presence_penalty=0.9) == 0
     assert greedy([0, 0], frequency_penalty=0.6) == 1
     assert greedy([], frequency_penalty=2.0) == 0
+
+
+def test_biases_are_added_to_the_logits_of_any_draw() -> None:
+    row = LOGITS.unsqueeze(0)
+
+    def one(bias: tuple[tuple[int, float], ...], **params: Any) -> Token:
+        asked = Draw(SamplingParams(logit_bias=bias, **params), [], ())
+        return sample(row, [asked], [9])[0]
+
+    assert one((), temperature=0.0).token_id == 0
+    assert one(((0, -100.0),), temperature=0.0).token_id == 1
+    assert {one(((3, 100.0),), seed=seed).token_id for seed in range(20)} == {3}
+    # What the model thinks of a token stays what it is.
+    told = one(((3, 100.0),), temperature=0.0, logprobs=0).logprobs
+    assert told is not None and told.logprob < -0.5
 
 
 def test_min_tokens_bans_the_ends_until_then() -> None:

@@ -43,6 +43,12 @@ def test_families_differ_in_biases_and_norms() -> None:
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
 
 
+def test_what_a_mistral_leaves_out_is_a_window() -> None:
+    longer = {**BASE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
+    assert parse_config(longer).max_positions == 4096
+    assert parse_config({**longer, "sliding_window": None}).max_positions == 32768
+
+
 def test_several_ends() -> None:
     assert parse_config({**BASE, "eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
     assert parse_config({**BASE, "eos_token_id": 0}).eos_token_ids == (0,)
@@ -89,6 +95,14 @@ def test_context_ends_where_a_sliding_window_would_begin(
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"vocab_size": "many"}, "vocab_size"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
+        ({"quantization_config": "gptq"}, "quantization_config is 'gptq', not an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0; it must be above 0"),
+        ({"rope_theta": "x"}, "rope_theta is 'x', not a number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a number"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id is"),
+        ({"head_dim": 24}, "head_dim 24; only multiples of 16"),
     ],
 )
 def test_refusals_say_what_is_wrong(change: dict[str, Any], says: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from moonpool.engine.tokenizer import TextStream, TokenizerError
+from moonpool.engine.tokenizer import ChatTemplateError, TextStream, TokenizerError
 from moonpool.engine.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate
 from moonpool.engine.tokenizers.text_stream import ByteTextStream, DiffTextStream
 from moonpool.engine.tokenizers.token_bytes import bytes_function
@@ -28,7 +28,7 @@ class HfTokenizer:
     """`tokenizers`' tokenizer with the checkpoint's special tokens and chat template."""
 
     def __init__(self, folder: Path):
-        """Raises `TokenizerError` and `ChatTemplateError`."""
+        """Raises `TokenizerError`."""
         path = folder / "tokenizer.json"
         source = _read_source(path)
         config = _read_json(folder / "tokenizer_config.json")
@@ -46,7 +46,10 @@ class HfTokenizer:
         self._bytes_of = bytes_function(json.loads(source).get("decoder"))
         self._bytes: dict[int, bytes] = {}
         default, for_tools = _chat_templates(folder, config)
-        self._chat = ChatTemplate(default or ROLES_TEMPLATE, for_tools, special_tokens)
+        try:
+            self._chat = ChatTemplate(default or ROLES_TEMPLATE, for_tools, special_tokens)
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{folder}: {error}") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > _RELEASE_GIL_ABOVE_CHARS:
