@@ -12,7 +12,7 @@ import msgspec
 
 from moonpool.bench.capacity import Capacity, Goal, Measure, Point
 from moonpool.cli.output import COUNT, fail
-from moonpool.cli.scale import scale_option
+from moonpool.cli.scale import scale_option, tell_skipped
 from moonpool.cli.simulate import FACTOR, cluster_options, open_parts, read_cluster
 from moonpool.plan.confidence import Attainment
 
@@ -121,6 +121,7 @@ def _read_rows(
     try:
         trace = scale_trace(open_trace(trace_file, limit=requests), scale)
         rows = tuple(trace)
+        tell_skipped(trace.info)
     except TraceError as error:
         fail(str(error))
     if len(rows) < 2 or rows[-1].arrived_s <= 0:

@@ -16,7 +16,7 @@ import msgspec
 from moonpool.cli.capacity import MOST_SEEDS, SHARE
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.cli.plan_words import figures_of, print_check, print_offloading, print_plan
-from moonpool.cli.scale import check_folders
+from moonpool.cli.scale import check_folders, tell_skipped
 from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.cli.simulate import open_parts
 from moonpool.config import Config, ConfigError
@@ -304,6 +304,7 @@ def _workload(
     kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
     try:
         trace = open_trace(trace_file, limit=requests)
+        tell_skipped(trace.info)
         rows = tuple(trace)
     except TraceError as error:
         fail(str(error))

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from moonpool.cli.output import fail
+from moonpool.trace.row import TraceInfo
 from moonpool.trace.scale import parse_share
 
 
@@ -34,6 +35,13 @@ scale_option = click.option(
     show_default=True,
     help="Share of each prompt and answer, such as 1/16.",
 )
+
+
+def tell_skipped(info: TraceInfo) -> None:
+    """On stderr, if rows of the trace are no requests."""
+    if info.skipped_rows:
+        rows = f"{info.skipped_rows:,} of {info.num_rows + info.skipped_rows:,} rows"
+        click.echo(f"left out: {rows}, which have no prompt or no answer", err=True)
 
 
 def check_folders(*paths: str | None) -> None:

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.scale import check_folders, scale_option
+from moonpool.cli.scale import check_folders, scale_option, tell_skipped
 from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.config import (
     Admission,
@@ -290,6 +290,7 @@ def simulate(
     began_s = time.perf_counter()
     try:
         trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
+        tell_skipped(trace.info)
         hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
         simulation = Simulation(
             config,

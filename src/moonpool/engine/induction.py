@@ -33,7 +33,7 @@ from moonpool.engine.spec import ModelSpec, RopeSpec
 from moonpool.engine.tensors import tensor_shapes
 
 NAME = "moonpool/induction"
-BOS, EOS, PAD = 256, 257, 258
+BOS, EOS = 256, 257  # 258 is padding
 
 CODE = 16
 HEAD_DIM = 256

@@ -8,7 +8,7 @@ parts of a cluster starts with it:
 Both proofs cover both hellos (with fresh nonces), so none can be replayed or reflected. The hellos
 carry protocol version, service and block layout; what does not fit is refused with the reason.
 The core is free of I/O: `start` and `feed` give the bodies to send, as frames of 4 bytes of length
-and the body; `authenticate` carries them over a socket, others over what they have.
+and the body; `authenticate_frames` carries them over a socket, others over what they have.
 It does not encrypt: whoever can alter packets between the machines must be kept off that network.
 """
 
@@ -17,8 +17,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import socket
-import time
 from typing import Annotated, Protocol
 
 import msgspec
@@ -157,12 +155,8 @@ class ServerHandshake:
         raise _refusal(f"unexpected {type(step).__name__} during the handshake")
 
 
-def authenticate(sock: socket.socket, handshake: Handshake, timeout_s: float) -> Identity:
-    """Over a blocking socket. Raises AuthError or TransportError; closes nothing."""
-    return authenticate_frames(FrameSocket(sock), handshake, time.monotonic() + timeout_s)
-
-
 def authenticate_frames(frames: FrameSocket, handshake: Handshake, deadline_s: float) -> Identity:
+    """Over a blocking socket. Raises AuthError or TransportError; closes nothing."""
     answer = handshake.start()
     while True:
         if answer:

@@ -126,7 +126,6 @@ class HttpClient:
         self._common = b"Host: %b\r\nAccept: */*\r\n%b" % (parts.netloc.encode(), bearer)
         self._connect_s = connect_s
         self._idle: list[_Connection] = []
-        self.num_connections = 0
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body. Raises ConnectionFailedError."""
@@ -179,7 +178,6 @@ class HttpClient:
             raise ConnectionFailedError(f"no connection within {self._connect_s:g} s") from None
         except OSError as error:
             raise ConnectionFailedError(f"cannot connect: {error}") from None
-        self.num_connections += 1
         return connection
 
 

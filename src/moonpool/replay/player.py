@@ -53,7 +53,6 @@ class Player:
         self.collector = Collector()
         self.late_s = Histogram()
         self.errors: Counter[str] = Counter()
-        self.num_sent = 0
         self.num_delayed = 0
         self.num_resent = 0
         self.num_unfinished = 0
@@ -126,7 +125,6 @@ class Player:
     ) -> None:
         now_s = monotonic()
         self.late_s.add(max(now_s - began_s - row.arrived_s, 0.0))
-        self.num_sent += 1
         record = RequestRecord(
             RequestId(str(number)), row.input_tokens, self._options.slo, began_s + row.arrived_s
         )

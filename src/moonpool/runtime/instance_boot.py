@@ -155,12 +155,8 @@ def boot_instance(
     except (ArenaError, AttentionError, StageLostError, ValueError) as error:
         # a model's errors are ValueErrors
         raise BootError(str(error)) from None
-    except torch.OutOfMemoryError as error:
-        raise BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens") from None
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise BootError(f"this machine's memory is too small for the model: {error}") from None
+        raise _in_one_line(error) from None
     try:
         cost = _measured_cost(engine, threads, num_stages, parts)
     except NonFiniteLogitsError as error:
@@ -198,6 +194,15 @@ def boot_instance(
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
     )
+
+
+def _in_one_line(error: RuntimeError) -> Exception:
+    """A BootError if memory ran out, else the error as it is."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens")
+    if "can't allocate memory" in str(error):
+        return BootError(f"this machine's memory is too small for the model: {error}")
+    return error
 
 
 def _stage_options(setup: Setup, num_stages: int, threads: int, share: CoreShare) -> StageOptions:

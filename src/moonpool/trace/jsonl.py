@@ -167,6 +167,8 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
     if found is not None:
         return found
     fields = _object(line)
+    if line.lstrip().startswith(b"["):
+        return "not one JSON object per line but a list; `jq -c '.[]' FILE` makes lines of it"
     if fields is None:
         return f"not one JSON object per line ({error})"
     known = msgspec.structs.fields(shape)

@@ -73,6 +73,6 @@ def damage(line: bytes) -> str | None:
 
 def cut_off(line: bytes) -> str:
     """To be added to an error about a line that may be the last one of a truncated file."""
-    if line.endswith(b"\n"):
+    if line.endswith(b"\n") or line.lstrip().startswith(b"["):
         return ""
     return " (the file ends here without a newline: it may be cut off; get it anew)"

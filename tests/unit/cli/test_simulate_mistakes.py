@@ -28,6 +28,15 @@ def simulate(trace: str, *options: str) -> Result:
     return result
 
 
+def test_rows_that_are_no_requests_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    failed = ROW | {"output_length": 0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (ROW, failed, failed)))
+    result = simulate(str(path))
+    assert "left out: 2 of 3 rows, which have no prompt or no answer" in result.output
+    assert result.exit_code == 0
+
+
 @pytest.mark.parametrize("option", ["--noise", "--speed", "--prefill-belief", "--decode-belief"])
 def test_nan_is_no_number(trace: str, option: str) -> None:
     result = simulate(trace, option, "nan")

@@ -315,7 +315,7 @@ def test_wrong_times_in_seconds(tmp_path: Path, cell: str) -> None:
         ("a.csv", b"TIMESTAMP,ContextToken,GeneratedTokens\n", "did you mean ContextTokens?"),
         ("a.csv", BURST_HEAD.replace("Session ID", "Sesion ID").encode(), "did you mean Session"),
         ("a.jsonl", GOOD.replace("hash_ids", "hash_id").encode(), "did you mean hash_ids?"),
-        ("a.jsonl", b"[\n" + GOOD.encode() + b"]\n", "not one JSON object per line"),
+        ("a.jsonl", b"[\n" + GOOD.encode() + b"]\n", "makes lines of it"),
         ("a.csv", b"TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
         ("a.csv", b"timestam,b\n1,2\n", "of no known trace; did you mean Timestamp?"),
         ("a.csv", b"TIMESTAMP,TIMESTAMP\n", "appears twice"),
