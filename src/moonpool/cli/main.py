@@ -28,6 +28,9 @@ COMMANDS = {
 INTERNAL = {"stage": ("moonpool.cli.stage", "stage")}  # started by workers, not by people
 
 
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
 class LazyGroup(click.Group):
     """Names and one-line helps come from the table above."""
 
@@ -49,7 +52,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings=HELP)
 @click.version_option(__version__, prog_name="moonpool")
 def cli() -> None:
     """KVCache-centric, disaggregated LLM serving."""

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
-from moonpool.cli.settings import read_config
+from moonpool.cli.settings import read_config, show_defaults
 from moonpool.config import (
     Admission,
     Config,
@@ -77,7 +77,14 @@ MAX_LOCAL_INSTANCES = 64
 
 def config_options(command: Any) -> Any:
     """The flags that `serve` and `head` share; vLLM's names where vLLM has them."""
-    options = [
+    for option in reversed([*_what_is_kept(), *_how_it_is_served()]):
+        command = option(command)
+    return show_defaults(command, FLAG_KEYS, Config())
+
+
+def _what_is_kept() -> list[Any]:
+    """Model and pool."""
+    return [
         click.argument("model", required=False),
         click.option(
             "--config",
@@ -90,10 +97,20 @@ def config_options(command: Any) -> Any:
             "--quantization", type=click.Choice(choices(Quantization)), help="Of the weights."
         ),
         click.option("--served-model-name", help="Name that clients use."),
-        click.option("--max-model-len", type=int, help="Tokens of prompt and answer together."),
+        click.option(
+            "--max-model-len",
+            type=int,
+            help="Tokens of prompt and answer together (default: all that the model can).",
+        ),
         click.option("--block-size", type=int, help="Tokens of one KVCache block."),
-        click.option("--kv-tokens", type=int, help="Tokens of KVCache per instance."),
-        click.option("--ssd-tokens", type=int, help="Tokens of KVCache on disk per instance."),
+        click.option(
+            "--kv-tokens",
+            type=int,
+            help="Tokens of KVCache per instance (default: as memory allows).",
+        ),
+        click.option(
+            "--ssd-tokens", type=int, help="Tokens of KVCache on disk, likewise (default: none)."
+        ),
         click.option("--ssd-folder", help="Where; each instance has a folder of its own in it."),
         click.option(
             "--mooncake-master",
@@ -105,10 +122,22 @@ def config_options(command: Any) -> Any:
             default=None,
             help="Reuse the KVCache of equal prefixes.",
         ),
+    ]
+
+
+def _how_it_is_served() -> list[Any]:
+    """Promises, policies, engine and API."""
+    return [
         click.option("--slo-ttft", type=float, help="Seconds to the first token."),
         click.option("--slo-tbt", type=float, help="Seconds between tokens."),
-        click.option("--placement", type=click.Choice(choices(Placement))),
-        click.option("--admission", type=click.Choice(choices(Admission))),
+        click.option(
+            "--placement", type=click.Choice(choices(Placement)), help="Where a prompt is computed."
+        ),
+        click.option(
+            "--admission",
+            type=click.Choice(choices(Admission)),
+            help="Which requests are refused because their service levels would be missed.",
+        ),
         click.option(
             "--role-balance",
             type=click.Choice(choices(RoleBalance)),
@@ -121,7 +150,9 @@ def config_options(command: Any) -> Any:
         ),
         click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
         click.option("--max-num-seqs", type=int, help="Requests of one step."),
-        click.option("--threads", type=int, help="CPU threads per process."),
+        click.option(
+            "--threads", type=int, help="CPU threads per process (default: the cores, divided)."
+        ),
         click.option(
             "--pipeline-parallel-size",
             type=int,
@@ -138,9 +169,6 @@ def config_options(command: Any) -> Any:
         click.option("--request-timeout", type=float, help="Seconds any request may take."),
         click.option("--max-body-bytes", type=int, help="Largest request body."),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @click.command()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
 from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError, parse_config
 
@@ -31,6 +33,19 @@ def read_config(
         return parse_config(text, overrides, defaults)
     except ConfigError as error:
         fail(str(error))
+
+
+def show_defaults(command: Any, flag_keys: FlagKeys, config: Config) -> Any:
+    """Has --help tell what holds where neither a flag nor a file says anything. Where that is
+    nothing, or depends on the machine, the option's own text may."""
+    for option in command.__click_params__:
+        if option.name in flag_keys and isinstance(option, click.Option):
+            table, key = flag_keys[option.name]
+            value = getattr(getattr(config, table), key)
+            if value and not option.is_flag:
+                shown = f"{value:g}" if isinstance(value, float) else value
+                option.help = f"{option.help or ''}  [default: {shown}]".strip()
+    return command
 
 
 def read_text(path: str, what: str) -> str:

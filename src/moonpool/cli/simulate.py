@@ -15,7 +15,7 @@ import msgspec
 
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.cli.scale import check_folders, scale_option, tell_skipped
-from moonpool.cli.settings import FlagKeys, read_config, read_text
+from moonpool.cli.settings import FlagKeys, read_config, read_text, show_defaults
 from moonpool.config import (
     Admission,
     Batching,
@@ -28,7 +28,9 @@ from moonpool.config import (
     RoleBalance,
     SsdAdmission,
     choices,
+    parse_config,
 )
+from moonpool.sim.defaults import DEFAULTS
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -175,7 +177,7 @@ def cluster_options(command: Any) -> Any:
     ]
     for option in reversed(options):
         command = option(command)
-    return command
+    return show_defaults(command, FLAG_KEYS, parse_config("", {}, DEFAULTS))
 
 
 @click.command()
@@ -336,8 +338,6 @@ def read_cluster(
     config_file: str | None, flags: dict[str, Any], cost: str | None, seed: int | None
 ) -> Config:
     """The paper's cluster, changed by file and flags. `cost` may name a profile's file."""
-    from moonpool.sim.defaults import DEFAULTS
-
     defaults = DEFAULTS
     if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
         # Instead of the paper's instances, but beside those that the file names.

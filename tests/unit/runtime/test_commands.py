@@ -60,3 +60,19 @@ def test_a_bench_that_cannot_run_says_so_in_one_line(
     done = CliRunner().invoke(cli, words.split())
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("serve", ["Port of the HTTP API.  [default: 8000]", "Prefill instances.  [default: 1]"]),
+        (
+            "simulate",
+            ["Prefill instances.  [default: 8]", "between tokens.  [default: 0.1]"],
+        ),
+    ],
+)
+def test_help_tells_what_holds_where_nothing_is_said(command: str, lines: list[str]) -> None:
+    done = CliRunner().invoke(cli, [command, "--help"], terminal_width=110)
+    assert done.exit_code == 0
+    assert [line for line in lines if line not in done.output] == []
