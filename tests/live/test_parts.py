@@ -28,9 +28,16 @@ class Parts:
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return self._start(["-m", "moonpool", *arguments], environment)
+
+    def start_script(self, script: str, *arguments: str) -> subprocess.Popen[str]:
+        """Python's own, with a command's arguments."""
+        return self._start(["-c", script, *arguments], {})
+
+    def _start(self, words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         self.processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "moonpool", *arguments],
+                [sys.executable, *words],
                 env=self.environment | environment,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -57,7 +57,7 @@ def bench_layers(
             found["mooncake"] = {"load": _stored(size, prefixes, new_tokens, rounds, "", mooncake)}
             _tell_loads("mooncake", found, say)
     for transport in TRANSPORTS:
-        far = _Far(size, transport == "shm")
+        far = Far(size, transport == "shm")
         try:
             loads = {str(n): _fetched(far, n, new_tokens, rounds) for n in prefixes}
             found[transport] = {"load": loads, "store": _stores(far, prompts, rounds)}
@@ -70,8 +70,8 @@ def bench_layers(
     return found
 
 
-class _Far:
-    """Both processes."""
+class Far:
+    """Both processes: the instance, and the peer that takes and lends its blocks."""
 
     def __init__(self, size: tuple[str, int, int], shared_memory: bool) -> None:
         self.near = Near(*size, shared_memory)
@@ -94,7 +94,7 @@ class _Far:
         self.near.close()
 
 
-def _fetched(far: _Far, prefix_tokens: int, new_tokens: int, rounds: int) -> dict[str, Any]:
+def _fetched(far: Far, prefix_tokens: int, new_tokens: int, rounds: int) -> dict[str, Any]:
     near = far.near
     fetch = Fetch(far.address, near.layout.blocks_for(prefix_tokens))
     return _loads(near, near.tokens(prefix_tokens), new_tokens, rounds, fetch=fetch)
@@ -162,7 +162,7 @@ def _loads(
     return {**medians, "began_early": early / rounds, "all": taken}
 
 
-def _stores(far: _Far, prompts: Sequence[int], rounds: int) -> dict[str, Any]:
+def _stores(far: Far, prompts: Sequence[int], rounds: int) -> dict[str, Any]:
     """Seconds until a prompt is computed and, where it is stored, all of it is there; all lengths
     and ways take turns."""
     taken = {count: {way: [0.0] * 0 for way in WAYS} for count in prompts}
@@ -184,7 +184,7 @@ def _stores(far: _Far, prompts: Sequence[int], rounds: int) -> dict[str, Any]:
     return rows
 
 
-def _store(far: _Far, num_tokens: int, way: str) -> float:
+def _store(far: Far, num_tokens: int, way: str) -> float:
     near = far.near
     near.begin(False, layer_wise_store=way == "layer_wise")
     tokens = near.tokens(num_tokens)

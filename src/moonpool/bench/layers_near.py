@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,14 @@ from moonpool.workers.actions import (
     WorkerAction,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import PrefillDone, StartPrefill, StepTokens, Work, WorkId
+from moonpool.workers.messages import (
+    PrefillDone,
+    Report,
+    StartPrefill,
+    StepTokens,
+    Work,
+    WorkId,
+)
 
 
 class LayersBenchError(RuntimeError):
@@ -56,6 +63,25 @@ class Took:
     load_s: float = 0.0  # of the fetch or the load itself
     stored_s: float = 0.0
     early: bool = False
+    held_block_s: float = 0.0  # blocks times seconds, until they are computed, or stored
+
+
+@dataclass
+class _Run:
+    """One prefill that is watched, and which works have given tokens meanwhile."""
+
+    work_id: WorkId
+    took: Took = field(default_factory=Took)
+    began_s: float = field(default_factory=time.perf_counter)
+    noted_s: float = field(default_factory=time.perf_counter)
+    answering: set[WorkId] = field(default_factory=set)
+
+    def note(self, report: Report) -> None:
+        if isinstance(report, StepTokens):
+            self.answering |= {item.work_id for item in report.works}
+        done = isinstance(report, PrefillDone) or self.work_id in self.answering
+        if done and not self.took.prefill_s:
+            self.took.prefill_s = time.perf_counter() - self.began_s
 
 
 class Near:
@@ -138,37 +164,66 @@ class Near:
 
     def prefill(self, tokens: Sequence[int], expect_load: bool, **where: Any) -> Took:
         """Until the first token is drawn and, with a target, all is stored there."""
-        self._number += 1
-        work = Work(
-            work_id=WorkId(str(self._number)),
-            token_ids=tuple(tokens),
-            num_prompt_tokens=len(tokens),
-            sampling=SamplingParams(temperature=0.0, max_tokens=2 if where.get("target") else 1),
-            slo=Slo(ttft_s=1e9, tbt_s=1e9),
-            tenant="",
-            use_cache=True,
-            timeout_s=TIMEOUT_S,
-        )
-        took = Took()
-        began_s = time.perf_counter()
+        work = self._work(tokens, 2 if where.get("target") else 1, 1e9)
+        run = _Run(work.work_id)
         self._inbox.put(StartPrefill(work=work, **where))
-        while self._instance.works or not took.prefill_s:
-            event = self._inbox.get(timeout=TIMEOUT_S)
-            if isinstance(event, StepFailed):
-                raise LayersBenchError(event.message)
-            if isinstance(event, FetchEnded | LoadEnded):
-                took.load_s = event.seconds
-            elif isinstance(event, SendEnded):
-                took.stored_s = time.perf_counter() - began_s
-            for action in self._instance.handle(event, 0.0):
-                self._perform(action)
-                if isinstance(action, Tell) and isinstance(action.report, PrefillDone | StepTokens):
-                    took.prefill_s = took.prefill_s or time.perf_counter() - began_s
-            self._gates.note(event)
+        while self._instance.works or not run.took.prefill_s:
+            self._turn(run)
+        took = run.took
         took.early = bool(self._instance.counters.get("early_prefills"))
         if expect_load and not took.load_s:
             raise LayersBenchError("the prefix was computed, not loaded")
         return took
+
+    def prefill_inline(
+        self, tokens: Sequence[int], decodes: Sequence[tuple[int, int]], tbt_s: float
+    ) -> Took:
+        """In the batches of answers (prompt, tokens) under way, which want a token every `tbt_s`.
+        Until all have ended."""
+        beside = [self._work(self.tokens(prompt), most, tbt_s) for prompt, most in decodes]
+        for work in beside:
+            self._inbox.put(StartPrefill(work=work))
+        waiting = _Run(WorkId(""))
+        while not waiting.answering >= {work.work_id for work in beside}:
+            self._turn(waiting)
+        work = self._work(tokens, 1, 1e9)
+        run = _Run(work.work_id)
+        self._inbox.put(StartPrefill(work=work))
+        while self._instance.works or not run.took.prefill_s:
+            self._turn(run)
+        return run.took
+
+    def _work(self, tokens: Sequence[int], max_tokens: int, tbt_s: float) -> Work:
+        self._number += 1
+        return Work(
+            work_id=WorkId(str(self._number)),
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            slo=Slo(ttft_s=1e9, tbt_s=tbt_s),
+            tenant="",
+            use_cache=True,
+            timeout_s=TIMEOUT_S,
+        )
+
+    def _turn(self, run: _Run) -> None:
+        """The next event, and what comes of it."""
+        event = self._inbox.get(timeout=TIMEOUT_S)
+        now_s = time.perf_counter()
+        held = self._instance.pool.owners().get(f"work:{run.work_id}", 0)
+        run.took.held_block_s += held * (now_s - run.noted_s)
+        run.noted_s = now_s
+        if isinstance(event, StepFailed):
+            raise LayersBenchError(event.message)
+        if isinstance(event, FetchEnded | LoadEnded):
+            run.took.load_s = event.seconds
+        elif isinstance(event, SendEnded):
+            run.took.stored_s = now_s - run.began_s
+        for action in self._instance.handle(event, 0.0):
+            self._perform(action)
+            if isinstance(action, Tell):
+                run.note(action.report)
+        self._gates.note(event)
 
     def _new_instance(self, layer_wise_load: bool) -> Instance:
         config = InstanceConfig(

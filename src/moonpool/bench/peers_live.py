@@ -2,177 +2,182 @@
 beyond capacity: how many requests a second meet both SLOs.
 
 SLOs are the same for all: ten times the unloaded P90 of TTFT and five times that of TBT, of
-whichever system is slowest unloaded, so that none is asked for more than the paper asks.
+whichever system is slowest unloaded, so that none is asked for more than the paper asks. The client
+is ours, or vLLM's own benchmark client. Several vLLMs may take part: each load is judged by the
+best of them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import msgspec
 
 from moonpool.bench.agreement import measure_live, replay_rows, simulated_slo
 from moonpool.bench.live_cluster import LiveCluster
 from moonpool.bench.live_workload import LiveWorkload, estimate_capacity
-from moonpool.bench.local_server import LocalServer, ServerError
+from moonpool.bench.local_server import LocalServer
 from moonpool.bench.overload import SIMULATED_S, UNLOADED_SHARE, measure_unloaded
+from moonpool.bench.vllm_client import run_vllm_client
+from moonpool.bench.vllm_shapes import WORDS, Peer, start_peer
 from moonpool.replay.server import ASSUMED_VOCAB
-from moonpool.types import Slo, Struct
+from moonpool.types import Slo
 
-START_S = 600.0
-KV_GIB = 2
-CPU_BLOCK_TOKENS = 32
-"""vLLM's attention on a CPU takes blocks of multiples of it."""
+Client = Literal["moonpool", "vllm"]
+LONGEST_TOKENS = 8192
+JUDGED: dict[Client, tuple[str, ...]] = {
+    "moonpool": ("effective",),
+    "vllm": ("requests_per_s", "output_tokens_per_s", "goodput_rps"),
+}
 Say = Callable[[str], None]
-
-
-class Peer(Struct, frozen=True):
-    """A vLLM: one that runs at `url`, or the Python of its installation to start it with."""
-
-    url: str = ""
-    python: str = ""
-    cores: str = ""  # such as 0-1; "": all
-    eager: bool = False
-
-
-class PeerServer(LocalServer):
-    """`vllm serve` of a checkpoint's folder, with prefix caching and chunked prefill."""
-
-    def __init__(self, peer: Peer, cluster: LiveCluster, longest_tokens: int) -> None:
-        super().__init__((), START_S)
-        command = Path(peer.python).with_name("vllm")
-        if not command.exists():
-            raise ServerError(f"there is no {command}: --peer-python must be that of a vLLM")
-        options = {
-            "--port": self.port,
-            "--host": "127.0.0.1",
-            "--dtype": "bfloat16",
-            "--block-size": -(-cluster.block_tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS,
-            "--max-model-len": longest_tokens,
-            "--max-num-batched-tokens": max(cluster.chunk_tokens, 1),
-            "--max-num-seqs": cluster.max_sequences,
-        }
-        words = [str(word) for pair in options.items() for word in pair]
-        flags = ["--enable-prefix-caching", "--enable-chunked-prefill"]
-        flags += ["--enable-prompt-tokens-details"]  # tells its hits
-        flags += ["--enforce-eager"] if peer.eager else []
-        self._arguments = [str(command), "serve", cluster.model, *words, *flags]
-        cores = peer.cores or f"0-{(os.cpu_count() or 1) - 1}"
-        self._environment |= {
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-        }
-        self._environment.pop("PYTHONPATH", None)  # ours is not its
-
-    def last_words(self, num_lines: int = 5) -> str:
-        """What went wrong first: vLLM's last lines only say that something did."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").splitlines()
-        causes = [line.strip() for line in lines if "Error: " in line]
-        return causes[0] if causes else super().last_words(num_lines)
+_Start = Callable[[], AbstractContextManager[str]]
 
 
 def bench_peers_live(
     cluster: LiveCluster,
     workload: LiveWorkload,
-    peer: Peer,
+    peers: Sequence[Peer],
+    client: Client,
+    slo: Slo | None,
     loads: Sequence[float],
     seconds: float,
     say: Say,
 ) -> dict[str, Any]:
-    """Curves by system. Loads are multiples of what the simulator gives two colocated instances.
-    Raises what servers and replays raise."""
+    """Curves by system. Loads are multiples of what the simulator gives two colocated instances;
+    `slo` takes the place of what is measured. Raises what servers and replays raise."""
     split = cluster.with_(prefill=1, decode=1, mixed=0)
     mixed = cluster.with_(prefill=0, decode=0, mixed=2)
     with LocalServer(mixed.with_(admission="none").arguments()) as server:
         profile = measure_live(server.url, workload, say)
-    rough = simulated_slo(mixed, profile, workload)
+    rough = slo or simulated_slo(mixed, profile, workload)
     base_rps = estimate_capacity(mixed, profile, workload, SIMULATED_S, rough)
-    systems: dict[str, Callable[[], Any]] = {
-        f"moonpool {split.words}": lambda: _ours(split),
-        f"moonpool {mixed.words}": lambda: _ours(mixed),
-        "vLLM": lambda: _theirs(peer, cluster, workload),
+    longest_tokens = workload.longest_tokens or LONGEST_TOKENS
+    theirs: dict[str, _Start] = {
+        name: lambda peer=peer: start_peer(peer, cluster, longest_tokens)  # type: ignore[misc]
+        for name, peer in zip(peer_names(peers), peers, strict=True)
     }
-    unloaded = {}
-    for name, start in systems.items():
-        with start() as url:
-            unloaded[name] = measure_unloaded(
-                url, workload, UNLOADED_SHARE * base_rps, ASSUMED_VOCAB
-            )
-    slo = Slo(
-        ttft_s=max(one.ttft_s for one in unloaded.values()),
-        tbt_s=max(one.tbt_s for one in unloaded.values()),
-    )
+    unloaded: dict[str, Slo] = {}
+    if slo is None:
+        systems = {f"moonpool {c.words}": _starter(c) for c in (split, mixed)} | theirs
+        unloaded = _unloaded(systems, workload, base_rps, say)
+        slo = Slo(
+            ttft_s=max(one.ttft_s for one in unloaded.values()),
+            tbt_s=max(one.tbt_s for one in unloaded.values()),
+        )
     say(f"SLOs: TTFT {slo.ttft_s:.3g} s, TBT {1e3 * slo.tbt_s:.3g} ms; load 1 is {base_rps:.3g}/s")
+    ours = {f"moonpool {c.words}": _starter(c.with_(slo=slo)) for c in (split, mixed)}
+    run = _Run(workload, slo, client, next((p.python for p in peers if p.python), ""), cluster)
     curves = {}
-    for name, start in systems.items():
+    for name, start in (ours | theirs).items():
         with start() as url:
-            curves[name] = list(_curve(name, url, workload, slo, base_rps, loads, seconds, say))
+            curves[name] = list(run.curve(name, url, base_rps, loads, seconds, say))
     return {
         "cluster": msgspec.to_builtins(cluster),
+        "client": client,
+        "peers": msgspec.to_builtins(list(peers)),
         "base_rps": base_rps,
         "slo": msgspec.to_builtins(slo),
         "unloaded_slo": {name: msgspec.to_builtins(one) for name, one in unloaded.items()},
         "curves": curves,
-        "ratio_to_peer": _ratios(curves),
+        "ratio_to_peer": {key: ratios(curves, list(theirs), key) for key in JUDGED[client]},
     }
 
 
-def _curve(
-    name: str,
-    url: str,
-    workload: LiveWorkload,
-    slo: Slo,
-    base_rps: float,
-    loads: Sequence[float],
-    seconds: float,
-    say: Say,
-) -> Iterator[dict[str, Any]]:
-    for number, load in enumerate(loads):
-        rows = workload.rows(load * base_rps, seconds)
-        # Other tokens each time: what the last load left in the cache is of no use.
-        figures = replay_rows(url, rows, workload.block_tokens, slo, ASSUMED_VOCAB, seed=number + 1)
-        say(
-            f"{name:<16} load {load:>4g}: {figures['requests']:>5} requests,"
-            f" {figures['effective']:>5} effective ({figures['goodput_rps']:.3f}/s),"
-            f" {figures['rejected']} rejected, {figures['failed']} failed, TTFT P90"
-            f" {figures['ttft_s']['p90']:.3g} s, TBT P90 {1e3 * figures['tbt_s']['p90']:.3g} ms"
-        )
-        yield {"load": load, "rate_rps": load * base_rps} | figures
+def peer_names(peers: Sequence[Peer]) -> list[str]:
+    """Of each its own: with its step's size where several have one shape."""
+    shapes = [peer.shape for peer in peers]
+    return [
+        f"{WORDS[p.shape]} {p.batched_tokens}" if shapes.count(p.shape) > 1 else WORDS[p.shape]
+        for p in peers
+    ]
 
 
-def _ratios(curves: dict[str, list[dict[str, Any]]]) -> dict[str, list[float | None]]:
-    """Of effective requests, load by load; None where the peer has none."""
-    peer = [point["effective"] for point in curves["vLLM"]]
+def ratios(
+    curves: dict[str, list[dict[str, Any]]], peers: Sequence[str], key: str
+) -> dict[str, list[float | None]]:
+    """To the best peer, load by load; None where none of them has any."""
+    best = [
+        max(points) for points in zip(*([p[key] for p in curves[n]] for n in peers), strict=True)
+    ]
     return {
         name: [
-            point["effective"] / theirs if theirs else None
-            for point, theirs in zip(points, peer, strict=True)
+            point[key] / theirs if theirs else None
+            for point, theirs in zip(points, best, strict=True)
         ]
         for name, points in curves.items()
-        if name != "vLLM"
+        if name not in peers
     }
+
+
+def _unloaded(
+    systems: dict[str, _Start], workload: LiveWorkload, base_rps: float, say: Say
+) -> dict[str, Slo]:
+    found = {}
+    for name, start in systems.items():
+        with start() as url:
+            rate_rps = UNLOADED_SHARE * base_rps
+            found[name] = one = measure_unloaded(url, workload, rate_rps, ASSUMED_VOCAB)
+        say(f"{name:<24} unloaded: SLOs {one.ttft_s:.3g} s and {1e3 * one.tbt_s:.3g} ms")
+    return found
+
+
+class _Run:
+    """What all systems are sent, and by whom."""
+
+    def __init__(
+        self, workload: LiveWorkload, slo: Slo, client: Client, python: str, cluster: LiveCluster
+    ) -> None:
+        self._workload, self._slo, self._client = workload, slo, client
+        self._python, self._folder = python, cluster.model
+
+    def curve(
+        self,
+        name: str,
+        url: str,
+        base_rps: float,
+        loads: Sequence[float],
+        seconds: float,
+        say: Say,
+    ) -> Iterator[dict[str, Any]]:
+        block_tokens = self._workload.block_tokens
+        for number, load in enumerate(loads):
+            rows = self._workload.rows(load * base_rps, seconds)
+            # Other tokens each time: what the last load left in the cache is of no use.
+            seed = number + 1
+            if self._client == "vllm":
+                figures = run_vllm_client(
+                    self._python, url, self._folder, rows, block_tokens, self._slo, seed
+                )
+            else:
+                figures = replay_rows(url, rows, block_tokens, self._slo, ASSUMED_VOCAB, seed=seed)
+            say(f"{name:<24} load {load:>4g}: {_words(figures)}")
+            yield {"load": load, "rate_rps": load * base_rps} | figures
+
+
+def _words(figures: dict[str, Any]) -> str:
+    latencies = (
+        f"TTFT P90 {figures['ttft_s']['p90']:.3g} s, TBT P90 {1e3 * figures['tbt_s']['p90']:.3g} ms"
+    )
+    if "effective" in figures:
+        return (
+            f"{figures['requests']:>5} requests, {figures['effective']:>5} effective"
+            f" ({figures['goodput_rps']:.3f}/s), {figures['rejected']} rejected,"
+            f" {figures['failed']} failed, {latencies}"
+        )
+    return (
+        f"{figures['completed']} of {figures['requests']} requests, {figures['requests_per_s']:.3g}"
+        f" a second, {figures['output_tokens_per_s']:.4g} tokens/s, {figures['goodput_rps']:.3g} a"
+        f" second within SLOs, {latencies}"
+    )
+
+
+def _starter(cluster: LiveCluster) -> _Start:
+    return lambda: _ours(cluster)
 
 
 @contextmanager
 def _ours(cluster: LiveCluster) -> Iterator[str]:
     with LocalServer(cluster.arguments()) as server:
-        yield server.url
-
-
-@contextmanager
-def _theirs(peer: Peer, cluster: LiveCluster, workload: LiveWorkload) -> Iterator[str]:
-    if peer.url:
-        yield peer.url
-        return
-    longest_tokens = workload.longest_tokens or 8192
-    with PeerServer(peer, cluster, longest_tokens) as server:
         yield server.url

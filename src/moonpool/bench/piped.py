@@ -215,11 +215,8 @@ def simulate(
 def make_instance(
     num_stages: int, layout: BlockLayout, num_blocks: int, config: dict[str, Any]
 ) -> Instance:
-    settings = InstanceConfig(
-        max_steps_in_flight=steps_in_flight(num_stages),
-        micro_batches=num_stages,
-        **({"prefix_caching": False} | config),
-    )
+    usual = {"max_steps_in_flight": steps_in_flight(num_stages), "micro_batches": num_stages}
+    settings = InstanceConfig(**(usual | {"prefix_caching": False} | config))
     return Instance(settings, layout, num_blocks, Role.MIXED, FREE, ())
 
 

@@ -27,12 +27,13 @@ from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams
 
-PARTS = ("long", "short", "mixed")
+PARTS = ("long", "short", "mixed", "decode")
 FIT_S = 6.0
 HOPS = 100  # single tokens, of which the quickest tells what a hop takes
 SIMULATED = (1, 2, 4, 8)
 MIX_CHUNK_TOKENS, MIX_SEQUENCES = 256, 8
 MIX_JOBS, MIX_PROMPT_TOKENS, MIX_OUTPUT_TOKENS = 16, (128, 768), (16, 32)
+DECODE_JOBS, DECODE_PROMPT_TOKENS, DECODE_OUTPUT_TOKENS = 16, 64, 64
 _GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
 Say = Callable[[str], None]
 
@@ -107,6 +108,8 @@ def bench_pipeline(
             found["short"] = _short(bench, short_tokens, repeats)
         if "mixed" in parts:
             found["mixed"] = _mixed(bench, most, seed)
+        if "decode" in parts:
+            found["decode"] = _decode(bench, most)
         return found
 
 
@@ -219,6 +222,19 @@ def _mixed(bench: _Bench, stages: Sequence[int], seed: int) -> dict[str, Any]:
         found[batching] = [bench.run(x, jobs, **config) for x in stages]
         for row in found[batching]:
             bench.say(f"prompts and decodes, {batching}, {_words(row)}")
+    return found
+
+
+def _decode(bench: _Bench, stages: Sequence[int]) -> dict[str, Any]:
+    """Answers of one length: in micro-batches of one size, as many as there are stages, and in
+    groups of those whose tokens happen to be there together."""
+    jobs = [made_up(i, DECODE_PROMPT_TOKENS, DECODE_OUTPUT_TOKENS) for i in range(DECODE_JOBS)]
+    usual: dict[str, Any] = {"chunk_tokens": MIX_CHUNK_TOKENS, "max_sequences": DECODE_JOBS}
+    found: dict[str, Any] = {"jobs": DECODE_JOBS, "output_tokens": DECODE_OUTPUT_TOKENS}
+    for name, config in (("micro-batches", usual), ("as they come", usual | {"micro_batches": 1})):
+        found[name] = [bench.run(x, jobs, **config) for x in stages if x > 1]
+        for row in found[name]:
+            bench.say(f"{DECODE_JOBS} answers, {name}, {_words(row)}")
     return found
 
 

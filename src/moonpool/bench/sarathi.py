@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from moonpool.bench.occupation import bench_occupation
 from moonpool.bench.timed import UNLIMITED, Job, Timed, by_cost, by_engine, serve
 from moonpool.config import Batching, InstanceConfig
 from moonpool.cost.fitted import FittedCost
@@ -77,7 +78,7 @@ def bench_sarathi(model: str, repeats: int, seed: int, say: Say) -> dict[str, An
         "decode_speed_up": [_speed_up(bench, chunk) for chunk in CHUNKS],
         "ratio_sweep": _ratio_sweep(bench),
         "load": _load(bench, seed),
-        "occupation": _occupation(bench),
+        "occupation": _occupation(bench, model),
         "paper": {"decode_speed_up": PAPER_SPEED_UPS, "stall": PAPER_STALL},
     }
 
@@ -228,37 +229,6 @@ def _at(ordered: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _occupation(bench: _Bench) -> dict[str, Any]:
-    """Bytes x seconds for which a long prompt holds KVCache where it is prefilled. Transfers take
-    what the profile's network rate says: here, nothing is moved."""
-    layout, cost = bench.engine.layout, bench.cost
-    slo_s = STRICT * cost.decode_step_s(8, 8 * 512)
-    inline = InstanceConfig(chunk_tokens=512, prefix_caching=False, tbt_slo_s=slo_s)
-    decoding = [Job(0.0, 256, 400)] * 4
-    kv_bytes = LONG_TOKENS * layout.token_bytes
-    last_bytes = min(512, LONG_TOKENS) * layout.token_bytes // layout.num_layers
-    whole_s = cost.transfer_s(kv_bytes, same_host=False)
-    last_s = cost.transfer_s(last_bytes, same_host=False)
-    found: dict[str, Any] = {"prompt_tokens": LONG_TOKENS, "kv_bytes": kv_bytes, "tbt_slo_s": slo_s}
-    for name, measured in (("measured", True), ("predicted", False)):
-        # Long enough after the others that they decode.
-        began_s = 2.0 * cost.prefill_s(4 * 256, 0)
-        mixed = bench.serve([*decoding, Job(began_s, LONG_TOKENS, 1)], inline, measured)
-        alone = bench.serve([Job(0.0, LONG_TOKENS, 1)], inline, measured)
-        alone_byte_s = alone.held_block_s[0] * layout.block_bytes
-        found[name] = {
-            "inlined": mixed.held_block_s[-1] * layout.block_bytes,
-            "separate": alone_byte_s + kv_bytes * whole_s,
-            "separate, layer-wise": alone_byte_s + kv_bytes * last_s,
-            "inlined_ttft_s": mixed.ttft_s[-1],
-            "separate_ttft_s": alone.ttft_s[0],
-        }
-    measured_row = found["measured"]
-    bench.say(
-        "occupation, GB s: "
-        + ", ".join(
-            f"{name} {measured_row[name] / 1e9:.3f}"
-            for name in ("inlined", "separate", "separate, layer-wise")
-        )
-    )
-    return found
+def _occupation(bench: _Bench, model: str) -> dict[str, Any]:
+    tbt_s = STRICT * bench.cost.decode_step_s(8, 8 * 512)
+    return bench_occupation(model, LONG_TOKENS, tbt_s, bench.repeats, bench.say)

@@ -140,7 +140,7 @@ def sarathi(model: str, repeats: int, seed: int, json_file: str | None) -> None:
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["long", "short", "mixed"]),
+    type=click.Choice(["long", "short", "mixed", "decode"]),
     help="Only these; all unless given.",
 )
 @JSON
@@ -155,8 +155,8 @@ def pipeline(
     parts: tuple[str, ...],
     json_file: str | None,
 ) -> None:
-    """An instance of several stages beside one of one: a long prompt, a short one, micro-batches;
-    measured and simulated. One thread a stage, about three minutes."""
+    """An instance of several stages beside one of one: a long prompt, a short one, prompts with
+    decodes, decodes; measured, and simulated for up to 8. One thread a stage, three minutes."""
     from moonpool.bench.pipeline import PARTS, bench_pipeline
     from moonpool.engine.stages.fellows import StageLostError
     from moonpool.messenger.arena import ArenaError

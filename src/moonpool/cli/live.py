@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import click
@@ -41,6 +42,8 @@ class _Shares(click.ParamType[tuple[float, ...]]):
 
 
 NUMBERS = _Shares()
+COLOCATED_S = 20.0
+"""Of each of the dozen live runs that `bench colocated` makes by default."""
 
 
 @click.command()
@@ -77,8 +80,8 @@ def _figures(path: str) -> dict[str, Any]:
     return found
 
 
-def live_options(command: Any) -> Any:
-    """What describes the local cluster and what is sent to it."""
+def live_options(command: Any, seconds: float = 60.0) -> Any:
+    """What describes the local cluster and what is sent to it, for so long by default."""
     options = [
         click.option("--model", default="random:m30", show_default=True),
         click.option("--kv-tokens", type=COUNT, default=65_536, show_default=True),
@@ -94,7 +97,7 @@ def live_options(command: Any) -> Any:
             show_default=True,
             help="Leave out requests of more tokens, scaled.",
         ),
-        click.option("--seconds", type=_POSITIVE, default=60.0, show_default=True),
+        click.option("--seconds", type=_POSITIVE, default=seconds, show_default=True),
         click.option("--seed", type=int, default=1, show_default=True),
         click.option("--json", "json_file", type=click.Path(dir_okay=False)),
     ]
@@ -271,20 +274,55 @@ def overload(
 @click.option("--peer-cores", default="", help="Its cores, such as 0-1; all unless given.")
 @click.option("--peer-eager", is_flag=True, help="Do not let vLLM compile.")
 @click.option(
+    "--peer-batched-tokens",
+    "batched",
+    multiple=True,
+    type=COUNT,
+    help="vLLM's --max-num-batched-tokens; several: each is tried. Ours unless given.",
+)
+@click.option(
+    "--peer-shape",
+    "shapes",
+    multiple=True,
+    type=click.Choice(["one", "two", "pair", "pool"]),
+    default=("one",),
+    show_default=True,
+    help="One vLLM; two, a request to either; 1P+1D over its Mooncake connector; two that share a"
+    " Mooncake Store. Several may be given.",
+)
+@click.option(
+    "--client",
+    type=click.Choice(["moonpool", "vllm"]),
+    default="moonpool",
+    show_default=True,
+    help="Who sends the requests: ours, or `vllm bench serve` of --peer-python.",
+)
+@click.option(
     "--loads",
     type=NUMBERS,
     default="0.25,0.5,1,1.5,2,3",
     show_default=True,
     help="Times what two colocated instances should bear.",
 )
-@click.option("--admission", type=click.Choice(choices(Admission)), default="predictive")
+@click.option("--slo-ttft", type=_POSITIVE, help="Seconds; 10 times the unloaded P90 unless given.")
+@click.option("--slo-tbt", type=_POSITIVE, help="Seconds; 5 times the unloaded P90 unless given.")
+@click.option(
+    "--admission",
+    type=click.Choice(choices(Admission)),
+    help="Ours; predictive, but none for vLLM's client, to which a refusal is a failure.",
+)
 def peers_live(
     peer_url: str,
     peer_python: str,
     peer_cores: str,
     peer_eager: bool,
+    batched: tuple[int, ...],
+    shapes: tuple[Any, ...],
+    client: Any,
     loads: tuple[float, ...],
-    admission: Admission,
+    slo_ttft: float | None,
+    slo_tbt: float | None,
+    admission: Admission | None,
     json_file: str | None,
     **flags: Any,
 ) -> None:
@@ -292,22 +330,35 @@ def peers_live(
 
     --model must be a checkpoint's folder with tokeniser files, which both can serve.
     """
-    from moonpool.bench.peers_live import Peer, bench_peers_live
+    from moonpool.bench.peers_live import bench_peers_live
+    from moonpool.bench.vllm_shapes import Peer
+    from moonpool.types import Slo
 
     if bool(peer_url) == bool(peer_python):
         fail("which vLLM? give --peer-url of one that runs, or --peer-python to start one")
+    if peer_url and (client == "vllm" or batched or shapes != ("one",)):
+        fail("--client vllm, --peer-shape and --peer-batched-tokens need --peer-python")
+    if (slo_ttft is None) != (slo_tbt is None):
+        fail("give both --slo-ttft and --slo-tbt, or neither")
+    slo = None if slo_ttft is None or slo_tbt is None else Slo(ttft_s=slo_ttft, tbt_s=slo_tbt)
+    admission = admission or ("none" if client == "vllm" else "predictive")
     cluster, workload = cluster_and_workload(flags, admission=admission)
-    peer = Peer(url=peer_url, python=peer_python, cores=peer_cores, eager=peer_eager)
+    sizes = batched or (cluster.chunk_tokens,)
+    peers = [
+        Peer(peer_url, peer_python, peer_cores, peer_eager, shape, size)
+        for shape in dict.fromkeys(shapes)
+        for size in sorted(set(sizes))
+    ]
     run_bench(
         lambda: bench_peers_live(
-            cluster, workload, peer, sorted(loads), flags["seconds"], click.echo
+            cluster, workload, peers, client, slo, sorted(loads), flags["seconds"], click.echo
         ),
         json_file,
     )
 
 
 @click.command()
-@live_options
+@partial(live_options, seconds=COLOCATED_S)
 @click.option(
     "--prompt",
     "prompts",
@@ -321,7 +372,7 @@ def peers_live(
 @click.option(
     "--loads",
     type=NUMBERS,
-    default="0.5,1,2",
+    default="0.6,1.5",
     show_default=True,
     help="Times the higher simulated capacity.",
 )
@@ -337,7 +388,7 @@ def colocated(
     **flags: Any,
 ) -> None:
     """1 prefill + 1 decode instance against 2 mixed ones on the same cores, by prompt length and
-    load: who serves more within the SLOs, simulated beforehand and live."""
+    load: who serves more within the SLOs, simulated beforehand and live. About six minutes."""
     from moonpool.bench.colocated import bench_colocated
 
     cluster, workload = cluster_and_workload(flags, admission=admission)

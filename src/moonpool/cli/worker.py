@@ -86,7 +86,7 @@ def worker(
         _die_with_parent()
     from moonpool.runtime.attention_worker import AttentionWorker
     from moonpool.runtime.head_link import WorkerError
-    from moonpool.runtime.worker import Worker
+    from moonpool.runtime.worker import HungError, Worker
 
     share = _core_share(cores, other_cores)
 
@@ -117,6 +117,10 @@ def worker(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
+    except HungError as error:
+        sys.stderr.write(f"moonpool: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # an exit in order would wait for the thread that hangs
     except WorkerError as error:
         fail(str(error))
     except asyncio.CancelledError:

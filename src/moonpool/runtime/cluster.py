@@ -85,6 +85,7 @@ async def running_cluster(
         if launch:
             shares = _shares(config)
             launcher = LocalLauncher(config.cluster, head_port, secret, _threads(config), shares)
+            head.on_silent = launcher.kill
             launcher.start()
             pin_thread(shares[0].others if shares else ())
             await _wait_for_workers(head, launcher, stop)

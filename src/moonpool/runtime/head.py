@@ -101,6 +101,7 @@ class Head:
         self._without_crew: set[WorkerLink] = set()
         self._server: asyncio.Server | None = None
         self._stopping = False
+        self.on_silent: Callable[[InstanceId], None] = _leave_alone
 
     async def start(self) -> int:
         """Listens for workers; returns the port. Raises OSError if it is in use."""
@@ -382,6 +383,11 @@ class Head:
                 silent_s = self.now() - link.heard_s
                 if silent_s > SILENCE_S:
                     link.channel.abort(f"it said nothing for {silent_s:.0f} s")
+                    self.on_silent(link.instance_id)
+
+
+def _leave_alone(instance_id: InstanceId) -> None:
+    """A worker that nobody of this machine started comes back by itself, or does not."""
 
 
 def _attention_each(config: Config) -> int:

@@ -71,6 +71,14 @@ class LocalLauncher:
         for role, instance_id in self._wanted:
             self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
 
+    def kill(self, instance_id: str) -> None:
+        """Ends a worker that stands still, which then is started anew."""
+        process = self._processes.get(instance_id)
+        if process is not None and process.returncode is None:
+            log.warning("%s stands still; it is killed", instance_id)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
     async def stop(self) -> None:
         """Waits for the workers, which the head has told to end, and kills those that do not: one
         that is still starting has not joined yet. Nothing is lost by it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 
 import msgspec
@@ -17,7 +18,7 @@ from moonpool.engine.stages.pipeline import PipelineEngine
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
-from moonpool.runtime.head_link import HeadChannel, HeadLink
+from moonpool.runtime.head_link import HeadChannel, HeadLink, WorkerError
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.layer_gates import LayerGates
 from moonpool.runtime.offload import Event, Offload
@@ -32,6 +33,7 @@ from moonpool.runtime.protocol import (
     WorkFrame,
 )
 from moonpool.runtime.settle import settle_memory
+from moonpool.runtime.step_watch import OFFLOADED_PATIENCE_S, PATIENCE_S, StepWatch
 from moonpool.runtime.transfers import perform_storage, perform_transfer
 from moonpool.types import InstanceId, Role
 from moonpool.workers.actions import (
@@ -52,6 +54,13 @@ from moonpool.workers.instance import Instance
 from moonpool.workers.messages import BlocksChanged, Report, WantsToLeave
 
 log = logging.getLogger("moonpool.worker")
+
+END_S = 15.0
+"""How long a worker whose engine hangs may take to end in order."""
+
+
+class HungError(WorkerError):
+    """The same, with a thread that does not come back: nobody may wait for it at exit."""
 
 
 class Worker:
@@ -79,6 +88,8 @@ class Worker:
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
         self._engine: EngineThread | PipelineThread | None = None
+        self._watch: StepWatch | None = None
+        self._hung = False
         self._gates = LayerGates()
         self._loop = asyncio.get_running_loop()
         self._joining: asyncio.Task[None] | None = None
@@ -104,6 +115,10 @@ class Worker:
         heartbeat = asyncio.create_task(self._beat())
         try:
             await self._link.run(head_host, head_port, reconnect)
+        except WorkerError as error:
+            if self._hung:
+                raise HungError(str(error)) from None
+            raise
         finally:
             heartbeat.cancel()
             self._close()
@@ -190,6 +205,9 @@ class Worker:
         else:
             self._engine = EngineThread(engine, messenger, eos, threads, post, self._share.engine)
         self._engine.start()
+        patience_s = OFFLOADED_PATIENCE_S if isinstance(messenger, Offload) else PATIENCE_S
+        num_stages = booted.instance.config.micro_batches
+        self._watch = StepWatch(booted.cost, num_stages, patience_s)
         self._booted = booted
         settle_memory()
 
@@ -215,6 +233,20 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_S)
             if self._booted is not None and self._link.channel is not None:
                 self._link.send(self._booted.load())
+            # By beats, not by the clock: if all of this process stood still, nothing hangs in it.
+            hangs = self._watch.wait(HEARTBEAT_S) if self._watch is not None else None
+            if hangs is not None:
+                self._on_hang(hangs)
+                return
+
+    def _on_hang(self, message: str) -> None:
+        """Its works go on elsewhere at once, and this process ends by a deadline."""
+        log.error("%s", message)
+        self._hung = True
+        last_resort = threading.Timer(END_S, os._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
+        self._link.fail(f"{message}; the instance ends", "its engine hangs")
 
     # Events in, actions out
 
@@ -228,6 +260,8 @@ class Worker:
     def _post(self, event: WorkerEvent) -> None:
         if self._booted is None:
             return
+        if isinstance(event, StepEnded | StepFailed) and self._watch is not None:
+            self._watch.end()
         self._perform(self._booted.instance.handle(event, self._loop.time()))
         self._gates.note(event)
 
@@ -240,6 +274,8 @@ class Worker:
                 case Tell() | Depart() | StopRepeating():  # steps are never repeated here
                     continue
                 case RunStep():
+                    assert self._watch is not None
+                    self._watch.begin(action)
                     self._engine.submit(action, self._gates.of_step(action))
                 case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
                     assert booted.store is not None, "an instance without slots asks for none"

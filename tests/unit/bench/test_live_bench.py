@@ -13,7 +13,9 @@ from moonpool.bench.live_profile import LiveProfile
 from moonpool.bench.live_workload import LiveWorkload, estimate_capacity, simulate_rows
 from moonpool.bench.local_server import ServerError
 from moonpool.bench.overload import oscillation
-from moonpool.bench.peers_live import Peer, PeerServer
+from moonpool.bench.peers_live import peer_names, ratios
+from moonpool.bench.vllm_client import client_figures
+from moonpool.bench.vllm_shapes import Peer, start_peer
 from moonpool.cost.fitted import FittedCost
 from moonpool.types import Slo
 
@@ -25,6 +27,7 @@ COST = FittedCost(
     front_s=0.002,
     token_bytes=4096,
 )
+KINDS = ("mean", "p50", "p90", "p99")
 WORKLOAD = LiveWorkload(scale=Fraction(1, 32), longest_tokens=2048)
 SLO = Slo(ttft_s=1.0, tbt_s=0.05)
 
@@ -78,10 +81,10 @@ def test_front_and_messages_count_and_neighbours_slow_down() -> None:
 
 def test_capacity_follows_the_machine() -> None:
     cluster = LiveCluster()
-    usual = estimate_capacity(cluster, profile(), WORKLOAD, 60.0, SLO)
-    slower = profile(prefill=tuple(2 * x for x in COST.prefill))
+    slow, slower = (profile(prefill=tuple(k * x for x in COST.prefill)) for k in (8, 16))
+    usual = estimate_capacity(cluster, slow, WORKLOAD, 60.0, SLO)
     half = estimate_capacity(cluster, slower, WORKLOAD, 60.0, SLO)
-    assert usual > 1.0
+    assert usual > 0.5
     assert 0.3 * usual < half < 0.8 * usual
 
 
@@ -93,8 +96,46 @@ def test_oscillation_of_known_series() -> None:
 
 
 def test_a_python_without_vllm_is_told() -> None:
-    with pytest.raises(ServerError, match="must be that of a vLLM"):
-        PeerServer(Peer(python="/nowhere/python"), LiveCluster(), 2048)
+    peer = Peer(python="/nowhere/python")
+    with (
+        pytest.raises(ServerError, match="must be that of a vLLM"),
+        start_peer(peer, LiveCluster(), 2048),
+    ):
+        pass
+
+
+def test_two_of_vllm_need_two_cores() -> None:
+    peer = Peer(python="/nowhere/python", cores="0", shape="two")
+    with pytest.raises(ServerError, match="two cores"), start_peer(peer, LiveCluster(), 2048):
+        pass
+
+
+def test_each_load_is_judged_by_the_best_peer() -> None:
+    peers = [Peer(batched_tokens=64), Peer(batched_tokens=512), Peer(shape="pair")]
+    names = peer_names(peers)
+    assert names == ["vLLM 64", "vLLM 512", "vLLM 1P+1D Mooncake"]
+    rates = {"ours": (3.0, 6.0), names[0]: (2.0, 1.0), names[1]: (1.0, 4.0), names[2]: (0.0, 0.0)}
+    curves = {name: [{"rps": rate} for rate in found] for name, found in rates.items()}
+    assert ratios(curves, names, "rps") == {"ours": [1.5, 1.5]}
+
+
+def test_what_vllm_s_client_wrote_is_read_under_our_names() -> None:
+    spread = {f"{kind}_{name}_ms": 250.0 for name in ("ttft", "tpot", "itl") for kind in KINDS}
+    result = spread | {
+        "completed": 9,
+        "failed": 1,
+        "duration": 2.0,
+        "total_input_tokens": 90,
+        "total_output_tokens": 30,
+        "request_throughput": 4.5,
+        "output_throughput": 15.0,
+        "total_token_throughput": 60.0,
+        "request_goodput": 4.0,
+    }
+    found = client_figures(result, 10)
+    assert (found["requests"], found["completed"], found["failed"]) == (10, 9, 1)
+    assert found["tbt_s"] == {"mean": 0.25, "p50": 0.25, "p90": 0.25, "p99": 0.25}
+    assert found["tokens_per_s"] == 60.0 and found["goodput_rps"] == 4.0
 
 
 def test_prompts_and_answers_of_one_length() -> None:
@@ -133,8 +174,9 @@ class NoServer:
 
 def test_a_sweep_of_lengths_is_simulated_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "LocalServer", NoServer)
-    monkeypatch.setattr(colocated, "measure_live", lambda *_: profile())
-    monkeypatch.setattr(colocated, "SIMULATED_S", 30.0)
+    slower = tuple(20 * x for x in COST.prefill)  # fewer requests to simulate
+    monkeypatch.setattr(colocated, "measure_live", lambda *_: profile(prefill=slower))
+    monkeypatch.setattr(colocated, "SIMULATED_S", 10.0)
     workload = WORKLOAD.with_(answers=16)
     said: list[str] = []
     found = bench_colocated(LiveCluster(), workload, (64, 1024), (1.0,), 30.0, False, said.append)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moonpool.bench.piped import Piped, made_up, simulate
-from moonpool.bench.pipeline import bench_pipeline, grown, shape_of
+from moonpool.bench.pipeline import PARTS, bench_pipeline, grown, shape_of
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.parallel import Nic, group_cost
 from moonpool.engine.builtin import open_model
@@ -56,7 +56,7 @@ def test_a_long_prompt_s_steps_tell_what_shorter_ones_take() -> None:
 
 def test_all_parts_are_measured_and_simulated() -> None:
     said: list[str] = []
-    found = bench_pipeline(MODEL, 2, 512, 64, 48, 1, 0, ("long", "short", "mixed"), said.append)
+    found = bench_pipeline(MODEL, 2, 512, 64, 48, 1, 0, PARTS, said.append)
     chunked = {row["stages"]: row for row in found["long"]["chunked"]}
     assert set(chunked) == {1, 2, 4}, "the model has no 8 layers"
     assert all("measured" in chunked[x] for x in (1, 2)) and "measured" not in chunked[4]
@@ -66,5 +66,8 @@ def test_all_parts_are_measured_and_simulated() -> None:
     for batching in ("chunked", "whole-prompts"):
         for row in found["mixed"][batching]:
             assert 0 <= row["simulated"]["bubble_share"] < 1
+    two = {name: found["decode"][name][0] for name in ("micro-batches", "as they come")}
+    assert all(0 <= row["simulated"]["bubble_share"] < 0.5 for row in two.values())
+    assert all(row["measured"]["seconds"] > 0 for row in two.values())
     assert found["short"]["one_s"] > 0 and found["short"]["stages_s"] > 0
     assert len(said) > 10

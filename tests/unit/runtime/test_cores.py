@@ -17,6 +17,7 @@ from moonpool.runtime.cores import (
     format_cores,
     parse_cores,
     pin_thread,
+    read_cores,
     share_cores,
 )
 
@@ -136,3 +137,27 @@ def test_by_itself_an_engine_is_pinned_only_if_cores_are_left_for_the_others(
     monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
     config = parse_config("", {"engine": {"pinning": pinning, "threads": threads}})
     assert len(cluster._shares(config)) == num_pinned
+
+
+def test_two_nodes_as_the_kernel_describes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From files such as a machine of two sockets has, to cores of one node for each instance."""
+    nodes, cpus = tmp_path / "node", tmp_path / "cpu"
+    for node, numbers in enumerate(("0-3,8-11", "4-7,12-15")):
+        (nodes / f"node{node}").mkdir(parents=True)
+        (nodes / f"node{node}" / "cpulist").write_text(f"{numbers}\n")
+    for number in range(16):
+        folder = cpus / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{number % 8},{number % 8 + 8}\n")
+    monkeypatch.setattr(cores, "NODES", nodes)
+    monkeypatch.setattr(cores, "CPUS", cpus)
+    monkeypatch.setattr(cores, "_allowed", lambda: set(range(16)))
+    found = read_cores()
+    assert {core.number for core in found if core.node == 1} == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert {core.number for core in found if core.sibling == 0} == set(range(8))
+    shares = share_cores(found, [3, 3], 16)
+    assert [share.engine for share in shares] == [(0, 1, 2), (4, 5, 6)]
+    assert set(shares[0].others) == {3, 8, 9, 10, 11}
+    assert set(shares[1].others) == {7, 12, 13, 14, 15}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from typing import Any
 
@@ -105,3 +106,31 @@ def test_a_worker_is_told_its_cores_each_time_it_is_started(
     told = [words[words.index("--cores") + 1 :] for words in spawned if "--cores" in words]
     assert told == [("2,3", "--other-cores", "4"), ("0,1", "--other-cores", "4")] * 2
     assert len(spawned) == 5
+
+
+def test_a_worker_that_stands_still_is_killed_and_started_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes: list[asyncio.subprocess.Process] = []
+
+    async def spawn(*_: Any) -> asyncio.subprocess.Process:
+        processes.append(await asyncio.create_subprocess_exec(*SLEEPER))
+        return processes[-1]
+
+    async def run() -> None:
+        monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+        launcher = make_launcher()
+        launcher.start()
+        while not processes:
+            await asyncio.sleep(0.01)
+        processes[0].send_signal(signal.SIGSTOP)
+        launcher.kill("prefill-0")
+        launcher.kill("a stranger")
+        await asyncio.wait_for(processes[0].wait(), 5)
+        async with asyncio.timeout(5):
+            while len(processes) < 2:
+                await asyncio.sleep(0.01)
+        await launcher.stop()
+
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.1)
+    uvloop.run(run())

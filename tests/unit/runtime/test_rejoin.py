@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +19,11 @@ from moonpool.engine.runner import make_layout
 from moonpool.engine.tokenizers.registry import open_tokenizer
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.messenger.auth import Identity
+from moonpool.runtime import head as head_module
 from moonpool.runtime import worker as worker_module
 from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.head import Head
-from moonpool.runtime.protocol import Joined, Setup, TurnedAway
+from moonpool.runtime.protocol import SILENCE_S, Joined, Setup, TurnedAway
 from moonpool.runtime.worker import Worker
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import InstanceId, Role
@@ -30,10 +33,10 @@ MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=
 SECRET = b"a secret of the test"
 
 
-def make_head() -> Head:
+def make_head(now: Callable[[], float] = time.monotonic) -> Head:
     card = ModelCard("m", 0, 512, MODEL.spec.vocab_size, MODEL.spec.eos_token_ids)
     tokenizer = open_tokenizer(MODEL.tokenizer, MODEL.spec.vocab_size)
-    return Head(Config(), card, tokenizer, SECRET)
+    return Head(Config(), card, tokenizer, SECRET, now)
 
 
 def info(incarnation: int) -> InstanceInfo:
@@ -97,6 +100,31 @@ def test_another_process_of_the_same_name_is_turned_away_and_not_heard() -> None
     twin.on_frame(Joined(info=info(8)))
     assert isinstance(twin_channel.sent[-1], TurnedAway)
     assert head.conductor.instances[InstanceId("d")].info.incarnation == 7
+
+
+def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(head_module, "TICK_S", 0.001)
+    silent: list[str] = []
+
+    async def run() -> None:
+        nonlocal now_s
+        head = make_head(lambda: now_s)
+        head.on_silent = silent.append
+        link, channel = link_of(head)
+        link.on_frame(Joined(info=info(7)))
+        ticker = asyncio.create_task(head._tick_forever())
+        now_s += SILENCE_S
+        await asyncio.sleep(0.02)
+        assert not silent and not channel.ended
+        now_s += 1.0
+        await asyncio.sleep(0.02)
+        ticker.cancel()
+        assert set(silent) == {"d"} and "said nothing" in channel.ended[0]
+
+    asyncio.run(run())
 
 
 class Booted:

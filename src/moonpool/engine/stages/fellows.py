@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -69,10 +70,10 @@ class Fellow:
         except OSError:
             return  # it has ended already
 
-    def end(self) -> None:
-        """Until it is gone."""
+    def end(self, by_s: float) -> None:
+        """Until it is gone, killed if it has not ended by then (`time.monotonic`)."""
         try:
-            self.process.wait(END_S)
+            self.process.wait(max(by_s - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -24,7 +24,7 @@ from moonpool.engine.builtin import DTYPES, LoadedModel
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.rows import Rows, plan_rows
-from moonpool.engine.stages.fellows import Fellow, StageLostError, start_fellows
+from moonpool.engine.stages.fellows import END_S, Fellow, StageLostError, start_fellows
 from moonpool.engine.stages.ring import RingEnd, RingError, RingSize
 from moonpool.engine.stages.wire import (
     FromOther,
@@ -214,8 +214,9 @@ class PipelineEngine:
         self.interrupt()
         for fellow in self._fellows:
             fellow.hang_up()
+        by_s = time.monotonic() + END_S
         for fellow in self._fellows:
-            fellow.end()
+            fellow.end(by_s)
         self._after.close()
 
     def _send_step(

@@ -1,0 +1,114 @@
+"""Processes that stand still without dying: their works go on elsewhere, and they end in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.runtime.protocol import SILENCE_S
+from tests.live.test_faults import LONG, wait_until_gone
+from tests.live.test_parts import Parts
+from tests.live.test_stages import stages_of
+
+END_S = 45.0
+HANGING = """
+import signal, sys, threading
+from moonpool.cli.main import main
+from moonpool.runtime.engine_thread import EngineThread
+
+hangs = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: hangs.set())
+compute = EngineThread._compute
+
+def caught(self, step, gates):
+    if hangs.is_set():
+        threading.Event().wait()
+    return compute(self, step, gates)
+
+EngineThread._compute = caught
+sys.argv[0] = "moonpool"
+main()
+"""
+
+
+@pytest.fixture
+def parts() -> Any:
+    made = Parts()
+    yield made
+    made.end()
+
+
+def ask(client: httpx.Client, name: str, got: dict[str, Any]) -> threading.Thread:
+    def run() -> None:
+        headers = {"X-Request-Id": name}
+        answer = client.post("/v1/completions", json=LONG, headers=headers, timeout=60)
+        got[name] = answer.json()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) -> list[Any]:
+    """Asks until each of the victims has an answer under way: a slower one gets its first late."""
+    threads: list[threading.Thread] = []
+    for number in range(24):
+        threads.append(ask(client, f"hang-{number}", got))
+        found: dict[str, Any] = {}
+        deadline = time.monotonic() + 10
+        while not found.get("generated_tokens") and time.monotonic() < deadline:
+            found = client.get(f"/explain/hang-{number}").json()
+        victims = victims - {found["decode_instance"]}
+        if not victims:
+            return threads
+    raise AssertionError(f"nothing is decoded on {victims}")
+
+
+def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts) -> None:
+    """A stage that is stopped, a process that is stopped, and an engine's thread caught in a call;
+    one instance of each, and a fourth that is sound."""
+    parts.start_head()
+    parts.start_worker("prefill", "p")
+    head = f"127.0.0.1:{parts.head_port}"
+    worker = ["worker", "--role", "decode", "--head", head, "--name"]
+    staged = parts.start(*worker, "staged", "--pipeline-parallel-size", "2")
+    stopped = parts.start(*worker, "stopped")
+    caught = parts.start_script(HANGING, *worker, "caught")
+    parts.start(*worker, "sound")
+    client = parts.wait_until_healthy()
+    deadline = time.monotonic() + 60
+    while len(client.get("/cluster").json()["instances"]) < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    right = client.post("/v1/completions", json=LONG, timeout=60).json()["choices"][0]["text"]
+    got: dict[str, Any] = {}
+    threads = decode_on_all(client, {"staged", "stopped", "caught"}, got)
+    (stage,) = stages_of(staged.pid)
+    os.kill(stage, signal.SIGSTOP)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    os.kill(caught.pid, signal.SIGUSR1)
+    began_s = time.monotonic()
+    for thread in threads:
+        thread.join(END_S)
+    assert time.monotonic() - began_s < END_S
+    assert len(got) == len(threads)
+    assert {answer["choices"][0]["text"] for answer in got.values()} == {right}
+    assert time.monotonic() - began_s > SILENCE_S / 2, "nothing hung"
+    for process in (staged, caught):
+        _, words = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "the engine hangs" in words.splitlines()[-1]
+    assert wait_until_gone([stage]) == []
+    os.kill(stopped.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        alive = {i["instance_id"] for i in client.get("/cluster").json()["instances"]}
+        if alive == {"p", "stopped", "sound"}:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{alive}: one that was only stopped comes back, the others do not")
