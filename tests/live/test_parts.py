@@ -45,9 +45,9 @@ class Parts:
         )
         return self.processes[-1]
 
-    def start_head(self) -> subprocess.Popen[str]:
+    def start_head(self, *options: str) -> subprocess.Popen[str]:
         ports = ["--head-port", str(self.head_port), "--port", str(self.port)]
-        return self.start("head", MODEL, *SMALL, *ports)
+        return self.start("head", MODEL, *SMALL, *ports, *options)
 
     def start_worker(self, role: str, name: str, **environment: str) -> subprocess.Popen[str]:
         head = f"127.0.0.1:{self.head_port}"

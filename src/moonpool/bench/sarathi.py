@@ -231,4 +231,4 @@ def _at(ordered: list[float], share: float) -> float:
 
 def _occupation(bench: _Bench, model: str) -> dict[str, Any]:
     tbt_s = STRICT * bench.cost.decode_step_s(8, 8 * 512)
-    return bench_occupation(model, LONG_TOKENS, tbt_s, bench.repeats, bench.say)
+    return bench_occupation(model, LONG_TOKENS, tbt_s, min(bench.repeats, 3), bench.say)

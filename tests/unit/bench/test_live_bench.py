@@ -81,11 +81,11 @@ def test_front_and_messages_count_and_neighbours_slow_down() -> None:
 
 def test_capacity_follows_the_machine() -> None:
     cluster = LiveCluster()
-    slow, slower = (profile(prefill=tuple(k * x for x in COST.prefill)) for k in (8, 16))
+    slow, slower = (profile(prefill=tuple(k * x for x in COST.prefill)) for k in (4, 8))
     usual = estimate_capacity(cluster, slow, WORKLOAD, 60.0, SLO)
     half = estimate_capacity(cluster, slower, WORKLOAD, 60.0, SLO)
-    assert usual > 0.5
-    assert 0.3 * usual < half < 0.8 * usual
+    assert usual > 0.3
+    assert 0.1 * usual < half < 0.8 * usual
 
 
 def test_oscillation_of_known_series() -> None:
@@ -176,10 +176,10 @@ def test_a_sweep_of_lengths_is_simulated_beforehand(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(colocated, "LocalServer", NoServer)
     slower = tuple(20 * x for x in COST.prefill)  # fewer requests to simulate
     monkeypatch.setattr(colocated, "measure_live", lambda *_: profile(prefill=slower))
-    monkeypatch.setattr(colocated, "SIMULATED_S", 10.0)
+    monkeypatch.setattr(colocated, "SIMULATED_S", 5.0)
     workload = WORKLOAD.with_(answers=16)
     said: list[str] = []
-    found = bench_colocated(LiveCluster(), workload, (64, 1024), (1.0,), 30.0, False, said.append)
+    found = bench_colocated(LiveCluster(), workload, (64, 1024), (1.0,), 10.0, False, said.append)
     short, long = found["lengths"]
     assert (short["prompt_tokens"], long["prompt_tokens"]) == (64, 1024)
     for row in (short, long):
