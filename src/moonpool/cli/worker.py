@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import click
