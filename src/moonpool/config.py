@@ -98,6 +98,7 @@ class NetworkConfig(Struct, frozen=True):
     head_host: str = "127.0.0.1"
     head_port: int = 0  # 0: any free one
     use_shared_memory: bool = True
+    nixl: bool = False  # RDMA, or what else UCX finds, between machines that have it
 
 
 class SloConfig(Struct, frozen=True):

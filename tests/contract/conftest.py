@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from messenger_harness import Node
+from messenger_harness import Node, need_nixl
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", "nixl"])
 def transport(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        need_nixl()
     return str(request.param)
 
 

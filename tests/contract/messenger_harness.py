@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import queue
 import random
 import socket
 import time
+import weakref
 from typing import TypeVar
+
+import pytest
 
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
-from moonpool.messenger import shm, tcp
+from moonpool.messenger import nixl, shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
+from moonpool.messenger.courier import Courier
 from moonpool.messenger.landing import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.peer_arena import PeerArenas
@@ -52,7 +57,8 @@ class Node:
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.layout = layout or make_layout()
-        self.arena = Arena(self.layout, num_blocks)
+        self.arena = Arena(self.layout, num_blocks, sealed=transport != "nixl")
+        self.courier = Courier(self.arena, "127.0.0.1") if transport == "nixl" else None
         self.events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self.messenger = Messenger(
             self.arena,
@@ -64,6 +70,7 @@ class Node:
             park_s=park_s,
             use_shared_memory=transport == "shm",
             checksum=checksum,
+            courier=self.courier,
         )
         self.address: PeerAddress = self.messenger.start()
 
@@ -88,6 +95,15 @@ class Node:
         self.arena.close()
 
 
+def has_nixl() -> bool:
+    return any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12"))
+
+
+def need_nixl() -> None:
+    if not has_nixl():
+        pytest.skip("the extra moonpool[nixl] is not installed")
+
+
 def keys(count: int) -> list[BlockKey]:
     return [BlockKey(number.to_bytes(16, "big")) for number in range(count)]
 
@@ -96,7 +112,8 @@ def bare_socket(address: PeerAddress, transport: str) -> socket.socket:
     by_s = time.monotonic() + 2
     if transport == "shm":
         return shm.connect(address.unix_name, by_s)
-    return tcp.connect(address.tcp_host, address.tcp_port, by_s)
+    port = address.nixl_port if transport == "nixl" else address.tcp_port
+    return tcp.connect(address.tcp_host, port, by_s)
 
 
 def rogue_connection(
@@ -109,4 +126,9 @@ def rogue_connection(
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
     if transport == "shm":
         return shm.swap_arenas(frames, address.instance_id, arena, PeerArenas(), by_s)
+    if transport == "nixl":
+        courier = Courier(Arena(layout, arena.num_blocks, sealed=False), "127.0.0.1")
+        made = nixl.swap_cards(frames, address.instance_id, courier, time.monotonic() + 2)
+        weakref.finalize(made, courier.close)
+        return made
     return tcp.TcpConnection(frames, address.instance_id)

@@ -51,6 +51,7 @@ FLAG_KEYS = {
     "mooncake_master": ("mooncake", "master_server_address"),
     "enable_prefix_caching": ("pool", "prefix_caching"),
     "head_host": ("network", "head_host"),
+    "nixl": ("network", "nixl"),
     "head_port": ("network", "head_port"),
     "slo_ttft": ("slo", "ttft_s"),
     "slo_tbt": ("slo", "tbt_s"),
@@ -116,6 +117,11 @@ def _what_is_kept() -> list[Any]:
             "--mooncake-master",
             metavar="HOST:PORT",
             help="Keep KVCache in this Mooncake Store, not on disk.",
+        ),
+        click.option(
+            "--nixl/--no-nixl",
+            default=None,
+            help="Blocks go between machines by NIXL (RDMA), not TCP.",
         ),
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",

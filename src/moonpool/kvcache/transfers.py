@@ -19,6 +19,7 @@ class PeerAddress(Struct, frozen=True):
     unix_name: str  # abstract unix socket (no file to leave behind), "" if none
     tcp_host: str
     tcp_port: int
+    nixl_port: int = 0  # where it meets those that have NIXL, too; 0 if it has not
 
 
 class FetchEnded(Struct, frozen=True, tag=True):

@@ -23,6 +23,8 @@ from moonpool.messenger.wire import Message
 
 IDLE_S = 30.0
 MAX_IDLE_PER_PEER = 4
+DETOUR_S = 10.0
+"""So long a connection is kept that a better way gave way to; then that is tried again."""
 _OPEN_S = 0.1  # an idle connection has room for a first word; who begins must not block
 
 _LINGER_S = 1e-3
@@ -39,12 +41,14 @@ class _Link:
         self.connection: Connection | None = None
         self.opening = threading.Lock()  # held by who opens an operation from another thread
         self.opened = False
+        self.until_s = float("inf")  # it is not kept beyond that
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
 
-    def keep(self, connection: Connection | None) -> None:
+    def keep(self, connection: Connection | None, is_detour: bool) -> None:
         if connection is not self.connection:
             self.connection = connection
+            self.until_s = time.monotonic() + DETOUR_S if is_detour else float("inf")
             self._poll = select.poll()
             self._poll.register(self.wake_fd, select.POLLIN)
             if connection is not None and not connection.closed:
@@ -136,7 +140,7 @@ class Links:
                         opened, link.opened = link.opened, False
                     route = Route(link.peer, self._own, link.connection, opened)
                     tell = operation(route)
-                    link.keep(route.connection)
+                    link.keep(route.connection, route.is_detour)
                     parked = self._park(link)
                     tell()
                     link.settle(may_linger=parked)
@@ -149,7 +153,7 @@ class Links:
 
     def _park(self, link: _Link) -> bool:
         """The link is idle from now on, and may be given an operation. False: it is not wanted."""
-        if link.connection is None or link.connection.closed:
+        if link.connection is None or link.connection.closed or time.monotonic() > link.until_s:
             return False
         with self._lock:
             idle = self._idle.setdefault(link.peer, [])

@@ -20,6 +20,7 @@ from moonpool.messenger import shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import AuthError, Identity
 from moonpool.messenger.counters import TransferCounts
+from moonpool.messenger.courier import Courier
 from moonpool.messenger.fetch import Fetch
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.inbound import Inbound
@@ -42,7 +43,8 @@ _log = logging.getLogger(__name__)
 
 class Messenger:
     """`post` is called from messenger threads and must not block. `lease_s` bounds how long a peer
-    may hold our blocks; `park_s` how long a stream's sender waits to be expected."""
+    may hold our blocks; `park_s` how long a stream's sender waits to be expected. `courier`, which
+    ends with the messenger, is for peers that have one too."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Messenger:
         park_s: float = PARK_S,
         use_shared_memory: bool = True,
         checksum: Checksum = checksum_slice,
+        courier: Courier | None = None,
     ) -> None:
         if layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
@@ -72,7 +75,8 @@ class Messenger:
         self._tcp_address = (tcp_host, tcp_port)
         self._receptions = Receptions(self._station, park_s)
         self._reads = Reads(self._station, lease_s)
-        own = Credentials(secret, identity, host_id, arena, PeerArenas())
+        own = Credentials(secret, identity, host_id, arena, PeerArenas(), courier)
+        self._courier = courier
         self._links = Links(own, self._spawn)
         self._inbound = Inbound(self._station, own, self._reads, self._receptions, self._spawn)
         self._acceptor: threading.Thread | None = None
@@ -87,6 +91,9 @@ class Messenger:
         assert self._acceptor is None, "a messenger is started once"
         host, port = self._tcp_address
         listeners = [tcp.listen(host, port)]
+        if self._courier is not None:
+            listeners.append(tcp.listen(host, 0))
+            self._courier.port = listeners[1].getsockname()[1]
         unix_name = ""
         if self._host_id:
             unix_name = f"moonpool-{secrets.token_hex(12)}"
@@ -101,6 +108,7 @@ class Messenger:
             unix_name=unix_name,
             tcp_host=host,
             tcp_port=listeners[0].getsockname()[1],
+            nixl_port=0 if self._courier is None else self._courier.port,
         )
         self._acceptor = self._spawn("accept", lambda: self._inbound.accept(listeners))
         return address
@@ -128,6 +136,8 @@ class Messenger:
         self._inbound.interrupt()
         for thread in threads:
             thread.join(max(0.0, end_s - time.monotonic()))
+        if self._courier is not None:
+            self._courier.close()
 
     def counts(self) -> TransferCounts:
         return self._station.counters.counts()

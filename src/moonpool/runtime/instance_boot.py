@@ -28,6 +28,7 @@ from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
+from moonpool.messenger.courier import Courier, CourierError
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store.folder import StoreError, default_folder
 from moonpool.messenger.store.mooncake import MooncakeStore
@@ -170,6 +171,7 @@ def boot_instance(
         post,
         tcp_host=listen_host,
         use_shared_memory=setup.network.use_shared_memory,
+        courier=_open_courier(setup, arena, listen_host),
     )
     eos = model.spec.eos_token_ids
     store, store_error = _open_store(setup, instance_id, listen_host, arena, post)
@@ -223,6 +225,17 @@ def _settle_threads(setup: Setup, num_stages: int, share: CoreShare) -> int:
     pin_thread(share.engine)
     torch.set_num_threads(threads)
     return threads
+
+
+def _open_courier(setup: Setup, arena: Arena, listen_host: str) -> Courier | None:
+    """None where NIXL is not wanted, or cannot be had: blocks go over TCP then."""
+    if setup.attention or not setup.network.nixl:
+        return None  # blocks of attention workers are in arenas of theirs
+    try:
+        return Courier(arena, listen_host)
+    except CourierError as error:
+        log.warning("blocks go over TCP, not by NIXL: %s", error)
+        return None
 
 
 def _open_store(
@@ -323,14 +336,15 @@ def _own_engine(
     on these cores. Raises what its parts raise."""
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
     layout = make_layout(model, setup.pool.block_tokens, ops)
-    several = stages[0] > 1
-    arena = Arena(layout, _num_blocks(setup, layout, model), sealed=not several)
+    several, nixl = stages[0] > 1, setup.network.nixl
+    arena = Arena(layout, _num_blocks(setup, layout, model), sealed=not several and not nixl)
     cache = _cache_over(arena, layout)
     if not several:
         return arena, _engine(model, ops, cache)
     options = _stage_options(setup, *stages)
     engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
-    arena.seal()  # all stages have mapped it
+    if not nixl:
+        arena.seal()  # all stages have mapped it; a courier seals it when it has
     return arena, engine
 
 
