@@ -118,11 +118,7 @@ def _what_is_kept() -> list[Any]:
             metavar="HOST:PORT",
             help="Keep KVCache in this Mooncake Store, not on disk.",
         ),
-        click.option(
-            "--nixl/--no-nixl",
-            default=None,
-            help="Blocks go between machines by NIXL (RDMA), not TCP.",
-        ),
+        click.option("--nixl/--no-nixl", default=None, help="Blocks between machines by RDMA."),
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             default=None,
