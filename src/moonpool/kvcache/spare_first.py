@@ -35,12 +35,13 @@ class SpareFirst:
 
     def mark(self, block_ids: Iterable[BlockId], spare: bool) -> None:
         """What the Conductor says of named blocks (mutates)."""
+        marked, num_tight = self._spare, self._num_tight
+        change = marked.add if spare else marked.discard
         for block_id in block_ids:
-            if (block_id in self._spare) is spare:
-                continue
-            was_loose = self._is_loose(block_id)
-            (self._spare.add if spare else self._spare.discard)(block_id)
-            self._turn(block_id, was_loose)
+            if (block_id in marked) is not spare:
+                change(block_id)
+                if not num_tight[block_id]:
+                    self._turn(block_id, spare)
 
     def forget_marks(self) -> None:
         """What the Conductor said counts no more (mutates)."""
@@ -77,16 +78,21 @@ class SpareFirst:
 
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
         self._clock += len(block_ids)
-        before, let_go_at = parent, self._let_go_at
+        clock, let_go_at = self._clock, self._let_go_at
+        parents, lives = self._parent, self._lives
+        before = parent
         for block_id in block_ids:
-            let_go_at[block_id] = self._clock
+            let_go_at[block_id] = clock
             if before is not None:
-                self._link(block_id, before)
+                link = parents[block_id]
+                if link is None or link[0] != before or link[1] != lives[before]:
+                    self._link(block_id, before)
             before = block_id
         if self._spare:
+            spare, num_tight, loose = self._spare, self._num_tight, self._loose
             for block_id in reversed(block_ids):
-                if self._is_loose(block_id):
-                    self._loose[block_id] = None
+                if block_id in spare and not num_tight[block_id]:
+                    loose[block_id] = None
         self._policy.add(block_ids, parent)
 
     def remove(self, block_ids: Sequence[BlockId]) -> None:
@@ -152,10 +158,8 @@ class SpareFirst:
         return block_id in self._spare and not self._num_tight[block_id]
 
     def _link(self, block_id: BlockId, parent: BlockId) -> None:
-        """`block_id` continues `parent`."""
+        """`block_id` continues `parent`, as it did not before."""
         link = (parent, self._lives[parent])
-        if self._parent[block_id] == link:
-            return
         tight = not self._is_loose(block_id)
         if tight:
             self._count_tight(block_id, -1)
@@ -163,30 +167,32 @@ class SpareFirst:
         if tight:
             self._count_tight(block_id, 1)
 
-    def _turn(self, block_id: BlockId, was_loose: bool) -> None:
-        """After what may have made a block loose or tight; so may be those before it."""
-        loose = self._is_loose(block_id)
-        while loose is not was_loose:
+    def _turn(self, block_id: BlockId, loose: bool) -> None:
+        """A block became loose, or tight; so may those before it."""
+        spare, parents, lives, num_tight = self._spare, self._parent, self._lives, self._num_tight
+        while True:
             if not loose:
                 self._loose.pop(block_id, None)
             elif block_id in self._policy:
                 self._loose[block_id] = None
-            link = self._parent[block_id]
-            if link is None or self._lives[link[0]] != link[1]:
+            link = parents[block_id]
+            if link is None or lives[link[0]] != link[1]:
                 return
             block_id = link[0]
-            was_loose = self._is_loose(block_id)
-            self._num_tight[block_id] += -1 if loose else 1
-            loose = self._is_loose(block_id)
+            after = num_tight[block_id] + (-1 if loose else 1)
+            num_tight[block_id] = after
+            if block_id not in spare or after != (0 if loose else 1):
+                return
 
     def _count_tight(self, block_id: BlockId, change: int) -> None:
         """One more or less tight block continues this one's parent."""
         link = self._parent[block_id]
         if link is not None and self._lives[link[0]] == link[1]:
             parent = link[0]
-            was_loose = self._is_loose(parent)
-            self._num_tight[parent] += change
-            self._turn(parent, was_loose)
+            after = self._num_tight[parent] + change
+            self._num_tight[parent] = after
+            if parent in self._spare and after == (change > 0):
+                self._turn(parent, change < 0)
 
     def _end(self, block_id: BlockId) -> None:
         """It lost its name. Whether it was spare can be asked until it has another one."""

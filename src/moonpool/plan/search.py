@@ -4,8 +4,9 @@
                 cheapest, or that cannot hold the model, are left out
     boundaries  on the busiest part of the trace: the fewest instances, all mixes side by side
     tuning      there, with one instance fewer: policies and chunk size
-    settling    on the whole trace, the best mixes: down in price, step by step, to where nothing
-                cheaper that was looked at meets with confidence
+    settling    on the whole trace, the best mixes: first up to where each meets, then, the cheapest
+                first, down in price, step by step, to where nothing cheaper that was looked at
+                meets with confidence; a mix that begins above the best is not settled
     confirming  each neighbour of the choice, with as many seeds as it takes; a cheaper one that
                 meets takes its place
 
@@ -58,7 +59,7 @@ class NeighbourFound(Struct, frozen=True):
 
 class MixFound(Struct, frozen=True):
     """How far a mix of hardware came. `start`: by the cost model; `boundary`: on the busiest part
-    of the trace; `settled`: the cheapest of it on the whole trace."""
+    of the trace; `settled`: the cheapest of it that was found to meet on the whole trace."""
 
     start: Candidate
     start_usd_per_h: float
@@ -102,8 +103,7 @@ class Planner:
         try:
             self._bound(starts)
             self._tune()
-            for number in self._worth_settling():
-                self._settle_mix(number)
+            self._settle_mixes()
         except BudgetError:
             complete = False
         self._assessor.allowed_runs = most
@@ -218,16 +218,25 @@ class Planner:
 
     # Settling
 
-    def _settle_mix(self, number: int) -> None:
-        mix = self._mixes[number]
-        assert mix.boundary is not None
-        self._assessor.doing = f"the whole trace, {mix.start.hardware}"
-        start = self._brought_up(mix.boundary)
-        if start is not None:
-            self._take(start)
-            settled = self._settle(start)
-            self._mixes[number] = msgspec.structs.replace(mix, settled=settled)
-            self._take(settled)
+    def _settle_mixes(self) -> None:
+        starts: list[tuple[float, int, Assessment]] = []
+        for number in self._worth_settling():
+            mix = self._mixes[number]
+            assert mix.boundary is not None
+            self._assessor.doing = f"the whole trace, {mix.start.hardware}"
+            start = self._brought_up(mix.boundary)
+            if start is not None:
+                starts.append((start.usd_per_h, number, start))
+                self._note_settled(number, start)
+        for usd_per_h, number, start in sorted(starts, key=lambda one: one[:2]):
+            assert self._best is not None
+            if usd_per_h <= self._best.usd_per_h:
+                self._assessor.doing = f"down in price, {self._mixes[number].start.hardware}"
+                self._note_settled(number, self._settle(start))
+
+    def _note_settled(self, number: int, found: Assessment) -> None:
+        self._mixes[number] = msgspec.structs.replace(self._mixes[number], settled=found)
+        self._take(found)
 
     def _brought_up(self, candidate: Candidate) -> Assessment | None:
         """Until it meets on the whole trace; None if it then costs more than the best."""
