@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from messenger_harness import Node, need_nixl
 
+from moonpool.engine.native.slices import open_slices
+from moonpool.messenger import native_mover
+
 
 @pytest.fixture(params=["shm", "tcp", "nixl"])
 def transport(request: pytest.FixtureRequest) -> str:
@@ -14,12 +17,22 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["plain", "native"])
+def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who moves and sums the slices."""
+    monkeypatch.setattr(native_mover, "FEW_SLICES", 0)
+    if request.param == "native" and open_slices() is None:
+        pytest.skip("the kernels are not built here")
+    return str(request.param)
+
+
 @pytest.fixture
-def make_node(transport: str) -> Iterator[Callable[..., Node]]:
+def make_node(transport: str, mover: str) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def make(name: str, **options: Any) -> Node:
-        nodes.append(Node(name, transport, **options))
+        native = mover == "native" and "checksum" not in options
+        nodes.append(Node(name, transport, native=native, **options))
         return nodes[-1]
 
     yield make

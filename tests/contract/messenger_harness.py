@@ -12,14 +12,16 @@ from typing import TypeVar
 
 import pytest
 
+from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger import nixl, shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
 from moonpool.messenger.courier import Courier
-from moonpool.messenger.landing import Checksum, checksum_slice
+from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.mover import PlainMover
 from moonpool.messenger.peer_arena import PeerArenas
 from moonpool.messenger.transport import Connection, FrameSocket
 from moonpool.types import BlockKey, InstanceId
@@ -54,6 +56,7 @@ class Node:
         lease_s: float = 5.0,
         park_s: float = 2.0,
         checksum: Checksum = checksum_slice,
+        native: bool = False,
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.layout = layout or make_layout()
@@ -71,6 +74,7 @@ class Node:
             use_shared_memory=transport == "shm",
             checksum=checksum,
             courier=self.courier,
+            native=open_slices() if native else None,
         )
         self.address: PeerAddress = self.messenger.start()
 
@@ -125,10 +129,10 @@ def rogue_connection(
     me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
     if transport == "shm":
-        return shm.swap_arenas(frames, address.instance_id, arena, PeerArenas(), by_s)
+        return shm.swap_arenas(frames, address.instance_id, arena, PeerArenas(), PlainMover(), by_s)
     if transport == "nixl":
         courier = Courier(Arena(layout, arena.num_blocks, sealed=False), "127.0.0.1")
         made = nixl.swap_cards(frames, address.instance_id, courier, time.monotonic() + 2)
         weakref.finalize(made, courier.close)
         return made
-    return tcp.TcpConnection(frames, address.instance_id)
+    return tcp.TcpConnection(frames, address.instance_id, PlainMover())

@@ -11,13 +11,15 @@ import pytest
 from messenger_harness import Node, keys, make_layout, rogue_connection
 
 from moonpool.kvcache.transfers import FetchEnded, FetchProgress, ReadEnded, ReadRequested
+from moonpool.messenger import station
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
 from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.landing import Landing, checksum_slice
+from moonpool.messenger.landing import Landing
+from moonpool.messenger.landing_table import LandingTable, checksum_slice
 from moonpool.messenger.shm import ShmConnection
 from moonpool.messenger.transport import PeerGoneError
-from moonpool.messenger.wire import ReadBlocks, ReadGranted, SliceOffer, Slices
+from moonpool.messenger.wire import ReadBlocks, ReadGranted, Slices, pack_offers, unpack_offers
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 4
@@ -41,6 +43,11 @@ class Slow:
             assert self.go_on.wait(5.0)
         self.left -= 1
         return checksum_slice(view) ^ (self.left == self.flip)
+
+
+@pytest.fixture(autouse=True)
+def one_slice_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(station, "FRAME_BYTES", LAYOUT.slice_bytes)
 
 
 @pytest.fixture
@@ -69,6 +76,7 @@ def begin(
 def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) -> None:
     source = make_node("source")
     own = Arena(source.layout, 8)
+    table = LandingTable(own, [0, 1, 2], 0)
     reader = rogue_connection(source.address, transport, source.layout, own)
     reader.send(ReadBlocks(keys=tuple(keys(3)), timeout_s=2.0, first_layer=1), now() + 2)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [5, 3, 4])
@@ -78,8 +86,8 @@ def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) 
     while not last:
         message = reader.receive(now() + 2)
         assert isinstance(message, Slices)
-        reader.take(message.offers, own, [0] * len(message.offers), now() + 2)
-        order += [(offer.layer, offer.index) for offer in message.offers]
+        assert reader.take(message.offers, table, now() + 2) == 0
+        order += [(layer, index) for index, layer, _, _ in unpack_offers(message.offers)]
         last = message.last
     assert order == [(layer, index) for layer in (1, 2) for index in range(3)]
     reader.close()
@@ -155,11 +163,11 @@ def test_the_next_way_goes_on_at_the_first_layer_that_is_not_whole(
     source.fill(1)
     take, calls = ShmConnection.take, []
 
-    def failing(self: ShmConnection, *arguments: object) -> None:
+    def failing(self: ShmConnection, *arguments: object) -> int:
         calls.append(arguments)
         if len(calls) == 6:
             raise PeerGoneError("shared memory broke")
-        take(self, *arguments)  # type: ignore[arg-type]
+        return take(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShmConnection, "take", failing)
     gate = LayerGate()
@@ -183,7 +191,9 @@ class Still:
 
     transport = "still"
 
-    def take(self, *_: object) -> None: ...
+    def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
+        unpacked = unpack_offers(offers)
+        return table.verify(unpacked, table.places(unpacked))
 
 
 def test_layers_count_by_what_is_here_whatever_the_order() -> None:
@@ -194,7 +204,7 @@ def test_layers_count_by_what_is_here_whatever_the_order() -> None:
     checksum = checksum_slice(arena.slice(0, 0))
 
     def land(*cells: tuple[int, int], wrong: int = 0) -> int:
-        offers = [SliceOffer(row, layer, 0, checksum ^ wrong) for row, layer in cells]
+        offers = pack_offers((row, layer, 0, checksum ^ wrong) for row, layer in cells)
         table.land(Still(), offers, now() + 1)  # type: ignore[arg-type]
         return table.whole_layers(3)
 
@@ -203,3 +213,13 @@ def test_layers_count_by_what_is_here_whatever_the_order() -> None:
     assert land((1, 0)) == 0
     assert land((2, 0), wrong=1) == 0
     assert land((2, 0)) == 2
+
+
+def test_a_gate_that_broke_is_not_opened_by_an_end() -> None:
+    """The end may be that of less than somebody had begun to count on."""
+    gate = LayerGate()
+    gate.open(2)
+    gate.break_off()
+    gate.end(complete=True)
+    assert gate.wait(1, now())
+    assert not gate.wait(2, now())

@@ -24,17 +24,17 @@ from moonpool.kvcache.transfers import (
 )
 from moonpool.messenger import shm
 from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing import checksum_slice
+from moonpool.messenger.landing_table import checksum_slice
 from moonpool.messenger.transport import Connection, PeerGoneError
 from moonpool.messenger.wire import (
     MAX_FRAME_BYTES,
     OpenStream,
     ReadBlocks,
     ReadGranted,
-    SliceOffer,
     Slices,
     SlicesEnd,
     StreamExpected,
+    pack_offers,
 )
 from moonpool.types import InstanceId
 
@@ -364,8 +364,8 @@ def test_a_slice_outside_what_is_expected_breaks_the_stream(
     liar = rogue(node, transport)
     liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
     assert liar.receive(soon()) == StreamExpected(first_index=2, num_indices=2)
-    offer = Slices(offers=[SliceOffer(index, layer, 0, 0)])
-    liar.offer(offer, [memoryview(bytes(node.layout.slice_bytes))], soon())
+    offer = Slices(offers=pack_offers([(index, layer, 0, 0)]))
+    liar.offer(offer, Arena(node.layout, 1), soon())
     ended = node.expect_event(ReceiveEnded)
     assert "outside what is expected" in ended.error
     assert ended.corrupt == (2, 3)
@@ -380,7 +380,7 @@ def test_a_block_the_sender_does_not_have_breaks_the_stream(block_id: int) -> No
     liar = rogue(node, "shm")
     liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
     liar.receive(soon())
-    liar.offer(Slices(offers=[SliceOffer(0, 0, block_id, 0)]), [], soon())
+    liar.offer(Slices(offers=pack_offers([(0, 0, block_id, 0)])), node.arena, soon())
     assert "which it lacks" in node.expect_event(ReceiveEnded).error
     liar.close()
     node.close()

@@ -19,7 +19,7 @@ from moonpool.kvcache.transfers import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.messenger.landing import checksum_slice
+from moonpool.messenger.landing_table import checksum_slice
 
 MakeNode = Callable[..., Node]
 

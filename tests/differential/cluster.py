@@ -22,7 +22,7 @@ from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.slices import ROWS_INNER
 from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing import Checksum, checksum_slice
+from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.engine_thread import sequence_step
 from moonpool.runtime.layer_gates import LayerGates

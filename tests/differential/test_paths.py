@@ -239,7 +239,7 @@ def test_the_source_goes_while_it_is_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its messenger ends after a few slices, with a step waiting for the rest."""
-    monkeypatch.setattr(station, "GROUP_BYTES", 1)  # each slice leaves by itself
+    monkeypatch.setattr(station, "FRAME_BYTES", 1)  # each slice leaves by itself
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     longest = max(range(len(build.prompts)), key=lambda i: len(build.prompts[i]))
     prompt = build.prompts[longest]

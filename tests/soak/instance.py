@@ -23,9 +23,10 @@ import msgspec
 
 from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
+from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.transfers import LoadEnded, ReadRequested, StoreEnded
 from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing import checksum_slice
+from moonpool.messenger.landing_table import checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store import store as store_module
 from moonpool.messenger.store import watch as watch_module
@@ -77,7 +78,13 @@ class SoakInstance:
         post = self.events.put
         instance_id = InstanceId(plan.instance_id)
         self._messenger = Messenger(
-            self._arena, LAYOUT, instance_id, plan.secret, post, lease_s=LEASE_S
+            self._arena,
+            LAYOUT,
+            instance_id,
+            plan.secret,
+            post,
+            lease_s=LEASE_S,
+            native=open_slices(),
         )
         self._store: BlockStore = open_store(
             Path(plan.folder),

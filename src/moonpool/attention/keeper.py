@@ -26,6 +26,7 @@ from moonpool.attention.control import (
 )
 from moonpool.attention.hand import Hand
 from moonpool.attention.port import Port, PortError
+from moonpool.engine.native.slices import open_slices
 from moonpool.engine.ops import HeadShape, KvCache, SplitOps
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadEnded
@@ -103,6 +104,7 @@ class Keeper:
                 self._noting(post),
                 tcp_host=self._listen_host,
                 use_shared_memory=self._use_shared_memory,
+                native=open_slices(),
             )
             address: PeerAddress = self._messenger.start()
             return Attached(

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection as Pipe
 
 import numpy as np
 
+from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadRequested
 from moonpool.messenger.arena import Arena
@@ -53,6 +54,7 @@ def run_far(pipe: Pipe, layout: BlockLayout, num_blocks: int, shared_memory: boo
         post,
         use_shared_memory=shared_memory,
         lease_s=TIMEOUT_S,
+        native=open_slices(),
     )
     address: PeerAddress = messenger.start()
     pipe.send(address)

@@ -17,6 +17,7 @@ from moonpool.config import InstanceConfig
 from moonpool.engine.builtin import open_model
 from moonpool.engine.calibrate import fit_samples, measure_samples
 from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.native.slices import open_slices
 from moonpool.engine.ops import KvCache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.kvcache.hashing import block_keys, root_key
@@ -117,6 +118,7 @@ class Near:
             self._inbox.put,
             use_shared_memory=shared_memory,
             lease_s=TIMEOUT_S,
+            native=open_slices(),
         )
         self._messenger.start()
         self._thread = EngineThread(engine, self._messenger, (), 1, self._inbox.put)

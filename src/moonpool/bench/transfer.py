@@ -5,7 +5,8 @@ memcpy, bare sockets and other pools in the same rounds. Small blocks also sever
 Each round runs every way once, so that a busy moment hits all alike; ratios are formed per round,
 and the median over the rounds is told. A put is a block's first send: both sides hash it. A get is
 of a block that was sent or received before, as all are that a pool holds: its sums are remembered,
-the reader hashes. The bare sockets hash nothing; the other pools check nothing either.
+the reader hashes. The bare sockets hash nothing; the other pools check nothing either. "verify in
+place" is the hash alone: the least that a verified read without a copy could take.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ from moonpool.bench.transfer_far import (
     receive_into,
     run_far,
 )
+from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.transfers import FetchEnded, MessengerEvent, SendEnded
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.mover import Mover, PlainMover
+from moonpool.messenger.native_mover import NativeMover
+from moonpool.messenger.wire import pack_offers
 from moonpool.types import BlockId, BlockKey
 
 ARENA_BYTES = 64 << 20  # larger than most caches: blocks are used in turn
@@ -62,6 +67,8 @@ class Near:
         layout = make_layout(block_bytes)
         self._blocks = ARENA_BYTES // block_bytes
         self._arena, self._spare = Arena(layout, self._blocks), Arena(layout, self._blocks)
+        calls = open_slices()
+        self._mover: Mover = PlainMover() if calls is None else NativeMover(calls)
         self._arena.buffer[:] = np.random.default_rng(0).bytes(ARENA_BYTES)
         far: Far = pipe.recv()
         self._far = far.messengers
@@ -80,7 +87,10 @@ class Near:
         self._number = 0
 
     def ways(self) -> dict[str, Callable[[], float]]:
-        ways: dict[str, Callable[[], float]] = {"memcpy": self._memcpy}
+        ways: dict[str, Callable[[], float]] = {
+            "memcpy": self._memcpy,
+            "verify in place": self._verify,
+        }
         for kind in self._sockets:
             ways[f"{kind} socket get"] = lambda kind=kind: self._bare_get(kind)  # type: ignore[misc]
             ways[f"{kind} socket put"] = lambda kind=kind: self._bare_put(kind)  # type: ignore[misc]
@@ -113,6 +123,17 @@ class Near:
         for _ in range(self._count):
             block = self._next()
             np.copyto(target[block], source[block])
+        return time.perf_counter() - began_s
+
+    def _verify(self) -> float:
+        """What somebody who read a peer's block where it lies would still have to do."""
+        blocks = [BlockId(self._next()) for _ in range(self._count)]
+        layers = range(self._arena.layout.num_layers)
+        named = [bytearray(pack_offers((0, n, block, 0) for n in layers)) for block in blocks]
+        self._arena.sums.forget(blocks)
+        began_s = time.perf_counter()
+        for offers in named:
+            self._mover.name(self._arena, offers, 0, len(layers), self._size)
         return time.perf_counter() - began_s
 
     def _bare_get(self, kind: str) -> float:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 
+from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadRequested, ReceiveEnded
 from moonpool.messenger.arena import Arena
@@ -53,6 +54,7 @@ def make_messenger(
         post,
         use_shared_memory=transport == "shm",
         lease_s=TIMEOUT_S,
+        native=open_slices(),
     )
 
 

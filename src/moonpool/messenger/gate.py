@@ -32,7 +32,7 @@ class LayerGate:
     def end(self, complete: bool) -> None:
         """The operation is over, and its end has been told: all is here, or nothing more comes."""
         with self._changed:
-            if complete:
+            if complete and not self._broken:
                 self._num_open = sys.maxsize
             self._broken = True
             self._changed.notify_all()

@@ -24,8 +24,11 @@ from moonpool.messenger.courier import Courier
 from moonpool.messenger.fetch import Fetch
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.inbound import Inbound
-from moonpool.messenger.landing import Checksum, Landing, checksum_slice
+from moonpool.messenger.landing import Landing
+from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.links import Links
+from moonpool.messenger.mover import Mover, PlainMover
+from moonpool.messenger.native_mover import NativeMover, SliceCalls, fits
 from moonpool.messenger.peer_arena import PeerArenas
 from moonpool.messenger.peering import HANDSHAKE_TIMEOUT_S, Credentials, Route
 from moonpool.messenger.read import Reads
@@ -60,7 +63,9 @@ class Messenger:
         use_shared_memory: bool = True,
         checksum: Checksum = checksum_slice,
         courier: Courier | None = None,
+        native: SliceCalls | None = None,
     ) -> None:
+        """With `native`, slices are moved by it, if it takes those of this layout."""
         if layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
         if not secret:
@@ -69,13 +74,16 @@ class Messenger:
             instance_id=instance_id, service="blocks", fingerprint=layout.fingerprint
         )
         host_id = shm.host_id() if use_shared_memory else ""
-        self._station = Station(instance_id, arena, post, checksum=checksum)
+        mover: Mover = PlainMover(checksum)
+        if native is not None and fits(arena):
+            mover = NativeMover(native)
+        self._station = Station(instance_id, arena, post, mover, checksum=checksum)
         self._host_id = host_id
         self._block_tokens = layout.block_tokens
         self._tcp_address = (tcp_host, tcp_port)
         self._receptions = Receptions(self._station, park_s)
         self._reads = Reads(self._station, lease_s)
-        own = Credentials(secret, identity, host_id, arena, PeerArenas(), courier)
+        own = Credentials(secret, identity, host_id, arena, PeerArenas(), mover, courier)
         self._courier = courier
         self._links = Links(own, self._spawn)
         self._inbound = Inbound(self._station, own, self._reads, self._receptions, self._spawn)
@@ -267,7 +275,9 @@ class Messenger:
     # Threads and connections
 
     def _landing(self, block_ids: Sequence[BlockId], first_index: int) -> Landing:
-        return Landing(self._station.arena, block_ids, first_index, self._station.counters)
+        station = self._station
+        group_bytes = station.mover.group_bytes
+        return Landing(station.arena, block_ids, first_index, station.counters, group_bytes)
 
     def _spawn(self, what: str, run: Callable[[], None]) -> threading.Thread:
         def tracked() -> None:

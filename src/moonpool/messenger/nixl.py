@@ -15,8 +15,9 @@ import msgspec
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.courier import Courier, Lane
 from moonpool.messenger.courier_child import MAX_METADATA_BYTES, Card
+from moonpool.messenger.landing_table import LandingTable
 from moonpool.messenger.transport import FrameSocket, ProtocolError
-from moonpool.messenger.wire import Message, ReadRenewed, SliceOffer, Slices
+from moonpool.messenger.wire import Message, ReadRenewed, SliceOffer, Slices, unpack_offers
 from moonpool.types import InstanceId
 
 _CARD = msgspec.msgpack.Decoder(Card)
@@ -54,15 +55,16 @@ class NixlConnection:
             self._lane.lend(False)
         return message
 
-    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
         self._lane.lend(True)
         self._frames.send(offer, deadline_s)
 
-    def take(
-        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
-    ) -> None:
-        spans = self._spans(offers, arena, places)
+    def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
+        unpacked = unpack_offers(offers)
+        places = table.places(unpacked)
+        spans = self._spans(unpacked, table.arena, places)
         self._lane.pull(spans, deadline_s, self._frames.fileno())
+        return table.verify(unpacked, places)
 
     def close(self) -> None:
         self._frames.close()
@@ -74,8 +76,7 @@ class NixlConnection:
         """Neighbours on both sides are pulled as one. ProtocolError for what the peer lacks."""
         size, layers, block_bytes = arena.slice_bytes, arena.layout.num_layers, arena.block_bytes
         spans: list[tuple[int, int, int]] = []
-        for offer, place in zip(offers, places, strict=True):
-            block_id, layer = offer.block_id, offer.layer
+        for (_, layer, block_id, _), place in zip(offers, places, strict=True):
             if not (0 <= (block_id + 1) * block_bytes <= self._peer_bytes and 0 <= layer < layers):
                 raise ProtocolError(
                     f"the peer offered block {block_id} layer {layer}, which it lacks"

@@ -27,17 +27,18 @@ class PeerArena:
 
     def __init__(self, mapping: mmap.mmap, layout: BlockLayout) -> None:
         self._bytes = np.frombuffer(mapping, np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        """Where the mapping begins; it lasts as long as this object."""
         self._num_layers = layout.num_layers
         self._slice_bytes, self._block_bytes = layout.slice_bytes, layout.block_bytes
-        self._num_blocks = len(self._bytes) // layout.block_bytes
+        self.num_blocks = len(self._bytes) // layout.block_bytes
 
     def places(self, offers: Sequence[SliceOffer]) -> list[int]:
         """Where the slices start in the peer's arena. ArenaError if there is no such slice."""
         layers, size = self._num_layers, self._slice_bytes
-        block_bytes, num_blocks = self._block_bytes, self._num_blocks
+        block_bytes, num_blocks = self._block_bytes, self.num_blocks
         places = []
-        for offer in offers:
-            block_id, layer = offer.block_id, offer.layer
+        for _, layer, block_id, _ in offers:
             if not (0 <= block_id < num_blocks and 0 <= layer < layers):
                 raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
             places.append(block_id * block_bytes + layer * size)

@@ -24,6 +24,7 @@ from moonpool.messenger.auth import (
     authenticate_frames,
 )
 from moonpool.messenger.courier import Courier
+from moonpool.messenger.mover import Mover
 from moonpool.messenger.peer_arena import PeerArenas
 from moonpool.messenger.transport import Connection, FrameSocket, PeerGoneError, TransportError
 from moonpool.types import InstanceId
@@ -41,6 +42,7 @@ class Credentials:
     host_id: str
     arena: Arena
     peer_arenas: PeerArenas
+    mover: Mover
     courier: Courier | None = None
 
 
@@ -104,7 +106,7 @@ class Route:
         return self._greet(
             frames,
             by_s,
-            lambda peer: shm.swap_arenas(frames, peer, own.arena, own.peer_arenas, by_s),
+            lambda peer: shm.swap_arenas(frames, peer, own.arena, own.peer_arenas, own.mover, by_s),
         )
 
     def _dial_nixl(self, deadline_s: float) -> Connection:
@@ -116,7 +118,9 @@ class Route:
     def _dial_tcp(self, deadline_s: float) -> Connection:
         by_s = min(deadline_s, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         frames = FrameSocket(tcp.connect(self._peer.tcp_host, self._peer.tcp_port, by_s))
-        return self._greet(frames, by_s, lambda peer: tcp.TcpConnection(frames, peer))
+        return self._greet(
+            frames, by_s, lambda peer: tcp.TcpConnection(frames, peer, self._own.mover)
+        )
 
     def _greet(
         self,
@@ -147,7 +151,9 @@ def admit(frames: FrameSocket, own: Credentials) -> Connection:
     by_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
     found = authenticate_frames(frames, ServerHandshake(own.secret, own.me), by_s)
     if frames.socket.family == socket.AF_UNIX:
-        return shm.swap_arenas(frames, found.instance_id, own.arena, own.peer_arenas, by_s)
+        return shm.swap_arenas(
+            frames, found.instance_id, own.arena, own.peer_arenas, own.mover, by_s
+        )
     if own.courier is not None and frames.socket.getsockname()[1] == own.courier.port:
         return nixl.swap_cards(frames, found.instance_id, own.courier, by_s)
-    return tcp.TcpConnection(frames, found.instance_id)
+    return tcp.TcpConnection(frames, found.instance_id, own.mover)

@@ -12,17 +12,19 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from moonpool.messenger.arena import Arena, ArenaError
+from moonpool.messenger.landing_table import LandingTable
+from moonpool.messenger.mover import Mover
 from moonpool.messenger.peer_arena import PeerArena, PeerArenas
 from moonpool.messenger.transport import (
     FrameSocket,
     PeerGoneError,
     ProtocolError,
 )
-from moonpool.messenger.wire import SliceOffer, Slices
+from moonpool.messenger.wire import Slices
 from moonpool.types import InstanceId
 
 
@@ -37,8 +39,10 @@ class ShmConnection:
         peer: InstanceId,
         peer_arena: PeerArena,
         release: Callable[[], None],
+        mover: Mover,
     ) -> None:
         frames.read_ahead()
+        self._mover = mover
         self.peer = peer
         self._frames = frames
         self._peer_arena: PeerArena | None = peer_arena
@@ -59,27 +63,14 @@ class ShmConnection:
     def holds(self) -> bool:
         return self._frames.holds
 
-    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
         self._frames.send(offer, deadline_s)
 
-    def take(
-        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
-    ) -> None:
+    def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
         peer_arena = self._peer_arena
         if peer_arena is None:
             raise PeerGoneError("the connection was closed")
-        size = arena.slice_bytes
-        try:
-            sources = peer_arena.places(offers)
-        except ArenaError as error:
-            raise ProtocolError(f"cannot read the peer's arena: {error}") from error
-        start, target, length = sources[0], places[0], 0
-        for source, place in zip(sources, places, strict=True):
-            if source != start + length or place != target + length:
-                peer_arena.copy(start, arena, target, length)
-                start, target, length = source, place, 0
-            length += size  # neighbours on both sides are copied as one
-        peer_arena.copy(start, arena, target, length)
+        return self._mover.copy(peer_arena, offers, table)
 
     def close(self) -> None:
         self._frames.close()
@@ -93,6 +84,7 @@ def swap_arenas(
     peer: InstanceId,
     arena: Arena,
     peer_arenas: PeerArenas,
+    mover: Mover,
     deadline_s: float,
 ) -> ShmConnection:
     """Hands our arena's descriptor to the peer and takes its own."""
@@ -121,7 +113,7 @@ def swap_arenas(
         peer_arena, name = peer_arenas.adopt(fds[0], arena.layout)
     except ArenaError as error:
         raise ProtocolError(str(error)) from error
-    return ShmConnection(frames, peer, peer_arena, lambda: peer_arenas.release(name))
+    return ShmConnection(frames, peer, peer_arena, lambda: peer_arenas.release(name), mover)
 
 
 def host_id() -> str:

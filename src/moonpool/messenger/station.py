@@ -9,23 +9,27 @@ from dataclasses import dataclass, field
 from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
-from moonpool.messenger.landing import GROUP_BYTES, Checksum, checksum_slice
+from moonpool.messenger.landing_table import Checksum, checksum_slice
+from moonpool.messenger.mover import Mover
 from moonpool.messenger.transport import Connection
-from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, SliceOffer, Slices
+from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, OFFER, Slices, pack_offers
 from moonpool.types import BlockId, InstanceId
 
 _log = logging.getLogger(__name__)
-_FRAME_BYTES = 4 << 20
+FRAME_BYTES = 4 << 20
 """Offered at most at a time: each frame that a slow peer takes is a sign of its life."""
+FIRST_BYTES = 256 << 10
+"""Hashed before the first frame leaves, if that must be; twice as much before each of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """Immutable but for the counters. `checksum` names the slices that are sent."""
+    """Immutable but for the counters. `checksum` is what the mover computes."""
 
     instance_id: InstanceId
     arena: Arena
     deliver: Callable[[MessengerEvent], None]
+    mover: Mover
     counters: Counters = field(default_factory=Counters)
     checksum: Checksum = checksum_slice
 
@@ -46,29 +50,17 @@ class Station:
         """Sends slices, each (index, block id, layer), and returns their bytes. `deadline_s` is
         asked anew for each frame."""
         arena = self.arena
-        size, block_bytes = arena.slice_bytes, arena.block_bytes
-        buffer, known = arena.buffer, arena.sums.get
-        most = max(1, min(MAX_SLICES_PER_FRAME, _FRAME_BYTES // size))
-        most_hashed = max(1, GROUP_BYTES // size)
-        views: list[memoryview] = []
-        offers: list[SliceOffer] = []
-        num_hashed = 0
-        left = len(slices)
-        for index, block_id, layer in slices:
-            start = block_id * block_bytes + layer * size
-            view = buffer[start : start + size]
-            checksum = known(block_id, layer)
-            if not checksum:
-                checksum = self.checksum(view)
-                arena.sums.set(block_id, layer, checksum)
-                num_hashed += 1
-            views.append(view)
-            offers.append(SliceOffer(index, layer, block_id, checksum))
-            left -= 1
+        size, count, start = arena.slice_bytes, len(slices), 0
+        most = max(1, min(MAX_SLICES_PER_FRAME, FRAME_BYTES // size))
+        offers = bytearray(pack_offers((i, layer, block, 0) for i, block, layer in slices))
+        most_hashed = FIRST_BYTES
+        while start < count:
             # What had to be hashed goes out early: the peer copies while the rest is hashed.
-            if not left or len(offers) == most or num_hashed == most_hashed:
-                last = mark_last and not left
-                connection.offer(Slices(offers=offers, last=last), views, deadline_s())
-                self.counters.sent(connection.transport, len(views), size * len(views))
-                views, offers, num_hashed = [], [], 0
-        return size * len(slices)
+            limit = min(count, start + most)
+            end = self.mover.name(arena, offers, start, limit, most_hashed)
+            part = bytes(offers[start * OFFER.size : end * OFFER.size])
+            last = mark_last and end == count
+            connection.offer(Slices(offers=part, last=last), arena, deadline_s())
+            self.counters.sent(connection.transport, end - start, size * (end - start))
+            start, most_hashed = end, 2 * most_hashed
+        return size * count

@@ -25,6 +25,11 @@ class Sums:
         self._sums = array("Q", bytes(8 * num_blocks * num_layers))
         self._block_of_unknown = array("Q", bytes(8 * num_layers))
 
+    @property
+    def address(self) -> int:
+        """Where they lie in memory, one after the other by the slice's number, for native code."""
+        return self._sums.buffer_info()[0]
+
     def get(self, block_id: BlockId, layer: int) -> int:
         """The slice's xxh3_64, or 0 if it is not known."""
         return self._sums[block_id * self._num_layers + layer]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.landing_table import LandingTable
+from moonpool.messenger.mover import Mover
 from moonpool.messenger.transport import FrameSocket, PeerGoneError
-from moonpool.messenger.wire import Codec, SliceOffer, Slices
+from moonpool.messenger.wire import Codec, Slices
 from moonpool.types import InstanceId
 
 
@@ -17,8 +18,9 @@ class TcpConnection:
 
     transport = "tcp"
 
-    def __init__(self, frames: FrameSocket, peer: InstanceId) -> None:
+    def __init__(self, frames: FrameSocket, peer: InstanceId, mover: Mover) -> None:
         frames.read_ahead()
+        self._mover = mover
         self.peer = peer
         self._frames = frames
         self._codec = Codec()
@@ -39,22 +41,11 @@ class TcpConnection:
     def holds(self) -> bool:
         return self._frames.holds
 
-    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
-        self._frames.send_frame(self._codec.encode(offer), deadline_s, slices)
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
+        self._mover.send(self._frames, self._codec.encode(offer), offer.offers, arena, deadline_s)
 
-    def take(
-        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
-    ) -> None:
-        size = arena.slice_bytes
-        targets: list[memoryview] = []
-        start = end = places[0]
-        for place in places:
-            if place != end:  # neighbours are received as one
-                targets.append(arena.buffer[start:end])
-                start = place
-            end = place + size
-        targets.append(arena.buffer[start:end])
-        self._frames.receive_into(targets, deadline_s)
+    def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
+        return self._mover.receive(self._frames, offers, table, deadline_s)
 
 
 def listen(host: str, port: int) -> socket.socket:

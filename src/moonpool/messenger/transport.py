@@ -14,14 +14,17 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import xxhash
 
 from moonpool.messenger.arena import Arena
-from moonpool.messenger.wire import MAX_FRAME_BYTES, Codec, Message, SliceOffer, Slices
+from moonpool.messenger.wire import MAX_FRAME_BYTES, Codec, Message, Slices
 from moonpool.types import InstanceId
+
+if TYPE_CHECKING:
+    from moonpool.messenger.landing_table import LandingTable
 
 FRAME_HEADER = struct.Struct(">I")
 _SUMMED_HEADER = struct.Struct(">II")  # length, and the low half of the body's xxh3_64
@@ -74,15 +77,13 @@ class Connection(Protocol):
 
     def receive(self, deadline_s: float) -> Message: ...
 
-    def offer(self, offer: Slices, slices: Sequence[memoryview], deadline_s: float) -> None:
-        """Sends `offer`, with the bytes or so that the peer can read them itself."""
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
+        """Sends `offer`, with the bytes from `arena` or so that the peer can read them itself."""
         ...
 
-    def take(
-        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int], deadline_s: float
-    ) -> None:
-        """Fills the slices at `places` of `arena` with those of a received Slices message, in its
-        order."""
+    def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
+        """Moves slices of a received Slices message, in its order, to where the table has them,
+        and returns how many are not what their sender named."""
         ...
 
     def fileno(self) -> int:
@@ -176,6 +177,12 @@ class FrameSocket:
         held, self._held = self._held, []
         self._send_all([*held, self._framed(body), *payload], deadline_s)
 
+    def head_of(self, body: bytes) -> bytes:
+        """The frame, for a caller who sends it with its payload himself, and before it what was
+        held."""
+        held, self._held = self._held, []
+        return b"".join([*held, self._framed(body)])
+
     def receive_frame(self, max_bytes: int, deadline_s: float) -> bytes:
         """The next frame's body. For one that claims more than max_bytes, nothing is allocated."""
         if self._summed:
@@ -188,6 +195,13 @@ class FrameSocket:
         if self._summed and _sum(body) != wanted:
             raise ProtocolError("a message arrived changed: its checksum does not match")
         return body
+
+    def take_ahead(self, most_bytes: int) -> memoryview:
+        """What has been read beyond the last frame already, up to so many bytes. Valid until the
+        next call."""
+        start = self._start
+        self._start = min(self._end, start + most_bytes)
+        return self._ahead[start : self._start]
 
     def receive_into(self, targets: Sequence[memoryview], deadline_s: float) -> None:
         pending = [target for target in targets if len(target)]

@@ -16,7 +16,9 @@ other side.
 
 from __future__ import annotations
 
-from typing import Annotated
+import struct
+from collections.abc import Iterable
+from typing import Annotated, cast
 
 import msgspec
 
@@ -31,17 +33,16 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=100_000)]
 
 
-class SliceOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One slice: its place in the receiver's table, where the sender keeps it, and its xxh3_64."""
-
-    index: int
-    layer: int
-    block_id: int
-    checksum: int
+SliceOffer = tuple[int, int, int, int]
+"""One slice: index and layer, its place in the receiver's table; the block where the sender keeps
+it; its xxh3_64."""
+OFFER = struct.Struct("<qqqQ")
 
 
 class Slices(Struct, frozen=True, tag=True):
-    offers: Annotated[list[SliceOffer], msgspec.Meta(max_length=MAX_SLICES_PER_FRAME)]
+    """`offers` are packed, OFFER each: what moves them reads them as they are."""
+
+    offers: Annotated[bytes, msgspec.Meta(max_length=MAX_SLICES_PER_FRAME * OFFER.size)]
     last: bool = False
 
 
@@ -132,3 +133,12 @@ class Codec:
     def decode(self, body: bytes) -> Message:
         """Raises msgspec.DecodeError if the body is not one well-formed message."""
         return self._decoder.decode(body)
+
+
+def pack_offers(offers: Iterable[SliceOffer]) -> bytes:
+    return b"".join([OFFER.pack(*offer) for offer in offers])
+
+
+def unpack_offers(packed: bytes) -> list[SliceOffer]:
+    """struct.error if these are not whole offers."""
+    return cast(list[SliceOffer], list(OFFER.iter_unpack(packed)))

@@ -20,6 +20,7 @@ from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.calibrate import measure_samples
 from moonpool.engine.cuda.choice import check_device, free_bytes
 from moonpool.engine.cuda.mirror import Mirror, lock_pages
+from moonpool.engine.native.slices import open_slices
 from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.sampler import NonFiniteLogitsError
@@ -172,6 +173,7 @@ def boot_instance(
         tcp_host=listen_host,
         use_shared_memory=setup.network.use_shared_memory,
         courier=_open_courier(setup, arena, listen_host),
+        native=open_slices(),
     )
     eos = model.spec.eos_token_ids
     store, store_error = _open_store(setup, instance_id, listen_host, arena, post)

@@ -14,7 +14,6 @@ import torch
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.messenger.peer_arena import PeerArenas
-from moonpool.messenger.wire import SliceOffer
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",
@@ -60,7 +59,7 @@ def test_a_peer_reads_but_can_neither_write_nor_truncate(arena: Arena) -> None:
     peers = PeerArenas()
     peer, name = peers.adopt(os.dup(arena.fd), LAYOUT)
     own = Arena(LAYOUT, 2)
-    peer.copy(*peer.places([SliceOffer(0, 1, 5, 0)]), own, own.place(1, 2), LAYOUT.slice_bytes)
+    peer.copy(*peer.places([(0, 1, 5, 0)]), own, own.place(1, 2), LAYOUT.slice_bytes)
     assert own.slice(1, 2) == b"x" * LAYOUT.slice_bytes
     with pytest.raises(PermissionError):
         os.pwrite(handed_over, b"y", 0)
@@ -115,7 +114,7 @@ def mappings() -> int:
 def test_a_slice_the_peer_does_not_have_is_refused(arena: Arena, block: int, layer: int) -> None:
     peer, _ = PeerArenas().adopt(os.dup(arena.fd), LAYOUT)
     with pytest.raises(ArenaError, match="which it lacks"):
-        peer.places([SliceOffer(0, layer, block, 0)])
+        peer.places([(0, layer, block, 0)])
 
 
 def test_what_is_not_a_sealed_memory_file_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from moonpool.messenger.transport import (
     PeerGoneError,
     ProtocolError,
 )
-from moonpool.messenger.wire import MAX_FRAME_BYTES, Refused, SliceOffer, Slices, SlicesEnd
+from moonpool.messenger.wire import MAX_FRAME_BYTES, Refused, Slices, SlicesEnd, pack_offers
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_payloads_of_many_odd_buffers_arrive_in_order(
 
 def test_messages_round_trip(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
-    sent = [Slices(offers=[SliceOffer(1, 2, 3, 2**64 - 1)]), SlicesEnd(), Refused(reason="no")]
+    sent = [Slices(offers=pack_offers([(1, 2, 3, 2**64 - 1)])), SlicesEnd(), Refused(reason="no")]
     for message in sent:
         left.send(message, soon())
     assert [right.receive(soon()) for _ in sent] == sent

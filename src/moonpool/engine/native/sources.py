@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp")
+SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp", "slices.cpp")
 PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp")  # the same for every instruction set
 HEADERS = ("simd.h", "panels.h", "calls.h", "ring.h")
 AVX2 = ("-mavx2", "-mfma")

@@ -1,0 +1,49 @@
+"""Binds slices.cpp: KVCache slices moved and summed in one pass. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonpool.engine.native.sources import find_library
+
+Call = Callable[..., int]
+_POINTER, _INT64, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "name": (_POINTER, _INT64, _POINTER, _POINTER, *[_INT64] * 4, _POINTER),
+    "copy": (_BYTES, _INT64, _BYTES, _POINTER, _INT64, _POINTER),
+    "receive": (_INT, _BYTES, _INT64, _BYTES, _INT64, _POINTER),
+    "send": (_INT, _BYTES, _INT64, _BYTES, _INT64, _POINTER, *[_INT64] * 3, _POINTER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCalls:
+    """Outcomes and arguments are told in slices.cpp. The GIL is free during each."""
+
+    name: Call
+    copy: Call
+    receive: Call
+    send: Call
+
+
+def open_slices(isa: str | None = None) -> SliceCalls | None:
+    """For `isa`, or the best this CPU has. None where the kernels are not built or do not load."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    library.moonpool_isa.restype = ctypes.c_char_p
+    chosen = isa or library.moonpool_isa().decode()
+    if not chosen:
+        return None
+    calls = {}
+    for name, arguments in _SIGNATURES.items():
+        calls[name] = library[f"moonpool_slices_{name}_{chosen}"]
+        calls[name].argtypes = arguments
+        calls[name].restype = _INT
+    return SliceCalls(**calls)

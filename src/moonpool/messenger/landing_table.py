@@ -1,0 +1,72 @@
+"""Where the slices of one operation may go, and what became of each: one row per expected block,
+one column per layer. A slice counts only if its hash is the one that its sender named.
+
+Owns no bytes and moves none (`mover` does). Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from moonpool.messenger.arena import Arena
+from moonpool.messenger.transport import ProtocolError
+from moonpool.messenger.wire import SliceOffer
+from moonpool.types import BlockId
+
+Checksum = Callable[[memoryview], int]
+checksum_slice: Checksum = xxhash.xxh3_64_intdigest
+
+VERIFIED = 1
+CORRUPT = 2
+
+
+class LandingTable:
+    """`blocks[i]` of the arena takes the slices of index `first + i`. ValueError on a block that is
+    outside the arena."""
+
+    def __init__(self, arena: Arena, block_ids: Sequence[BlockId], first: int) -> None:
+        for block_id in block_ids:
+            if not arena.holds(block_id):
+                raise ValueError(f"block {block_id} is outside the arena of {arena.num_blocks}")
+        self.arena = arena
+        self.first = first
+        self.blocks = array("q", block_ids)
+        self.num_layers = arena.layout.num_layers
+        self.cells = bytearray(len(block_ids) * self.num_layers)
+
+    # The two loops below run once per slice: they call as little as they can.
+
+    def places(self, offers: Sequence[SliceOffer]) -> list[int]:
+        """Where in the arena each goes. ProtocolError if one of them is not expected."""
+        arena, blocks, first, layers = self.arena, self.blocks, self.first, self.num_layers
+        rows, block_bytes, size = len(blocks), arena.block_bytes, arena.slice_bytes
+        places = []
+        for index, layer, _, _ in offers:
+            row = index - first
+            if not (0 <= row < rows and 0 <= layer < layers):
+                raise ProtocolError(
+                    f"slice (index {index}, layer {layer}) is outside what is expected:"
+                    f" indices {first} to {first + rows - 1}, layers 0 to {layers - 1}"
+                )
+            places.append(blocks[row] * block_bytes + layer * size)
+        return places
+
+    def verify(self, offers: Sequence[SliceOffer], places: Sequence[int]) -> int:
+        """Hashes the slices where they lie, and tells how many are not what their sender named."""
+        buffer, size, remember = (
+            self.arena.buffer,
+            self.arena.slice_bytes,
+            self.arena.sums.set_slice,
+        )
+        cells, first, layers = self.cells, self.first, self.num_layers
+        num_corrupt = 0
+        for (index, layer, _, named), place in zip(offers, places, strict=True):
+            checksum = checksum_slice(buffer[place : place + size])
+            same = checksum == named
+            cells[(index - first) * layers + layer] = VERIFIED if same else CORRUPT
+            remember(place // size, checksum if same else 0)
+            num_corrupt += not same
+        return num_corrupt
