@@ -68,8 +68,11 @@ class _Link:
         connection = self.connection
         if connection is None or not connection.holds:
             return
-        if may_linger and self._poll.poll(_LINGER_S * 1000):
-            return  # what came is for `wait`
+        if may_linger:
+            ready = [fd for fd, _ in self._poll.poll(_LINGER_S * 1000)]
+            # A wake-up alone may be that of the operation before, late: nobody else would send it.
+            if ready and (ready != [self.wake_fd] or self.operation is not None):
+                return  # what came is for `wait`
         with self.opening:
             try:
                 if connection.holds:
