@@ -217,5 +217,5 @@ def _no_room(demand: Demand, fleet: Fleet) -> Rejection:
     if not most:
         return Rejection(503, "no_decode_capacity", f"{text}, not even an idle one", 5.0)
     wait_s = demand.answer_s / most  # their answers end one after another
-    text += f"; the next answer should end in {wait_s:.1f} s"
+    text += f"; the next answer should end within {max(wait_s, 0.1):.1f} s"
     return Rejection(503, "no_decode_capacity", text, wait_s)

@@ -347,8 +347,10 @@ class Instance:
             return ""
         contexts = batch.context_tokens + len(active.tokens)
         step_s = self.cost.decode_step_s(num_running + 1, contexts) * self._decode_factor.value
-        if step_s > work.slo.tbt_s * work.tolerance:
-            return f"one more request would raise the time between tokens to {step_s:.3f} s"
+        limit_s = work.slo.tbt_s * work.tolerance
+        if step_s > limit_s:
+            text = f"one more request would raise the mean time between tokens to {step_s:.3f} s"
+            return f"{text}; above {limit_s:.3f} s the promised {work.slo.tbt_s:g} s is missed"
         if not batch.has_room(len(active.tokens), work.tolerance):
             return f"the engine's memory would have to hold {contexts} tokens at once"
         return ""
