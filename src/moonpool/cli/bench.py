@@ -541,7 +541,7 @@ def _tiers_live(
     "--prompt-tokens",
     multiple=True,
     type=COUNT,
-    default=(512, 1024, 2048, 4096),
+    default=(512, 1024, 2048),
     show_default=True,
     help="Of prompts that are computed and stored.",
 )
