@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import queue
 import random
 import socket
@@ -18,7 +17,7 @@ from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger import nixl, shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
-from moonpool.messenger.courier import Courier
+from moonpool.messenger.courier import Courier, has_nixl
 from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.mover import PlainMover
@@ -97,10 +96,6 @@ class Node:
     def close(self) -> None:
         self.messenger.close()
         self.arena.close()
-
-
-def has_nixl() -> bool:
-    return any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12"))
 
 
 def need_nixl() -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from messenger_harness import Node, has_nixl, keys, make_layout, need_nixl
+from messenger_harness import Node, keys, make_layout, need_nixl
 
 from moonpool.kvcache.transfers import FetchEnded, ReadRequested
 from moonpool.messenger import courier, links
 from moonpool.messenger.arena import Arena
-from moonpool.messenger.courier import Courier, CourierError
+from moonpool.messenger.courier import Courier, CourierError, has_nixl
 
 LAYOUT = make_layout(head_dim=8192)  # 256 KiB slices
 BLOCKS = 16

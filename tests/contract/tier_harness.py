@@ -21,7 +21,7 @@ from moonpool.kvcache.transfers import (
 )
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.store.tier_store import TierStore
+from moonpool.messenger.store.tier_store import SharedStore, TierStore
 from moonpool.types import BlockId, BlockKey
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class Bench:
         return self.arena.slice(block, layer) == right
 
     def look_up(self, keys: list[BlockKey]) -> LookUpEnded:
+        assert isinstance(self.store, SharedStore)
         self.store.look_up("u", keys)
         return self.event(LookUpEnded)
 

@@ -29,16 +29,17 @@ from moonpool.bench.transfer_far import (
     INDEX_BYTES,
     TAKEN,
     TIMEOUT_S,
-    TRANSPORTS,
     Far,
     make_layout,
     make_messenger,
     receive_into,
     run_far,
+    transports,
 )
 from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.transfers import FetchEnded, MessengerEvent, SendEnded
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.courier import has_nixl
 from moonpool.messenger.mover import Mover, PlainMover
 from moonpool.messenger.native_mover import NativeMover
 from moonpool.messenger.wire import pack_offers
@@ -51,6 +52,7 @@ MANY_UP_TO_BYTES = 1 << 20
 LIMITS = {
     "shm": {"get": "memcpy", "put": "memcpy"},
     "tcp": {"get": "tcp socket get", "put": "tcp socket put"},
+    "nixl": {"get": "tcp socket get", "put": "tcp socket put"},
 }
 
 
@@ -66,7 +68,8 @@ class Near:
         self._size, self._count = block_bytes, count
         layout = make_layout(block_bytes)
         self._blocks = ARENA_BYTES // block_bytes
-        self._arena, self._spare = Arena(layout, self._blocks), Arena(layout, self._blocks)
+        self._arena = Arena(layout, self._blocks, sealed=not has_nixl())
+        self._spare = Arena(layout, self._blocks)
         calls = open_slices()
         self._mover: Mover = PlainMover() if calls is None else NativeMover(calls)
         self._arena.buffer[:] = np.random.default_rng(0).bytes(ARENA_BYTES)
@@ -80,7 +83,7 @@ class Near:
         self._sockets["unix"].connect(far.bare["unix"])
         self._events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self._messengers = {
-            way: make_messenger("near", way, self._arena, self._events.put) for way in TRANSPORTS
+            way: make_messenger("near", way, self._arena, self._events.put) for way in transports()
         }
         for messenger in self._messengers.values():
             messenger.start()
@@ -94,7 +97,7 @@ class Near:
         for kind in self._sockets:
             ways[f"{kind} socket get"] = lambda kind=kind: self._bare_get(kind)  # type: ignore[misc]
             ways[f"{kind} socket put"] = lambda kind=kind: self._bare_put(kind)  # type: ignore[misc]
-        for way in TRANSPORTS:
+        for way in transports():
             ways[f"{way} get"] = lambda way=way: self._get(way)  # type: ignore[misc]
             ways[f"{way} put"] = lambda way=way: self._put(way)  # type: ignore[misc]
             if _takes_many(self._size, self._count):
@@ -285,7 +288,7 @@ def _figures(size: int, taken_s: dict[str, list[float]]) -> dict[str, Any]:
         return statistics.median(theirs / ours for ours, theirs in pairs)
 
     ratios = {}
-    for transport in TRANSPORTS:
+    for transport in transports():
         for what in ("get", "put", "get many", "put many"):
             ours = f"{transport} {what}"
             if ours not in taken_s:

@@ -12,12 +12,14 @@ from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadRequested, ReceiveEnded
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.courier import Courier, has_nixl
 from moonpool.messenger.messenger import Messenger
 from moonpool.types import BlockId, InstanceId, Struct
 
 SECRET = b"benchmark"
 TIMEOUT_S = 30.0
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "nixl")
+"""Of NIXL only where it can be had."""
 INDEX_BYTES = 4
 TAKEN = b"k"
 
@@ -27,6 +29,10 @@ class Far(Struct, frozen=True):
 
     messengers: dict[str, PeerAddress]
     bare: dict[str, str | tuple[str, int]]
+
+
+def transports() -> tuple[str, ...]:
+    return TRANSPORTS if has_nixl() else TRANSPORTS[:2]
 
 
 def make_layout(block_bytes: int) -> BlockLayout:
@@ -55,14 +61,15 @@ def make_messenger(
         use_shared_memory=transport == "shm",
         lease_s=TIMEOUT_S,
         native=open_slices(),
+        courier=Courier(arena, "127.0.0.1") if transport == "nixl" else None,
     )
 
 
 def run_far(pipe: Pipe, block_bytes: int, num_blocks: int) -> None:
     """Until the pipe says so. Reads are granted the blocks that the key's number names."""
-    arena = Arena(make_layout(block_bytes), num_blocks)
+    arena = Arena(make_layout(block_bytes), num_blocks, sealed=not has_nixl())
     arena.buffer[:] = os.urandom(1 << 16) * (arena.num_bytes >> 16)
-    messengers = {transport: _serve(transport, arena) for transport in TRANSPORTS}
+    messengers = {transport: _serve(transport, arena) for transport in transports()}
     listeners = {"tcp": socket.create_server(("127.0.0.1", 0)), "unix": socket.socket(1)}
     listeners["unix"].bind(f"\0moonpool-benchmark-{os.getpid()}")
     listeners["unix"].listen()

@@ -10,6 +10,7 @@ it returns, nothing writes to the arena any more.
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import logging
 import secrets
@@ -281,6 +282,11 @@ class Courier:
         self._control.settimeout(START_S)
         if self._control.recv(64) != word:
             raise CourierError("its keeper has ended")
+
+
+def has_nixl() -> bool:
+    """Its package is installed here."""
+    return any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12"))
 
 
 def devices_of(host: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moonpool.messenger.messenger import Messenger
-from moonpool.messenger.store.tier_store import TierStore
+from moonpool.messenger.store.tier_store import SharedStore, TierStore
 from moonpool.runtime.layer_gates import LayerGates
 from moonpool.runtime.offload import Offload
 from moonpool.workers.actions import (
@@ -89,6 +89,7 @@ def perform_storage(store: TierStore, action: Storage, gates: LayerGates | None 
             gate = gates.begin(action) if gates is not None and action.by_layer else None
             store.load(action.load_id, action.keys, action.slots, action.block_ids, gate)
         case LookUpBlocks():
+            assert isinstance(store, SharedStore)  # no other is asked
             store.look_up(action.lookup_id, action.keys)
         case ForgetStored():
             store.forget(action.slots)

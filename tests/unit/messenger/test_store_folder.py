@@ -3,6 +3,7 @@ lies there stays as it is."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -15,7 +16,12 @@ import xxhash
 from store_harness import Bench, make_layout
 
 from moonpool.messenger.store import store as store_module
-from moonpool.messenger.store.folder import StoreError, instance_folder, stores_below
+from moonpool.messenger.store.folder import (
+    StoreError,
+    explain,
+    instance_folder,
+    stores_below,
+)
 from moonpool.messenger.store.verify import clear_folder, verify_folder
 
 NOBODY = 65534
@@ -131,6 +137,11 @@ def test_a_folder_without_the_right_to_write_is_named(tmp_path: Path) -> None:
         os.seteuid(0)
     os.chown(folder, NOBODY, NOBODY)
     assert "belong" in refusal(tmp_path)
+
+
+def test_a_file_system_that_cannot_be_written_is_named_as_that() -> None:
+    text = explain(Path("/data/kv"), OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    assert text.startswith("/data/kv is read-only") and "right" not in text
 
 
 def test_a_disk_that_is_too_small_says_by_how_much(

@@ -148,7 +148,9 @@ def explain(folder: Path, error: OSError) -> str:
         case errno.ENOSPC | errno.EDQUOT:
             way_out = "free some space, or lower pool.ssd_tokens_per_instance"
             return f"the disk of {folder} is full: {way_out}"
-        case errno.EROFS | errno.EACCES | errno.EPERM:
+        case errno.EROFS:
+            return f"{folder} is read-only: mount its disk to be written, or name another folder"
+        case errno.EACCES | errno.EPERM:
             return f"{folder} cannot be used ({what}): give this user the right to write there"
         case errno.ENOENT | errno.ESTALE:
             return f"{folder} is gone ({what}): was it deleted or unmounted?"

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from moonpool.kvcache.transfers import (
     LoadReturned,
-    LookUpEnded,
     MessengerEvent,
     StoreLost,
     StoreReturned,
@@ -182,13 +181,6 @@ class BlockStore:
             for group in groups
         ]
         self._begin(self._reading, job, tasks)
-
-    def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
-        """Ends with LookUpEnded, at once."""
-        held = {key for _, key in self._index.held()}
-        absent = (number for number, key in enumerate(keys) if key not in held)
-        num_blocks = 0 if self._lost else next(absent, len(keys))
-        self._deliver(LookUpEnded(lookup_id=lookup_id, num_blocks=num_blocks, error=self._lost))
 
     def forget(self, slots: Sequence[int]) -> None:
         """What lies there shall not be found again after a restart."""

@@ -9,7 +9,7 @@ wrong is an error in the event, and no more than a miss to a request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.store.counters import StoreCounts
@@ -74,14 +74,19 @@ class TierStore(Protocol):
         allows; then it is told how far the load has come, and LoadProgress is posted."""
         ...
 
-    def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
-        """How long a run of `keys` is there. Ends with LookUpEnded."""
-        ...
-
     def forget(self, slots: Sequence[int]) -> None:
         """This instance gives these slots up: they may be written anew."""
         ...
 
     def close(self) -> None:
         """Every operation under way ends first, those that still wait with an error."""
+        ...
+
+
+@runtime_checkable
+class SharedStore(TierStore, Protocol):
+    """One that others fill, too: what is there must be asked."""
+
+    def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
+        """How long a run of `keys` is there. Ends with LookUpEnded."""
         ...
