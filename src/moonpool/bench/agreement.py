@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+from moonpool.bench.attention_parts import measure_parts, parts_words
 from moonpool.bench.comparison import averaged, chance_words, compare
 from moonpool.bench.live_cluster import LiveCluster
 from moonpool.bench.live_profile import LiveProfile, LiveProfiler, believed_cost
@@ -48,8 +49,10 @@ def bench_agreement(
 ) -> dict[str, Any]:
     """Comparisons by load, with the profile they rest on; of several live runs of the same
     requests, their mean is compared. Raises what server and replay raise."""
-    with LocalServer(cluster.arguments()) as server:
+    with LocalServer(cluster.with_(attention=0).arguments()) as server:
         profile = measure_local(server, workload, say)
+    if cluster.attention:
+        profile = _with_parts(cluster, profile, say)
     slo = simulated_slo(cluster, profile, workload)
     rate_rps = estimate_capacity(cluster, profile, workload, max(seconds, 60.0), slo)
     say(
@@ -81,6 +84,14 @@ def bench_agreement(
         "passes": all(one["passes"] for one in found.values()),
         **found,
     }
+
+
+def _with_parts(cluster: LiveCluster, profile: LiveProfile, say: Say) -> LiveProfile:
+    """The cluster's profile is one without attention workers; what these add is measured apart."""
+    parts = measure_parts(cluster.model)
+    say(parts_words(parts))
+    cost = msgspec.structs.replace(profile.cost, offload=parts)
+    return msgspec.structs.replace(profile, cost=cost)
 
 
 class Both(msgspec.Struct, frozen=True):

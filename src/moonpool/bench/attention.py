@@ -113,7 +113,7 @@ def _step(
         torch.set_num_threads(threads)
         once.append(decodes.seconds(local))
         torch.set_num_threads(1)
-        timed = [_timed(engine, ops, decodes, workers) for engine, ops in ways]
+        timed = [timed_step(engine, ops, decodes) for engine, ops in ways]
         if turn:  # the first touches what is cold
             local_s.append(once[0])
             all_s.append(once[1])
@@ -132,12 +132,12 @@ def _step(
     )
 
 
-def _timed(engine: Engine, ops: RemoteOps, decodes: Decodes, workers: int) -> Way:
+def timed_step(engine: Engine, ops: RemoteOps, decodes: Decodes) -> Way:
     attending_ns, waited_ns = ops.attending_ns, ops.waited_ns
     seconds = decodes.seconds(engine)
     return Way(
         step_s=seconds,
-        attention_s=(ops.attending_ns - attending_ns) / 1e9 / workers,
+        attention_s=(ops.attending_ns - attending_ns) / 1e9 / ops.num_workers,
         waited_s=(ops.waited_ns - waited_ns) / 1e9,
     )
 

@@ -22,6 +22,7 @@ class LiveCluster(Struct, frozen=True):
     prefill: int = 1
     decode: int = 1
     mixed: int = 0
+    attention: int = 0
     kv_tokens: int = 65_536
     block_tokens: int = 16
     chunk_tokens: int = 512
@@ -36,6 +37,7 @@ class LiveCluster(Struct, frozen=True):
             "--prefill": self.prefill,
             "--decode": self.decode,
             "--mixed": self.mixed,
+            "--attention": self.attention,
             "--kv-tokens": self.kv_tokens,
             "--block-size": self.block_tokens,
             "--max-num-batched-tokens": self.chunk_tokens,
@@ -50,7 +52,12 @@ class LiveCluster(Struct, frozen=True):
     def config(self, profile: LiveProfile) -> Config:
         """Of the simulation."""
         tables: dict[str, dict[str, Any]] = {
-            "cluster": {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed},
+            "cluster": {
+                "prefill": self.prefill,
+                "decode": self.decode,
+                "mixed": self.mixed,
+                "attention": self.attention,
+            },
             "pool": {
                 "block_tokens": self.block_tokens,
                 "dram_tokens_per_instance": profile.num_blocks * profile.block_tokens,
@@ -79,5 +86,5 @@ class LiveCluster(Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        counts = {"P": self.prefill, "D": self.decode, "M": self.mixed}
+        counts = {"P": self.prefill, "D": self.decode, "M": self.mixed, "A": self.attention}
         return "+".join(f"{count}{letter}" for letter, count in counts.items() if count)

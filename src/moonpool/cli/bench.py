@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from moonpool.cli.attention import attention
 from moonpool.cli.capacity import capacity
 from moonpool.cli.live import agreement, colocated, overload, peers_live
 from moonpool.cli.origin import origin
@@ -23,6 +24,7 @@ def bench() -> None:
     """Benchmarks of the parts."""
 
 
+bench.add_command(attention)
 bench.add_command(capacity)
 bench.add_command(agreement)
 bench.add_command(overload)
@@ -219,37 +221,6 @@ def cached(model: str, prefix_tokens: int, repeats: int, json_file: str | None) 
     except (CachedBenchError, ServerError, httpx.HTTPError) as error:
         fail(str(error))
     finish(found | {"model": model}, json_file)
-
-
-@bench.command()
-@click.option("--model", default="random:m150", show_default=True)
-@click.option("--workers", type=COUNT, default=2, show_default=True)
-@click.option("--batch", "batches", multiple=True, type=COUNT, default=(1, 8, 16))
-@click.option("--context", "contexts", multiple=True, type=COUNT, default=(512, 4096))
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16")
-@click.option("--repeats", type=COUNT, default=5, show_default=True)
-@JSON
-def attention(
-    model: str,
-    workers: int,
-    batches: tuple[int, ...],
-    contexts: tuple[int, ...],
-    dtype: str,
-    repeats: int,
-    json_file: str | None,
-) -> None:
-    """Attention offloading: a step with attention workers beside one without, and one message."""
-    from moonpool.attention.client import AttentionError
-    from moonpool.bench.attention import bench_attention, lines
-
-    try:
-        result = bench_attention(model, workers, batches, contexts, repeats, dtype)
-    except (AttentionError, ValueError) as error:
-        fail(str(error))
-    for line in lines(result):
-        click.echo(line)
-    if json_file:
-        write_json(json_file, msgspec.to_builtins(result))
 
 
 @bench.command()

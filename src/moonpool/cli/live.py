@@ -129,6 +129,7 @@ def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, An
 
 def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
     """Runs it, and turns what may go wrong into one line."""
+    from moonpool.attention.client import AttentionError
     from moonpool.bench.live_profile import ProfileError
     from moonpool.bench.local_server import ServerError
     from moonpool.cli.origin import origin
@@ -144,6 +145,7 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
     try:
         found = run()
     except (
+        AttentionError,
         ProfileError,
         ServerError,
         ConfigError,
@@ -160,15 +162,22 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
     return found
 
 
-def profile_live(url: str, json_file: str | None) -> None:
-    """`moonpool profile --url`."""
+def profile_live(url: str, model: str | None, json_file: str | None) -> None:
+    """`moonpool profile --url`. `model`: attention workers for it are measured, too."""
     from moonpool.bench.agreement import measure_live
     from moonpool.bench.live_workload import LiveWorkload
 
     check_folders(json_file)
     workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
     found = run_bench(lambda: msgspec.to_builtins(measure_live(url, workload, click.echo)), None)
-    write_json(json_file, found["cost"])
+    cost = found["cost"]
+    if model is not None:
+        from moonpool.bench.attention_parts import measure_parts, parts_words
+
+        parts = measure_parts(model)
+        click.echo(parts_words(parts))
+        cost |= {"offload": msgspec.to_builtins(parts)}
+    write_json(json_file, cost)
 
 
 @click.command()
@@ -176,6 +185,13 @@ def profile_live(url: str, json_file: str | None) -> None:
 @click.option("--prefill", type=click.IntRange(min=0), default=1, show_default=True)
 @click.option("--decode", type=click.IntRange(min=0), default=1, show_default=True)
 @click.option("--mixed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--attention",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Workers; simulated from the cluster without them and what a message and attention take.",
+)
 @click.option(
     "--load", "loads", type=NUMBERS, default="0.5,0.8", show_default=True, help="Of capacity."
 )
@@ -193,6 +209,7 @@ def agreement(
     prefill: int,
     decode: int,
     mixed: int,
+    attention: int,
     admission: Admission,
     json_file: str | None,
     **flags: Any,
@@ -201,7 +218,7 @@ def agreement(
     from moonpool.bench.agreement import bench_agreement
 
     cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode, mixed=mixed)
-    cluster = cluster.with_(admission=admission)
+    cluster = cluster.with_(admission=admission, attention=attention)
     found = run_bench(
         lambda: bench_agreement(cluster, workload, loads, flags["seconds"], click.echo, repeats),
         json_file,

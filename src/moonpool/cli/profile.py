@@ -58,6 +58,11 @@ KINDS = ("prefill", "decode", "transfer")
     help="Seconds to spend on the curve of chunk sizes at most.",
 )
 @click.option("--url", help="Measure the live moonpool cluster there, through its front door.")
+@click.option(
+    "--attention",
+    is_flag=True,
+    help="Also what a decode step takes with an attention worker, for `simulate --attention`.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the curve as a PNG here.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the profile here."
@@ -74,6 +79,7 @@ def profile(
     context: int,
     curve_s: float,
     url: str | None,
+    attention: bool,
     plot: str | None,
     json_file: str | None,
 ) -> None:
@@ -87,7 +93,7 @@ def profile(
     if url is not None:
         from moonpool.cli.live import profile_live
 
-        profile_live(url, json_file)
+        profile_live(url, model if attention else None, json_file)
         return
     if beliefs_of is not None:
         _record(beliefs_of, api_key, json_file)
@@ -102,6 +108,8 @@ def profile(
     found = recommend(cost, curve, slos_s, decodes, context)
     _tell(found)
     click.echo(f"kept in {profile_path(engine, threads)}")
+    if attention:
+        found = _with_attention(found, model, dtype)
     if plot is not None:
         from moonpool.report.chunk_curve import plot_curve
 
@@ -129,6 +137,18 @@ def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
         return Engine(loaded, ops, cache)
     except ValueError as error:
         fail(str(error))
+
+
+def _with_attention(found: Profile, model: str, dtype: str) -> Profile:
+    from moonpool.attention.client import AttentionError
+    from moonpool.bench.attention_parts import measure_parts, parts_words
+
+    try:
+        parts = measure_parts(model, dtype)
+    except AttentionError as error:
+        fail(str(error))
+    click.echo(parts_words(parts))
+    return msgspec.structs.replace(found, offload=parts)
 
 
 def _say(sample: Sample) -> None:

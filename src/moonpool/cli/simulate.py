@@ -44,6 +44,7 @@ FLAG_KEYS: FlagKeys = {
     "prefill": ("cluster", "prefill"),
     "decode": ("cluster", "decode"),
     "mixed": ("cluster", "mixed"),
+    "attention": ("cluster", "attention"),
     "placement": ("conductor", "placement"),
     "admission": ("conductor", "admission"),
     "role_balance": ("conductor", "role_balance"),
@@ -108,6 +109,36 @@ OF_THE_RUN = (
 """What a run depends on beside its configuration and seed; `--json` names it."""
 
 
+def _hardware_options() -> list[Any]:
+    return [
+        click.option("--cost", help="The truth: a800-llama3-70b, roofline, or a profile's file."),
+        click.option("--device", help="A device of the catalogue (with --cost roofline)."),
+        click.option("--shape", help="A model shape of the catalogue."),
+        click.option("--devices-per-node", type=int),
+        click.option("--decode-device", help="Decode instances' device, if it is another."),
+        click.option("--decode-devices-per-node", type=int),
+        click.option(
+            "--attention-device",
+            help="Keeps the KVCache of decode instances and attends for them (Lamina).",
+        ),
+        click.option("--attention-devices-per-node", type=int),
+        click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
+        click.option("--parallelism", type=click.Choice(choices(Parallelism))),
+        click.option(
+            "--pipeline-parallel-size",
+            type=int,
+            help="Stages of a prefill or mixed instance, a node each.",
+        ),
+        click.option("--decode-pipeline-parallel-size", type=int, help="Of a decode instance."),
+        click.option(
+            "--catalogue",
+            "catalogue_file",
+            type=click.Path(dir_okay=False),
+            help="TOML file with more devices, shapes and prices.",
+        ),
+    ]
+
+
 def cluster_options(command: Any) -> Any:
     """What describes the cluster, its policies and its hardware."""
     options = [
@@ -115,6 +146,11 @@ def cluster_options(command: Any) -> Any:
         click.option("--prefill", type=int, help="Prefill instances."),
         click.option("--decode", type=int, help="Decode instances."),
         click.option("--mixed", type=int, help="Instances that do both (colocated)."),
+        click.option(
+            "--attention",
+            type=int,
+            help="Workers that keep decode instances' KVCache (with --cost roofline or a profile).",
+        ),
         click.option("--placement", type=click.Choice(choices(Placement))),
         click.option("--admission", type=click.Choice(choices(Admission))),
         click.option(
@@ -149,31 +185,7 @@ def cluster_options(command: Any) -> Any:
         click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
         click.option("--max-num-seqs", type=int, help="Requests of one step."),
         click.option("--batching", type=click.Choice(choices(Batching))),
-        click.option("--cost", help="The truth: a800-llama3-70b, roofline, or a profile's file."),
-        click.option("--device", help="A device of the catalogue (with --cost roofline)."),
-        click.option("--shape", help="A model shape of the catalogue."),
-        click.option("--devices-per-node", type=int),
-        click.option("--decode-device", help="Decode instances' device, if it is another."),
-        click.option("--decode-devices-per-node", type=int),
-        click.option(
-            "--attention-device",
-            help="Keeps the KVCache of decode instances and attends for them (Lamina).",
-        ),
-        click.option("--attention-devices-per-node", type=int),
-        click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
-        click.option("--parallelism", type=click.Choice(choices(Parallelism))),
-        click.option(
-            "--pipeline-parallel-size",
-            type=int,
-            help="Stages of a prefill or mixed instance, a node each.",
-        ),
-        click.option("--decode-pipeline-parallel-size", type=int, help="Of a decode instance."),
-        click.option(
-            "--catalogue",
-            "catalogue_file",
-            type=click.Path(dir_okay=False),
-            help="TOML file with more devices, shapes and prices.",
-        ),
+        *_hardware_options(),
     ]
     for option in reversed(options):
         command = option(command)

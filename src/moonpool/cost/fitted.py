@@ -28,6 +28,7 @@ from math import fsum, inf, sqrt
 import msgspec
 
 from moonpool.cost.model import Chunk
+from moonpool.cost.offload_parts import OffloadParts
 from moonpool.types import Struct
 
 DecodeSpread = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
@@ -64,8 +65,8 @@ class FittedCost(Struct, frozen=True):
     adds to a first token; `token_bytes` of KVCache; `decode_curve`, what a decode step takes by
     its batch, beyond g ctx: straight between these points and f per answer above the last, instead
     of e + f B; `decode_spread`, equally likely ratios of single decode steps to what is said of
-    them: while no other instance computes, while any does, and where an answer has just begun. 0 or
-    empty: not measured.
+    them: while no other instance computes, while any does, and where an answer has just begun;
+    `offload`, its attention workers. 0, empty or None: not measured.
     """
 
     prefill: tuple[float, float, float, float]
@@ -82,6 +83,7 @@ class FittedCost(Struct, frozen=True):
     token_bytes: int = 0
     decode_curve: tuple[tuple[int, float], ...] = ()
     decode_spread: DecodeSpread = ((), (), ())
+    offload: OffloadParts | None = None
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         a, b, c, d = self.prefill

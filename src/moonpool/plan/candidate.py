@@ -93,13 +93,17 @@ class Candidate(Struct, frozen=True):
         return change(
             base,
             cluster=change(
-                base.cluster, prefill=self.prefill, decode=self.decode, mixed=self.mixed
+                base.cluster,
+                prefill=self.prefill,
+                decode=self.decode,
+                mixed=self.mixed,
+                attention=0,  # `hardware` has them
             ),
             hardware=hardware,
             pool=change(
                 base.pool, dram_tokens_per_instance=self.cache_tokens, eviction=self.eviction
             ),
-            engine=change(base.engine, chunk_tokens=self.chunk_tokens),
+            engine=change(base.engine, chunk_tokens=self.chunk_tokens, staggered_decodes=False),
             conductor=change(base.conductor, placement=self.placement, admission=self.admission),
         )
 

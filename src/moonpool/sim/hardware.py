@@ -12,6 +12,7 @@ from moonpool.cost.catalogue import BUILT_IN, Catalogue
 from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.cost.node import Node, open_node
+from moonpool.cost.offload_measured import MeasuredOffload
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Role
 from moonpool.workers.demotion import reserved_blocks
@@ -34,8 +35,16 @@ class NodeHardware:
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
     num_slots: int  # of the SSD; 0: there is none
+    num_arenas: int = 1  # that have the blocks, in equal shares: attention workers
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())
+
+    @property
+    def arenas(self) -> tuple[int, ...]:
+        """Blocks of each, where there are several."""
+        if self.num_arenas == 1:
+            return ()
+        return (self.num_blocks // self.num_arenas,) * self.num_arenas
 
     @property
     def steady(self) -> bool:
@@ -87,6 +96,7 @@ def build_hardware(
     stages = decoding_nodes.nodes_per_prefill
     decoder_truth = decoder.cost if stages == 1 else decoder.prefill_cost
     single = _node_hardware(config, decoder, decoder_truth, stages, layout)
+    single = _with_attention(config, single, profile)
     group = grouped.nodes_per_prefill
     prefill = _node_hardware(config, node, node.prefill_cost, group, layout)
     wrong = [
@@ -95,7 +105,7 @@ def build_hardware(
     ]
     decoding = wrong[1] if config.cluster.decode else wrong[0]
     largest_blocks = min(
-        part.num_blocks - reserved_blocks(part.num_blocks, part.num_slots)
+        part.num_blocks // part.num_arenas - reserved_blocks(part.num_blocks, part.num_slots)
         for part in (wrong[0], decoding)
     )
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
@@ -113,15 +123,55 @@ def prefill_nodes(config: Config) -> HardwareConfig:
     return structs.replace(hardware, nodes_per_prefill=stages, parallelism="cpp")
 
 
+def attention_workers(config: Config) -> int:
+    """Of each decode instance."""
+    cluster = config.cluster
+    return cluster.attention // cluster.decode if cluster.attention else 0
+
+
+def _with_attention(
+    config: Config, decoding: NodeHardware, profile: FittedCost | None
+) -> NodeHardware:
+    """Blocks lie at the attention workers, so many at each. Raises ConfigError."""
+    workers = attention_workers(config)
+    if not workers:
+        return decoding
+    truth = decoding.truth
+    if profile is not None:
+        if profile.offload is None:
+            raise ConfigError(
+                f"{config.hardware.cost} was measured without attention workers: measure with"
+                " `moonpool profile --url URL --attention --json FILE`"
+            )
+        truth = MeasuredOffload(profile, profile.offload, workers, config.engine.staggered_decodes)
+    blocks = workers * decoding.num_blocks
+    return replace(decoding, truth=truth, num_blocks=blocks, num_arenas=workers)
+
+
 def decode_nodes(config: Config) -> HardwareConfig:
-    """The same of decode instances."""
-    hardware = config.hardware
+    """The same of decode instances. An attention worker is a node of as many devices as
+    `attention_devices_per_node` says, or else like those that hold the weights."""
+    hardware = _with_attention_nodes(config)
     return structs.replace(
         hardware,
         device=hardware.decode_device or hardware.device,
         devices_per_node=hardware.decode_devices_per_node or hardware.devices_per_node,
         nodes_per_prefill=config.engine.decode_pipeline_parallel_size,
         parallelism="cpp",
+    )
+
+
+def _with_attention_nodes(config: Config) -> HardwareConfig:
+    hardware, workers = config.hardware, attention_workers(config)
+    if not workers or hardware.cost.endswith(".json"):
+        return hardware
+    own = hardware.decode_devices_per_node or hardware.devices_per_node
+    each = hardware.attention_devices_per_node or own
+    return structs.replace(
+        hardware,
+        attention_device=hardware.attention_device or hardware.decode_device or hardware.device,
+        attention_devices_per_node=workers * each,
+        decode_batches=2 if config.engine.staggered_decodes else 1,
     )
 
 

@@ -176,6 +176,7 @@ class Simulation:
             role,
             hardware.belief,
             (EOS_TOKEN_ID,),
+            arenas=hardware.arenas,
         )
         info = InstanceInfo(
             instance_id=instance_id,

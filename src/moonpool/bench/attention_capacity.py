@@ -1,0 +1,126 @@
+"""`moonpool bench attention --capacity`: time between tokens over requests at once, by how many
+attention workers hold their KVCache.
+
+Every memory, a decode instance's own or an attention worker's, holds the same number of requests;
+so each curve ends where its memory does. Model workers hold none beside attention workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import torch
+
+from moonpool.bench.attention import BLOCK_TOKENS
+from moonpool.bench.attention_crew import Decodes, crew
+from moonpool.engine.builtin import LoadedModel, open_model
+from moonpool.engine.ops import empty_cache
+from moonpool.engine.runner import Engine, make_layout
+from moonpool.engine.split_choice import choose_split_ops
+from moonpool.kvcache.layout import BlockLayout
+from moonpool.runtime.cores import usable_cores
+from moonpool.types import Struct
+
+POINTS = 4  # of a memory's requests
+
+
+class Point(Struct, frozen=True):
+    """`slowest_s`: the worst of the repeats, `tbt_s` their median."""
+
+    requests: int
+    tbt_s: float
+    slowest_s: float
+
+
+class Curve(Struct, frozen=True):
+    workers: int  # 0: the instance's own memory
+    points: tuple[Point, ...]
+
+    @property
+    def capacity(self) -> int:
+        return self.points[-1].requests
+
+
+class CapacityResult(Struct, frozen=True):
+    model: str
+    context_tokens: int
+    requests_each: int
+    cores: int
+    curves: tuple[Curve, ...]
+
+    @property
+    def limit_s(self) -> float:
+        """The time between tokens of a full memory of the instance's own."""
+        return self.curves[0].points[-1].tbt_s
+
+    def within(self, curve: Curve) -> int:
+        """Most requests at no longer than that."""
+        held = [point.requests for point in curve.points if point.tbt_s <= self.limit_s]
+        return max(held, default=0)
+
+
+def bench_attention_capacity(
+    model_name: str,
+    crews: Sequence[int],
+    requests_each: int,
+    context: int,
+    repeats: int,
+    dtype: str,
+) -> CapacityResult:
+    """Without attention workers first. Raises AttentionError or ValueError."""
+    torch.set_num_threads(1)
+    model = open_model(model_name, dtype)
+    layout = make_layout(model, BLOCK_TOKENS, choose_split_ops())
+    curves = [
+        _curve(model, layout, workers, requests_each, context, repeats)
+        for workers in sorted({0, *crews})
+    ]
+    return CapacityResult(model_name, context, requests_each, usable_cores(), tuple(curves))
+
+
+def _curve(
+    model: LoadedModel,
+    layout: BlockLayout,
+    workers: int,
+    requests_each: int,
+    context: int,
+    repeats: int,
+) -> Curve:
+    memories = max(workers, 1)
+    each = requests_each * layout.blocks_for(context + 1)
+    sizes = {max(memories * requests_each * i // POINTS // memories, 1) * memories
+             for i in range(1, POINTS + 1)}  # fmt: skip
+    batches = [Decodes(size, context, memories, each, BLOCK_TOKENS) for size in sorted(sizes)]
+    if not workers:
+        engine = Engine(model, choose_split_ops(), empty_cache(layout, each))
+        return Curve(0, tuple(_point(engine, batch, repeats) for batch in batches))
+    with crew(model, layout, workers, each) as made:
+        engine, _ = made.engine()
+        return Curve(workers, tuple(_point(engine, batch, repeats) for batch in batches))
+
+
+def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
+    batch.seconds(engine)  # touches what is cold
+    times = [batch.seconds(engine) for _ in range(repeats)]
+    return Point(batch.batch, median(times), max(times))
+
+
+def capacity_lines(result: CapacityResult) -> Iterator[str]:
+    yield (
+        f"{result.model}, {result.context_tokens} tokens a request, {result.requests_each} of them"
+        f" in a memory, {result.cores} cores"
+    )
+    yield "attention workers  requests  time between tokens (ms)  slowest"
+    for curve in result.curves:
+        for point in curve.points:
+            yield (
+                f"{curve.workers:>17} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"
+                f" {point.slowest_s * 1e3:>8.2f}"
+            )
+    for curve in result.curves[1:]:
+        yield (
+            f"{curve.workers} attention workers hold {curve.capacity / result.requests_each:.0f}"
+            f" times the requests, and serve {result.within(curve)} within the"
+            f" {result.limit_s * 1e3:.1f} ms of {result.requests_each} without"
+        )

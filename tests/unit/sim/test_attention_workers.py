@@ -1,0 +1,116 @@
+"""Simulated clusters read `cluster.attention` as live ones do."""
+
+from __future__ import annotations
+
+from math import fsum
+from typing import Any
+
+import pytest
+
+from moonpool.config import ConfigError, parse_config
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.offload import OffloadCost
+from moonpool.cost.offload_measured import MeasuredOffload
+from moonpool.cost.offload_parts import OffloadParts
+from moonpool.sim.hardware import build_hardware
+from moonpool.sim.outcome import summarise
+from moonpool.sim.simulation import Simulation
+from moonpool.sim.workload import make_arrivals
+from moonpool.trace.row import TraceRow
+
+PARTS = OffloadParts(
+    model=((1, 0.010), (8, 0.012), (16, 0.020)),
+    attention=(0.001, 1e-4, 1e-6),
+    message_s=0.0005,
+    cores=2,
+)
+ALONE = FittedCost(
+    prefill=(0.01, 1e-4, 0.0, 0.0),
+    decode=(0.012, 0.0005, 2e-6),
+    token_bytes=1024,
+    offload=PARTS,
+)
+
+
+def config(attention: int, cost: str = "profile.json", **engine: Any) -> Any:
+    tables = {
+        "cluster": {"prefill": 1, "decode": 1, "attention": attention},
+        "pool": {"block_tokens": 16, "dram_tokens_per_instance": 1600},
+        "engine": engine,
+        "hardware": {"cost": cost},
+        "conductor": {"admission": "none"},
+        "slo": {"ttft_s": 1e4, "tbt_s": 1e4},
+    }
+    return parse_config("", tables)
+
+
+def test_blocks_lie_at_the_workers_and_a_request_at_one() -> None:
+    alone, two = (build_hardware(config(count), ALONE) for count in (0, 2))
+    assert alone.decode.num_blocks == 100
+    assert two.decode.arenas == (100, 100)
+    assert two.largest_request_tokens == alone.largest_request_tokens
+
+
+def test_a_step_is_the_instance_without_contexts_the_messages_and_attention() -> None:
+    one, two = (MeasuredOffload(ALONE, PARTS, workers, staggered=False) for workers in (1, 2))
+    base_s = 0.012 + 0.0005 * 4 + 0.0005
+    assert one.step_s((), 4, 1000) == pytest.approx(base_s + 0.001 + 4e-4 + 1e-3)
+    assert two.step_s((), 4, 1000) == pytest.approx(base_s + 0.001 + 2e-4 + 5e-4)
+    assert one.step_s((), 0, 0) == 0.0
+    # Four workers on two cores take turns.
+    four = MeasuredOffload(ALONE, PARTS, 4, staggered=False)
+    assert four.attention_s(4, 1000) == pytest.approx(2 * (0.001 + 1e-4 + 2.5e-4))
+
+
+def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
+    serial, staggered = (MeasuredOffload(ALONE, PARTS, 1, staggered=flag) for flag in (False, True))
+    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # too few
+    # 16 of 1,000 tokens: a half is 12 ms of the model's and 9.8 ms of attention's.
+    around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
+    assert staggered.step_s((), 16, 16_000) == pytest.approx(around_s + 0.024)
+    assert staggered.step_s((), 16, 16_000) < serial.step_s((), 16, 16_000)
+    # With long contexts attention sets the pace.
+    assert staggered.step_s((), 16, 64_000) == pytest.approx(around_s + 2 * (0.001 + 8e-4 + 0.032))
+
+
+@pytest.mark.parametrize("staggered", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3, 50, 1001])
+def test_many_steps_take_what_each_takes(staggered: bool, steps: int) -> None:
+    cost = MeasuredOffload(ALONE, PARTS, 1, staggered)
+    each = fsum(cost.step_s((), 16, 10_000 + 16 * i) for i in range(steps))
+    assert cost.decode_steps_s(16, 10_000, steps) == pytest.approx(each)
+
+
+def test_twice_the_requests_fit_two_attention_workers() -> None:
+    rows = [
+        TraceRow(arrived_s=0.0, input_tokens=512, output_tokens=200, hash_ids=(2 * i, 2 * i + 1))
+        for i in range(6)
+    ]
+    completed = []
+    for count in (0, 1, 2):
+        made = config(count)
+        hardware = build_hardware(made, ALONE)
+        simulation = Simulation(made, hardware)
+        simulation.run(make_arrivals(rows, 256, 16, hardware.largest_request_tokens))
+        figures = summarise(simulation, 0.0)
+        completed.append(figures["completed"])
+        assert set(figures["rejected_by_reason"]) == {"no_decode_capacity"}
+    assert completed == [2, 2, 4]
+
+
+def test_a_profile_without_attention_workers_is_told() -> None:
+    plain = FittedCost(prefill=ALONE.prefill, decode=ALONE.decode)
+    with pytest.raises(ConfigError, match="without attention workers"):
+        build_hardware(config(1), plain)
+
+
+def test_devices_of_the_catalogue_attend_as_many_as_there_are_workers() -> None:
+    hardware = build_hardware(config(2, "roofline"))
+    truth = hardware.decode.truth
+    assert isinstance(truth, OffloadCost)
+    own = config(2, "roofline").hardware
+    assert truth.attention.num_devices == 2 * own.devices_per_node
+    assert truth.num_batches == 1
+    staggered = build_hardware(config(2, "roofline", staggered_decodes=True)).decode.truth
+    assert isinstance(staggered, OffloadCost)
+    assert staggered.num_batches == 2
