@@ -26,6 +26,11 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8"]
 Pinning = Literal["auto", "on", "off"]
+AttentionPartition = Literal["request", "head", "tokens"]
+
+
+ATTENTION_SEGMENT_TOKENS = 2048
+"""After so many attention begins anew: a request's segments may lie at several workers."""
 
 
 class ConfigError(ValueError):
@@ -64,6 +69,14 @@ class ClusterConfig(Struct, frozen=True):
         prefilling = engine.pipeline_parallel_size * (self.prefill + self.mixed)
         decoding = engine.decode_pipeline_parallel_size * self.decode
         return max(prefilling + decoding + self.attention, 1)
+
+
+class AttentionConfig(Struct, frozen=True):
+    """What each of an instance's attention workers keeps. "request": whole requests; "head": its
+    share of the kv heads of all of them (Lamina's); "tokens": whole requests as long as they are
+    short, and segments of long ones."""
+
+    partition: AttentionPartition = "request"
 
 
 class PoolConfig(Struct, frozen=True):
@@ -197,6 +210,7 @@ class ApiConfig(Struct, frozen=True):
 class Config(Struct, frozen=True):
     model: ModelConfig = ModelConfig()
     cluster: ClusterConfig = ClusterConfig()
+    attention: AttentionConfig = AttentionConfig()
     pool: PoolConfig = PoolConfig()
     mooncake: MooncakeConfig = MooncakeConfig()
     network: NetworkConfig = NetworkConfig()
@@ -373,9 +387,16 @@ def _check_mooncake(config: Config) -> None:
 
 
 def _check_attention_workers(config: Config) -> None:
-    cluster = config.cluster
+    cluster, partition = config.cluster, config.attention.partition
     _require(cluster.attention >= 0, "cluster.attention", ">= 0")
+    _require(
+        partition != "tokens" or ATTENTION_SEGMENT_TOKENS % config.pool.block_tokens == 0,
+        "pool.block_tokens",
+        f'a power of two with attention.partition "tokens": blocks must fill segments of'
+        f" {ATTENTION_SEGMENT_TOKENS} tokens",
+    )
     if not cluster.attention:
+        _require(partition == "request", "cluster.attention", "> 0 to choose attention.partition")
         _require(not config.engine.staggered_decodes, "cluster.attention", "> 0 to stagger decodes")
         return
     _require(

@@ -18,6 +18,7 @@ from moonpool.messenger import nixl, shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
 from moonpool.messenger.courier import Courier, has_nixl
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.mover import PlainMover
@@ -57,14 +58,16 @@ class Node:
         checksum: Checksum = checksum_slice,
         native: bool = False,
         num_blocks: int = NUM_BLOCKS,
+        cut: Cut | None = None,
     ) -> None:
+        """With a `cut`, `layout` is of what the arena keeps of slices as `make_layout` has them."""
         self.layout = layout or make_layout()
-        self.arena = Arena(self.layout, num_blocks, sealed=transport != "nixl")
+        self.arena = Arena(self.layout, num_blocks, cut, sealed=transport != "nixl")
         self.courier = Courier(self.arena, "127.0.0.1") if transport == "nixl" else None
         self.events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self.messenger = Messenger(
             self.arena,
-            self.layout,
+            make_layout() if cut else self.layout,
             InstanceId(name),
             secret,
             self.events.put,

@@ -69,6 +69,7 @@ class Life:
             (world.eos,),
             self.disk.index(),
             world.options.arenas,
+            segment_blocks=world.options.segment_blocks,
         )
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}

@@ -59,6 +59,7 @@ class Options:
     num_stages: int  # of each instance's pipeline
     num_arenas: int = 0  # of each instance that has neither SSD nor stages; 0: one of its own
     arena_loss_rate: float = 0.0  # per step
+    segment_blocks: int = 0  # of a sequence that lie in one arena; 0: all
     store_shared: bool = False  # one store for all, in the disks' place
     disk_hang_rate: float = 0.0  # of stores and loads
 
@@ -167,7 +168,13 @@ def draw_options(rng: random.Random) -> Options:
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:
     num_arenas, loss_rate = rng.choice((0, 0, 1, 2, 3)), rng.choice((0.0, 0.02, 0.1))
-    drawn = replace(options, num_arenas=num_arenas, arena_loss_rate=loss_rate)
+    segment_blocks = random.Random(repr(options)).choice((0, 0, 1, 2, 5))
+    drawn = replace(
+        options,
+        num_arenas=num_arenas,
+        arena_loss_rate=loss_rate,
+        segment_blocks=segment_blocks,
+    )
     return drawn if drawn.arenas else options
 
 

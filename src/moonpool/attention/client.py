@@ -24,6 +24,7 @@ from moonpool.attention.control import (
     Steps,
     Told,
 )
+from moonpool.attention.partition import HeadRange
 from moonpool.attention.port import Port, PortError, SocketPort, offer_rings, rings_available
 from moonpool.engine.ops import HeadShape
 from moonpool.kvcache.layout import BlockLayout
@@ -47,7 +48,7 @@ class AttentionError(Exception):
 
 
 class Wanted(Struct, frozen=True):
-    """What a model worker needs of each attention worker."""
+    """What a model worker needs of an attention worker."""
 
     owner: InstanceId
     layout: BlockLayout
@@ -58,6 +59,7 @@ class Wanted(Struct, frozen=True):
     threads: int
     ring_bytes: int
     spin_s: float = SHORT_SPIN_S
+    kv_heads: HeadRange | None = None  # of all blocks; None: all heads
 
 
 def spin_s(num_workers: int, threads: int, cores: int) -> float:
@@ -143,6 +145,7 @@ def _attach(frames: FrameSocket, wanted: Wanted, token: str) -> Attached:
         owner=wanted.owner,
         layout=wanted.layout,
         num_heads=wanted.heads,
+        kv_heads=wanted.kv_heads,
         scale=wanted.scale,
         num_blocks=wanted.num_blocks,
         threads=wanted.threads,

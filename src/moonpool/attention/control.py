@@ -7,14 +7,16 @@
       | <-- messenger events --------------------- |
       | -- Named: what complete blocks hold -----> |  so that the next model worker can go on
 
-Block numbers are the attention worker's own. `epoch` orders what comes over this connection with
-the plans, which come by another: a block is not named after what it held before a later write.
+Block numbers are the attention worker's own; -1 stands for a block that another one has. `epoch`
+orders what comes over this connection with the plans, which come by another: a block is not named
+after what it held before a later write.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from moonpool.attention.partition import HeadRange
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import (
     FetchEnded,
@@ -31,11 +33,14 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Attach(Struct, frozen=True, tag=True):
-    """The first word on a control connection. `token` opens the one for the steps."""
+    """The first word on a control connection. `layout` and `num_heads` are the model's; with
+    `kv_heads`, this worker has only those of all blocks. `token` opens the connection for the
+    steps."""
 
     owner: InstanceId
     layout: BlockLayout
     num_heads: int
+    kv_heads: HeadRange | None
     scale: float
     num_blocks: int  # 0: as many as the memory's share allows, up to a pool's usual size
     threads: int

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from moonpool.attention.control import (
@@ -25,12 +26,15 @@ from moonpool.attention.control import (
     Order,
 )
 from moonpool.attention.hand import Hand
+from moonpool.attention.partition import HeadRange
 from moonpool.attention.port import Port, PortError
 from moonpool.engine.native.slices import open_slices
 from moonpool.engine.ops import HeadShape, KvCache, SplitOps
+from moonpool.engine.slices import cut_of_heads
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadEnded
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.cut import NOWHERE, Cut
 from moonpool.messenger.messenger import Messenger
 from moonpool.types import BlockId, BlockKey, InstanceId
 
@@ -45,21 +49,23 @@ class AttachError(Exception):
 class _Kept:
     """What outlives an owner."""
 
-    layout: BlockLayout
+    layout: BlockLayout  # of whole blocks
+    kv_heads: HeadRange | None
     arena: Arena
     cache: KvCache
     names: dict[BlockId, BlockKey] = field(default_factory=dict)
 
 
 class Keeper:
-    """Thread-safe. `make_arena(layout, num_blocks)` decides how many blocks 0 means."""
+    """Thread-safe. `make_arena(layout, num_blocks, cut)` decides how many blocks 0 means; `layout`
+    is of the share that is kept."""
 
     def __init__(
         self,
         instance_id: InstanceId,
         secret: bytes,
         ops: SplitOps,
-        make_arena: Callable[[BlockLayout, int], Arena],
+        make_arena: Callable[[BlockLayout, int, Cut | None], Arena],
         listen_host: str,
         use_shared_memory: bool,
     ) -> None:
@@ -85,15 +91,22 @@ class Keeper:
             )
         if wanted.num_heads < 1 or wanted.num_heads % wanted.layout.num_kv_heads:
             raise AttachError(f"{wanted.num_heads} heads do not fit {wanted.layout}")
+        heads = wanted.kv_heads
+        if heads is not None and not (
+            0 <= heads.first < heads.first + heads.count <= wanted.layout.num_kv_heads
+        ):
+            raise AttachError(f"the model has no kv heads {heads}")
         self.detach()
         with self._lock:
             kept = self._kept
-            if kept is None or kept.layout != wanted.layout or _too_small(kept, wanted):
+            if kept is None or not _serves(kept, wanted):
                 if kept is not None:
                     self._kept = None
                     kept.arena.close()
-                arena = self._make_arena(wanted.layout, wanted.num_blocks)
-                kept = self._kept = _Kept(wanted.layout, arena, _cache_over(arena))
+                own, cut = _share(wanted)
+                arena = self._make_arena(own, wanted.num_blocks, cut)
+                cache = _cache_over(arena)
+                kept = self._kept = _Kept(wanted.layout, wanted.kv_heads, arena, cache)
             self._written = {}
             self._attached = wanted
             self._messenger = Messenger(
@@ -159,8 +172,9 @@ class Keeper:
         if kept is None or wanted is None:
             return
         torch.set_num_threads(wanted.threads)  # holds for the calling thread only
-        layout = kept.layout
-        heads = HeadShape(wanted.num_heads, layout.num_kv_heads, layout.head_dim)
+        layout = kept.arena.layout
+        group = wanted.num_heads // wanted.layout.num_kv_heads
+        heads = HeadShape(group * layout.num_kv_heads, layout.num_kv_heads, layout.head_dim)
 
         def writing(block_ids: Iterable[int], epoch: int) -> None:
             blocks = [BlockId(b) for b in block_ids]
@@ -177,6 +191,8 @@ class Keeper:
         with self._lock:
             kept = self._kept
             for block_id in block_ids:
+                if block_id == NOWHERE:
+                    continue
                 self._written[block_id] = max(epoch, self._written.get(block_id, 0))
                 if kept is not None:
                     kept.names.pop(block_id, None)
@@ -201,8 +217,19 @@ class Keeper:
         return noted
 
 
-def _too_small(kept: _Kept, wanted: Attach) -> bool:
-    return bool(wanted.num_blocks) and kept.arena.num_blocks != wanted.num_blocks
+def _serves(kept: _Kept, wanted: Attach) -> bool:
+    same = (kept.layout, kept.kv_heads) == (wanted.layout, wanted.kv_heads)
+    return same and wanted.num_blocks in (0, kept.arena.num_blocks)
+
+
+def _share(wanted: Attach) -> tuple[BlockLayout, Cut | None]:
+    """The layout of what is kept, and what of whole slices that is."""
+    heads, layout = wanted.kv_heads, wanted.layout
+    if heads is None or heads.count == layout.num_kv_heads:
+        return layout, None
+    own = msgspec.structs.replace(layout, num_kv_heads=heads.count)
+    ranges = cut_of_heads(layout, heads.first, heads.count)
+    return own, Cut(whole_bytes=layout.slice_bytes, ranges=ranges)
 
 
 def _cache_over(arena: Arena) -> KvCache:

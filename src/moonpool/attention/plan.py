@@ -30,7 +30,7 @@ class Placement:
         self.bounds = np.cumsum((0, *num_blocks)).astype(np.int64)
         self.num_workers = len(num_blocks)
 
-    def owners(self, block_ids: np.ndarray) -> np.ndarray:
+    def owners(self, block_ids: np.ndarray | list[int]) -> np.ndarray:
         owners: np.ndarray = np.searchsorted(self.bounds, block_ids, side="right") - 1
         return owners
 
@@ -107,6 +107,12 @@ def split_step(
         pieces = (whole.get(worker, []), parts.get(worker, []), stores.get(worker, []))
         shares[worker] = _share(*pieces, positions, base, epoch)
     return StepShares(shares, _merge(parts, sorted(shares)))
+
+
+def for_all(shares: StepShares, num_workers: int) -> StepShares:
+    """Of blocks of which every worker has its heads: the one share is each one's."""
+    assert shares.merge is None
+    return StepShares({w: s for s in shares.shares.values() for w in range(num_workers)}, None)
 
 
 def _segments(

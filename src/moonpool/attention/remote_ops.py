@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moonpool.attention.plan import Placement, Share, StepShares, split_step
+from moonpool.attention.partition import HeadRange
+from moonpool.attention.plan import Placement, Share, StepShares, for_all, split_step
 from moonpool.attention.port import Payload, Port, PortError, view_of
 from moonpool.attention.wire import (
     ATTENDED,
@@ -58,7 +59,8 @@ class _Step:
 
 
 class RemoteOps:
-    """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost.
+    """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost; or,
+    with `head_ranges`, to the one that has those heads of all blocks.
     Used by one thread; `replace` may come from others."""
 
     def __init__(
@@ -66,6 +68,7 @@ class RemoteOps:
         local: SplitOps,
         ports: Sequence[Port | None],
         placement: Placement,
+        head_ranges: Sequence[HeadRange] = (),
         early_query: bool = True,
     ) -> None:
         self.name = f"offloaded {local.name}"
@@ -79,6 +82,7 @@ class RemoteOps:
         self._local = local
         self._ports = list(ports)
         self._placement = placement
+        self._head_ranges = tuple(head_ranges)
         self.on_lost: Callable[[int, Port], None] = lambda worker, port: None
         self.epoch = 0  # of the steps to come; set by whoever begins them
         self.attending_ns = 0  # what the workers said they took, and
@@ -112,9 +116,13 @@ class RemoteOps:
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
         for worker, share in step.shares.shares.items():
             rows = q if share.queries is None else q[share.queries]
+            if self._head_ranges:
+                rows = self._head_ranges[worker].of_queries(q, heads)
             self._send(worker, Q, layer, step.number, rows.contiguous())
         for worker, share in step.shares.shares.items():
             rows = kv if share.stores is None else kv[share.stores]
+            if self._head_ranges:
+                rows = self._head_ranges[worker].of_keys_values(kv)
             self._send(worker, KEYS_VALUES, layer, step.number, rows.contiguous())
         return q
 
@@ -133,6 +141,12 @@ class RemoteOps:
         out = torch.empty(meta.num_rows, width, dtype=q.dtype)
         partials: list[Tensor] = []
         for worker, share in step.shares.shares.items():
+            if self._head_ranges:
+                columns = self._head_ranges[worker].columns(heads)
+                own = out.new_empty(meta.num_rows, columns.stop - columns.start)
+                self._receive(worker, share, layer, step.number, own, heads)
+                out[:, columns] = own
+                continue
             whole, part = self._receive(worker, share, layer, step.number, out, heads)
             if share.queries is not None and share.num_whole:
                 out[share.queries[: share.num_whole]] = whole
@@ -151,6 +165,8 @@ class RemoteOps:
             if step.meta is meta:
                 return step
         shares = split_step(meta, self._placement, cache.layout.block_tokens, self.epoch)
+        if self._head_ranges:
+            shares = for_all(shares, len(self._head_ranges))
         self._number = (self._number + 1) % MAX_STEP
         step = _Step(meta, self._number, shares)
         for worker, share in shares.shares.items():

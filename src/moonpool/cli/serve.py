@@ -19,6 +19,7 @@ from moonpool.cli.output import fail, set_up_logging
 from moonpool.cli.settings import read_config, show_defaults
 from moonpool.config import (
     Admission,
+    AttentionPartition,
     Config,
     Device,
     Dtype,
@@ -44,6 +45,7 @@ FLAG_KEYS = {
     "decode": ("cluster", "decode"),
     "mixed": ("cluster", "mixed"),
     "attention": ("cluster", "attention"),
+    "attention_partition": ("attention", "partition"),
     "block_size": ("pool", "block_tokens"),
     "kv_tokens": ("pool", "dram_tokens_per_instance"),
     "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
@@ -162,6 +164,12 @@ def _how_it_is_served() -> list[Any]:
         ),
         click.option(
             "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
+        ),
+        click.option(
+            "--attention-partition",
+            type=click.Choice(choices(AttentionPartition)),
+            help="What each attention worker of an instance keeps: whole requests (default), its"
+            " heads of all, or token ranges of long ones.",
         ),
         click.option("--pinning", type=click.Choice(choices(Pinning)), help="Of engines to cores."),
         click.option("--device", type=click.Choice(choices(Device)), help="What computes."),

@@ -45,7 +45,8 @@ def orders(
     target = fetch = None
     if attempt.decode is not None:
         # The reservation goes first, so that the decode instance knows of the stream in time.
-        commands.append((attempt.decode, ReserveDecode(work=work)))
+        patient = attempt.decode in tracked.failed_on
+        commands.append((attempt.decode, ReserveDecode(work=work, patient=patient)))
         target = instances[attempt.decode].info.address
     if attempt.fetch_from is not None:
         source = instances[attempt.fetch_from].info

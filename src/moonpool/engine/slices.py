@@ -37,6 +37,18 @@ def check_layout(layout: BlockLayout) -> None:
         raise ValueError(f"head_dim is {layout.head_dim}: only multiples of 16 are supported")
 
 
+def cut_of_heads(
+    layout: BlockLayout, first: int, count: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The bytes (start, end) of a slice that are K, and those that are V, of so many kv heads; put
+    together they are a slice of a layout with these heads alone. ValueError on other layouts."""
+    if layout.inner != INNER:
+        raise ValueError(f"slices of layout {layout.inner!r} cannot be shared out by head")
+    head_bytes = layout.slice_bytes // (2 * layout.num_kv_heads)
+    start, end, half = first * head_bytes, (first + count) * head_bytes, layout.slice_bytes // 2
+    return (start, end), (half + start, half + end)
+
+
 def key_view(cache: KvCache, layer: int) -> Tensor:
     """K of all blocks, shared: [num_blocks, kv_heads, head_dim / pack, block_tokens, pack]."""
     own = cache.layout

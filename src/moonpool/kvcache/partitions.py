@@ -79,6 +79,10 @@ class PartitionedPool(BlockPool):
     def is_lost(self, part: int) -> bool:
         return self._lost[part]
 
+    @property
+    def any_lost(self) -> bool:
+        return any(self._lost)
+
     def _note_changes(self, pool: BlockPool) -> None:
         changes = pool.take_changes()
         self._pending.stored += changes.stored

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from moonpool.kvcache.layout import BlockLayout
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.sums import Sums
 
 _MADV_POPULATE_WRITE = 23
@@ -35,10 +36,19 @@ class Arena:
     An arena that other processes of the same instance shall write, too, is made with `sealed` false
     and sealed once they have mapped it; before that, no peer may be handed the descriptor."""
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, sealed: bool = True) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        cut: Cut | None = None,
+        sealed: bool = True,
+    ) -> None:
+        """With a `cut`, `layout` is of what is kept: that much of each slice of whole blocks."""
         if num_blocks < 1:
             raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
+        assert cut is None or cut.num_bytes == layout.slice_bytes
         self.layout = layout
+        self.cut = cut
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.block_bytes
         self.slice_bytes = layout.slice_bytes  # asked for too often to compute each time

@@ -45,28 +45,43 @@ class Fetch:
     ) -> None:
         """With a `gate`, it is told how far the fetch has come."""
         self.line = Line()
-        self._fetch_id = fetch_id
+        self.fetch_id = fetch_id
+        self.landing = landing
         self._source = source
         self._keys = keys
-        self._landing = landing
         self._deadline_s = deadline_s
         self._gate = gate
         self._answered = False
         self._sent_on = False
+        self._shares: tuple[Fetch, ...] = ()
         self._started_s = time.monotonic()
         self._granted: int | None = None
         self._granted_s = 0.0
         self._told_layers = 0
 
-    def run(self, route: Route, station: Station) -> FetchEnded | PeerAddress:
-        """An address: go on there, with another route."""
+    def share(self, landing: Landing) -> Fetch:
+        """A fetch of what one of several places has of these blocks. Nobody waits at its gate."""
+        share = Fetch(self.fetch_id, self._source, self._keys, landing, self._deadline_s)
+        share._sent_on = True
+        self._shares += (share,)
+        if self.line.broken:
+            share.line.break_off(self.line.explain(TransportError()))
+        return share
+
+    def break_off(self, reason: str) -> None:
+        self.line.break_off(reason)
+        for share in self._shares:
+            share.line.break_off(reason)
+
+    def run(self, route: Route, station: Station) -> FetchEnded | tuple[PeerAddress, ...]:
+        """Addresses: go on there, with another route; with several, a share at each."""
         error = "failed unexpectedly; see the log"
         try:
             self._pull_by_any_way(route, station)
             error = ""
         except _ElsewhereError as elsewhere:
             error = ""
-            return elsewhere.address
+            return elsewhere.addresses
         except (TransportError, AuthError) as failure:
             error = f"fetch from {self._source}: {self.line.explain(failure)}"
             station.counters.failed()
@@ -77,10 +92,10 @@ class Fetch:
             if error and route.connection is not None:
                 route.connection.close()
         return FetchEnded(
-            fetch_id=self._fetch_id,
-            num_blocks=self._landing.verified_prefix(),
-            corrupt_slices=self._landing.corrupt_slices,
-            num_bytes=self._landing.num_bytes,
+            fetch_id=self.fetch_id,
+            num_blocks=self.landing.verified_prefix(),
+            corrupt_slices=self.landing.corrupt_slices,
+            num_bytes=self.landing.num_bytes,
             seconds=time.monotonic() - self._started_s,
             error=error,
         )
@@ -117,12 +132,13 @@ class Fetch:
             keys=self._keys[: self._granted],
             timeout_s=max(0.001, self._deadline_s - time.monotonic()),
             first_layer=self._first_layer(),
+            cut=self.landing.cut,
         )
 
     def _first_layer(self) -> int:
         if not self._granted:
             return 0
-        return min(self._landing.whole_layers(self._granted), self._landing.num_layers - 1)
+        return min(self.landing.whole_layers(self._granted), self.landing.num_layers - 1)
 
     def _pull(self, connection: Connection, station: Station) -> None:
         deadline_s = self._deadline_s
@@ -132,12 +148,17 @@ class Fetch:
             if self._sent_on:
                 raise _RefusedError("it was sent on twice")
             self._sent_on = True
-            raise _ElsewhereError(granted.address)
+            raise _ElsewhereError(granted.addresses)
         if isinstance(granted, Refused):
             raise _RefusedError(f"refused: {granted.reason}")
         asked = len(self._keys) if self._granted is None else self._granted
         if not isinstance(granted, ReadGranted) or granted.num_blocks > asked:
             raise ProtocolError("the answer to a read is not a grant of at most what was asked")
+        if max(granted.absent, default=0) >= max(granted.num_blocks, 1):
+            raise ProtocolError("blocks are absent that were not granted")
+        self.landing.leave_out(granted.absent)
+        if granted.num_blocks:
+            self.landing.come_from(granted.cut)
         self._begin(granted.num_blocks, station)
         lease = _Lease(connection, granted.lease_s, deadline_s)
         last = not granted.num_blocks
@@ -145,12 +166,12 @@ class Fetch:
             message = connection.receive(deadline_s)
             if not isinstance(message, Slices):
                 raise ProtocolError(f"unexpected {type(message).__name__} during a read")
-            self._landing.land(connection, message.offers, deadline_s, lease.renew)
+            self.landing.land(connection, message.offers, deadline_s, lease.renew)
             last = message.last
             if self._gate is not None and not last:
                 self._tell_progress(self._gate, station)
         # All is here. The link sends this when the end has been told, or with the next request.
-        connection.hold(ReadReleased(corrupt_slices=self._landing.corrupt_slices))
+        connection.hold(ReadReleased(corrupt_slices=self.landing.corrupt_slices))
 
     def _begin(self, num_blocks: int, station: Station) -> None:
         if self._gate is None:
@@ -161,21 +182,21 @@ class Fetch:
         elif num_blocks < self._granted:
             self._gate.break_off()  # somebody may have counted on all of them
         self._granted = num_blocks
-        station.post(FetchProgress(fetch_id=self._fetch_id, num_blocks=num_blocks))
+        station.post(FetchProgress(fetch_id=self.fetch_id, num_blocks=num_blocks))
 
     def _tell_progress(self, gate: LayerGate, station: Station) -> None:
-        if self._landing.corrupt_slices:
+        if self.landing.corrupt_slices:
             gate.break_off()
         assert self._granted is not None
         all_layers = station.arena.layout.num_layers
-        num_layers = min(self._landing.whole_layers(self._granted), all_layers - 1)
+        num_layers = min(self.landing.whole_layers(self._granted), all_layers - 1)
         if num_layers == self._told_layers:
             return
         gate.open(num_layers)
         for layers in range(num_layers, self._told_layers, -1):
             if tells_progress(layers, all_layers):
                 seconds = time.monotonic() - self._granted_s
-                event = FetchProgress(self._fetch_id, self._granted, num_layers, seconds)
+                event = FetchProgress(self.fetch_id, self._granted, num_layers, seconds)
                 station.post(event)
                 break
         self._told_layers = num_layers
@@ -184,9 +205,9 @@ class Fetch:
 class _ElsewhereError(Exception):
     """The blocks are kept by another peer."""
 
-    def __init__(self, address: PeerAddress) -> None:
+    def __init__(self, addresses: tuple[PeerAddress, ...]) -> None:
         super().__init__()
-        self.address = address
+        self.addresses = addresses
 
 
 class _RefusedError(TransportError):

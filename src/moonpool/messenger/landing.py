@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
+from moonpool.messenger.cut import NOWHERE, Cut, passage
 from moonpool.messenger.landing_table import VERIFIED, LandingTable
 from moonpool.messenger.transport import Connection, ProtocolError
-from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, OFFER
+from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, OFFER, unpack_offers
 from moonpool.types import BlockId
 
 GROUP_BYTES = 512 << 10
@@ -17,7 +18,8 @@ GROUP_BYTES = 512 << 10
 
 
 class Landing:
-    """`block_ids[i]` takes the slices of index `first_index + i`. So many bytes are taken from the
+    """`block_ids[i]` takes the slices of index `first_index + i`; those that lie NOWHERE come to
+    others, and lack nothing. So many bytes are taken from the
     connection at a time as `group_bytes` says."""
 
     def __init__(
@@ -34,12 +36,47 @@ class Landing:
         self.corrupt_slices = 0
         self.num_layers = arena.layout.num_layers
         self._table = LandingTable(arena, block_ids, first_index)
-        self._slice_bytes = arena.slice_bytes
+        self.slice_bytes = arena.slice_bytes
         self._num_verified = 0
         self._whole_layers = 0
         self._group = max(1, min(MAX_SLICES_PER_FRAME, group_bytes // arena.slice_bytes))
         self._counters = counters
-        arena.sums.forget(block_ids)
+        self._left_out: set[int] = set()
+        self.absent = tuple(first_index + i for i, b in enumerate(block_ids) if b == NOWHERE)
+        if self.absent:
+            self.leave_out(self.absent)
+        arena.sums.forget(b for b in block_ids if b != NOWHERE)
+
+    def leave_out(self, indices: Sequence[int]) -> None:
+        """These are others' to bring."""
+        layers, cells = self.num_layers, self._table.cells
+        self._left_out.update(indices)
+        for index in indices:
+            row = index - self.first_index
+            if not 0 <= row < self.num_indices:
+                raise ProtocolError(f"index {index} is left out, which is not expected")
+            cells[row * layers : (row + 1) * layers] = bytes([VERIFIED]) * layers
+        self._num_verified += layers * len(indices)
+
+    @property
+    def cut(self) -> Cut | None:
+        """What this side keeps of slices."""
+        return self._table.arena.cut
+
+    def come_from(self, cut: Cut | None) -> None:
+        """What the sender keeps of each slice. ProtocolError if it does not fit."""
+        own = self.cut
+        if cut != own and cut is not None and (own or not cut.fits(self.slice_bytes)):
+            raise ProtocolError("the peer keeps another share of slices")
+        self._table.passage = passage(cut, own)
+
+    def ranges_of(self, row: int) -> list[tuple[int, int]]:
+        """Of our slices, what has arrived of that block by this landing, in all layers."""
+        if self.first_index + row in self._left_out or not self._complete(row):
+            return []
+        if self._table.passage is None:
+            return [(0, self.slice_bytes)]
+        return [(to, to + size) for _, to, size in self._table.passage.pieces]
 
     def land(
         self,
@@ -51,12 +88,16 @@ class Landing:
         """Moves the offered slices in and verifies them. ProtocolError if one is not expected."""
         if len(offers) % OFFER.size:
             raise ProtocolError(f"{len(offers)} bytes are not a whole number of slice offers")
+        crossing = self._table.passage
+        size = self.slice_bytes if crossing is None else crossing.num_bytes
         step = self._group * OFFER.size
         for start in range(0, len(offers), step):
             group = offers[start : start + step]
             num_slices = len(group) // OFFER.size
+            if self._left_out:
+                self._table.places(unpack_offers(group))  # none that others get is among them
             num_corrupt = connection.take(group, self._table, deadline_s)
-            num_bytes = self._slice_bytes * num_slices
+            num_bytes = size * num_slices
             self.num_bytes += num_bytes
             self.corrupt_slices += num_corrupt
             self._num_verified += num_slices - num_corrupt

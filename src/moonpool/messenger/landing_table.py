@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.cut import NOWHERE, Passage
 from moonpool.messenger.transport import ProtocolError
 from moonpool.messenger.wire import SliceOffer
 from moonpool.types import BlockId
@@ -24,15 +25,16 @@ CORRUPT = 2
 
 
 class LandingTable:
-    """`blocks[i]` of the arena takes the slices of index `first + i`. ValueError on a block that is
-    outside the arena."""
+    """`blocks[i]` of the arena takes the slices of index `first + i`, unless that is NOWHERE: then
+    others do. ValueError on a block that is outside the arena."""
 
     def __init__(self, arena: Arena, block_ids: Sequence[BlockId], first: int) -> None:
         for block_id in block_ids:
-            if not arena.holds(block_id):
+            if not arena.holds(block_id) and block_id != NOWHERE:
                 raise ValueError(f"block {block_id} is outside the arena of {arena.num_blocks}")
         self.arena = arena
         self.first = first
+        self.passage: Passage | None = None  # how slices cross that are not alike on both sides
         self.blocks = array("q", block_ids)
         self.num_layers = arena.layout.num_layers
         self.cells = bytearray(len(block_ids) * self.num_layers)
@@ -51,6 +53,8 @@ class LandingTable:
                     f"slice (index {index}, layer {layer}) is outside what is expected:"
                     f" indices {first} to {first + rows - 1}, layers 0 to {layers - 1}"
                 )
+            if blocks[row] == NOWHERE:
+                raise ProtocolError(f"slice (index {index}, layer {layer}) is others' to get")
             places.append(blocks[row] * block_bytes + layer * size)
         return places
 
@@ -62,11 +66,18 @@ class LandingTable:
             self.arena.sums.set_slice,
         )
         cells, first, layers = self.cells, self.first, self.num_layers
+        pieces = () if self.passage is None else self.passage.pieces
+        # A sum is remembered of all that this arena keeps of a slice.
+        whole = not pieces or self.arena.cut is not None
         num_corrupt = 0
         for (index, layer, _, named), place in zip(offers, places, strict=True):
-            checksum = checksum_slice(buffer[place : place + size])
+            if pieces:
+                parts = [buffer[place + to : place + to + n] for _, to, n in pieces]
+                checksum = checksum_slice(memoryview(b"".join(parts)))
+            else:
+                checksum = checksum_slice(buffer[place : place + size])
             same = checksum == named
             cells[(index - first) * layers + layer] = VERIFIED if same else CORRUPT
-            remember(place // size, checksum if same else 0)
+            remember(place // size, checksum if same and whole else 0)
             num_corrupt += not same
         return num_corrupt

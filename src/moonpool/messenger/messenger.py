@@ -15,18 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, SendEnded
+from moonpool.kvcache.transfers import FetchEnded, MessengerEvent, PeerAddress, SendEnded
 from moonpool.messenger import shm, tcp
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.auth import AuthError, Identity
 from moonpool.messenger.counters import TransferCounts
 from moonpool.messenger.courier import Courier
 from moonpool.messenger.fetch import Fetch
+from moonpool.messenger.fetch_shares import FetchShares
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.inbound import Inbound
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.landing_table import Checksum, checksum_slice
-from moonpool.messenger.links import Links
+from moonpool.messenger.links import Links, Operation
 from moonpool.messenger.mover import Mover, PlainMover
 from moonpool.messenger.native_mover import NativeMover, SliceCalls, fits
 from moonpool.messenger.peer_arena import PeerArenas
@@ -45,7 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class Messenger:
-    """`post` is called from messenger threads and must not block. `lease_s` bounds how long a peer
+    """`layout` is of whole blocks, also where the arena keeps a share of each.
+    `post` is called from messenger threads and must not block. `lease_s` bounds how long a peer
     may hold our blocks; `park_s` how long a stream's sender waits to be expected. `courier`, which
     ends with the messenger, is for peers that have one too."""
 
@@ -66,7 +68,7 @@ class Messenger:
         native: SliceCalls | None = None,
     ) -> None:
         """With `native`, slices are moved by it, if it takes those of this layout."""
-        if layout != arena.layout:
+        if arena.cut is None and layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
         if not secret:
             raise AuthError("the cluster secret is empty; every part needs the same one")
@@ -137,7 +139,7 @@ class Messenger:
         self._reads.close(_CLOSED)
         self._receptions.close(_CLOSED)
         for fetch in fetches:
-            fetch.line.break_off(_CLOSED)
+            fetch.break_off(_CLOSED)
         for stream in sends:
             stream.abort(_CLOSED)
         self._links.close()
@@ -179,27 +181,54 @@ class Messenger:
                 raise ValueError(f"fetch {fetch_id!r} is in progress already")
             self._fetches[fetch_id] = fetch
             if self._closing:
-                fetch.line.break_off(_CLOSED)
+                fetch.break_off(_CLOSED)
 
-        def operate(route: Route) -> Callable[[], None]:
-            ended = fetch.run(route, self._station)
-            if isinstance(ended, PeerAddress):
-                elsewhere = ended
-                return lambda: self._links.run(elsewhere, operate, fetch.opening())
+        def end(ended: FetchEnded) -> Callable[[], None]:
             with self._lock:
                 del self._fetches[fetch_id]
             return lambda: fetch.tell_end(ended, self._station)
 
+        def operate(route: Route) -> Callable[[], None]:
+            ended = fetch.run(route, self._station)
+            if isinstance(ended, FetchEnded):
+                return end(ended)
+            addresses = ended
+            if len(addresses) == 1:
+                return lambda: self._links.run(addresses[0], operate, fetch.opening())
+            return lambda: self._fetch_shares(fetch, addresses, block_ids, end)
+
         self._links.run(source, operate, fetch.opening())
+
+    def _fetch_shares(
+        self,
+        fetch: Fetch,
+        addresses: Sequence[PeerAddress],
+        block_ids: Sequence[BlockId],
+        end: Callable[[FetchEnded], Callable[[], None]],
+    ) -> None:
+        with self._lock:  # `close` breaks off what it finds
+            shares = FetchShares(fetch, len(addresses), lambda: self._landing(block_ids, 0))
+
+        def operation(share: Fetch) -> Operation:
+            def operate(route: Route) -> Callable[[], None]:
+                ended = share.run(route, self._station)
+                assert isinstance(ended, FetchEnded), "a share is not sent on"
+                whole = shares.end(ended)
+                return (lambda: None) if whole is None else end(whole)
+
+            return operate
+
+        for address, share in zip(addresses, shares.shares, strict=True):
+            self._links.run(address, operation(share), share.opening())
 
     def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
         """Answers ReadRequested: the first `len(block_ids)` of its keys are in these blocks, which
         stay as they are until ReadEnded."""
         self._reads.grant(read_id, block_ids)
 
-    def send_read_on(self, read_id: str, address: PeerAddress) -> None:
-        """The other answer to ReadRequested: its blocks are kept by another peer."""
-        self._reads.send_on(read_id, address)
+    def send_read_on(self, read_id: str, *addresses: PeerAddress) -> None:
+        """The other answer to ReadRequested: its blocks are kept by other peers."""
+        self._reads.send_on(read_id, addresses)
 
     # Sending a layer stream
 
@@ -211,8 +240,12 @@ class Messenger:
                 del self._sends[stream_id]
             self._station.post(event)
 
-        def follow(address: PeerAddress) -> None:
-            self._links.run(address, stream.run, stream.opening())
+        def follow(addresses: tuple[PeerAddress, ...]) -> None:
+            if len(addresses) == 1:
+                self._links.run(addresses[0], stream.run, stream.opening())
+                return
+            for address, share in zip(addresses, stream.divide(len(addresses)), strict=False):
+                self._links.run(address, share.run, share.opening())
 
         deadline_s = _deadline_s(timeout_s)
         with self._lock:
@@ -256,10 +289,10 @@ class Messenger:
         self._receptions.expect(stream_id, landing, _deadline_s(timeout_s))
         self._inbound.wake()
 
-    def expect_at(self, stream_id: str, address: PeerAddress) -> None:
-        """The stream is received for us by another peer: its sender, which comes to us, is sent
-        there. Until `forget_stream`."""
-        self._receptions.expect_at(stream_id, address)
+    def expect_at(self, stream_id: str, *addresses: PeerAddress) -> None:
+        """The stream is received for us by other peers, a share by each: its sender, which comes to
+        us, is sent there. Until `forget_stream`."""
+        self._receptions.expect_at(stream_id, addresses)
 
     def forget_stream(self, stream_id: str) -> None:
         self._receptions.forget(stream_id)

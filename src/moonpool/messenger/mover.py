@@ -77,6 +77,11 @@ class PlainMover:
         arena, unpacked = table.arena, unpack_offers(offers)
         size, places = arena.slice_bytes, table.places(unpacked)
         targets: list[memoryview] = []
+        if table.passage is not None:
+            pieces = table.passage.pieces
+            targets = [arena.buffer[p + to : p + to + n] for p in places for _, to, n in pieces]
+            frames.receive_into(targets, deadline_s)
+            return table.verify(unpacked, places)
         start = end = places[0]
         for place in places:
             if place != end:  # neighbours are received as one
@@ -89,11 +94,16 @@ class PlainMover:
 
     def copy(self, source: PeerArena, offers: bytes, table: LandingTable) -> int:
         arena, unpacked = table.arena, unpack_offers(offers)
-        places, size = table.places(unpacked), arena.slice_bytes
+        places, size, crossing = table.places(unpacked), arena.slice_bytes, table.passage
         try:
-            sources = source.places(unpacked)
+            sources = source.places(unpacked, None if crossing is None else crossing.source_bytes)
         except ArenaError as error:
             raise ProtocolError(f"cannot read the peer's arena: {error}") from error
+        if crossing is not None:
+            for begin, goal in zip(sources, places, strict=True):
+                for at, to, num_bytes in crossing.pieces:
+                    source.copy(begin + at, arena, goal + to, num_bytes)
+            return table.verify(unpacked, places)
         start, target, length = sources[0], places[0], 0
         for place, goal in zip(sources, places, strict=True):
             if place != start + length or goal != target + length:

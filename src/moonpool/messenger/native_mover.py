@@ -116,7 +116,7 @@ class NativeMover:
         self, frames: FrameSocket, offers: bytes, table: LandingTable, deadline_s: float
     ) -> int:
         arena, count = table.arena, len(offers) // OFFER.size
-        if _few(count, arena):
+        if table.passage is not None or _few(count, arena):
             return self._plain.receive(frames, offers, table, deadline_s)
         base = _address(arena.buffer)
         packed = _packed(table, base)
@@ -140,6 +140,8 @@ class NativeMover:
             silent = "the peer sent nothing until the deadline"
 
     def copy(self, source: PeerArena, offers: bytes, table: LandingTable) -> int:
+        if table.passage is not None:
+            return self._plain.copy(source, offers, table)
         base, corrupt = _address(table.arena.buffer), array("q", (0,))
         code = self._calls.copy(
             offers,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.courier import Courier, Lane
 from moonpool.messenger.courier_child import MAX_METADATA_BYTES, Card
@@ -55,14 +56,16 @@ class NixlConnection:
             self._lane.lend(False)
         return message
 
-    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
+    def offer(
+        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
+    ) -> None:
         self._lane.lend(True)
         self._frames.send(offer, deadline_s)
 
     def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
         unpacked = unpack_offers(offers)
         places = table.places(unpacked)
-        spans = self._spans(unpacked, table.arena, places)
+        spans = self._spans(unpacked, table, places)
         self._lane.pull(spans, deadline_s, self._frames.fileno())
         return table.verify(unpacked, places)
 
@@ -71,10 +74,12 @@ class NixlConnection:
         self._lane.close()
 
     def _spans(
-        self, offers: Sequence[SliceOffer], arena: Arena, places: Sequence[int]
+        self, offers: Sequence[SliceOffer], table: LandingTable, places: Sequence[int]
     ) -> list[tuple[int, int, int]]:
         """Neighbours on both sides are pulled as one. ProtocolError for what the peer lacks."""
-        size, layers, block_bytes = arena.slice_bytes, arena.layout.num_layers, arena.block_bytes
+        crossing, layers = table.passage, table.num_layers
+        size = table.arena.slice_bytes if crossing is None else crossing.source_bytes
+        block_bytes = size * layers
         spans: list[tuple[int, int, int]] = []
         for (_, layer, block_id, _), place in zip(offers, places, strict=True):
             if not (0 <= (block_id + 1) * block_bytes <= self._peer_bytes and 0 <= layer < layers):
@@ -82,6 +87,9 @@ class NixlConnection:
                     f"the peer offered block {block_id} layer {layer}, which it lacks"
                 )
             source = block_id * block_bytes + layer * size
+            if crossing is not None:
+                spans += [(source + at, place + to, n) for at, to, n in crossing.pieces]
+                continue
             if spans:
                 start, target, length = spans[-1]
                 if source == start + length and place == target + length:

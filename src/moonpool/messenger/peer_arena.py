@@ -30,13 +30,15 @@ class PeerArena:
         self.address: int = self._bytes.ctypes.data
         """Where the mapping begins; it lasts as long as this object."""
         self._num_layers = layout.num_layers
-        self._slice_bytes, self._block_bytes = layout.slice_bytes, layout.block_bytes
+        self._slice_bytes = layout.slice_bytes
         self.num_blocks = len(self._bytes) // layout.block_bytes
 
-    def places(self, offers: Sequence[SliceOffer]) -> list[int]:
-        """Where the slices start in the peer's arena. ArenaError if there is no such slice."""
-        layers, size = self._num_layers, self._slice_bytes
-        block_bytes, num_blocks = self._block_bytes, self.num_blocks
+    def places(self, offers: Sequence[SliceOffer], slice_bytes: int | None = None) -> list[int]:
+        """Where the slices, of so many bytes each if not of ours, start in the peer's arena.
+        ArenaError if there is no such slice."""
+        layers, size = self._num_layers, slice_bytes or self._slice_bytes
+        block_bytes = layers * size
+        num_blocks = len(self._bytes) // block_bytes
         places = []
         for _, layer, block_id, _ in offers:
             if not (0 <= block_id < num_blocks and 0 <= layer < layers):
@@ -62,7 +64,7 @@ class PeerArenas:
         """The arena behind `fd`, which is closed, and the name under which to `release` it.
         ArenaError if it is not what a peer of ours hands over."""
         try:
-            num_bytes, name = _checked(fd, layout)
+            num_bytes, name = _checked(fd)
             with self._lock:
                 arena = self._arenas.get(name)
                 if arena is None:
@@ -86,13 +88,13 @@ class PeerArenas:
         return len(self._arenas)
 
 
-def _checked(fd: int, layout: BlockLayout) -> tuple[int, tuple[int, int]]:
+def _checked(fd: int) -> tuple[int, tuple[int, int]]:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise ArenaError(f"the peer's arena is not a memory file: {error}") from error
     found = os.fstat(fd)
     sealed = seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
-    if not sealed or not found.st_size or found.st_size % layout.block_bytes:
-        raise ArenaError("the peer's arena is not sealed or not a whole number of blocks")
+    if not sealed or not found.st_size:
+        raise ArenaError("the peer's arena is not sealed or empty")
     return found.st_size, (found.st_dev, found.st_ino)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from moonpool.kvcache.transfers import PeerAddress, ReadEnded, ReadRequested
+from moonpool.messenger.cut import NOWHERE, Cut, fit
 from moonpool.messenger.line import Line
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import (
@@ -35,15 +36,16 @@ from moonpool.types import BlockId
 
 
 class _Read:
-    def __init__(self, num_keys: int, layers: range) -> None:
+    def __init__(self, num_keys: int, layers: range, cut: Cut | None) -> None:
         self.num_keys = num_keys
+        self.cut = cut  # what the reader keeps of slices
         self.layers = layers
         self.line = Line()
         self.answered = False
         self.waiting = threading.Lock()  # held until there is an answer, or no more need of one
         self.waiting.acquire()
         self.granted: tuple[BlockId, ...] | None = None
-        self.elsewhere: PeerAddress | None = None
+        self.elsewhere: tuple[PeerAddress, ...] = ()
         self.doubted = False
 
     def answer(self) -> None:
@@ -63,7 +65,8 @@ class Reads:
         self._numbers = itertools.count(1)
 
     def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
-        """Ignored if the read has ended (its ReadEnded is posted then). ValueError on bad ids."""
+        """Ignored if the read has ended (its ReadEnded is posted then). Blocks that lie NOWHERE are
+        at others. ValueError on bad ids."""
         with self._lock:
             read = self._reads.get(read_id)
             if read is None or read.answered:
@@ -71,17 +74,17 @@ class Reads:
             if len(block_ids) > read.num_keys:
                 raise ValueError(f"{len(block_ids)} blocks granted, {read.num_keys} asked for")
             for block_id in block_ids:
-                if not self._station.arena.holds(block_id):
+                if not self._station.arena.holds(block_id) and block_id != NOWHERE:
                     raise ValueError(f"granted block {block_id} is outside the arena")
-            read.granted = tuple(block_ids)
+            read.granted = tuple(block_ids) if any(b != NOWHERE for b in block_ids) else ()
             read.answer()
 
-    def send_on(self, read_id: str, address: PeerAddress) -> None:
-        """An answer too: the blocks are there. Ignored if the read has ended."""
+    def send_on(self, read_id: str, addresses: tuple[PeerAddress, ...]) -> None:
+        """An answer too: the blocks are there, a share at each. Ignored if the read has ended."""
         with self._lock:
             read = self._reads.get(read_id)
             if read is not None and not read.answered:
-                read.elsewhere = address
+                read.elsewhere = addresses
                 read.answer()
 
     def serve(self, connection: Connection, request: ReadBlocks) -> bool:
@@ -89,7 +92,11 @@ class Reads:
         layers = range(request.first_layer, self._station.arena.layout.num_layers)
         if not layers:
             raise ProtocolError(f"layer {request.first_layer} is asked for, which no block has")
-        read = _Read(len(request.keys), layers)
+        arena = self._station.arena
+        cut, arena = request.cut, self._station.arena
+        if cut is not None and arena.cut is None and not cut.fits(arena.slice_bytes):
+            raise ProtocolError("the reader keeps a share of slices that are not ours")
+        read = _Read(len(request.keys), layers, cut)
         read.line.hold(connection)
         with self._lock:
             read_id = f"{connection.peer}/{next(self._numbers)}"
@@ -123,7 +130,7 @@ class Reads:
         """Those whose bytes are not what was summed: it was our memory, not the way to the peer."""
         arena, checksum = self._station.arena, self._station.checksum
         changed = []
-        for block_id in block_ids:
+        for block_id in (b for b in block_ids if b != NOWHERE):
             layers = range(arena.layout.num_layers)
             wrong = sum(
                 arena.sums.get(block_id, layer) not in (0, checksum(arena.slice(block_id, layer)))
@@ -143,15 +150,24 @@ class Reads:
                 read.answered = True  # a grant that comes from now on is too late, and ignored
         with self._lock:
             granted, elsewhere = read.granted, read.elsewhere
-        if elsewhere is not None:
-            connection.send(Elsewhere(address=elsewhere), deadline_s())
+        if elsewhere:
+            there = Elsewhere(address=elsewhere[0], others=elsewhere[1:])
+            connection.send(there, deadline_s())
             return
         if granted is None:
             connection.send(
                 Refused(reason="the source gave no answer by the deadline"), time.monotonic() + 1.0
             )
             raise DeadlineError("the worker granted nothing in time")
-        answer = ReadGranted(num_blocks=len(granted), lease_s=self._lease_s)
+        cut = self._station.arena.cut
+        if not fit(cut, read.cut):
+            granted = ()  # what the reader keeps is at others
+        answer = ReadGranted(
+            num_blocks=len(granted),
+            lease_s=self._lease_s,
+            absent=tuple(i for i, block in enumerate(granted) if block == NOWHERE),
+            cut=cut,
+        )
         if not granted:
             connection.send(answer, deadline_s())
         else:
@@ -161,8 +177,9 @@ class Reads:
                 (index, block, layer)
                 for layer in read.layers
                 for index, block in enumerate(granted)
+                if block != NOWHERE
             ]
-            self._station.offer(connection, slices, deadline_s, mark_last=True)
+            self._station.offer(connection, slices, deadline_s, mark_last=True, cut=read.cut)
         while isinstance(released := connection.receive(deadline_s()), ReadRenewed):
             pass
         if not isinstance(released, ReadReleased):

@@ -46,7 +46,7 @@ class Receptions:
         self._park_s = park_s
         self._changed = threading.Condition()  # guards what follows
         self._receptions: dict[str, _Reception] = {}
-        self._elsewhere: dict[str, PeerAddress] = {}
+        self._elsewhere: dict[str, tuple[PeerAddress, ...]] = {}
         self._closing = False
 
     def expect(self, stream_id: str, landing: Landing, deadline_s: float) -> None:
@@ -57,10 +57,11 @@ class Receptions:
             self._receptions[stream_id] = _Reception(landing, deadline_s)
             self._changed.notify_all()
 
-    def expect_at(self, stream_id: str, address: PeerAddress) -> None:
-        """A sender is sent there, until `forget`."""
+    def expect_at(self, stream_id: str, addresses: tuple[PeerAddress, ...]) -> None:
+        """A sender is sent there, to all of them, until `forget`."""
+        assert addresses
         with self._changed:
-            self._elsewhere[stream_id] = address
+            self._elsewhere[stream_id] = addresses
             self._changed.notify_all()
 
     def forget(self, stream_id: str) -> None:
@@ -108,8 +109,9 @@ class Receptions:
         stream_id = opening.stream_id
         park_s = min(self._park_s, opening.timeout_s)
         reception, refusal = self._claim(stream_id, connection, park_s)
-        if isinstance(refusal, PeerAddress):
-            connection.send(Elsewhere(address=refusal), time.monotonic() + 1.0)
+        if isinstance(refusal, tuple):
+            elsewhere = Elsewhere(address=refusal[0], others=refusal[1:])
+            connection.send(elsewhere, time.monotonic() + 1.0)
             return True
         if reception is None:
             connection.send(Refused(reason=refusal), time.monotonic() + 1.0)
@@ -129,7 +131,7 @@ class Receptions:
 
     def _claim(
         self, stream_id: str, connection: Connection, park_s: float
-    ) -> tuple[_Reception | None, str | PeerAddress]:
+    ) -> tuple[_Reception | None, str | tuple[PeerAddress, ...]]:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -153,7 +155,13 @@ class Receptions:
 
     def _receive(self, connection: Connection, reception: _Reception) -> None:
         landing, deadline_s = reception.landing, reception.deadline_s
-        expected = StreamExpected(first_index=landing.first_index, num_indices=landing.num_indices)
+        landing.come_from(None)  # who hands a prefill over has whole slices
+        expected = StreamExpected(
+            first_index=landing.first_index,
+            num_indices=landing.num_indices,
+            absent=landing.absent,
+            cut=self._station.arena.cut,
+        )
         connection.send(expected, deadline_s)
         while True:
             message = connection.receive(deadline_s)

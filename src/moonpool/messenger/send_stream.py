@@ -46,7 +46,7 @@ SliceRef = tuple[int, BlockId, int]  # index, block id, layer
 
 class SendStream:
     """`on_end` is called once, when no thread touches the stream's blocks any more. `follow` runs
-    the stream anew with the peer to which the target has sent it on."""
+    the stream anew with the peer to which the target has sent it on, or its shares with several."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SendStream:
         target: InstanceId,
         deadline_s: float,
         on_end: Callable[[SendEnded], None],
-        follow: Callable[[PeerAddress], None],
+        follow: Callable[[tuple[PeerAddress, ...]], None],
     ) -> None:
         self._station = station
         self._stream_id = stream_id
@@ -76,11 +76,17 @@ class SendStream:
         self._touching = False
         self._ended = False
         self._num_bytes = 0
+        self._shares: tuple[SendStream, ...] = ()
+        self._shares_ended: list[SendEnded] = []
 
     def send(self, slices: Sequence[SliceRef]) -> None:
         """Ignored once the stream has ended: its failure and the engine's next layer may cross."""
         with self._lock:
             if self._ended or self._finished:
+                return
+            if self._shares:
+                for share in self._shares:
+                    share.send(slices)
                 return
             self._overrun |= len(self._queue) + len(slices) > self._max_queued
             if not self._overrun:
@@ -91,15 +97,53 @@ class SendStream:
         with self._lock:
             if not self._ended:
                 self._finished = True
+                for share in self._shares:
+                    share.finish()
                 os.eventfd_write(self._wake_fd, 1)
 
     def abort(self, reason: str) -> None:
         """Ends at once if no block is in use yet; else as soon as the thread has let go."""
         self._line.break_off(reason)
         with self._lock:
-            untouched = not self._touching
+            shares, untouched = self._shares, not (self._touching or self._shares)
+        for share in shares:
+            share.abort(reason)
         if untouched:
             self._end(reason)
+
+    def divide(self, num_shares: int) -> tuple[SendStream, ...]:
+        """Streams of the same slices to several peers, each of which takes its share; this one ends
+        when all of them have. Empty if it has ended meanwhile."""
+
+        def end(event: SendEnded) -> None:
+            with self._lock:
+                self._shares_ended.append(event)
+                if len(self._shares_ended) < num_shares:
+                    return
+                self._num_bytes = sum(e.num_bytes for e in self._shares_ended)
+            self._tell(next((e.error for e in self._shares_ended if e.error), ""))
+
+        with self._lock:
+            if not self._ended:
+                self._shares = tuple(self._share(end) for _ in range(num_shares))
+                queue, self._queue = self._queue, []
+                for share in self._shares:
+                    share.send(queue)
+                    if self._finished:
+                        share.finish()
+        if not self._shares:
+            self._tell("")  # which is known already
+        return self._shares
+
+    def _share(self, end: Callable[[SendEnded], None]) -> SendStream:
+        def nowhere(addresses: tuple[PeerAddress, ...]) -> None:
+            raise AssertionError("a share is not sent on")
+
+        share = SendStream(
+            self._station, self._stream_id, self._target, self._deadline_s, end, nowhere
+        )
+        share._sent_on = True
+        return share
 
     def opening(self) -> OpenStream:
         timeout_s = max(0.001, self._deadline_s - time.monotonic())
@@ -112,8 +156,8 @@ class SendStream:
             self._stream(*self._open(route))
             error = ""
         except _SentOnError as elsewhere:
-            address = elsewhere.address
-            return lambda: self._follow(address)
+            addresses = elsewhere.addresses
+            return lambda: self._follow(addresses)
         except (TransportError, AuthError) as failure:
             error = f"stream to {self._target}: {self._line.explain(failure)}"
         except Exception:
@@ -125,12 +169,12 @@ class SendStream:
             with self._lock:
                 self._touching = False
 
-        def tell() -> None:
-            self._end(error)
-            with self._lock:
-                os.close(self._wake_fd)
+        return lambda: self._tell(error)
 
-        return tell
+    def _tell(self, error: str) -> None:
+        self._end(error)
+        with self._lock:
+            os.close(self._wake_fd)
 
     def _end(self, error: str) -> None:
         with self._lock:
@@ -173,7 +217,7 @@ class SendStream:
         if self._sent_on:
             raise ProtocolError("the stream was sent on twice")
         self._sent_on = True
-        raise _SentOnError(answer.address)
+        raise _SentOnError(answer.addresses)
 
     def _stream(self, connection: Connection, expected: StreamExpected) -> None:
         deadline_s = self._deadline_s
@@ -181,6 +225,9 @@ class SendStream:
             if self._ended:
                 raise TransportError("the stream was aborted")
             self._touching = True
+        cut, arena = expected.cut, self._station.arena
+        if cut is not None and (arena.cut is not None or not cut.fits(arena.slice_bytes)):
+            raise ProtocolError("the receiver keeps a share of slices that are not ours")
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.register(self._wake_fd, select.POLLIN)
@@ -189,7 +236,7 @@ class SendStream:
             batch, finished = self._next_batch(connection, poll)
             wanted = self._wanted(batch, expected)
             self._num_bytes += self._station.offer(
-                connection, wanted, lambda: deadline_s, mark_last=finished
+                connection, wanted, lambda: deadline_s, finished, expected.cut
             )
         if not wanted:
             connection.send(SlicesEnd(), deadline_s)
@@ -229,15 +276,16 @@ class SendStream:
                     f"slice (index {index}, block {block_id}, layer {layer}) is outside the"
                     f" {end} blocks the receiver has room for, or outside the arena"
                 )
-        return [item for item in batch if item[0] >= expected.first_index]
+        first, absent = expected.first_index, frozenset(expected.absent)
+        return [item for item in batch if item[0] >= first and item[0] not in absent]
 
 
 class _SentOnError(Exception):
     """Not here: there."""
 
-    def __init__(self, address: PeerAddress) -> None:
+    def __init__(self, addresses: tuple[PeerAddress, ...]) -> None:
         super().__init__()
-        self.address = address
+        self.addresses = addresses
 
 
 def _expect(connection: Connection, kind: type[_T] | UnionType, deadline_s: float) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from moonpool.kvcache.transfers import MessengerEvent
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.mover import Mover
 from moonpool.messenger.transport import Connection
@@ -46,9 +47,12 @@ class Station:
         slices: Sequence[tuple[int, BlockId, int]],
         deadline_s: Callable[[], float],
         mark_last: bool = False,
+        cut: Cut | None = None,
     ) -> int:
         """Sends slices, each (index, block id, layer), and returns their bytes. `deadline_s` is
-        asked anew for each frame."""
+        asked anew for each frame. `cut`: what the peer keeps."""
+        if cut is not None and cut != self.arena.cut:
+            return self._offer_cut(connection, slices, deadline_s, mark_last, cut)
         arena = self.arena
         size, count, start = arena.slice_bytes, len(slices), 0
         most = max(1, min(MAX_SLICES_PER_FRAME, FRAME_BYTES // size))
@@ -64,3 +68,31 @@ class Station:
             self.counters.sent(connection.transport, end - start, size * (end - start))
             start, most_hashed = end, 2 * most_hashed
         return size * count
+
+    def _offer_cut(
+        self,
+        connection: Connection,
+        slices: Sequence[tuple[int, BlockId, int]],
+        deadline_s: Callable[[], float],
+        mark_last: bool,
+        cut: Cut,
+    ) -> int:
+        """The same of whole slices, of which the peer keeps a share."""
+        arena = self.arena
+        most = max(1, min(MAX_SLICES_PER_FRAME, FIRST_BYTES // cut.num_bytes))
+        for first in range(0, len(slices), most):
+            group = slices[first : first + most]
+            named = []
+            for index, block_id, layer in group:
+                whole = arena.slice(block_id, layer)
+                checksum = self.checksum(memoryview(b"".join(cut.of(whole))))
+                known = arena.sums.get(block_id, layer)
+                if known and self.checksum(whole) != known:
+                    checksum ^= 1  # our memory has changed: the peer must see that it is wrong
+                named.append((index, layer, block_id, checksum))
+            last = mark_last and first + most >= len(slices)
+            offer = Slices(offers=pack_offers(named), last=last)
+            connection.offer(offer, arena, deadline_s(), cut)
+            num_bytes = cut.num_bytes * len(group)
+            self.counters.sent(connection.transport, len(group), num_bytes)
+        return cut.num_bytes * len(slices)

@@ -6,10 +6,11 @@ import socket
 import time
 
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.landing_table import LandingTable
 from moonpool.messenger.mover import Mover
 from moonpool.messenger.transport import FrameSocket, PeerGoneError
-from moonpool.messenger.wire import Codec, Slices
+from moonpool.messenger.wire import Codec, Slices, unpack_offers
 from moonpool.types import InstanceId
 
 
@@ -41,7 +42,14 @@ class TcpConnection:
     def holds(self) -> bool:
         return self._frames.holds
 
-    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
+    def offer(
+        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
+    ) -> None:
+        if cut is not None:
+            named = unpack_offers(offer.offers)
+            pieces = [p for _, layer, block, _ in named for p in cut.of(arena.slice(block, layer))]
+            self._frames.send_frame(self._codec.encode(offer), deadline_s, pieces)
+            return
         self._mover.send(self._frames, self._codec.encode(offer), offer.offers, arena, deadline_s)
 
     def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.wire import MAX_FRAME_BYTES, Codec, Message, Slices
 from moonpool.types import InstanceId
 
@@ -77,8 +78,11 @@ class Connection(Protocol):
 
     def receive(self, deadline_s: float) -> Message: ...
 
-    def offer(self, offer: Slices, arena: Arena, deadline_s: float) -> None:
-        """Sends `offer`, with the bytes from `arena` or so that the peer can read them itself."""
+    def offer(
+        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
+    ) -> None:
+        """Sends `offer`, with the bytes from `arena` (of whole slices there what the `cut` says) or
+        so that the peer can read them itself."""
         ...
 
     def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:

@@ -8,10 +8,10 @@ After the handshake (`auth`) a connection serves one operation after the other:
              -> server StreamReceived
 
 Either side may answer Refused instead, and a server Elsewhere: the same operation is then begun
-anew with the peer it names, once. An operation that did not come to its end closes the
-connection: what might still arrive of it must not be taken for the next one's. On tcp the bytes of
-the slices follow their Slices frame; in shared memory the reader copies them from the arena of the
-other side.
+anew with the peer it names, once, or with several, each of which has a share. An operation that did
+not come to its end closes the connection: what might still arrive of it must not be taken for the
+next one's. On tcp the bytes of the slices follow their Slices frame; in shared memory the reader
+copies them from the arena of the other side.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Annotated, cast
 import msgspec
 
 from moonpool.kvcache.transfers import PeerAddress
+from moonpool.messenger.cut import Cut
 from moonpool.types import BlockKey, Struct
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_SLICES_PER_FRAME = 256
+MAX_KEEPERS = 64  # of one instance's blocks
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
@@ -52,19 +54,23 @@ class SlicesEnd(Struct, frozen=True, tag=True):
 
 class ReadBlocks(Struct, frozen=True, tag=True):
     """Of these blocks, the layers from `first_layer` on are wanted: one layer of all of them after
-    the other."""
+    the other. `cut`: what the reader keeps of slices."""
 
     keys: tuple[BlockKey, ...]
     timeout_s: _Seconds
     first_layer: _Count = 0
+    cut: Cut | None = None
 
 
 class ReadGranted(Struct, frozen=True, tag=True):
     """The first `num_blocks` of the keys follow. They stay as they are for `lease_s` after each
-    sign of life of the reader."""
+    sign of life of the reader. `absent`: those of them that others have; `cut`: what is kept
+    here of slices."""
 
     num_blocks: _Count
     lease_s: _Seconds
+    absent: tuple[_Count, ...] = ()
+    cut: Cut | None = None
 
 
 class ReadRenewed(Struct, frozen=True, tag=True):
@@ -83,10 +89,13 @@ class OpenStream(Struct, frozen=True, tag=True):
 
 
 class StreamExpected(Struct, frozen=True, tag=True):
-    """Slices of the indices first_index ... first_index + num_indices - 1 are wanted."""
+    """Slices of the indices first_index ... first_index + num_indices - 1 are wanted, but of
+    `absent`, which others receive; of each slice what `cut` says."""
 
     first_index: _Count
     num_indices: _Count
+    absent: tuple[_Count, ...] = ()
+    cut: Cut | None = None
 
 
 class StreamReceived(Struct, frozen=True, tag=True):
@@ -96,9 +105,15 @@ class StreamReceived(Struct, frozen=True, tag=True):
 
 
 class Elsewhere(Struct, frozen=True, tag=True):
-    """The blocks are not in this instance's own memory: whoever keeps them listens there."""
+    """The blocks are not in this instance's own memory: whoever keeps them listens there. With
+    `others`, each of them keeps a share."""
 
     address: PeerAddress
+    others: Annotated[tuple[PeerAddress, ...], msgspec.Meta(max_length=MAX_KEEPERS - 1)] = ()
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        return (self.address, *self.others)
 
 
 class Refused(Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from moonpool.attention.service import AttentionService
 from moonpool.engine.split_choice import choose_split_ops
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.messenger.arena import Arena
+from moonpool.messenger.cut import Cut
 from moonpool.runtime.head_link import HeadLink
 from moonpool.runtime.instance_boot import pool_blocks
 from moonpool.runtime.protocol import ApplyAttention, AttentionReady, Setup, WorkFrame
@@ -64,8 +65,8 @@ class AttentionWorker:
         if self._service is None:
             assert self._listen_host is not None
 
-            def make_arena(layout: BlockLayout, num_blocks: int) -> Arena:
-                return Arena(layout, num_blocks or pool_blocks(setup, layout))
+            def make_arena(layout: BlockLayout, num_blocks: int, cut: Cut | None) -> Arena:
+                return Arena(layout, num_blocks or pool_blocks(setup, layout), cut=cut)
 
             use_shm = setup.network.use_shared_memory
             keeper = Keeper(

@@ -90,7 +90,9 @@ class EngineThread:
             try:
                 outcome: StepEnded | StepFailed = self._compute(step, gates)
             except AttentionLostError as error:
-                outcome = StepFailed(f"{error}", lost_arena=error.worker)
+                assert isinstance(self._messenger, Offload), "only its steps need such workers"
+                arena = self._messenger.arena_of(error.worker)
+                outcome = StepFailed(f"{error}", lost_arena=arena)
             except Exception as error:
                 log.exception("a step of %d works failed", len(step.entries))
                 outcome = StepFailed(f"the engine failed: {type(error).__name__}: {error}")

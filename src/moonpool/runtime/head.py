@@ -373,6 +373,7 @@ class Head:
             learning=self.config.conductor.learning,
             num_instances=max(cluster.num_workers, 1),
             num_processes=cluster.num_processes(self.config.engine),
+            partition=self.config.attention.partition,
         )
 
     async def _tick_forever(self) -> None:

@@ -310,9 +310,16 @@ def _state_machine(
     )
     stored = () if store is None else store.stored
     if parts is not None:
-        sizes, named = parts.crew.sizes, parts.crew.named
         return Instance(
-            config, arena.layout, sum(sizes), role, cost, eos_token_ids, (), sizes, named
+            config,
+            arena.layout,
+            sum(parts.crew.sizes),
+            role,
+            cost,
+            eos_token_ids,
+            arenas=parts.crew.sizes,
+            kept=parts.crew.named,
+            segment_blocks=parts.segment_blocks,
         )
     return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)
 

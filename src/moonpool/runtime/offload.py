@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from moonpool.attention.client import AttentionClient, AttentionError, Wanted, connect
 from moonpool.attention.control import Cancel, Expect, Fetch, Grant, Named, Received, Told
-from moonpool.attention.plan import Placement
+from moonpool.attention.partition import HeadRange, Partition
 from moonpool.attention.port import Port
 from moonpool.attention.remote_ops import RemoteOps
 from moonpool.engine.ops import SplitOps
@@ -31,10 +31,12 @@ from moonpool.kvcache.transfers import (
 from moonpool.messenger.counters import TransferCounts
 from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.send_stream import SliceRef
+from moonpool.runtime.gathering import Gathering, Part
 from moonpool.types import BlockId, BlockKey, InstanceId, Struct
 from moonpool.workers.actions import ArenaBack, ArenaLost
 
 REDIAL_S = 0.5
+LOST = "the attention worker is lost"
 Event = MessengerEvent | ArenaLost | ArenaBack
 
 log = logging.getLogger("moonpool.worker")
@@ -57,22 +59,26 @@ class Offload:
         secret: bytes,
         wanted: Wanted,
         use_shm: bool,
+        head_ranges: Sequence[HeadRange] = (),
     ) -> None:
+        """`head_ranges`: of each worker, if they share the blocks out by head."""
         self._addresses = list(addresses)
         self._me = me
         self._secret = secret
         self._wanted = wanted
         self._use_shm = use_shm
         self._clients: list[AttentionClient | None] = []
-        self._placement = Placement((1,))
-        self._sizes: tuple[int, ...] = ()
+        self._own_sizes: list[int] = []  # blocks of each
+        self._head_ranges = tuple(head_ranges)
+        self._partition = Partition((1,))
         self._front: Messenger | None = None
         self._post: Callable[[Event], None] = lambda event: None
         self._ops: RemoteOps | None = None
         self._received: list[dict[str, int]] = [{} for _ in addresses]
         self._lock = threading.Lock()  # guards what follows
-        self._streams: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self._fetches: dict[str, int] = {}
+        self._streams: dict[str, Gathering] = {}
+        self._fetches: dict[str, Gathering] = {}
+        self._lost: set[int] = set()  # arenas
         self._reads: dict[str, int] = {}
         self._epoch = 0
         self._closing = False
@@ -81,23 +87,22 @@ class Offload:
         """Connects to all. Raises AttentionError."""
         clients = []
         try:
-            for address in self._addresses:
-                clients.append(self._connect(address, self._wanted))
+            for worker, address in enumerate(self._addresses):
+                clients.append(self._connect(address, self._wanted_of(worker)))
         except AttentionError:
             for client in clients:
                 client.close()
             raise
         self._clients = list(clients)
-        self._sizes = tuple(client.attached.num_blocks for client in clients)
-        self._placement = Placement(self._sizes)
-        named = [
-            pair for part, client in enumerate(clients) for pair in self._global_names(part, client)
-        ]
-        return Crew(sizes=self._sizes, named=tuple(named))
+        self._own_sizes = [client.attached.num_blocks for client in clients]
+        self._partition = Partition(self._own_sizes, self._head_ranges)
+        sizes = self._partition.sizes
+        named = [pair for arena in range(len(sizes)) for pair in self._names_in(arena)]
+        return Crew(sizes=sizes, named=tuple(named))
 
     def make_ops(self, local: SplitOps) -> RemoteOps:
         ports = [None if client is None else client.port for client in self._clients]
-        self._ops = RemoteOps(local, ports, self._placement)
+        self._ops = RemoteOps(local, ports, self._partition.placement, self._head_ranges)
         self._ops.on_lost = self._drop
         return self._ops
 
@@ -126,35 +131,42 @@ class Offload:
         if not block_ids:  # all of it is cached
             front.expect(stream_id, block_ids, first_index, timeout_s)
             return
-        part, own = self._split(block_ids)
-        client = self._clients[part]
-        indices = tuple(range(first_index, first_index + len(own)))
+        shares = self._partition.shares(block_ids)
+        gathering = Gathering(
+            {
+                str(worker): Part(worker, [first_index + i for i, b in enumerate(own) if b >= 0])
+                for worker, own in shares.items()
+            }
+        )
         with self._lock:
-            self._streams[stream_id] = part, indices
-        if client is None:
-            self._end_streams(part)
+            self._streams[stream_id] = gathering
+        clients = self._clients_of(shares)
+        if len(clients) < len(shares):
+            for worker in shares:
+                self._end_streams(worker, stream_id)
             return
         epoch = self._next_epoch()
-        client.order(
-            Expect(
+        for client, own in zip(clients, shares.values(), strict=True):
+            expect = Expect(
                 stream_id=stream_id,
                 block_ids=own,
                 first_index=first_index,
                 timeout_s=timeout_s,
                 epoch=epoch,
             )
-        )
-        front.expect_at(stream_id, client.attached.address)
+            client.order(expect)
+        front.expect_at(stream_id, *(client.attached.address for client in clients))
 
     def cancel(self, stream_id: str) -> None:
         with self._lock:
-            part = self._streams.get(stream_id, (None,))[0]
-        if part is None:
+            gathering = self._streams.get(stream_id)
+            workers = [] if gathering is None else gathering.workers
+        if gathering is None:
             self._own_front().cancel(stream_id)
-            return
-        client = self._clients[part]
-        if client is not None:
-            client.order(Cancel(stream_id=stream_id))
+        for worker in workers:
+            client = self._clients[worker]
+            if client is not None:
+                client.order(Cancel(stream_id=stream_id))
 
     def fetch(
         self,
@@ -164,42 +176,49 @@ class Offload:
         block_ids: Sequence[BlockId],
         timeout_s: float,
     ) -> None:
-        part, own = self._split(block_ids)
-        client = self._clients[part]
+        runs = self._partition.runs(block_ids)
+        gathering = Gathering(
+            {
+                f"{number}/{fetch_id}": Part(worker, [first + i for i in range(len(own))])
+                for number, (worker, first, own) in enumerate(runs)
+            }
+        )
         with self._lock:
-            self._fetches[fetch_id] = part
-        if client is None:
-            self._end_fetches(part)
+            self._fetches[fetch_id] = gathering
+        workers = [worker for worker, _, _ in runs]
+        clients = self._clients_of(workers)
+        if len(clients) < len(runs):
+            for worker in workers:
+                self._end_fetches(worker, fetch_id)
             return
-        client.order(
-            Fetch(
-                fetch_id=fetch_id,
+        epoch = self._next_epoch()
+        for number, (client, (_, first, own)) in enumerate(zip(clients, runs, strict=True)):
+            fetch = Fetch(
+                fetch_id=f"{number}/{fetch_id}",
                 source=source,
-                keys=tuple(keys),
+                keys=tuple(keys[first : first + len(own)]),
                 block_ids=own,
                 timeout_s=timeout_s,
-                epoch=self._next_epoch(),
+                epoch=epoch,
             )
-        )
+            client.order(fetch)
 
     def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
         with self._lock:
             part = self._reads.get(read_id)
         if part is not None:
             client = self._clients[part]
-            blocks = self._placement.bounds[part], self._placement.bounds[part + 1]
-            own = tuple(
-                BlockId(b - int(blocks[0])) for b in block_ids if blocks[0] <= b < blocks[1]
-            )
             if client is not None:
+                own = self._partition.own(part, block_ids)
                 client.order(Grant(read_id=read_id.partition(":")[2], block_ids=own))
             return
         front = self._own_front()
-        holder = self._clients[self._split(block_ids)[0]] if block_ids else None
-        if holder is None:
+        workers = [*self._partition.shares(block_ids)] if block_ids else []
+        clients = self._clients_of(workers)
+        if not clients or len(clients) < len(workers):
             front.grant(read_id, ())
         else:
-            front.send_read_on(read_id, holder.attached.address)
+            front.send_read_on(read_id, *(client.attached.address for client in clients))
 
     def open_stream(self, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
         raise ValueError("an instance whose blocks lie at attention workers hands no prefill over")
@@ -222,14 +241,14 @@ class Offload:
     def name(self, blocks: Sequence[tuple[BlockId, BlockKey]]) -> None:
         """These blocks are complete: whoever is our successor may use them."""
         epoch = self._next_epoch()
-        by_part: dict[int, list[tuple[BlockId, BlockKey]]] = {}
-        for block_id, key in blocks:
-            part, (own,) = self._split([block_id])
-            by_part.setdefault(part, []).append((own, key))
-        for part, pairs in by_part.items():
-            client = self._clients[part]
+        if not blocks:
+            return
+        keys = [key for _, key in blocks]
+        for worker, own in self._partition.shares([block_id for block_id, _ in blocks]).items():
+            pairs = tuple((b, key) for b, key in zip(own, keys, strict=True) if b >= 0)
+            client = self._clients[worker]
             if client is not None:
-                client.order(Named(blocks=tuple(pairs), epoch=epoch))
+                client.order(Named(blocks=pairs, epoch=epoch))
 
     def counts(self) -> TransferCounts:
         counts = self._own_front().counts()
@@ -260,16 +279,9 @@ class Offload:
             case Received():
                 self._received[part] = told.num_bytes
             case ReceiveEnded():
-                with self._lock:
-                    known = self._streams.pop(told.stream_id, None)
-                self._own_front().forget_stream(told.stream_id)
-                if known is not None:
-                    self._post(told)
+                self._on_received(part, told)
             case FetchEnded():
-                with self._lock:
-                    known_part = self._fetches.pop(told.fetch_id, None)
-                if known_part is not None:
-                    self._post(told)
+                self._on_fetched(told)
             case ReadRequested():
                 read_id = f"{part}:{told.read_id}"
                 with self._lock:
@@ -283,8 +295,7 @@ class Offload:
         with self._lock:
             known = self._reads.pop(read_id, None)
         if known is not None:
-            start = int(self._placement.bounds[part])
-            corrupt = tuple(BlockId(b + start) for b in told.corrupt)
+            corrupt = tuple(self._partition.whole(part, b) for b in told.corrupt)
             self._post(ReadEnded(read_id=read_id, corrupt=corrupt, error=told.error))
 
     def _drop(self, part: int, port: Port) -> None:
@@ -299,9 +310,10 @@ class Offload:
             if self._closing or self._clients[part] is not client:
                 return
             self._clients[part] = None
+            self._lost.add(self._partition.arena_of(part))
         name = self._addresses[part].instance_id
         log.warning("attention worker %s is lost: %s", name, why)
-        self._post(ArenaLost(part, f"attention worker {name} is lost"))
+        self._post(ArenaLost(self._partition.arena_of(part), f"attention worker {name} is lost"))
         self._end_streams(part)
         self._end_fetches(part)
         with self._lock:
@@ -309,67 +321,146 @@ class Offload:
             for read_id in reads:
                 del self._reads[read_id]
         for read_id in reads:
-            self._post(ReadEnded(read_id=read_id, error="the attention worker is lost"))
+            self._post(ReadEnded(read_id=read_id, error=LOST))
         self._seek(part)
 
-    def _end_streams(self, part: int) -> None:
+    def _on_received(self, worker: int, told: ReceiveEnded) -> None:
+        """A worker's share of a stream has ended; the last one ends the stream."""
         with self._lock:
-            ended = {s: v[1] for s, v in self._streams.items() if v[0] == part}
-            for stream_id in ended:
-                del self._streams[stream_id]
-        for stream_id, indices in ended.items():
-            self._own_front().forget_stream(stream_id)
-            error = "the attention worker is lost"
-            self._post(ReceiveEnded(stream_id=stream_id, corrupt=indices, error=error))
+            gathering = self._streams.get(told.stream_id)
+            if gathering is None:
+                return
+            gathering.count(told.num_bytes, told.seconds)
+            if not gathering.end(str(worker), told.corrupt, told.error):
+                return
+            del self._streams[told.stream_id]
+        self._tell_received(told.stream_id, gathering)
 
-    def _end_fetches(self, part: int) -> None:
+    def _tell_received(self, stream_id: str, gathering: Gathering) -> None:
+        self._own_front().forget_stream(stream_id)
+        self._post(
+            ReceiveEnded(
+                stream_id=stream_id,
+                corrupt=gathering.missing,
+                num_bytes=gathering.num_bytes,
+                seconds=gathering.seconds,
+                error=gathering.error,
+            )
+        )
+
+    def _end_streams(self, worker: int, only: str = "") -> None:
         with self._lock:
-            ended = [f for f, where in self._fetches.items() if where == part]
-            for fetch_id in ended:
+            mine = [(s, g) for s, g in self._streams.items() if only in ("", s)]
+            ended = [(stream_id, g) for stream_id, g in mine if g.lose(worker)]
+            for stream_id, _ in ended:
+                del self._streams[stream_id]
+        for stream_id, gathering in ended:
+            self._tell_received(stream_id, gathering)
+
+    def _on_fetched(self, told: FetchEnded) -> None:
+        fetch_id = told.fetch_id.partition("/")[2]
+        with self._lock:
+            gathering = self._fetches.get(fetch_id)
+            if gathering is None:
+                return
+            missing = gathering.indices_of(told.fetch_id)[told.num_blocks :]
+            gathering.count(told.num_bytes, told.seconds, told.corrupt_slices)
+            if not gathering.end(told.fetch_id, missing, told.error):
+                return
+            del self._fetches[fetch_id]
+        self._tell_fetched(fetch_id, gathering)
+
+    def _tell_fetched(self, fetch_id: str, gathering: Gathering) -> None:
+        self._post(
+            FetchEnded(
+                fetch_id=fetch_id,
+                num_blocks=gathering.num_whole,
+                corrupt_slices=gathering.corrupt_slices,
+                num_bytes=gathering.num_bytes,
+                seconds=gathering.seconds,
+                error=gathering.error,
+            )
+        )
+
+    def _end_fetches(self, worker: int, only: str = "") -> None:
+        with self._lock:
+            mine = [(f, g) for f, g in self._fetches.items() if only in ("", f)]
+            ended = [(fetch_id, g) for fetch_id, g in mine if g.lose(worker)]
+            for fetch_id, _ in ended:
                 del self._fetches[fetch_id]
-        for fetch_id in ended:
-            error = "the attention worker is lost"
-            self._post(FetchEnded(fetch_id=fetch_id, num_blocks=0, error=error))
+        for fetch_id, gathering in ended:
+            self._tell_fetched(fetch_id, gathering)
 
     def _seek(self, part: int) -> None:
-        wanted = msgspec.structs.replace(self._wanted, num_blocks=self._sizes[part])
         while not self._closing:
             address = self._addresses[part]
+            wanted = msgspec.structs.replace(
+                self._wanted_of(part), num_blocks=self._own_sizes[part]
+            )
             try:
                 client = self._connect(address, wanted)
             except AttentionError as error:
                 log.info("still without its attention worker: %s", error)
                 time.sleep(REDIAL_S)
                 continue
-            assert self._ops is not None
-            with self._lock:
-                if self._closing:
-                    client.close()
-                    return
-                self._clients[part] = client
-            self._ops.replace(part, client.port)
             log.info("attention worker %s is there", address.instance_id)
-            self._post(ArenaBack(part, self._global_names(part, client)))
-            self._listen(part, client)
+            self._welcome(part, client)
             return
 
+    def _welcome(self, part: int, client: AttentionClient) -> None:
+        """An arena is back when all workers of it are."""
+        assert self._ops is not None
+        arena = self._partition.arena_of(part)
+        with self._lock:
+            if self._closing:
+                client.close()
+                return
+            self._clients[part] = client
+            self._ops.replace(part, client.port)
+            whole = all(self._clients[w] is not None for w in self._partition.workers_of(arena))
+            named = self._names_in(arena) if whole and arena in self._lost else None
+            if named is not None:
+                self._lost.discard(arena)
+        if named is not None:
+            self._post(ArenaBack(arena, named))
+        self._listen(part, client)
+
     # Numbers
+
+    def arena_of(self, worker: int) -> int:
+        """The arena that is lost with an attention worker."""
+        return self._partition.arena_of(worker)
+
+    def _clients_of(self, workers: Iterable[int]) -> list[AttentionClient]:
+        """Fewer than were asked for if one is lost."""
+        clients = [self._clients[worker] for worker in workers]
+        return [client for client in clients if client is not None]
 
     def _connect(self, address: PeerAddress, wanted: Wanted) -> AttentionClient:
         return connect(address, self._me, self._secret, wanted, self._use_shm)
 
-    def _global_names(
-        self, part: int, client: AttentionClient
-    ) -> tuple[tuple[BlockId, BlockKey], ...]:
-        start = int(self._placement.bounds[part])
-        return tuple((BlockId(b + start), key) for b, key in client.attached.named)
+    def _wanted_of(self, worker: int) -> Wanted:
+        """By head, the memory of as many whole blocks holds more of a few heads each."""
+        if not self._head_ranges:
+            return self._wanted
+        wanted, heads = self._wanted, self._head_ranges[worker]
+        num_blocks = wanted.num_blocks * wanted.layout.num_kv_heads // heads.count
+        return msgspec.structs.replace(wanted, kv_heads=heads, num_blocks=num_blocks)
 
-    def _split(self, block_ids: Sequence[BlockId]) -> tuple[int, tuple[BlockId, ...]]:
-        """The attention worker that has the blocks, and what it calls them."""
-        part = int(self._placement.owners(block_ids[0]))  # type: ignore[arg-type]
-        start, end = (int(b) for b in self._placement.bounds[part : part + 2])
-        assert all(start <= b < end for b in block_ids), "a sequence lies at one attention worker"
-        return part, tuple(BlockId(b - start) for b in block_ids)
+    def _names_in(self, arena: int) -> tuple[tuple[BlockId, BlockKey], ...]:
+        """What was complete in it when its workers were found: at all of them."""
+        found: list[dict[BlockId, BlockKey]] = []
+        for worker in self._partition.workers_of(arena):
+            client = self._clients[worker]
+            assert client is not None
+            found.append({self._partition.whole(worker, b): k for b, k in client.attached.named})
+        first, *others = found
+        end = int(self._partition.placement.bounds[arena + 1])
+        return tuple(
+            (block_id, key)
+            for block_id, key in first.items()
+            if block_id < end and all(other.get(block_id) == key for other in others)
+        )
 
     def _next_epoch(self) -> int:
         with self._lock:

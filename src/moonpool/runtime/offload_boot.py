@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moonpool.attention.client import Wanted, ring_bytes, spin_s
+from moonpool.attention.partition import segment_blocks, share_heads
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.ops import HeadShape, KvCache
 from moonpool.engine.runner import Engine, make_layout
@@ -27,6 +28,7 @@ class OffloadedParts:
     engine: Engine
     offload: Offload
     crew: Crew
+    segment_blocks: int  # of a sequence that lie at one worker, if it may lie at several; else 0
 
 
 def gather_crew(
@@ -50,7 +52,9 @@ def gather_crew(
         spin_s=spin_s(len(setup.attention), threads, usable_cores()),
     )
     use_shm = setup.network.use_shared_memory
-    offload = Offload(setup.attention, instance_id, secret, wanted, use_shm)
+    by_head = setup.partition == "head"
+    head_ranges = share_heads(spec.num_kv_heads, len(setup.attention)) if by_head else ()
+    offload = Offload(setup.attention, instance_id, secret, wanted, use_shm, head_ranges)
     crew = offload.gather()
     try:
         # Blocks that the engine names and never touches: no memory is behind them.
@@ -59,7 +63,8 @@ def gather_crew(
         cache = KvCache(torch.empty(1, 1, 1, dtype=dtype).expand(shape), layout)
         staggered = setup.engine.staggered_decodes
         engine = Engine(model, offload.make_ops(local), cache, staggered=staggered)
-        return OffloadedParts(Arena(layout, 1), engine, offload, crew)
+        segment = segment_blocks(setup.partition, layout)
+        return OffloadedParts(Arena(layout, 1), engine, offload, crew, segment)
     except BaseException:
         offload.close()
         raise

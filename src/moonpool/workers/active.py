@@ -72,6 +72,7 @@ class ActiveWork:
     fetch_left_s: float = 0.0  # how much longer the fetch should take
     has_first_token: bool = False
     kv_arrived: bool = False
+    stream_over: bool = False  # what has not arrived of it never will
 
     @property
     def work_id(self) -> WorkId:

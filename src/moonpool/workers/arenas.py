@@ -1,6 +1,7 @@
 """The arenas of an instance whose blocks lie in several: which are lost, and when one is back.
 
-An arena is used again only when nobody holds blocks of what was lost.
+An arena is used again only when nobody holds blocks of what was lost. Works that no other instance
+can take wait for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Arenas:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._returning: dict[int, ArenaBack] = {}
+        self._parked: list[ActiveWork] = []
 
     @property
     def _pool(self) -> PartitionedPool | None:
@@ -46,6 +48,21 @@ class Arenas:
         for arena, event in list(self._returning.items()):
             if pool.restore(arena, event.named):
                 del self._returning[arena]
+
+    def park(self, active: ActiveWork) -> bool:
+        """The work waits for room that is lost at present; False if none is."""
+        pool = self._pool
+        if pool is None or not pool.any_lost:
+            return False
+        self._parked.append(active)
+        return True
+
+    def unpark(self) -> list[ActiveWork]:
+        """Works that need wait no longer."""
+        if not self._parked or (self._pool is not None and self._pool.any_lost):
+            return []
+        parked, self._parked = self._parked, []
+        return [active for active in parked if not active.closing]
 
     def touches(self, active: ActiveWork, arena: int) -> bool:
         """Whether the work has blocks in it."""

@@ -10,6 +10,7 @@ from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.partitions import PartedSpares, PartitionedPool
+from moonpool.kvcache.segments import SegmentedPool
 from moonpool.kvcache.spare_first import SpareFirst
 from moonpool.kvcache.tiers import SsdTier
 from moonpool.types import BlockId, BlockKey
@@ -26,8 +27,10 @@ class Holdings:
         layout: BlockLayout,
         num_blocks: int,
         arenas: Sequence[int] = (),
+        segment_blocks: int = 0,
     ) -> None:
-        """`arenas`: of how many blocks each, if they lie in several."""
+        """`arenas`: of how many blocks each, if they lie in several; `segment_blocks`: of how many
+        that one sequence has there lie in one, if it may lie in several."""
         self.layout = layout
         self.pool: BlockPool
         self.spares: SpareFirst | PartedSpares
@@ -36,8 +39,10 @@ class Holdings:
             return SpareFirst(make_eviction(config.eviction, size))
 
         if arenas:
-            self.pool = PartitionedPool(arenas, policy)
-            self.spares = PartedSpares(self.pool)
+            parted = PartitionedPool(arenas, policy)
+            if segment_blocks:
+                parted = SegmentedPool(arenas, segment_blocks, policy)
+            self.pool, self.spares = parted, PartedSpares(parted)
         else:
             self.spares = policy(num_blocks)
             self.pool = BlockPool(num_blocks, self.spares)

@@ -106,9 +106,11 @@ class Instance:
         stored: Sequence[tuple[int, BlockKey]] = (),
         arenas: Sequence[int] = (),
         kept: Sequence[tuple[BlockId, BlockKey]] = (),
+        segment_blocks: int = 0,
     ) -> None:
         """`stored`: what the SSD holds from before, as (slot, name), the longest unused first.
-        `arenas`: of how many blocks each, if they lie in several; `kept`: what is in them."""
+        `arenas`: of how many blocks each, if they lie in several; `kept`: what is in them;
+        `segment_blocks`: of a sequence that lie in one of them, if it may lie in several."""
         self.config = config
         self.layout = layout
         self.role = role
@@ -116,7 +118,7 @@ class Instance:
         self.works: dict[WorkId, ActiveWork] = {}
         self._decode_factor = LearnedFactor()  # by which its steps take longer than `cost` says
         self._outbox = Outbox()
-        self._holdings = Holdings(config, layout, num_blocks, arenas)
+        self._holdings = Holdings(config, layout, num_blocks, arenas, segment_blocks)
         self._arenas = Arenas(self._holdings)
         promotion = Promotion(self._holdings, self._outbox)
         self._early = EarlyStart(config, self._holdings, promotion, self._outbox, cost)
@@ -169,7 +171,7 @@ class Instance:
             case StartPrefill():
                 self._on_start_prefill(event)
             case ReserveDecode():
-                self._on_reserve_decode(event.work)
+                self._reserve_decode(self._add(event.work, Phase.RECEIVING), event.patient)
             case StartDecode():
                 self._on_start_decode(event)
             case StopReceiving():
@@ -177,7 +179,7 @@ class Instance:
             case Abort():
                 self._on_abort(event.work_id)
             case Resync():
-                self._on_resync()
+                self._outbox.tell(self._holdings.take_snapshot())
             case MarkCopies():
                 self._holdings.mark_copies(event)
             case ListHot():
@@ -234,6 +236,8 @@ class Instance:
 
     def _go_on(self) -> list[WorkerAction]:
         self._arenas.run()
+        for active in self._arenas.unpark():
+            self._reserve_decode(active, patient=True)
         for active in self._early.take_stranded():
             self._fail(active, "no_blocks", "no blocks are left to compute what did not arrive")
         self._batch.begin_steps()
@@ -312,20 +316,19 @@ class Instance:
         self._batch.wait(active)
         self._arrivals.begin(active, command.fetch)
 
-    def _on_reserve_decode(self, work: Work) -> None:
-        active = self._add(work, Phase.RECEIVING)
+    def _reserve_decode(self, active: ActiveWork, patient: bool) -> None:
+        work = active.work
         num_blocks = self.layout.blocks_for(len(work.token_ids) + 1)
         first_index = self._holdings.hold_prefix(active, num_blocks)
         if first_index is None:
-            self._fail(active, "no_blocks", "the decode instance has no blocks left")
+            if not (patient and self._arenas.park(active)):
+                self._fail(active, "no_blocks", "the decode instance has no blocks left")
             return
-        last = self.layout.blocks_for(len(work.token_ids))
+        blocks = active.block_ids[first_index : self.layout.blocks_for(len(work.token_ids))]
         active.pending.add(Pending.RECEIVE)
-        self._outbox.do(
-            ExpectStream(
-                work.work_id, active.block_ids[first_index:last], first_index, work.timeout_s
-            )
-        )
+        self._outbox.do(ExpectStream(work.work_id, blocks, first_index, work.timeout_s))
+        if active.stream_over:
+            self._outbox.do(CancelStream(work.work_id))
 
     def _on_start_decode(self, command: StartDecode) -> None:
         active = self.works.get(command.work_id)
@@ -357,16 +360,15 @@ class Instance:
 
     def _on_stop_receiving(self, work_id: WorkId) -> None:
         active = self.works.get(work_id)
-        if active is not None and not active.closing and Pending.RECEIVE in active.pending:
-            self._outbox.do(CancelStream(work_id))
+        if active is not None and not active.closing:
+            active.stream_over = True
+            if Pending.RECEIVE in active.pending:
+                self._outbox.do(CancelStream(work_id))
 
     def _on_abort(self, work_id: WorkId) -> None:
         active = self.works.get(work_id)
         if active is not None and not active.closing:
             self._close(active)
-
-    def _on_resync(self) -> None:
-        self._outbox.tell(self._holdings.take_snapshot())
 
     # The engine's word
 

@@ -67,6 +67,7 @@ class ReserveDecode(Struct, frozen=True, tag=True):
     """Hold blocks for the work's prompt and receive its KVCache."""
 
     work: Work
+    patient: bool = False  # it waits for an arena that is lost: nobody else can take it
 
 
 class StartDecode(Struct, frozen=True, tag=True):

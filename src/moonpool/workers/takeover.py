@@ -52,13 +52,15 @@ class Takeovers:
         pool.acquire(owner, held)
         num_blocks = min(len(missing), pool.num_blocks // MAX_SHARE)
         num_blocks = min(num_blocks, self._make_room(owner, num_blocks, command.num_uses))
+        blocks = pool.allocate(owner, num_blocks, held)
+        while num_blocks and not blocks:  # they are free, but not all in one arena
+            num_blocks //= 2
+            blocks = pool.allocate(owner, num_blocks, held)
         full = num_blocks < len(missing)
-        if not num_blocks:
+        if not blocks:
             pool.release(owner)
             self._outbox.tell(TakenOver(number=command.number, num_blocks=0, full=full))
             return
-        blocks = pool.allocate(owner, num_blocks)
-        assert blocks is not None
         keys = missing[:num_blocks]
         takeover = _Takeover(command, keys, tuple(blocks), len(held), full)
         self._takeovers[owner] = takeover

@@ -1,0 +1,86 @@
+"""Attention workers that share long requests, or the heads of all: answers as without them, from
+their cached blocks, and when they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+from tests.live.conftest import SMALL
+from tests.live.test_attention import (
+    SHORT,
+    ask,
+    ask_together,
+    attention_pids,
+    counters_of_soon,
+    while_answering,
+)
+
+MODEL = "random:hidden=128,layers=2,heads=8,kv_heads=4,inter=128,vocab=300"
+LONG = {"prompt": [9, 8] * 1100, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}
+BASE = [MODEL, "--prefill", "1", "--decode", "1", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with LocalServer(BASE) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        return [ask(client, LONG), ask(client, SHORT)]
+
+
+@pytest.mark.parametrize("partition", ["head", "tokens"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_answers_are_those_without(partition: str, count: int, expected: list[str]) -> None:
+    arguments = ["--attention", str(count), "--attention-partition", partition]
+    with LocalServer([*BASE, *arguments]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask_together(client, [LONG, SHORT]) == expected
+        assert ask(client, LONG) == expected[0]  # from cached blocks
+
+        def kill_one() -> None:
+            os.kill(attention_pids(server)[f"attention-{count - 1}"], signal.SIGKILL)
+
+        assert while_answering(client, LONG, kill_one, copies=1) == [expected[0]]
+        assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
+
+
+@pytest.mark.parametrize("partition", ["head", "tokens"])
+def test_what_was_answered_is_read_from_the_attention_workers(partition: str) -> None:
+    """The next turn's prefix: prompt and answer of the last one, which lie at them alone."""
+    arguments = ["--attention", "2", "--attention-partition", partition]
+    follow_up = LONG | {"max_tokens": 400}
+    with LocalServer([*BASE, *arguments, "--kvcache-balancing-threshold", "1"]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        tokens = answer_tokens(client, follow_up)
+        prompt = [*follow_up["prompt"], *tokens, 5]
+        answer = ask(client, LONG | {"prompt": prompt, "max_tokens": 40})
+        found = client.get("/cluster").json()["instances"]
+        prefill = next(i for i in found if i["role"] == "prefill")
+        assert prefill["counters"].get("failed_fetches", 0) == 0
+        assert prefill["counters"]["fetched_bytes"] > 0
+    with LocalServer(BASE) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask(client, LONG | {"prompt": prompt, "max_tokens": 40}) == answer
+
+
+def answer_tokens(client: httpx.Client, body: dict[str, object]) -> list[int]:
+    text = ask(client, body)
+    response = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
+    return [int(token) for token in response.json()["tokens"]]
+
+
+def test_too_few_heads_are_refused_in_one_line() -> None:
+    arguments = ["--attention", "2", "--attention-partition", "head"]
+    done = subprocess.run(
+        [sys.executable, "-m", "moonpool", "serve", *arguments, "--port", "0"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "too few for 2 attention workers" in done.stderr
+    assert "Traceback" not in done.stderr
