@@ -51,7 +51,7 @@ class ClusterConfig(Struct, frozen=True):
     prefill: int = 1
     decode: int = 1
     mixed: int = 0
-    attention: int = 0  # workers that keep the KVCache of decode instances, shared out evenly
+    attention: int = 0  # workers that keep the KVCache of those that decode, shared out evenly
 
     @property
     def num_workers(self) -> int:
@@ -63,6 +63,11 @@ class ClusterConfig(Struct, frozen=True):
         """Of every instance, in the order in which they are started."""
         counts = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
         return tuple(role for role, n in (*counts, (Role.MIXED, self.mixed)) for _ in range(n))
+
+    @property
+    def attention_owners(self) -> int:
+        """Instances among which attention workers are shared out: those that decode."""
+        return self.decode + self.mixed
 
     def num_processes(self, engine: EngineConfig) -> int:
         """All stages of all instances, and attention workers; at least 1."""
@@ -399,22 +404,28 @@ def _check_attention_workers(config: Config) -> None:
         _require(partition == "request", "cluster.attention", "> 0 to choose attention.partition")
         _require(not config.engine.staggered_decodes, "cluster.attention", "> 0 to stagger decodes")
         return
+    owners = cluster.attention_owners
     _require(
-        cluster.decode > 0 and cluster.attention % cluster.decode == 0,
+        cluster.attention % owners == 0,
         "cluster.attention",
-        f"a multiple of the {cluster.decode} decode instances, which share them out evenly",
+        f"a multiple of the {owners} instances that decode, which share them out evenly",
     )
     _require(
-        not cluster.mixed and config.conductor.role_balance != "switch",
-        "cluster.mixed",
-        "0 and conductor.role_balance not switch while there are attention workers: they serve"
-        " instances that only decode",
+        config.conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with attention workers: they serve instances that decode, always',
     )
-    _require(config.engine.device == "cpu", "engine.device", "cpu with attention workers")
     _require(
-        config.engine.decode_pipeline_parallel_size == 1,
+        config.engine.device == "cpu",
+        "engine.device",
+        '"cpu" with attention workers: they attend with the CPU\'s kernels',
+    )
+    _require(
+        config.engine.decode_pipeline_parallel_size == 1
+        and not (cluster.mixed and config.engine.pipeline_parallel_size > 1),
         "engine.decode_pipeline_parallel_size",
-        "1 with attention workers",
+        "1 with attention workers (and pipeline_parallel_size of mixed instances): stages keep"
+        " their own KVCache",
     )
 
 

@@ -173,8 +173,11 @@ def wait_for_successor(client: httpx.Client, former_pid: int) -> dict[str, Any]:
 
 def test_attention_workers_that_do_not_fit_are_refused() -> None:
     for arguments, words in (
-        (["--decode", "2", "--attention", "3"], "multiple of the 2 decode"),
-        (["--mixed", "2", "--attention", "2"], "cluster.attention"),
+        (["--decode", "2", "--attention", "3"], "multiple of the 2 instances"),
+        (["--attention", "2", "--role-balance", "switch"], "conductor.role_balance"),
+        (["--attention", "2", "--device", "cuda"], "engine.device"),
+        (["--attention-partition", "head"], "cluster.attention must be > 0"),
+        (["--attention", "2", "--attention-partition", "tokens", "--block-size", "48"], "2048"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "moonpool", "serve", *arguments],

@@ -69,6 +69,15 @@ def test_what_was_answered_is_read_from_the_attention_workers(partition: str) ->
         assert ask(client, LONG | {"prompt": prompt, "max_tokens": 40}) == answer
 
 
+def test_mixed_instances_have_attention_workers_too(expected: list[str]) -> None:
+    arguments = ["--mixed", "2", "--attention", "2", "--attention-partition", "tokens"]
+    with LocalServer([MODEL, *arguments, *SMALL]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask_together(client, [LONG, SHORT, SHORT]) == [*expected, expected[1]]
+        workers = client.get("/cluster").json()["attention"]
+        assert {w["owner"] for w in workers} == {"mixed-0", "mixed-1"}
+
+
 def answer_tokens(client: httpx.Client, body: dict[str, object]) -> list[int]:
     text = ask(client, body)
     response = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})

@@ -186,7 +186,7 @@ def _how_it_is_served() -> list[Any]:
 @click.option("--prefill", type=int, help="Prefill instances.")
 @click.option("--decode", type=int, help="Decode instances.")
 @click.option("--mixed", type=int, help="Instances that do both.")
-@click.option("--attention", type=int, help="Workers that keep decode instances' KVCache.")
+@click.option("--attention", type=int, help="Workers that keep the KVCache for decoding.")
 @click.option("--head-port", type=int, hidden=True)
 def serve(config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.

@@ -101,8 +101,7 @@ class PartitionedPool(BlockPool):
 
     @property
     def largest(self) -> int:
-        alive = [s for s, lost in zip(self.sizes, self._lost, strict=True) if not lost]
-        return max(alive, default=0)
+        return max(self.sizes)  # also if that arena is lost: it comes back
 
     @property
     def num_free(self) -> int:

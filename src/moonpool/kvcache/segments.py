@@ -30,9 +30,8 @@ class SegmentedPool(PartitionedPool):
     @property
     def largest(self) -> int:
         """Whole segments in all arenas, and what is left of one."""
-        alive = [s for s, lost in zip(self.sizes, self._lost, strict=True) if not lost]
-        rest = max((size % self.segment_blocks for size in alive), default=0)
-        return sum(size - size % self.segment_blocks for size in alive) + rest
+        rests = [size % self.segment_blocks for size in self.sizes]
+        return sum(self.sizes) - sum(rests) + max(rests)
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Of each segment what one arena has of it from its start on, up to the first gap."""

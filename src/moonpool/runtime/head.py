@@ -271,7 +271,7 @@ class Head:
         if apply.attention:
             self._crews.remember(link.instance_id, apply.attention)
             link.channel.send(self.setup())
-        elif apply.role is Role.DECODE and self._crews.per_instance:
+        elif apply.role is not Role.PREFILL and self._crews.per_instance:
             self._without_crew.add(link)
             self._give_crews()
         else:
@@ -392,6 +392,6 @@ def _leave_alone(instance_id: InstanceId) -> None:
 
 
 def _attention_each(config: Config) -> int:
-    """Attention workers of one decode instance."""
+    """Attention workers of one instance that decodes."""
     cluster = config.cluster
-    return cluster.attention // cluster.decode if cluster.attention else 0
+    return cluster.attention // cluster.attention_owners if cluster.attention else 0
