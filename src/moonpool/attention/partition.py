@@ -33,7 +33,7 @@ class HeadRange(Struct, frozen=True):
 
     def of_keys_values(self, kv: Tensor) -> Tensor:
         """kv: K beside V, [T, 2 * num_kv_heads, head_dim]."""
-        both = kv.unflatten(1, (2, -1))[:, :, self.first : self.first + self.count]
+        both: Tensor = kv.unflatten(1, (2, -1))[:, :, self.first : self.first + self.count]
         return both.contiguous().flatten(1, 2)
 
     def columns(self, heads: HeadShape) -> slice:

@@ -8,10 +8,30 @@ Bookkeeping only: no bytes here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from moonpool.kvcache.partitions import PartitionedPool
 from moonpool.kvcache.spare_first import SpareFirst
 from moonpool.types import BlockId, BlockKey
+
+
+@dataclass(slots=True)
+class _Room:
+    """Of an arena."""
+
+    num_free: int
+    num_available: int
+
+    def rank(self, size: int, segment_blocks: int) -> tuple[bool, bool, int, int]:
+        """Rather where all of a segment that is only begun would fit; names count as room only
+        between equals."""
+        free = min(self.num_free, size)
+        available = self.num_available
+        return available >= size, available >= segment_blocks, free, available
+
+    def take(self, size: int) -> None:
+        self.num_free -= min(self.num_free, size)
+        self.num_available -= size
 
 
 class SegmentedPool(PartitionedPool):
@@ -45,18 +65,10 @@ class SegmentedPool(PartitionedPool):
         return found
 
     def has_room(self, needs: Iterable[tuple[Sequence[BlockId], int]]) -> bool:
-        """Never wrong when it says so; may deny what would just fit."""
-        lacking = [0] * len(self._parts)
-        anywhere = 0
-        for block_ids, num_blocks in needs:
-            begun = min(num_blocks, self._left_of_segment(block_ids))
-            if begun:
-                lacking[self.part_of(block_ids[-1])] += begun
-            anywhere += num_blocks - begun
+        room = self._room_now()
         return all(
-            (lost and not lacks) or (not lost and lacks + anywhere <= pool.num_available)
-            for lacks, lost, pool in zip(lacking, self._lost, self._parts, strict=True)
-        ) and (not anywhere or not all(self._lost))
+            self._places(block_ids, num_blocks, room) is not None for block_ids, num_blocks in needs
+        )
 
     def together(self, one: Sequence[BlockId], other: Sequence[BlockId]) -> bool:
         if not one or not self._left_of_segment(other):
@@ -67,24 +79,41 @@ class SegmentedPool(PartitionedPool):
     def allocate(
         self, owner: str, num_blocks: int, beside: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
-        begun = min(num_blocks, self._left_of_segment(beside))
-        found = super().allocate(owner, begun, beside) if begun else []
-        while found is not None and len(found) < num_blocks:
-            size = min(self.segment_blocks, num_blocks - len(found))
-            part = max(range(len(self._parts)), key=lambda p: self._room_for_segment(p, size))
-            blocks = None if self._lost[part] else self._parts[part].allocate(owner, size)
-            if blocks is None:
-                self.release_some(owner, found)
-                return None
+        places = self._places(beside, num_blocks, self._room_now())
+        if places is None:
+            return None
+        found: list[BlockId] = []
+        for part, size in places:
+            blocks = self._parts[part].allocate(owner, size)
+            assert blocks is not None, "there was room"
             found += [BlockId(b + self._starts[part]) for b in blocks]
         return found
+
+    def _places(
+        self, beside: Sequence[BlockId], num_blocks: int, room: list[_Room]
+    ) -> list[tuple[int, int]] | None:
+        """In which arenas how many go, in order (`room` is less by that); None: they do not fit."""
+        begun = min(num_blocks, self._left_of_segment(beside))
+        whole, rest = divmod(num_blocks - begun, self.segment_blocks)
+        wanted = [(self.part_of(beside[-1]), begun)] if begun else []
+        wanted += [(-1, self.segment_blocks)] * whole + ([(-1, rest)] if rest else [])
+        places: list[tuple[int, int]] = []
+        for part, size in wanted:
+            if part < 0:
+                ranks = [own.rank(size, self.segment_blocks) for own in room]
+                part = ranks.index(max(ranks))
+            if room[part].num_available < size:
+                return None
+            room[part].take(size)
+            places.append((part, size))
+        return places
+
+    def _room_now(self) -> list[_Room]:
+        return [
+            _Room(0, 0) if lost else _Room(pool.num_free, pool.num_available)
+            for pool, lost in zip(self._parts, self._lost, strict=True)
+        ]
 
     def _left_of_segment(self, block_ids: Sequence[BlockId]) -> int:
         """Blocks that belong beside the last of these."""
         return -len(block_ids) % self.segment_blocks
-
-    def _room_for_segment(self, part: int, size: int) -> tuple[bool, bool, int, int, int]:
-        """As for sequences; and rather where all of a segment that is only begun would fit."""
-        fits, *rest = self._room(part, size)
-        grows = self._parts[part].num_available >= self.segment_blocks
-        return (fits, grows, *rest)  # type: ignore[return-value]

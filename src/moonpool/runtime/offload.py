@@ -305,24 +305,37 @@ class Offload:
             client.close()
 
     def _on_lost(self, part: int, client: AttentionClient, why: str) -> None:
-        """In the listener's thread, which then seeks the worker until it is back."""
+        """In the listener's thread, which then seeks the worker until it is back. All workers of an
+        arena are left with one of them: nothing that is under way must be written later."""
         with self._lock:
-            if self._closing or self._clients[part] is not client:
+            if self._closing:
                 return
-            self._clients[part] = None
-            self._lost.add(self._partition.arena_of(part))
-        name = self._addresses[part].instance_id
-        log.warning("attention worker %s is lost: %s", name, why)
-        self._post(ArenaLost(self._partition.arena_of(part), f"attention worker {name} is lost"))
-        self._end_streams(part)
-        self._end_fetches(part)
+            arena = self._partition.arena_of(part)
+            is_news = self._clients[part] is client
+            fellows = self._clients_of(self._partition.workers_of(arena)) if is_news else []
+            if is_news:
+                self._lost.add(arena)
+                for worker in self._partition.workers_of(arena):
+                    self._clients[worker] = None
+        for fellow in fellows:
+            fellow.close()
+        if is_news:
+            text = f"attention worker {self._addresses[part].instance_id} is lost"
+            log.warning("%s: %s", text, why)
+            self._post(ArenaLost(arena, text))
+            for worker in self._partition.workers_of(arena):
+                self._end_operations(worker)
+        self._seek(part)
+
+    def _end_operations(self, worker: int) -> None:
+        self._end_streams(worker)
+        self._end_fetches(worker)
         with self._lock:
-            reads = [read_id for read_id, where in self._reads.items() if where == part]
+            reads = [read_id for read_id, where in self._reads.items() if where == worker]
             for read_id in reads:
                 del self._reads[read_id]
         for read_id in reads:
             self._post(ReadEnded(read_id=read_id, error=LOST))
-        self._seek(part)
 
     def _on_received(self, worker: int, told: ReceiveEnded) -> None:
         """A worker's share of a stream has ended; the last one ends the stream."""
@@ -448,7 +461,7 @@ class Offload:
         return msgspec.structs.replace(wanted, kv_heads=heads, num_blocks=num_blocks)
 
     def _names_in(self, arena: int) -> tuple[tuple[BlockId, BlockKey], ...]:
-        """What was complete in it when its workers were found: at all of them."""
+        """What was complete in it when its workers were found, at all of them."""
         found: list[dict[BlockId, BlockKey]] = []
         for worker in self._partition.workers_of(arena):
             client = self._clients[worker]
