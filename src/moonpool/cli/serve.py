@@ -78,6 +78,14 @@ FLAG_KEYS = {
 MAX_LOCAL_INSTANCES = 64
 
 
+PARTITION_OPTION = click.option(
+    "--attention-partition",
+    type=click.Choice(choices(AttentionPartition)),
+    help="What each attention worker of an instance keeps: whole requests (default), its heads of"
+    " all, or token ranges of long ones.",
+)
+
+
 def config_options(command: Any) -> Any:
     """The flags that `serve` and `head` share; vLLM's names where vLLM has them."""
     for option in reversed([*_what_is_kept(), *_how_it_is_served()]):
@@ -165,12 +173,7 @@ def _how_it_is_served() -> list[Any]:
         click.option(
             "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
         ),
-        click.option(
-            "--attention-partition",
-            type=click.Choice(choices(AttentionPartition)),
-            help="What each attention worker of an instance keeps: whole requests (default), its"
-            " heads of all, or token ranges of long ones.",
-        ),
+        PARTITION_OPTION,
         click.option("--pinning", type=click.Choice(choices(Pinning)), help="Of engines to cores."),
         click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
         click.option("--host", help="Address of the HTTP API."),
