@@ -68,8 +68,8 @@ class RemoteOps:
         local: SplitOps,
         ports: Sequence[Port | None],
         placement: Placement,
-        head_ranges: Sequence[HeadRange] = (),
         early_query: bool = True,
+        head_ranges: Sequence[HeadRange] = (),
     ) -> None:
         self.name = f"offloaded {local.name}"
         self.arithmetic = local.arithmetic

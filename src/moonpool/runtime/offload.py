@@ -102,7 +102,8 @@ class Offload:
 
     def make_ops(self, local: SplitOps) -> RemoteOps:
         ports = [None if client is None else client.port for client in self._clients]
-        self._ops = RemoteOps(local, ports, self._partition.placement, self._head_ranges)
+        placement, ranges = self._partition.placement, self._head_ranges
+        self._ops = RemoteOps(local, ports, placement, head_ranges=ranges)
         self._ops.on_lost = self._drop
         return self._ops
 
