@@ -50,25 +50,6 @@ def test_answers_are_those_without(partition: str, count: int, expected: list[st
         assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
 
 
-@pytest.mark.parametrize("partition", ["head", "tokens"])
-def test_what_was_answered_is_read_from_the_attention_workers(partition: str) -> None:
-    """The next turn's prefix: prompt and answer of the last one, which lie at them alone."""
-    arguments = ["--attention", "2", "--attention-partition", partition]
-    follow_up = LONG | {"max_tokens": 400}
-    with LocalServer([*BASE, *arguments, "--kvcache-balancing-threshold", "1"]) as server:
-        client = httpx.Client(base_url=server.url, timeout=60)
-        tokens = answer_tokens(client, follow_up)
-        prompt = [*follow_up["prompt"], *tokens, 5]
-        answer = ask(client, LONG | {"prompt": prompt, "max_tokens": 40})
-        found = client.get("/cluster").json()["instances"]
-        prefill = next(i for i in found if i["role"] == "prefill")
-        assert prefill["counters"].get("failed_fetches", 0) == 0
-        assert prefill["counters"]["fetched_bytes"] > 0
-    with LocalServer(BASE) as server:
-        client = httpx.Client(base_url=server.url, timeout=60)
-        assert ask(client, LONG | {"prompt": prompt, "max_tokens": 40}) == answer
-
-
 def test_mixed_instances_have_attention_workers_too(expected: list[str]) -> None:
     arguments = ["--mixed", "2", "--attention", "2", "--attention-partition", "tokens"]
     with LocalServer([MODEL, *arguments, *SMALL]) as server:
@@ -76,12 +57,6 @@ def test_mixed_instances_have_attention_workers_too(expected: list[str]) -> None
         assert ask_together(client, [LONG, SHORT, SHORT]) == [*expected, expected[1]]
         workers = client.get("/cluster").json()["attention"]
         assert {w["owner"] for w in workers} == {"mixed-0", "mixed-1"}
-
-
-def answer_tokens(client: httpx.Client, body: dict[str, object]) -> list[int]:
-    text = ask(client, body)
-    response = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
-    return [int(token) for token in response.json()["tokens"]]
 
 
 def test_too_few_heads_are_refused_in_one_line() -> None:
