@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonpool.messenger.cut import Cut
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.courier import Courier, Lane
 from moonpool.messenger.courier_child import MAX_METADATA_BYTES, Card
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.landing_table import LandingTable
 from moonpool.messenger.transport import FrameSocket, ProtocolError
 from moonpool.messenger.wire import Message, ReadRenewed, SliceOffer, Slices, unpack_offers
@@ -56,9 +56,7 @@ class NixlConnection:
             self._lane.lend(False)
         return message
 
-    def offer(
-        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
-    ) -> None:
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None) -> None:
         self._lane.lend(True)
         self._frames.send(offer, deadline_s)
 

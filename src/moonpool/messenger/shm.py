@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moonpool.messenger.cut import Cut
 from moonpool.messenger.arena import Arena, ArenaError
+from moonpool.messenger.cut import Cut
 from moonpool.messenger.landing_table import LandingTable
 from moonpool.messenger.mover import Mover
 from moonpool.messenger.peer_arena import PeerArena, PeerArenas
@@ -64,9 +64,7 @@ class ShmConnection:
     def holds(self) -> bool:
         return self._frames.holds
 
-    def offer(
-        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
-    ) -> None:
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None) -> None:
         self._frames.send(offer, deadline_s)
 
     def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:

@@ -42,9 +42,7 @@ class TcpConnection:
     def holds(self) -> bool:
         return self._frames.holds
 
-    def offer(
-        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
-    ) -> None:
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None) -> None:
         if cut is not None:
             named = unpack_offers(offer.offers)
             pieces = [p for _, layer, block, _ in named for p in cut.of(arena.slice(block, layer))]

@@ -78,9 +78,7 @@ class Connection(Protocol):
 
     def receive(self, deadline_s: float) -> Message: ...
 
-    def offer(
-        self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None
-    ) -> None:
+    def offer(self, offer: Slices, arena: Arena, deadline_s: float, cut: Cut | None = None) -> None:
         """Sends `offer`, with the bytes from `arena` (of whole slices there what the `cut` says) or
         so that the peer can read them itself."""
         ...
