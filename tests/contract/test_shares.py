@@ -144,7 +144,8 @@ def test_half_of_a_block_is_none(make_node: MakeNode) -> None:
     assert ended.num_blocks == 1
     for keeper in keepers:
         assert keeper.expect_event(ReadEnded).error == ""
-    ended = read(reader, front, [keepers[0]] * 2, [[1], [1]], [8])  # the same half twice
+    twin = make_node("twin", layout=HALF, cut=CUTS[0])
+    ended = read(reader, front, [keepers[0], twin], [[1], [1]], [8])  # the same half twice
     assert ended.num_blocks == 0
 
 
