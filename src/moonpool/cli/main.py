@@ -25,7 +25,10 @@ COMMANDS = {
     "pool": ("moonpool.cli.pool", "pool", "What the KVCache pool holds; check or clear a disk."),
     "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
 }
-INTERNAL = {"stage": ("moonpool.cli.stage", "stage")}  # started by workers, not by people
+INTERNAL = {  # started by workers, not by people
+    "stage": ("moonpool.cli.stage", "stage"),
+    "rank": ("moonpool.cli.rank", "rank"),
+}
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

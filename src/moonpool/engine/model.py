@@ -58,20 +58,30 @@ class DecoderModel:
     and its normed copy, the input of the next `qkv`.
 
     One stage of a pipeline has some of the `layers` only: the first stage also embeds, and only the
-    last one has logits. What it does to a row is what the whole model does.
+    last one has logits. What it does to a row is what the whole model does. Without `edges` it
+    neither embeds nor has logits.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: Ops, layers: range | None = None
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Ops,
+        layers: range | None = None,
+        edges: bool = True,
+        rope: RopeTable | None = None,
     ) -> None:
+        """`rope`: the model's, where another part of it in this process has it already."""
         self.spec = spec
         self.layers = range(spec.num_layers) if layers is None else layers
         assert self.layers and self.layers.start >= 0 and self.layers.stop <= spec.num_layers
         self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._ops = ops
         self._scale = spec.head_dim**-0.5
-        rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
-        self._rope = RopeTable(rope.cos.to(ops.device), rope.sin.to(ops.device))
+        if rope is None:
+            rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
+            rope = RopeTable(rope.cos.to(ops.device), rope.sin.to(ops.device))
+        self.rope = rope
         weights = _Placed(weights, ops.device)
         self._first_norm: Tensor | None = None
         self._embedding: Tensor | None = None
@@ -79,9 +89,9 @@ class DecoderModel:
         if self.begins:
             self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
         self._layers = {i: _pack_layer(spec, weights, ops, i) for i in self.layers}
-        if self.begins or (self.ends and spec.tie_embeddings):
+        if edges and (self.begins or (self.ends and spec.tie_embeddings)):
             self._embedding = weights.load("model.embed_tokens.weight")
-        if self.ends:
+        if edges and self.ends:
             tied = self._embedding if spec.tie_embeddings else None
             self._head = ops.linear(weights.load("lm_head.weight") if tied is None else tied, None)
         if not self.begins:
@@ -99,9 +109,14 @@ class DecoderModel:
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [T] -> residual and normed [T, hidden]. Of the first stage."""
-        assert self._embedding is not None and self._first_norm is not None
+        assert self._embedding is not None
         residual = F.embedding(token_ids, self._embedding)
-        return residual, self._ops.rms_norm(residual, self._first_norm, self.spec.rms_eps)
+        return residual, self.enter(residual)
+
+    def enter(self, residual: Tensor) -> Tensor:
+        """The embedded rows, normed: the input of the first layer."""
+        assert self._first_norm is not None
+        return self._ops.rms_norm(residual, self._first_norm, self.spec.rms_eps)
 
     def qkv(self, layer: int, normed: Tensor) -> Tensor:
         """First dense half: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
@@ -110,7 +125,7 @@ class DecoderModel:
     def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
         """Rotates q and k, puts k and v into their blocks, returns q [T, heads, head_dim]."""
         qk_norm = self._layers[layer].qk_norm
-        return self._ops.rope_store(qkv, self.heads, self._rope, qk_norm, cache, layer, meta)
+        return self._ops.rope_store(qkv, self.heads, self.rope, qk_norm, cache, layer, meta)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
@@ -118,10 +133,29 @@ class DecoderModel:
 
     def output(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
         """Second dense half: updates `residual` in place, returns the next normed input."""
-        own, ops, eps = self._layers[layer], self._ops, self.spec.rms_eps
-        normed = ops.add_rms_norm(own.output(attention), residual, own.post_norm, eps)
-        mlp = own.down(ops.silu_mul(own.gate_up(normed)))
-        return ops.add_rms_norm(mlp, residual, own.next_norm, eps)
+        normed = self.add_attention(layer, self.project(layer, attention), residual)
+        return self.add_mlp(layer, self.mlp(layer, normed), residual)
+
+    # The second half in four, for whoever has to sum up what several shards give
+
+    def project(self, layer: int, attention: Tensor) -> Tensor:
+        """[T, heads * head_dim] -> what the attention adds to the residual."""
+        return self._layers[layer].output(attention)
+
+    def add_attention(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
+        """Adds it to `residual` in place, returns the MLP's input."""
+        norm = self._layers[layer].post_norm
+        return self._ops.add_rms_norm(added, residual, norm, self.spec.rms_eps)
+
+    def mlp(self, layer: int, normed: Tensor) -> Tensor:
+        """What the MLP adds to the residual."""
+        own = self._layers[layer]
+        return own.down(self._ops.silu_mul(own.gate_up(normed)))
+
+    def add_mlp(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
+        """Adds it to `residual` in place, returns the next layer's input."""
+        norm = self._layers[layer].next_norm
+        return self._ops.add_rms_norm(added, residual, norm, self.spec.rms_eps)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Of the last layer's output: [rows, hidden] -> [rows, vocab] float32. Last stage only."""

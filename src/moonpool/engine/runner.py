@@ -25,10 +25,11 @@ from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.rows import plan_rows
 from moonpool.engine.sampler import sample
-from moonpool.engine.slices import INNER, check_layout
+from moonpool.engine.slices import INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
 from moonpool.engine.step import BeforeAttend, LayerDone, SequenceStep, StepResult
+from moonpool.engine.tensor.model import ShardedModel
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Token
 
@@ -45,13 +46,18 @@ class Engine:
         cache: KvCache,
         mirror: Mirror | None = None,
         staggered: bool = False,
+        sharded: ShardedModel | None = None,
     ) -> None:
-        """`staggered`: decodes run as two halves that take turns, see `engine.staggered`."""
+        """`staggered`: decodes run as two halves that take turns, see `engine.staggered`.
+        `sharded`: the model, where it is computed in shards, see `engine.tensor`."""
         self.spec: ModelSpec = model.spec
         self.layout: BlockLayout = cache.layout
         self.ops_name = ops.name
         self.num_blocks = cache.blocks.shape[0]
-        expected = make_layout(model, cache.layout.block_tokens, ops)
+        num_shards = 1 if sharded is None else sharded.num_shards
+        if sharded is not None and sharded.group.num_ranks > 1:
+            self.ops_name = f"{ops.name}, {sharded.group.num_ranks} ranks"
+        expected = make_layout(model, cache.layout.block_tokens, ops, num_shards)
         arithmetic = cache.layout.arithmetic
         if cache.layout != msgspec.structs.replace(expected, arithmetic=arithmetic):
             raise ValueError(
@@ -61,9 +67,13 @@ class Engine:
         self._cache = cache
         self._device = ops.device
         self.mirror = mirror
+        self._model: Model
+        if sharded is not None:
+            self._model = sharded
+            return
         with torch.inference_mode():
             decoder = DecoderModel(model.spec, model.weights, ops)
-            self._model: Model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
+            self._model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
         self,
@@ -129,11 +139,17 @@ class Engine:
         return logits
 
 
-def make_layout(model: LoadedModel, block_tokens: int, ops: Ops | None = None) -> BlockLayout:
-    """The blocks this model fills, named after `ops` if they are to be shared with other engines.
+def make_layout(
+    model: LoadedModel, block_tokens: int, ops: Ops | None = None, num_shards: int = 1
+) -> BlockLayout:
+    """The blocks this model fills, named after `ops` if they are to be shared with other engines,
+    and after the shards in which it is computed: sums over them have other last bits.
 
     Raises `ValueError` where the engine cannot have them.
     """
+    arithmetic = "" if ops is None else ops.arithmetic
+    if arithmetic and num_shards > 1:
+        arithmetic = f"{arithmetic} in {num_shards} shards"
     layout = BlockLayout(
         model_fingerprint=model.fingerprint,
         dtype=model.dtype,
@@ -141,8 +157,8 @@ def make_layout(model: LoadedModel, block_tokens: int, ops: Ops | None = None) -
         num_layers=model.spec.num_layers,
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,
-        inner=INNER if ops is None else ops.inner,
-        arithmetic="" if ops is None else ops.arithmetic,
+        inner=sharded_inner(INNER if ops is None else ops.inner, num_shards),
+        arithmetic=arithmetic,
     )
     check_layout(layout)
     return layout

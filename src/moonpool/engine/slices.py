@@ -8,10 +8,14 @@ dot-product instructions take lanes: K pairs neighbours in head_dim, V neighbour
 
     K [kv_heads][head_dim / pack][block_tokens][pack]
     V [kv_heads][block_tokens / pack][head_dim][pack]
+
+Where a model is computed in shards ("paired-v1/2": in two), a slice is one such slice per shard,
+each with its share of the KV heads, so that a shard's part of it is contiguous.
 """
 
 from __future__ import annotations
 
+import msgspec
 from torch import Tensor
 
 from moonpool.engine.ops import KvCache
@@ -27,9 +31,27 @@ def pack(layout: BlockLayout) -> int:
     return LANE_BYTES // DTYPE_BYTES[layout.dtype]
 
 
+def sharded_inner(inner: str, num_shards: int) -> str:
+    """The name of that order in so many shards."""
+    return inner if num_shards == 1 else f"{inner}/{num_shards}"
+
+
+def shard_cache(cache: KvCache, shard: int, num_shards: int) -> KvCache:
+    """One shard's part of all blocks, shared: to operations, a cache of its own KV heads."""
+    own = msgspec.structs.replace(
+        cache.layout,
+        num_kv_heads=cache.layout.num_kv_heads // num_shards,
+        inner=cache.layout.inner.removesuffix(f"/{num_shards}"),
+    )
+    first = shard * own.slice_elements
+    return KvCache(cache.blocks[:, :, first : first + own.slice_elements], own)
+
+
 def check_layout(layout: BlockLayout) -> None:
     """Refuses, with ValueError, a layout the engine's slices cannot have."""
-    if layout.inner not in (INNER, ROWS_INNER):
+    inner, _, shards = layout.inner.partition("/")
+    divided = shards.isdecimal() and layout.num_kv_heads % int(shards) == 0
+    if inner not in (INNER, ROWS_INNER) or (shards and not divided):
         raise ValueError(f"KVCache layout {layout.inner!r} is unknown here: use {INNER!r}")
     if layout.block_tokens % 16:
         raise ValueError(f"block_tokens is {layout.block_tokens}: make it a multiple of 16")

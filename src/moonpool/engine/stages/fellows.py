@@ -1,4 +1,4 @@
-"""The processes of the other stages: started, wired to each other, and ended.
+"""The processes of the other stages (or ranks): started, wired to each other, and ended.
 
 A stage inherits one end of a socket pair, which makes it ours without a secret, and gets the arena
 and its rings through it as descriptors. When that socket closes, it ends.
@@ -19,6 +19,7 @@ from moonpool.engine.stages.ring import RingSize, create_ring
 from moonpool.engine.stages.wire import (
     FromFirst,
     Inbox,
+    RankSetup,
     StageFailed,
     StageReady,
     StageSetup,
@@ -30,7 +31,7 @@ END_S = 3.0
 
 
 class StageLostError(Exception):
-    """A stage did not come up, or has ended: the instance cannot go on without it."""
+    """A stage or rank did not come up, or has ended: the instance cannot go on without it."""
 
 
 class Fellow:
@@ -80,6 +81,28 @@ class Fellow:
         self.control.close()
 
 
+def start_fellow(
+    name: str,
+    command: Sequence[str],
+    setup: StageSetup | RankSetup,
+    fds: Sequence[int],
+    threads: int,
+) -> Fellow:
+    """A process of `moonpool` that gets its setup, and descriptors, by the socket it inherits."""
+    control, theirs = socket.socketpair()
+    number = str(threads)
+    with theirs:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter
+            [sys.executable, "-m", "moonpool", *command, "--control-fd", str(theirs.fileno())],
+            env=os.environ | {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C is for the head
+        )
+    socket.send_fds(control, [frame(setup)], list(fds))
+    return Fellow(name, process, control)
+
+
 def start_fellows(
     setup: StageSetup,
     stages: Sequence[tuple[range, tuple[int, ...]]],
@@ -94,20 +117,8 @@ def start_fellows(
     first_sock, before_sock = socket.socketpair()
     before_fd = os.dup(first_fd)
     for number, (layers, cores) in enumerate(stages, 2):
-        control, theirs = socket.socketpair()
         name = f"stage {number} of {len(stages) + 1}"
-        command = [sys.executable, "-m", "moonpool", "stage", "--of", owner]
-        command += ["--number", str(number), "--control-fd", str(theirs.fileno())]
-        threads = str(setup.threads)
-        with theirs:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                command,
-                env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the head
-            )
-        fellows.append(Fellow(name, process, control))
+        command = ["stage", "--of", owner, "--number", str(number)]
         fds = [arena_fd, before_fd, before_sock.fileno()]
         last = number == len(stages) + 1
         if not last:
@@ -117,7 +128,7 @@ def start_fellows(
         own = msgspec.structs.replace(
             setup, first_layer=layers.start, end_layer=layers.stop, cores=cores
         )
-        socket.send_fds(control, [frame(own)], fds)
+        fellows.append(start_fellow(name, command, own, fds, setup.threads))
         os.close(before_fd)
         before_sock.close()
         if not last:

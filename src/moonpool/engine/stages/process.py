@@ -47,9 +47,9 @@ log = logging.getLogger("moonpool.stage")
 
 def run_stage(control: socket.socket) -> None:
     """Serves the first stage at the other end of `control` until it is gone."""
-    threading.Thread(target=_end_with, args=(control,), name="watch", daemon=True).start()
+    threading.Thread(target=end_with, args=(control,), name="watch", daemon=True).start()
     try:
-        setup, fds = receive_setup(control, MAX_FDS)
+        setup, fds = receive_setup(control, MAX_FDS, StageSetup)
         try:
             stage = Stage(setup, fds, control)
         except (ValueError, OSError, MemoryError) as error:
@@ -64,7 +64,7 @@ def run_stage(control: socket.socket) -> None:
         return
 
 
-def _end_with(control: socket.socket) -> None:
+def end_with(control: socket.socket) -> None:
     """Ends this process with the first stage, also in the middle of a step."""
     poll = select.poll()
     poll.register(control, select.POLLRDHUP)
@@ -76,7 +76,7 @@ class Stage:
     """Layers of the model over the instance's arena. Raises ValueError and OSError."""
 
     def __init__(self, setup: StageSetup, fds: list[int], control: socket.socket) -> None:
-        _pin(setup.cores)
+        pin(setup.cores)
         torch.set_num_threads(setup.threads)
         model = open_model(setup.model, setup.dtype)
         ops = choose_ops(model.dtype, quantization=setup.quantization)
@@ -85,7 +85,7 @@ class Stage:
             raise ValueError("the stages do not compute alike: are they one installation?")
         size = RingSize(setup.slot_bytes, setup.num_slots)
         arena_fd, *ring_fds = fds
-        self._cache = _map_arena(arena_fd, layout, setup.num_blocks)
+        self._cache = map_arena(arena_fd, layout, setup.num_blocks)
         self._before = RingEnd(ring_fds[0], socket.socket(fileno=ring_fds[1]), size, writes=False)
         self._after: RingEnd | None = None
         if len(ring_fds) > 2:
@@ -136,7 +136,7 @@ class Stage:
         self._control.sendall(frame(answer))
 
 
-def _pin(cores: tuple[int, ...]) -> None:
+def pin(cores: tuple[int, ...]) -> None:
     """This thread, which computes, and those it starts. Where that is refused, nothing is."""
     try:
         if cores:
@@ -145,7 +145,7 @@ def _pin(cores: tuple[int, ...]) -> None:
         log.info("not pinned to cores %s: %s", cores, error.strerror)
 
 
-def _map_arena(fd: int, layout: BlockLayout, num_blocks: int) -> KvCache:
+def map_arena(fd: int, layout: BlockLayout, num_blocks: int) -> KvCache:
     """The same memory as the first stage's; `fd` is closed."""
     try:
         mapping = mmap.mmap(fd, num_blocks * layout.block_bytes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -44,6 +45,23 @@ class StageSetup(Struct, frozen=True, tag=True):
     cores: tuple[int, ...]  # on which it computes; (): any
     slot_bytes: int
     num_slots: int
+
+
+class RankSetup(Struct, frozen=True, tag=True):
+    """What a rank gets in the place of a StageSetup: see `engine.tensor`."""
+
+    model: str
+    dtype: str
+    quantization: Quantization
+    block_tokens: int
+    num_blocks: int
+    fingerprint: bytes  # of the first rank's block layout
+    rank: int
+    num_ranks: int
+    num_shards: int
+    threads: int
+    cores: tuple[int, ...]  # on which it computes; (): any
+    secret: bytes  # by which the ranks know each other
 
 
 class StageReady(Struct, frozen=True, tag=True):
@@ -91,7 +109,7 @@ class StepDone(Struct, frozen=True, tag=True):
     error: str = ""
 
 
-FromFirst = StageSetup | StageStep
+FromFirst = StageSetup | RankSetup | StageStep
 FromOther = StageReady | StageFailed | LayerDone | StepDone
 _TO_OTHER: msgspec.msgpack.Decoder[FromFirst] = msgspec.msgpack.Decoder(FromFirst)
 _TO_FIRST: msgspec.msgpack.Decoder[FromOther] = msgspec.msgpack.Decoder(FromOther)
@@ -102,13 +120,18 @@ def frame(message: FromFirst | FromOther) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def receive_setup(sock: socket.socket, num_fds: int) -> tuple[StageSetup, list[int]]:
+_Setup = TypeVar("_Setup", StageSetup, RankSetup)
+
+
+def receive_setup(
+    sock: socket.socket, num_fds: int, kind: type[_Setup]
+) -> tuple[_Setup, list[int]]:
     """The first frame, and the descriptors that come with it. Raises ConnectionError."""
     head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, num_fds)
     if len(head) != _LENGTH.size:
         raise ConnectionError("the first stage is gone")
     setup = _TO_OTHER.decode(_receive(sock, _length(head)))
-    assert isinstance(setup, StageSetup)
+    assert isinstance(setup, kind)
     return setup, fds
 
 

@@ -1,0 +1,1 @@
+"""One instance as several processes side by side, each with some heads of every layer."""

@@ -1,0 +1,143 @@
+"""Ranks: the tokens, logits and blocks of all shards in one process, bit for bit; one clear end
+when a rank dies or a stranger comes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moonpool.bench.local_server import is_alive
+from moonpool.config import Quantization
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import KvCache, empty_cache
+from moonpool.engine.rows import StepError
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.stages.fellows import StageLostError
+from moonpool.engine.step import Draw, SequenceStep
+from moonpool.engine.tensor.gloo import GlooGroup, create_store
+from moonpool.engine.tensor.group import RankLostError, add_up
+from moonpool.engine.tensor.ranks import RankOptions, Ranks, sharded_engine
+from moonpool.messenger.arena import Arena
+from moonpool.types import RequestId, SamplingParams
+
+MODEL = "random:hidden=64,layers=3,heads=8,kv_heads=4,inter=90,vocab=300,head_dim=16"
+SAMPLED = Draw(SamplingParams(temperature=0.7, seed=3, logprobs=2), (), ())
+NUM_BLOCKS = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Pair:
+    """An engine of ranks over an arena, and one process that computes the same shards over blocks
+    of its own."""
+
+    def __init__(
+        self, num_ranks: int, num_shards: int, dtype: str, quantization: Quantization = "none"
+    ) -> None:
+        model = open_model(MODEL, dtype)
+        ops = choose_ops(dtype, quantization=quantization)
+        layout = make_layout(model, 16, ops, num_shards)
+        self.arena = Arena(layout, NUM_BLOCKS, sealed=False)
+        shape = (NUM_BLOCKS, layout.num_layers, layout.slice_elements)
+        self.own = empty_cache(layout, NUM_BLOCKS)
+        flat = torch.frombuffer(self.arena.buffer, dtype=self.own.blocks.dtype)
+        self.shared = KvCache(flat.view(shape), layout)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        options = RankOptions(num_ranks, num_shards, 1, quantization)
+        self.ranks = Ranks(
+            model, ops, self.shared, self.arena.fd, options, "test", self.lost.put
+        )
+        self.arena.seal()
+        self.several = self.ranks.engine
+        self.one = sharded_engine(model, ops, self.own, num_shards)
+
+    def same_blocks(self, blocks: list[int]) -> bool:
+        kind = torch.int16 if self.own.blocks.itemsize == 2 else torch.int32
+        mine, theirs = self.own.blocks[blocks], self.shared.blocks[blocks]
+        return torch.equal(mine.view(kind), theirs.view(kind))
+
+
+@pytest.fixture(scope="module", params=[(2, 2, "bfloat16"), (4, 4, "float32")])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(*request.param)
+    yield pair
+    pids = pair.ranks.pids
+    pair.ranks.close()
+    assert len(pids) == request.param[0] - 1
+    assert not any(map(is_alive, pids))
+
+
+def steps_of(rng: random.Random, num_prompts: int) -> list[list[SequenceStep]]:
+    """Chunks and single tokens of several sequences, mixed; each in blocks of its own."""
+    lengths = [rng.randrange(1, 150) for _ in range(num_prompts)]
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
+    done = [0] * num_prompts
+    steps = []
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        step = []
+        for i in range(num_prompts):
+            take = min(rng.choice((0, 1, 7, 16, 40)), lengths[i] - done[i])
+            if take:
+                part = prompts[i][done[i] : done[i] + take]
+                draw = SAMPLED if rng.random() < 0.6 else None
+                blocks = list(range(10 * i, 10 * i + 10))
+                step.append(SequenceStep(RequestId(str(i)), part, done[i], blocks, draw))
+                done[i] += take
+        if step:
+            steps.append(step)
+    return steps
+
+
+def test_ranks_have_the_tokens_and_blocks_of_one_process(pair: Pair) -> None:
+    for step in steps_of(random.Random(1), 8):
+        seen: list[int] = []
+        several, one = pair.several.step(step, seen.append), pair.one.step(step)
+        assert several.tokens == one.tokens
+        assert seen == [0, 1, 2]
+    assert pair.same_blocks(list(range(80)))
+
+
+def test_a_layer_is_waited_for_by_all_ranks(pair: Pair) -> None:
+    """The prefix's blocks are filled only when the first rank waits for that layer."""
+    prompt = [(7 * i) % 300 for i in range(40)]
+    step = [SequenceStep(RequestId("a"), prompt, 0, [80, 81, 82], None)]
+    pair.one.step(step)
+    pair.shared.blocks[[80, 81, 82]] = torch.nan
+    waited: list[int] = []
+
+    def before_attend(layer: int) -> tuple[int, ...]:
+        waited.append(layer)
+        pair.shared.blocks[80, layer] = pair.own.blocks[80, layer]
+        pair.shared.blocks[81, layer] = pair.own.blocks[81, layer]
+        return ()
+
+    rest = [SequenceStep(RequestId("a"), prompt[32:], 32, [80, 81, 82], SAMPLED)]
+    assert pair.several.step(rest, None, before_attend).tokens == pair.one.step(rest).tokens
+    assert waited == [0, 1, 2]
+
+
+def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
+    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    with pytest.raises(StepError, match="vocabulary"):
+        pair.several.step([SequenceStep(RequestId("b"), [999], 0, [91], None)])
+    pair.shared.blocks[91] = torch.nan
+    with pytest.raises(ArithmeticError):
+        pair.several.step([SequenceStep(RequestId("b"), [1], 5, [91], SAMPLED)])
+    assert pair.several.step(step).tokens == pair.one.step(step).tokens
