@@ -70,10 +70,9 @@ class ClusterConfig(Struct, frozen=True):
         return self.decode + self.mixed
 
     def num_processes(self, engine: EngineConfig) -> int:
-        """All stages of all instances, and attention workers; at least 1."""
-        prefilling = engine.pipeline_parallel_size * (self.prefill + self.mixed)
-        decoding = engine.decode_pipeline_parallel_size * self.decode
-        return max(prefilling + decoding + self.attention, 1)
+        """All stages and ranks of all instances, and attention workers; at least 1."""
+        instances = sum(engine.degree(role).num_processes for role in self.roles)
+        return max(instances + self.attention, 1)
 
 
 class AttentionConfig(Struct, frozen=True):
@@ -159,11 +158,23 @@ class InstanceConfig(Struct, frozen=True):
     learning: bool = True  # its own check believes steps as they are seen, not as profiled
 
 
+class Degree(Struct, frozen=True):
+    """The processes of one instance: stages in a row, or ranks side by side."""
+
+    num_stages: int = 1
+    num_ranks: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_stages * self.num_ranks
+
+
 class EngineConfig(Struct, frozen=True):
     """`device`: what computes. On "cuda", weights and KVCache are in the memory of the first GPU
     that a worker sees; the arena, which the messenger moves, stays in the host's. "auto" is "cuda"
     if the head sees a GPU. `pipeline_parallel_size`: stages of a prefill or mixed instance, each a
-    process (in a simulation a node) with a share of the layers."""
+    process (in a simulation a node) with a share of the layers. `tensor_parallel_size`: ranks of
+    one, each with a share of every layer."""
 
     chunk_tokens: int = 512
     max_sequences: int = 128
@@ -175,10 +186,18 @@ class EngineConfig(Struct, frozen=True):
     pipeline_parallel_size: int = 1
     decode_pipeline_parallel_size: int = 1  # of a decode instance
 
-    def num_stages(self, role: Role) -> int:
+    tensor_parallel_size: int = 1
+    decode_tensor_parallel_size: int = 1  # of a decode instance
+
+    def degree(self, role: Role) -> Degree:
         if role is Role.DECODE:
-            return self.decode_pipeline_parallel_size
-        return self.pipeline_parallel_size
+            return Degree(self.decode_pipeline_parallel_size, self.decode_tensor_parallel_size)
+        return Degree(self.pipeline_parallel_size, self.tensor_parallel_size)
+
+    @property
+    def num_shards(self) -> int:
+        """In which all instances compute, whatever their ranks, so that they exchange blocks."""
+        return max(self.tensor_parallel_size, self.decode_tensor_parallel_size)
 
 
 class HardwareConfig(Struct, frozen=True):
@@ -351,6 +370,32 @@ def _check_stages(config: Config) -> None:
         config.hardware.nodes_per_prefill == 1 or engine.pipeline_parallel_size == 1,
         "hardware.nodes_per_prefill",
         "1 where engine.pipeline_parallel_size is above 1: each stage is a node",
+    )
+    _check_ranks(config)
+
+
+def _check_ranks(config: Config) -> None:
+    engine = config.engine
+    for name in ("tensor_parallel_size", "decode_tensor_parallel_size"):
+        _require(getattr(engine, name) in (1, 2, 4, 8, 16), f"engine.{name}", "1, 2, 4, 8 or 16")
+    if engine.num_shards == 1:
+        return
+    name = "engine.tensor_parallel_size"
+    if engine.tensor_parallel_size == 1:
+        name = "engine.decode_tensor_parallel_size"
+    pipelines = max(engine.pipeline_parallel_size, engine.decode_pipeline_parallel_size)
+    _require(pipelines == 1, name, "1 where instances have stages (pipeline_parallel_size)")
+    _require(engine.device != "cuda", name, '1 while engine.device is "cuda": ranks are of CPUs')
+    _require(not config.cluster.attention, name, "1 with attention workers (cluster.attention)")
+    _require(
+        config.hardware.nodes_per_prefill == 1,
+        "hardware.nodes_per_prefill",
+        f"1 where {name} is above 1: each rank is a node",
+    )
+    _require(
+        not config.hardware.attention_device,
+        name,
+        "1 with hardware.attention_device: decodes attend on other devices",
     )
 
 

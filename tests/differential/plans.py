@@ -18,6 +18,7 @@ from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.step import SequenceStep
+from moonpool.engine.tensor.ranks import sharded_engine
 from moonpool.types import RequestId
 
 EXACT_OPS = ("reference", "native")
@@ -43,13 +44,23 @@ class Lab:
     """An engine over blocks full of NaN, handed out in random order."""
 
     def __init__(
-        self, model: LoadedModel, ops: Ops, block_tokens: int, num_tokens: int, seed: int = 0
+        self,
+        model: LoadedModel,
+        ops: Ops,
+        block_tokens: int,
+        num_tokens: int,
+        seed: int = 0,
+        num_shards: int = 1,
     ) -> None:
-        layout = make_layout(model, block_tokens)
+        layout = make_layout(model, block_tokens, None, num_shards)
         num_blocks = layout.blocks_for(num_tokens) + 40
         self.cache: KvCache = empty_cache(layout, num_blocks)
         self.cache.blocks.fill_(torch.nan)
-        self.engine = Engine(model, ops, self.cache)
+        self.engine = (
+            Engine(model, ops, self.cache)
+            if num_shards == 1
+            else sharded_engine(model, ops, self.cache, num_shards)
+        )
         self.rng = random.Random(seed)
         self._free = list(range(num_blocks))
         self.rng.shuffle(self._free)

@@ -107,8 +107,9 @@ def _theirs(model: Any) -> Tensor:
     return model(torch.tensor([PROMPT])).logits[0, [n - 1 for n in LENGTHS]].float()
 
 
-def _ours(folder: Path, dtype: str, ops_name: str) -> tuple[Lab, Tensor]:
-    lab = Lab(open_model(str(folder), dtype), make_ops(ops_name), 16, 1000)
+def _ours(folder: Path, dtype: str, ops_name: str, num_shards: int = 1) -> tuple[Lab, Tensor]:
+    model = open_model(str(folder), dtype)
+    lab = Lab(model, make_ops(ops_name), 16, 1000, num_shards=num_shards)
     steps = [
         SequenceStep(RequestId(str(n)), PROMPT[:n], 0, lab.take_blocks(n), None) for n in LENGTHS
     ]

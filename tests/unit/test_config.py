@@ -57,6 +57,23 @@ def test_tables_and_overrides() -> None:
             "[engine]\npipeline_parallel_size = 2\n[hardware]\nnodes_per_prefill = 2",
             "each stage is a node",
         ),
+        ("[engine]\ntensor_parallel_size = 3", "engine.tensor_parallel_size must be 1, 2, 4, 8"),
+        (
+            '[engine]\ndevice = "cuda"\ndecode_tensor_parallel_size = 2',
+            "engine.decode_tensor_parallel_size must be 1 while engine.device",
+        ),
+        (
+            "[engine]\ntensor_parallel_size = 2\ndecode_pipeline_parallel_size = 2",
+            "engine.tensor_parallel_size must be 1 where instances have stages",
+        ),
+        (
+            "[cluster]\nattention = 1\n[engine]\ntensor_parallel_size = 2",
+            "engine.tensor_parallel_size must be 1 with attention workers",
+        ),
+        (
+            "[engine]\ntensor_parallel_size = 2\n[hardware]\nnodes_per_prefill = 2",
+            "each rank is a node",
+        ),
         ("[conductor]\nkvcache_balancing_threshold = 0.5", "kvcache_balancing_threshold must be"),
     ],
 )

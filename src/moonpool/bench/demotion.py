@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from moonpool.config import (
+    Degree,
     EngineConfig,
     ModelConfig,
     MooncakeConfig,
@@ -220,7 +221,15 @@ class _Bench:
         lost: list[str] = []  # of its stages: there is one, which is this process
         try:
             self._booted: BootedInstance = boot_instance(
-                setup, Role.MIXED, name, "127.0.0.1", secret, post, 1, lost.append, CoreShare()
+                setup,
+                Role.MIXED,
+                name,
+                "127.0.0.1",
+                secret,
+                post,
+                Degree(),
+                lost.append,
+                CoreShare(),
             )
         except BootError as error:
             raise DemotionBenchError(str(error)) from None

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from moonpool.cli.attention import attention
+from moonpool.cli.bench_tensor import tensor
 from moonpool.cli.capacity import capacity
 from moonpool.cli.live import agreement, colocated, overload, peers_live
 from moonpool.cli.origin import origin
@@ -30,6 +31,7 @@ bench.add_command(agreement)
 bench.add_command(overload)
 bench.add_command(colocated)
 bench.add_command(peers_live)
+bench.add_command(tensor)
 
 
 @bench.command()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 
 import click
 
 from moonpool.cli.output import set_up_logging
-from moonpool.cli.worker import GIL_INTERVAL_S
+from moonpool.runtime.settle import settle_threads
 
 
 @click.command(hidden=True)
@@ -19,7 +18,7 @@ from moonpool.cli.worker import GIL_INTERVAL_S
 def rank(owner: str, number: int, control_fd: int) -> None:
     """One rank of a tensor-parallel instance; started by its worker."""
     set_up_logging(f"{owner}/rank-{number}")
-    sys.setswitchinterval(GIL_INTERVAL_S)
+    settle_threads()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends it
     from moonpool.engine.tensor.process import run_rank
 

@@ -66,6 +66,8 @@ FLAG_KEYS = {
     "threads": ("engine", "threads"),
     "pipeline_parallel_size": ("engine", "pipeline_parallel_size"),
     "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
+    "tensor_parallel_size": ("engine", "tensor_parallel_size"),
+    "decode_tensor_parallel_size": ("engine", "decode_tensor_parallel_size"),
     "pinning": ("engine", "pinning"),
     "device": ("engine", "device"),
     "host": ("api", "host"),
@@ -84,6 +86,34 @@ PARTITION_OPTION = click.option(
     help="What each attention worker of an instance keeps: whole requests (default), its heads of"
     " all, or token ranges of long ones.",
 )
+
+
+def _engine_options() -> list[Any]:
+    """On how many processes, threads and cores an instance computes."""
+    return [
+        click.option(
+            "--threads", type=int, help="CPU threads per process (default: the cores, divided)."
+        ),
+        click.option(
+            "--pipeline-parallel-size",
+            type=int,
+            help="Processes, each with a share of the layers, of a prefill or mixed instance.",
+        ),
+        click.option(
+            "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
+        ),
+        click.option(
+            "--tensor-parallel-size",
+            type=int,
+            help="Processes, each with a share of every layer, of a prefill or mixed instance.",
+        ),
+        click.option(
+            "--decode-tensor-parallel-size", type=int, help="The same of a decode instance."
+        ),
+        PARTITION_OPTION,
+        click.option("--pinning", type=click.Choice(choices(Pinning)), help="Of engines to cores."),
+        click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
+    ]
 
 
 def config_options(command: Any) -> Any:
@@ -162,20 +192,7 @@ def _how_it_is_served() -> list[Any]:
         ),
         click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
         click.option("--max-num-seqs", type=int, help="Requests of one step."),
-        click.option(
-            "--threads", type=int, help="CPU threads per process (default: the cores, divided)."
-        ),
-        click.option(
-            "--pipeline-parallel-size",
-            type=int,
-            help="Processes, each with a share of the layers, of a prefill or mixed instance.",
-        ),
-        click.option(
-            "--decode-pipeline-parallel-size", type=int, help="The same of a decode instance."
-        ),
-        PARTITION_OPTION,
-        click.option("--pinning", type=click.Choice(choices(Pinning)), help="Of engines to cores."),
-        click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
+        *_engine_options(),
         click.option("--host", help="Address of the HTTP API."),
         click.option("--port", type=int, help="Port of the HTTP API."),
         click.option("--api-key", multiple=True, help="Accepted bearer key; one tenant each."),

@@ -69,6 +69,8 @@ FLAG_KEYS: FlagKeys = {
     "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
     "pipeline_parallel_size": ("engine", "pipeline_parallel_size"),
     "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
+    "tensor_parallel_size": ("engine", "tensor_parallel_size"),
+    "decode_tensor_parallel_size": ("engine", "decode_tensor_parallel_size"),
     "parallelism": ("hardware", "parallelism"),
     "decode_device": ("hardware", "decode_device"),
     "decode_devices_per_node": ("hardware", "decode_devices_per_node"),
@@ -130,6 +132,12 @@ def _hardware_options() -> list[Any]:
             help="Stages of a prefill or mixed instance, a node each.",
         ),
         click.option("--decode-pipeline-parallel-size", type=int, help="Of a decode instance."),
+        click.option(
+            "--tensor-parallel-size",
+            type=int,
+            help="Ranks of a prefill or mixed instance, a node each.",
+        ),
+        click.option("--decode-tensor-parallel-size", type=int, help="Of a decode instance."),
         click.option(
             "--catalogue",
             "catalogue_file",

@@ -55,6 +55,12 @@ def cluster_secret() -> bytes:
     help="Processes, each with a share of the layers (default: as the head says).",
 )
 @click.option(
+    "--tensor-parallel-size",
+    "num_ranks",
+    type=click.IntRange(1, 16),
+    help="Processes, each with a share of every layer (default: as the head says).",
+)
+@click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0, max=3600),
     default=25.0,
@@ -70,6 +76,7 @@ def worker(
     name: str | None,
     host: str | None,
     num_stages: int | None,
+    num_ranks: int | None,
     drain_seconds: float,
     cores: str,
     other_cores: str,
@@ -97,7 +104,8 @@ def worker(
         if role == ATTENTION:
             this = AttentionWorker(InstanceId(name), machine, host, secret)
         else:
-            this = Worker(Role(role), InstanceId(name), machine, host, secret, share, num_stages)
+            me = (Role(role), InstanceId(name), machine, host, secret, share)
+            this = Worker(*me, num_stages, num_ranks)
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

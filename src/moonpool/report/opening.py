@@ -40,7 +40,7 @@ def cluster_words(config: Config) -> str:
         node += f" ({kind}: {group} such nodes, {grouped.parallelism.upper()})"
     decode = decode_nodes(config)
     if cluster.decode and decode.nodes_per_prefill > 1:
-        node += f" (decode: {decode.nodes_per_prefill} such nodes, CPP)"
+        node += f" (decode: {decode.nodes_per_prefill} such nodes, {decode.parallelism.upper()})"
     if cluster.decode and (decode.device, decode.devices_per_node) != (
         hardware.device,
         hardware.devices_per_node,

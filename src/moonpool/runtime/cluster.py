@@ -198,7 +198,8 @@ def _shares(config: Config) -> list[CoreShare]:
     if config.engine.pinning == "off" or config.engine.device != "cpu" or config.cluster.attention:
         return []
     threads = _threads(config)
-    wanted = [threads * config.engine.num_stages(role) for role in config.cluster.roles]
+    degrees = [config.engine.degree(role) for role in config.cluster.roles]
+    wanted = [threads * degree.num_processes for degree in degrees]
     shares = share_cores(read_cores(), wanted, usable_cores())
     if config.engine.pinning == "auto" and any(set(s.engine) & set(s.others) for s in shares):
         return []  # head and messengers would take turns with a thread that may not move away

@@ -11,6 +11,7 @@ import torch
 
 from moonpool.attention.remote_ops import AttentionLostError
 from moonpool.engine.runner import Engine
+from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.messenger import Messenger
@@ -89,6 +90,8 @@ class EngineThread:
             step, gates = order
             try:
                 outcome: StepEnded | StepFailed = self._compute(step, gates)
+            except StageLostError:
+                return  # the instance ends with its rank; the engine has told its owner
             except AttentionLostError as error:
                 assert isinstance(self._messenger, Offload), "only its steps need such workers"
                 arena = self._messenger.arena_of(error.worker)

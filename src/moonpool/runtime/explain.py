@@ -109,6 +109,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         "host": info.host,
         "pid": info.pid,
         "stages": info.num_stages,
+        "ranks": info.num_ranks,
         "incarnation": str(info.incarnation),
         "address": f"{info.address.tcp_host}:{info.address.tcp_port}",
         "queued_prefills": len(state.prefills),

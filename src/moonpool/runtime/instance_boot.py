@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from moonpool.attention.client import AttentionError
-from moonpool.config import InstanceConfig
+from moonpool.config import Degree, InstanceConfig
 from moonpool.cost.belief import pipelined
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import LoadedModel, open_model
@@ -26,6 +26,7 @@ from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.sampler import NonFiniteLogitsError
 from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
+from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
@@ -76,6 +77,7 @@ class BootedInstance:
     store: TierStore | None = None
     store_error: str = ""  # why there is none, though one was asked for
     store_name: str = ""  # of the one that was
+    ranks: Ranks | None = None  # the engine's others, if it has any
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
@@ -90,6 +92,7 @@ class BootedInstance:
             host=host,
             chunk_tokens=self.instance.config.chunk_tokens,
             num_stages=self.instance.config.micro_batches,
+            num_ranks=1 if self.ranks is None else 1 + len(self.ranks.pids),
             largest_blocks=min(self.instance.pool.largest, self.instance.num_blocks),
         )
 
@@ -122,6 +125,8 @@ class BootedInstance:
     def close(self) -> None:
         if isinstance(self.engine, PipelineEngine):
             self.engine.close()
+        if self.ranks is not None:
+            self.ranks.close()
         self.messenger.close()
         if self.store is not None:
             self.store.close()
@@ -135,32 +140,18 @@ def boot_instance(
     listen_host: str,
     secret: bytes,
     post: Callable[[Event], None],
-    num_stages: int,
+    degree: Degree,
     on_lost: Callable[[str], None],
     share: CoreShare,
 ) -> BootedInstance:
     """Takes seconds: loads weights, allocates, measures. `on_lost` is called, from a thread, with
-    why the instance cannot go on, if one of several stages ends. Raises BootError."""
-    threads = _settle_threads(setup, num_stages, share)
-    parts: OffloadedParts | None = None
+    why the instance cannot go on, if one of several processes ends. Raises BootError."""
+    threads = _settle_threads(setup, degree, share)
+    built = _build(setup, (degree, threads, share), instance_id, secret, on_lost)
+    model, arena, engine, parts = built.model, built.arena, built.engine, built.parts
+    layout = arena.layout
     try:
-        model = open_model(setup.model.name, setup.model.dtype)
-        check_device(setup.engine.device)
-        engine: Engine | PipelineEngine
-        if setup.attention:
-            parts = gather_crew(setup, model, instance_id, secret, threads)
-            arena, engine = parts.arena, parts.engine
-        else:
-            stages = (num_stages, threads, share)
-            arena, engine = _own_engine(setup, model, stages, instance_id, on_lost)
-        layout = arena.layout
-    except (ArenaError, AttentionError, StageLostError, ValueError) as error:
-        # a model's errors are ValueErrors
-        raise BootError(str(error)) from None
-    except RuntimeError as error:
-        raise _in_one_line(error) from None
-    try:
-        cost = _measured_cost(engine, threads, num_stages, parts)
+        cost = _measured_cost(engine, threads, degree.num_stages, parts)
     except NonFiniteLogitsError as error:
         raise BootError(f"weights or config.json are damaged: {error}") from None
     pin_thread(share.others)  # and so all threads that are started from here on
@@ -191,13 +182,50 @@ def boot_instance(
         messenger=messenger if parts is None else parts.offload,
         address=address,
         cost=cost,
-        instance=_state_machine(setup, arena, role, cost, eos, store, num_stages, engine, parts),
+        instance=_state_machine(
+            setup, arena, role, cost, eos, store, degree.num_stages, engine, parts
+        ),
         eos_token_ids=eos,
         threads=threads,
         store=store,
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
+        ranks=built.ranks,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """What computes, and in which memory."""
+
+    model: LoadedModel
+    arena: Arena
+    engine: Engine | PipelineEngine
+    ranks: Ranks | None = None
+    parts: OffloadedParts | None = None  # where others hold the blocks
+
+
+def _build(
+    setup: Setup,
+    processes: tuple[Degree, int, CoreShare],
+    instance_id: InstanceId,
+    secret: bytes,
+    on_lost: Callable[[str], None],
+) -> _Built:
+    """An engine of such processes, with so many threads each, on these cores. Raises BootError."""
+    try:
+        model = open_model(setup.model.name, setup.model.dtype)
+        check_device(setup.engine.device)
+        check_ranks(model, processes[0].num_ranks, setup.engine.num_shards)
+        if setup.attention:
+            parts = gather_crew(setup, model, instance_id, secret, processes[1])
+            return _Built(model, parts.arena, parts.engine, parts=parts)
+        return _own_engine(setup, model, processes, instance_id, on_lost)
+    except (ArenaError, AttentionError, StageLostError, ValueError) as error:
+        # a model's errors are ValueErrors
+        raise BootError(str(error)) from None
+    except RuntimeError as error:
+        raise _in_one_line(error) from None
 
 
 def _in_one_line(error: RuntimeError) -> Exception:
@@ -219,10 +247,12 @@ def _stage_options(setup: Setup, num_stages: int, threads: int, share: CoreShare
     return options
 
 
-def _settle_threads(setup: Setup, num_stages: int, share: CoreShare) -> int:
+def _settle_threads(setup: Setup, degree: Degree, share: CoreShare) -> int:
     """Of one process of the engine. The caller's thread computes with as many and on the cores of
     the engine's: what is measured now is what will be done there."""
-    fair = len(share.engine) // num_stages or max(1, usable_cores() // setup.num_processes)
+    fair = len(share.engine) // degree.num_processes or max(
+        1, usable_cores() // setup.num_processes
+    )
     threads = setup.engine.threads or fair
     pin_thread(share.engine)
     torch.set_num_threads(threads)
@@ -337,24 +367,39 @@ def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
 def _own_engine(
     setup: Setup,
     model: LoadedModel,
-    stages: tuple[int, int, CoreShare],
+    processes: tuple[Degree, int, CoreShare],
     instance_id: InstanceId,
     on_lost: Callable[[str], None],
-) -> tuple[Arena, Engine | PipelineEngine]:
-    """An arena in this process, and what computes in it: so many stages, with so many threads each,
-    on these cores. Raises what its parts raise."""
+) -> _Built:
+    """An arena in this process, and what computes in it. Raises what its parts raise."""
+    degree, threads, share = processes
+    num_shards = setup.engine.num_shards
+    if degree.num_ranks > 1 and degree.num_stages > 1:
+        raise BootError("ranks have no stages: use --pipeline-parallel-size 1")
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
-    layout = make_layout(model, setup.pool.block_tokens, ops)
-    several, nixl = stages[0] > 1, setup.network.nixl
+    layout = make_layout(model, setup.pool.block_tokens, ops, num_shards)
+    several, nixl = degree.num_processes > 1, setup.network.nixl
     arena = Arena(layout, _num_blocks(setup, layout, model), sealed=not several and not nixl)
     cache = _cache_over(arena, layout)
     if not several:
-        return arena, _engine(model, ops, cache)
-    options = _stage_options(setup, *stages)
-    engine = PipelineEngine(model, ops, cache, arena.fd, options, instance_id, on_lost)
+        if num_shards > 1:
+            return _Built(model, arena, sharded_engine(model, ops, cache, num_shards))
+        return _Built(model, arena, _engine(model, ops, cache))
+    engine: Engine | PipelineEngine
+    ranks: Ranks | None = None
+    if degree.num_ranks > 1:
+        options = RankOptions(
+            degree.num_ranks, num_shards, threads, setup.model.quantization, share.engine
+        )
+        pin_thread(options.cores_of(0))
+        ranks = Ranks(model, ops, cache, arena.fd, options, instance_id, on_lost)
+        engine = ranks.engine
+    else:
+        stages = _stage_options(setup, degree.num_stages, threads, share)
+        engine = PipelineEngine(model, ops, cache, arena.fd, stages, instance_id, on_lost)
     if not nixl:
-        arena.seal()  # all stages have mapped it; a courier seals it when it has
-    return arena, engine
+        arena.seal()  # all processes have mapped it; a courier seals it when it has
+    return _Built(model, arena, engine, ranks)
 
 
 def _measured_cost(

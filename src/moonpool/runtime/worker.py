@@ -14,6 +14,7 @@ import time
 
 import msgspec
 
+from moonpool.config import Degree
 from moonpool.engine.stages.pipeline import PipelineEngine
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import CoreShare
@@ -75,10 +76,12 @@ class Worker:
         secret: bytes,
         share: CoreShare,
         num_stages: int | None = None,
+        num_ranks: int | None = None,
     ) -> None:
-        """`num_stages`: other than the head's configuration has it for the role."""
+        """`num_stages`, `num_ranks`: other than the head's configuration has it for the role."""
         self.role = role
         self._num_stages = num_stages
+        self._num_ranks = num_ranks
         self._share = share
         self.instance_id = instance_id
         self._machine = machine
@@ -183,7 +186,7 @@ class Worker:
                 self._listen_host,
                 self._secret,
                 self._from_thread,
-                self._num_stages or setup.engine.num_stages(self.role),
+                self._degree(setup),
                 self._on_stage_lost,
                 self._share,
             )
@@ -194,6 +197,10 @@ class Worker:
             self._fail(f"an unexpected {type(error).__name__}: {error}")
         return None
 
+    def _degree(self, setup: Setup) -> Degree:
+        usual = setup.engine.degree(self.role)
+        return Degree(self._num_stages or usual.num_stages, self._num_ranks or usual.num_ranks)
+
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
         # Its attention workers may be others by the time a head comes back.
         self._setup = msgspec.structs.replace(setup, attention=())
@@ -203,7 +210,8 @@ class Worker:
             assert isinstance(messenger, Messenger), "stages have an arena of their own"
             self._engine = PipelineThread(engine, messenger, eos, threads, post)
         else:
-            self._engine = EngineThread(engine, messenger, eos, threads, post, self._share.engine)
+            cores = self._share.engine if booted.ranks is None else booted.ranks.cores
+            self._engine = EngineThread(engine, messenger, eos, threads, post, cores)
         self._engine.start()
         patience_s = OFFLOADED_PATIENCE_S if isinstance(messenger, Offload) else PATIENCE_S
         num_stages = booted.instance.config.micro_batches
@@ -217,11 +225,11 @@ class Worker:
         self._link.fail(message, "it cannot start")
 
     def _on_stage_lost(self, message: str) -> None:
-        """From any thread: an instance without one of its stages is no instance."""
+        """From any thread: an instance without one of its stages or ranks is no instance."""
 
         def end() -> None:
             if not self._link.stopping:
-                self._link.fail(f"{message}; the instance ends with it", "a stage is lost")
+                self._link.fail(f"{message}; the instance ends with it", "a part is lost")
 
         try:
             self._loop.call_soon_threadsafe(end)

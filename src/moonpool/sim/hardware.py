@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from moonpool.config import Config, ConfigError, HardwareConfig
+from moonpool.config import Config, ConfigError, Degree, HardwareConfig
 from moonpool.cost.belief import fit_belief, scaled
 from moonpool.cost.catalogue import BUILT_IN, Catalogue
 from moonpool.cost.fitted import DecodeSpread, FittedCost
@@ -88,7 +88,7 @@ def build_hardware(
     if config.conductor.role_balance == "switch" and most_nodes > 1:
         raise ConfigError(
             'conductor.role_balance "switch" cannot be simulated with instances of several'
-            ' stages: their nodes would change, too; use "advise"'
+            ' stages or ranks: their nodes would change, too; use "advise"'
         )
     node = open_node(grouped, profile, catalogue)
     decoder = open_node(decoding_nodes, profile, catalogue)
@@ -115,12 +115,12 @@ def build_hardware(
 
 def prefill_nodes(config: Config) -> HardwareConfig:
     """That of the nodes on which prefill and mixed instances run, and how many form one: a stage
-    is a node. They attend by themselves."""
+    or rank is a node. They attend by themselves."""
     hardware = structs.replace(config.hardware, attention_device="", attention_devices_per_node=0)
-    stages = config.engine.pipeline_parallel_size
-    if stages == 1:
+    degree = config.engine.degree(Role.PREFILL)
+    if degree.num_processes == 1:
         return hardware
-    return structs.replace(hardware, nodes_per_prefill=stages, parallelism="cpp")
+    return _joined(hardware, degree)
 
 
 def attention_workers(config: Config) -> int:
@@ -152,12 +152,19 @@ def decode_nodes(config: Config) -> HardwareConfig:
     """The same of decode instances. An attention worker is a node of as many devices as
     `attention_devices_per_node` says, or else like those that hold the weights."""
     hardware = _with_attention_nodes(config)
-    return structs.replace(
+    hardware = structs.replace(
         hardware,
         device=hardware.decode_device or hardware.device,
         devices_per_node=hardware.decode_devices_per_node or hardware.devices_per_node,
-        nodes_per_prefill=config.engine.decode_pipeline_parallel_size,
-        parallelism="cpp",
+    )
+    return _joined(hardware, config.engine.degree(Role.DECODE))
+
+
+def _joined(hardware: HardwareConfig, degree: Degree) -> HardwareConfig:
+    return structs.replace(
+        hardware,
+        nodes_per_prefill=degree.num_processes,
+        parallelism="tp" if degree.num_ranks > 1 else "cpp",
     )
 
 

@@ -164,6 +164,7 @@ class InstanceInfo(Struct, frozen=True):
     engine_tokens: int = 0  # of KVCache that the engine's own memory holds; 0: all of the pool
     chunk_tokens: int = 0  # the most that one step takes of prompts; 0: unknown
     num_stages: int = 1  # a step of decodes has an even share of all that decode
+    num_ranks: int = 1  # that share out every layer
     largest_blocks: int = 0  # that one request can have, where that is not all; 0: all
 
 

@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moonpool.bench.local_server import is_alive
 from moonpool.config import Quantization
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, empty_cache
 from moonpool.engine.rows import StepError
-from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.runner import choose_ops, make_layout
 from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.engine.tensor.gloo import GlooGroup, create_store
 from moonpool.engine.tensor.group import RankLostError, add_up
-from moonpool.engine.tensor.ranks import RankOptions, Ranks, sharded_engine
+from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
 from moonpool.messenger.arena import Arena
 from moonpool.types import RequestId, SamplingParams
 
@@ -61,9 +60,7 @@ class Pair:
         self.shared = KvCache(flat.view(shape), layout)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         options = RankOptions(num_ranks, num_shards, 1, quantization)
-        self.ranks = Ranks(
-            model, ops, self.shared, self.arena.fd, options, "test", self.lost.put
-        )
+        self.ranks = Ranks(model, ops, self.shared, self.arena.fd, options, "test", self.lost.put)
         self.arena.seal()
         self.several = self.ranks.engine
         self.one = sharded_engine(model, ops, self.own, num_shards)
@@ -141,3 +138,98 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
     with pytest.raises(ArithmeticError):
         pair.several.step([SequenceStep(RequestId("b"), [1], 5, [91], SAMPLED)])
     assert pair.several.step(step).tokens == pair.one.step(step).tokens
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_two_ranks_of_four_shards_are_those_of_one_process(quantization: Quantization) -> None:
+    pair = Pair(2, 4, "bfloat16", quantization)
+    for step in steps_of(random.Random(2), 3):
+        assert pair.several.step(step).tokens == pair.one.step(step).tokens
+    assert pair.same_blocks(list(range(30)))
+    pair.ranks.close()
+
+
+def test_a_lost_rank_ends_what_runs_and_is_told_once() -> None:
+    pair = Pair(2, 2, "bfloat16")
+    (pid,) = pair.ranks.pids
+    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    assert pair.several.step(step).tokens == pair.one.step(step).tokens
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(StageLostError):
+        pair.several.step(step)
+    assert "rank 2 of 2" in pair.lost.get(timeout=10)
+    with pytest.raises(StageLostError):
+        pair.several.step(step)
+    pair.ranks.close()
+    assert pair.lost.empty()
+
+
+def test_a_step_that_fails_midway_ends_the_ranks() -> None:
+    """The others wait in the middle of the layers: they cannot be told to go on elsewhere."""
+    pair = Pair(2, 2, "bfloat16")
+
+    def broken(layer: int) -> None:
+        raise OSError("no room")
+
+    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    with pytest.raises(StageLostError, match="no room"):
+        pair.several.step(step, broken)
+    assert "a step failed: OSError: no room" in pair.lost.get(timeout=10)
+    pair.ranks.close()
+
+
+def test_strangers_who_come_later_disturb_nobody() -> None:
+    """Ports on which ranks found each other take connections, and nothing from them."""
+    before = listening()
+    pair = Pair(2, 2, "bfloat16")
+    strangers = [socket.create_connection(("127.0.0.1", port)) for port in listening() - before]
+    for stranger in strangers:
+        stranger.sendall(bytes(4096))
+    for step in steps_of(random.Random(3), 2):
+        assert pair.several.step(step).tokens == pair.one.step(step).tokens
+    for stranger in strangers:
+        stranger.close()
+    assert pair.lost.empty()
+    pair.ranks.close()
+
+
+def listening() -> set[int]:
+    """TCP ports that somebody listens at; all of them must be of the loopback interface."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(line[1].partition(":")[2], 16) for line in lines if line[3] == "0A"}
+
+
+def test_a_rank_without_the_secret_is_found_out() -> None:
+    store = create_store()
+    outcomes: list[Any] = []
+
+    def join(rank: int, secret: bytes) -> None:
+        try:
+            outcomes.append(GlooGroup(store, rank, 2, secret))
+        except RankLostError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=join, args=(i, bytes([i]) * 32)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert outcomes == ["somebody else has connected in a rank's place"] * 2
+
+
+def test_a_model_that_cannot_be_shared_out_says_so() -> None:
+    model, ops = open_model(MODEL, "float32"), choose_ops("float32")
+    cache = empty_cache(make_layout(model, 16, ops), 4)
+    with pytest.raises(ValueError, match=r"4 KV heads.*use --tensor-parallel-size 4 or less"):
+        sharded_engine(model, ops, cache, 8)
+    with pytest.raises(ValueError, match=r"blocks are of 2 shards.*use --tensor-parallel-size 2"):
+        check_ranks(model, 4, 2)
+
+
+def test_the_sum_of_a_branch_is_a_branch_of_the_sum() -> None:
+    parts = [torch.randn(7, 33).bfloat16() for _ in range(8)]
+    whole = add_up([part.clone() for part in parts])
+    halves = [add_up([part.clone() for part in half]) for half in (parts[:4], parts[4:])]
+    assert torch.equal(add_up(halves), whole)
+    assert not torch.equal(sum(parts[1:], parts[0].clone()), whole)

@@ -62,6 +62,19 @@ def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() ->
         build_hardware(switching)
 
 
+def test_ranks_are_nodes_that_share_out_every_layer() -> None:
+    """The same keys as of a live instance; what they send each other is in every step."""
+    engine = {"tensor_parallel_size": 4, "decode_tensor_parallel_size": 2}
+    hardware = {"cost": "roofline", "device": "H100-SXM"}
+    sharded = build_hardware(parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS))
+    grouped = build_hardware(config(device="H100-SXM", nodes_per_prefill=4, parallelism="tp"))
+    assert sizes(sharded.prefill) == sizes(grouped.prefill)
+    assert [n.truth.num_stages for n in (sharded.prefill, sharded.decode)] == [1, 1]
+    one, two = (h.decode.truth.step_s((), 64, 64 * 4096) for h in (grouped, sharded))
+    assert two > 0.5 * one
+    assert sharded.decode.engine_tokens == 2 * grouped.decode.engine_tokens
+
+
 def test_the_same_named_twice_is_one_kind() -> None:
     named = build_hardware(config(device="H20", decode_device="H20"))
     assert sizes(named.decode) == sizes(build_hardware(config(device="H20")).decode)

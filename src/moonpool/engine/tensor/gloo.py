@@ -15,10 +15,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moonpool.engine.tensor.group import RankLostError, add_up
 
@@ -34,19 +36,22 @@ def create_store() -> int:
 
 
 class GlooGroup:
-    """All ranks must make theirs at the same time. Raises RankLostError, also if one of the ranks
-    does not know `secret`."""
+    """All ranks must make theirs at the same time. `store_fd` is taken over and never closed: the
+    store writes there once more when it is freed, whoever has that number then. Raises
+    RankLostError, also if one of the ranks does not know `secret`."""
 
     def __init__(self, store_fd: int, rank: int, num_ranks: int, secret: bytes) -> None:
         self.num_ranks = num_ranks
         self.waited_s = 0.0  # in all sums: the others' time and the transport's
         self._rank = rank
-        options = dist.ProcessGroupGloo._Options()
+        # A group of our own, not torch's one per process; its stubs lack half of it.
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=SILENCE_S)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
         try:
-            store = dist.FileStore(f"/proc/self/fd/{store_fd}", num_ranks)
-            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, options)
+            store = FileStore(f"/proc/self/fd/{store_fd}", num_ranks)
+            self._group = gloo(store, rank, num_ranks, options)
         except RuntimeError as error:
             raise RankLostError(f"the ranks do not find each other: {_line(error)}") from None
         self._prove(secret)

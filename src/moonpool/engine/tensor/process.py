@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import socket
 import threading
 
@@ -56,7 +55,7 @@ def run_rank(control: socket.socket) -> None:
 
 
 class _Rank:
-    """Says that it is ready before it meets the others. Raises ValueError, OSError, RankLostError."""
+    """Is ready before it meets the others. Raises ValueError, OSError, RankLostError."""
 
     def __init__(self, setup: RankSetup, fds: list[int], control: socket.socket) -> None:
         pin(setup.cores)
@@ -73,7 +72,6 @@ class _Rank:
             shards = load_shards(model.spec, model.weights, ops, own, setup.num_shards)
         control.sendall(frame(StageReady()))
         group = GlooGroup(store_fd, setup.rank, setup.num_ranks, setup.secret)
-        os.close(store_fd)
         self._model = ShardedModel(shards, own, setup.num_shards, group)
 
     def run(self, step: StageStep) -> None:

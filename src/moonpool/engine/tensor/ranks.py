@@ -6,10 +6,10 @@ messenger and the disk know nothing of ranks. Never decides what runs.
 
 from __future__ import annotations
 
-import os
 import secrets
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
 from moonpool.engine.runner import Engine
 from moonpool.engine.spec import ModelError
-from moonpool.engine.stages.fellows import Fellow, start_fellow
+from moonpool.engine.stages.fellows import END_S, Fellow, start_fellow
 from moonpool.engine.stages.wire import RankSetup, pack_step
 from moonpool.engine.tensor.gloo import GlooGroup, create_store
 from moonpool.engine.tensor.group import Alone, RankLostError
@@ -71,9 +71,9 @@ def sharded_engine(model: LoadedModel, ops: Ops, cache: KvCache, num_shards: int
 
 
 class Ranks:
-    """To be made before anybody seals the arena behind `cache` and `arena_fd`. `engine` is rank 0's,
-    whose steps all ranks compute. `on_lost` is called once, from a thread, if a rank ends that
-    should not. Raises ValueError, StageLostError."""
+    """To be made before anybody seals the arena behind `cache` and `arena_fd`. All ranks compute
+    the steps of `engine`, which is the first one's. `on_lost` is called once, from a thread, if a
+    rank ends that should not. Raises ValueError, StageLostError."""
 
     def __init__(
         self,
@@ -108,7 +108,6 @@ class Ranks:
             for fellow in self._fellows:
                 fellow.wait_until_ready()
             self.group = GlooGroup(store_fd, 0, options.num_ranks, secret)
-            os.close(store_fd)
             sharded = ShardedModel(
                 shards, own, options.num_shards, self.group, self._announce, self._give_up
             )
@@ -129,8 +128,9 @@ class Ranks:
         with self._lock:
             self._closing = True
         self._hang_up()
+        by_s = time.monotonic() + END_S
         for fellow in self._fellows:
-            fellow.end()
+            fellow.end(by_s)
 
     def _announce(self, meta: StepMeta, wanted: Tensor | None) -> None:
         step = pack_step(self._number, meta, announced=False)
@@ -183,5 +183,3 @@ def _setup(
         cores=options.cores_of(rank),
         secret=secret,
     )
-
-

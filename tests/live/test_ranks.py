@@ -1,0 +1,103 @@
+"""Instances whose processes share out every layer: right answers, whatever the degrees, and none of
+the processes outlives another."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
+
+PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes that the instance `pid` has started."""
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(parent) == pid and b"rank" in command:
+            children.append(int(folder.name))
+    return children
+
+
+def ask(client: httpx.Client, prompt: list[int]) -> Any:
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.9, "seed": 3, "logprobs": 1}
+    return client.post("/v1/completions", json=body).json()["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def reverse() -> Iterator[LocalServer]:
+    """One rank prefills and two decode; another such instance goes on if that one ends."""
+    args = [MODEL, "--prefill", "1", "--decode", "2", "--decode-tensor-parallel-size", "2", *SMALL]
+    with LocalServer(args) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    """Two ranks prefill and one decodes."""
+    args = [MODEL, "--prefill", "1", "--decode", "1", "--tensor-parallel-size", "2", *SMALL]
+    with LocalServer(args) as server:
+        yield server
+
+
+def test_the_degrees_do_not_change_a_bit(server: LocalServer, reverse: LocalServer) -> None:
+    """Of long prompts in chunks, streamed from two ranks to one and from one to two; then from the
+    cache: logprobs, too, are the same numbers."""
+    assert sorted(len(ranks_of(pid)) for pid in server.worker_pids()) == [0, 1]
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        httpx.Client(base_url=reverse.url, timeout=60) as other,
+    ):
+        for prompt in PROMPTS:
+            right = ask(client, prompt)
+            assert ask(client, prompt) == right
+            assert ask(other, prompt) == right
+            assert ask(other, prompt) == right
+        time.sleep(1.5)  # counters come with the heartbeat
+        found = [c.get("/cluster").json()["instances"] for c in (client, other)]
+    assert [sorted(i["ranks"] for i in f) for f in found] == [[1, 2], [1, 2, 2]]
+    for instances in found:
+        counters = [i["counters"] for i in instances]
+        assert sum(c.get("received_bytes", 0) for c in counters) > 0
+        for name in ("corrupt_blocks", "corrupt_slices", "recomputed_tokens", "failed_streams"):
+            assert not sum(c.get(name, 0) for c in counters), name
+
+
+def test_one_process_without_shards_answers_alike(server: LocalServer, http: httpx.Client) -> None:
+    """Within rounding: its sums are rounded once, those over two shards three times."""
+    body = {"prompt": PROMPTS[2], "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        found = [c.post("/v1/completions", json=body).json() for c in (client, http)]
+    got, right = (f["choices"][0]["logprobs"]["token_logprobs"][0] for f in found)
+    assert got == pytest.approx(right, abs=0.05)
+
+
+def test_a_killed_rank_takes_its_instance_and_costs_no_answer(reverse: LocalServer) -> None:
+    with httpx.Client(base_url=reverse.url, timeout=60) as client:
+        expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        got = answer_while_killing(client, "decode", lambda pid: ranks_of(pid)[-1])
+        assert got["choices"][0]["text"] == expected
+        assert wait_for_instances(client, 3)
+    assert "rank 2 of 2" in reverse.last_words(200)
+
+
+def test_ranks_end_with_the_head(server: LocalServer) -> None:
+    workers = server.worker_pids()
+    everyone = [*workers, *(rank for pid in workers for rank in ranks_of(pid))]
+    assert len(everyone) == 3
+    assert server.stop(signal.SIGINT) == 0
+    assert wait_until_gone(everyone) == []
