@@ -3,6 +3,7 @@ when a rank dies or a stranger comes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
@@ -181,9 +182,11 @@ def test_a_step_that_fails_midway_ends_the_ranks() -> None:
 
 def test_strangers_who_come_later_disturb_nobody() -> None:
     """Ports on which ranks found each other take connections, and nothing from them."""
-    before = listening()
     pair = Pair(2, 2, "bfloat16")
-    strangers = [socket.create_connection(("127.0.0.1", port)) for port in listening() - before]
+    addresses = listening([os.getpid(), *pair.ranks.pids])
+    assert addresses
+    assert {address for address, _ in addresses} == {"0100007F"}, "of the loopback interface alone"
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _, port in addresses]
     for stranger in strangers:
         stranger.sendall(bytes(4096))
     for step in steps_of(random.Random(3), 2):
@@ -194,10 +197,17 @@ def test_strangers_who_come_later_disturb_nobody() -> None:
     pair.ranks.close()
 
 
-def listening() -> set[int]:
-    """TCP ports that somebody listens at; all of them must be of the loopback interface."""
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """Addresses, as the kernel writes them, and ports at which these processes listen."""
+    own: set[str] = set()
+    for fd in [fd for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir()]:
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            own.add(os.readlink(fd))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(line[1].partition(":")[2], 16) for line in lines if line[3] == "0A"}
+    found = [
+        line[1].partition(":") for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own
+    ]
+    return {(address, int(port, 16)) for address, _, port in found}
 
 
 def test_a_rank_without_the_secret_is_found_out() -> None:
