@@ -16,8 +16,11 @@ from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
 
 
-def config(**hardware: Any) -> Config:
-    tables = {"hardware": {"cost": "roofline"} | hardware, "cluster": {"prefill": 2, "decode": 2}}
+def config(admission: str = "early", **hardware: Any) -> Config:
+    cluster = {"prefill": 2, "decode": 2}
+    hardware = {"cost": "roofline"} | hardware
+    conductor = {"admission": admission}
+    tables = {"hardware": hardware, "cluster": cluster, "conductor": conductor}
     return parse_config("", tables, DEFAULTS)
 
 
@@ -91,7 +94,9 @@ def test_what_was_measured_on_one_device_is_no_truth_of_another() -> None:
 def test_decode_on_faster_memory_answers_faster() -> None:
     gaps = []
     for decode_device in ("A40", "H200"):
-        settings = config(device="H100-SXM", decode_device=decode_device, decode_devices_per_node=8)
+        settings = config(
+            "none", device="H100-SXM", decode_device=decode_device, decode_devices_per_node=8
+        )
         hardware = build_hardware(settings)
         simulation = Simulation(settings, hardware)
         rows = generate(BUILT_IN["conversation"], num_requests=60, seed=2)
