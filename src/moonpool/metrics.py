@@ -51,6 +51,7 @@ class RequestRecord:
     corrupt_blocks: int = 0
     num_generated_tokens: int = 0
     gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, how many such)
+    shared_steps: int = 0  # that computed a prompt, too, or whose time is not known
     explanation: tuple[str, ...] = ()
     projection: dict[str, float] | None = None  # behind a refusal
     tenant: str = ""
@@ -100,7 +101,8 @@ class RequestRecord:
         return self.ttft_s <= self.slo.ttft_s and (self.tbt_top10_mean_s or 0.0) <= self.slo.tbt_s
 
     def note_tokens(self, count: int, now: float, gap_s: float = 0.0) -> None:
-        """`count` tokens became visible, `gap_s` apart, the last one at `now` (mutates)."""
+        """`count` tokens became visible, `gap_s` apart, the last one at `now` (mutates). 0: of a
+        step that was not of decodes alone."""
         if count <= 0:
             return
         first_s = now - gap_s * (count - 1)
@@ -108,6 +110,7 @@ class RequestRecord:
             self.first_token_s = first_s
         else:
             self.gap_runs.append((first_s - self.last_token_s, 1))
+            self.shared_steps += gap_s == 0.0
         if count > 1:
             self.gap_runs.append((gap_s, count - 1))
         self.last_token_s = now

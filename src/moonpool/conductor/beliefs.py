@@ -96,8 +96,9 @@ class Beliefs:
         )
         self._learn(state, state.decode_factor, report.gap_s, expected_s)
 
-    def note_answer(self, record: RequestRecord) -> None:
-        """A request was answered. One that was tried again tells nothing of its first placement."""
+    def note_answer(self, record: RequestRecord, decodes_only: bool) -> None:
+        """A request was answered; `decodes_only`: by an instance whose role that is. One that was
+        tried again tells nothing of its first placement."""
         if record.attempts != 1 or record.first_token_s is None or record.placed_s is None:
             return
         if record.predicted_ttft_s is not None:
@@ -105,7 +106,9 @@ class Beliefs:
         tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)
-        if tpot_s is not None and longest_s is not None:
+        # A gap in which a prompt was computed is as long as that was planned to be, at any load.
+        alone = decodes_only and not record.shared_steps
+        if alone and tpot_s is not None and longest_s is not None:
             changed = self.tail.observe(longest_s, tpot_s)
             if changed and self._learning:
                 self._fleet.tail = self.tail.value

@@ -558,7 +558,10 @@ class Conductor:
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
             self._learn(tracked, now)
-            self.beliefs.note_answer(tracked.record)
+            attempt = tracked.attempt
+            state = None if attempt is None else self.instances.get(attempt.decoder)
+            decodes_only = state is not None and state.info.role is Role.DECODE
+            self.beliefs.note_answer(tracked.record, decodes_only)
         self._unbook(tracked, now, abort=not finished)
         del self.requests[tracked.request.request_id]
         if len(self._deadlines) > 2 * len(self.requests) + 64:

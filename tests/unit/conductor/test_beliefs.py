@@ -165,16 +165,21 @@ def test_a_lost_instances_place_is_not_haunted_by_it() -> None:
     assert predicted(desk)[0] == predicted(Desk("p0", "d0"))[0]
 
 
-def uneven(desk: Desk, number: int, num_gaps: int = 20, longest: float = 3.0) -> None:
-    """An answer, a tenth of whose gaps are so many times as long as the others."""
+def uneven(desk: Desk, number: int, shared: bool = False) -> None:
+    """An answer, a tenth of whose gaps are three times as long as the others; `shared`: a prompt
+    was computed in one of its steps."""
+    num_gaps, longest = 20, 3.0
     work = WorkId(f"r{number}/{number}")
     desk.ask(f"r{number}", use_cache=False)
     desk.decoding(work)
     step_s = COST.decode_step_s(1, 11)
     for gap in range(num_gaps):
-        desk.now += step_s * (longest if gap % 10 == 9 else 1.0)
+        gap_s = step_s * (longest if gap % 10 == 9 else 1.0)
+        desk.now += gap_s
         finish = FinishReason.LENGTH if gap == num_gaps - 1 else None
-        desk.tokens("d0", 60, finish=finish, work=work)
+        item = WorkTokens(work, (Token(60),), finish)
+        alone = not (shared and gap == 0)
+        desk.report("d0", StepTokens(works=(item,), gap_s=gap_s if alone else 0.0))
 
 
 def test_promises_are_judged_by_the_longest_gaps_and_so_is_admission() -> None:
@@ -191,6 +196,13 @@ def test_promises_are_judged_by_the_longest_gaps_and_so_is_admission() -> None:
         assert refused(desk.ask("late", **slo)) == learning
         tail = desk.conductor.beliefs.tail.value
         assert tail == pytest.approx(3.0 / 1.2, rel=0.1)  # a mean gap is 1.2 steps long
+
+
+def test_gaps_in_which_a_prompt_was_computed_say_nothing_of_decodes() -> None:
+    desk = Desk("p0", "d0")
+    for number in range(1, 2 * FEWEST):
+        uneven(desk, number, shared=True)
+    assert desk.conductor.fleet.tail == 1.0
 
 
 def tolerance(desk: Desk) -> float:
