@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def attention(
     if plot is not None and isinstance(result, held.CapacityResult):
         _plot_capacity(result, plot)
     if json_file:
-        write_json(json_file, msgspec.to_builtins(result))
+        write_json(json_file, msgspec.to_builtins(result) | {"origin": origin()})
 
 
 def _plot_capacity(result: CapacityResult, plot: str) -> None:
