@@ -116,6 +116,20 @@ def _ours(folder: Path, dtype: str, ops_name: str, num_shards: int = 1) -> tuple
     return lab, lab.engine.logits(steps)
 
 
+def _their_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    given = torch.tensor([prompt])
+    generated = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
+    return tokens
+
+
 def _greedy(lab: Lab, prompt: list[int], count: int) -> list[int]:
     params = SamplingParams(temperature=0.0)
     blocks = lab.take_blocks(len(prompt) + count)
@@ -144,16 +158,7 @@ def test_float32_agrees(name: str, ops_name: str, tmp_path: Path) -> None:
     theirs = _theirs(model)
     lab, ours = _ours(tmp_path, "float32", ops_name)
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-    prompt = torch.tensor([PROMPT[:40]])
-    generated = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=20,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    assert _greedy(lab, PROMPT[:40], 20) == generated[0, 40:].tolist()
+    assert _greedy(lab, PROMPT[:40], 20) == _their_greedy(model, PROMPT[:40], 20)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,3 +25,17 @@ def cluster() -> Iterator[LocalServer]:
 def http(cluster: LocalServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         yield client
+
+
+def children_of(pid: int, kind: str) -> list[int]:
+    """The processes that the instance `pid` has started: its `stage`s, or its `rank`s."""
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(parent) == pid and kind.encode() in command:
+            children.append(int(folder.name))
+    return children

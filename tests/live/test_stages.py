@@ -6,31 +6,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from moonpool.bench.local_server import LocalServer
-from tests.live.conftest import MODEL, SMALL
+from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
 PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
 
 
 def stages_of(pid: int) -> list[int]:
-    """The processes that the instance `pid` has started."""
-    children = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if int(parent) == pid and b"stage" in command:
-            children.append(int(folder.name))
-    return children
+    return children_of(pid, "stage")
 
 
 def ask(client: httpx.Client, prompt: list[int]) -> Any:

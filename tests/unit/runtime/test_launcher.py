@@ -134,3 +134,4 @@ def test_a_worker_that_stands_still_is_killed_and_started_anew(
 
     monkeypatch.setattr(launcher_module, "STOP_S", 0.1)
     uvloop.run(run())
+    assert len(processes) == 2 and processes[0].returncode == -signal.SIGKILL
