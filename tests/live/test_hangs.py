@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -74,12 +75,15 @@ def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) 
     raise AssertionError(f"nothing is decoded on {victims}")
 
 
-def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts) -> None:
+def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_path: Path) -> None:
     """A stage that is stopped, a process that is stopped, and an engine's thread caught in a call;
     one instance of each, and a fourth that is sound."""
     # Whoever is left has to answer all, on a machine that may be busy.
     patient = ["--admission", "none", "--slo-ttft", "100", "--slo-tbt", "10"]
-    parts.start_head(*patient, "--kv-tokens", "65536")
+    # Three hang at once, and until that is noticed a request may be placed on one after the other.
+    config = tmp_path / "moonpool.toml"
+    config.write_text("[conductor]\nmax_attempts = 5\n")
+    parts.start_head(*patient, "--kv-tokens", "65536", "--config", str(config))
     parts.start_worker("prefill", "p")
     head = f"127.0.0.1:{parts.head_port}"
     worker = ["worker", "--role", "decode", "--head", head, "--name"]
