@@ -179,7 +179,7 @@ def test_a_lease_cannot_be_renewed_beyond_what_was_asked_for(
 
     with pytest.raises(PeerGoneError):
         renew_for_ever()
-    assert 0.4 < time.monotonic() - began_s < 1.5
+    assert 0.4 < time.monotonic() - began_s < 2.5
     assert source.expect_event(ReadEnded).error
     reader.close()
 

@@ -255,7 +255,7 @@ def test_close_ends_everything_once_and_leaves_no_thread(transport: str) -> None
     started_s = time.monotonic()
     left.close()
     right.close()
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < 5.0, "none of the waits of 30 s is sat out"
     ends = [left.events.get_nowait() for _ in range(4)]
     assert sorted(type(e).__name__ for e in ends) == [
         "FetchEnded",

@@ -111,7 +111,7 @@ def test_a_killed_peer_is_noticed_at_once_in_every_role(node: Node, peer: PeerPr
     ends = [node.events.get(timeout=2) for _ in range(3)]
     node.messenger.grant(asked.read_id, [0, 1])
     ends.append(node.events.get(timeout=2))
-    assert time.monotonic() - killed_s < 1.0
+    assert time.monotonic() - killed_s < TIMEOUT_S / 5, "at once, not by the deadline"
     assert {type(e) for e in ends} == {ReceiveEnded, SendEnded, FetchEnded, ReadEnded}
     assert all(e.error for e in ends)
     [received] = [e for e in ends if isinstance(e, ReceiveEnded)]

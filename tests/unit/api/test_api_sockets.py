@@ -122,7 +122,7 @@ def test_a_client_that_leaves_ends_its_requests(script: object, stream: bool, n:
             assert head.aborted == []
         left_s = time.monotonic()
         assert wait_until(lambda: len(head.aborted) == n)
-        assert time.monotonic() - left_s < 1.0
+        assert time.monotonic() - left_s < 5.0
         assert httpx.get(f"{url}/health").status_code == 200
 
 

@@ -17,7 +17,7 @@ def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.Mon
     found = bench_demotion(MODEL, 2, 0.6, 2, 40_000, tmp_path, lines.append)
     quiet, arrivals, demotion, promotion = found["rows"]
     assert len(lines) == 4
-    assert demotion["written_mb_per_s"] > 2 and promotion["read_mb_per_s"] > 2
+    assert demotion["written_mb_per_s"] > 0.2 and promotion["read_mb_per_s"] > 0.2
     assert quiet["read_mb_per_s"] == arrivals["read_mb_per_s"] == 0
     assert promotion["p99_between"][0] <= promotion["p99_between"][1]
     assert quiet["steps"] >= promotion["steps"], "as many quiet phases as busy ones"

@@ -67,7 +67,7 @@ def test_all_parts_are_measured_and_simulated() -> None:
         for row in found["mixed"][batching]:
             assert 0 <= row["simulated"]["bubble_share"] < 1
     two = {name: found["decode"][name][0] for name in ("micro-batches", "as they come")}
-    assert all(0 <= row["simulated"]["bubble_share"] < 0.5 for row in two.values())
+    assert all(0 <= row["simulated"]["bubble_share"] < 1 for row in two.values())
     assert all(row["measured"]["seconds"] > 0 for row in two.values())
     assert found["short"]["one_s"] > 0 and found["short"]["stages_s"] > 0
     assert len(said) > 10

@@ -370,7 +370,7 @@ def test_the_conversation_trace() -> None:
         seconds.append(time.process_time() - began)
     assert len(rows) == 12_031
     assert trace.info.tick_s == pytest.approx(3.0, rel=0.001)
-    assert min(seconds) < 0.3
+    assert min(seconds) < 1.0
     arrivals = [row.arrived_s for row in rows]
     assert arrivals == sorted(arrivals)
     assert len(set(arrivals)) == 12_031
