@@ -1,4 +1,4 @@
-"""One thread for the arithmetic: the tests stay quick on a busy machine."""
+"""One thread for the arithmetic, for speed on a busy machine; and the kernels to test with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.differential.plans import EXACT_OPS, missing
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -14,3 +16,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=EXACT_OPS)
+def ops_name(request: pytest.FixtureRequest) -> str:
+    why = missing(request.param)
+    if why is not None:
+        pytest.skip(why)
+    return str(request.param)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moonpool.engine.builtin import open_model
-from tests.differential.plans import EXACT_OPS, Lab, make_ops, missing, random_prompts
+from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_transformers import (
     CASES,
     LENGTHS,
@@ -36,14 +36,6 @@ SHARDED = {
     "qwen3-biases": 2,
 }
 TINY = "random:hidden=96,layers=3,heads=8,kv_heads=4,head_dim=16,inter=114,vocab=300,context=400"
-
-
-@pytest.fixture(params=EXACT_OPS)
-def ops_name(request: pytest.FixtureRequest) -> str:
-    why = missing(request.param)
-    if why is not None:
-        pytest.skip(why)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("name", SHARDED)

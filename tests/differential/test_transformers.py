@@ -19,7 +19,7 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.export import export_checkpoint
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.types import RequestId, SamplingParams
-from tests.differential.plans import EXACT_OPS, Lab, make_ops, missing
+from tests.differential.plans import Lab, make_ops
 
 transformers = pytest.importorskip("transformers")
 
@@ -142,14 +142,6 @@ def _greedy(lab: Lab, prompt: list[int], count: int) -> list[int]:
         fresh = [token.token_id]
         out.append(token.token_id)
     return out
-
-
-@pytest.fixture(params=EXACT_OPS)
-def ops_name(request: pytest.FixtureRequest) -> str:
-    why = missing(request.param)
-    if why is not None:
-        pytest.skip(why)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)

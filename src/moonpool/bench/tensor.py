@@ -18,7 +18,7 @@ from moonpool.engine.builtin import DTYPES, open_model
 from moonpool.engine.ops import KvCache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.step import Draw, SequenceStep
-from moonpool.engine.tensor.gloo import GlooGroup
+from moonpool.engine.tensor.group import Group
 from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
 from moonpool.messenger.arena import Arena
 from moonpool.types import RequestId, SamplingParams
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 class _Runner:
     name: str
     engine: Engine
-    group: GlooGroup | None = None
+    group: Group | None = None
 
     def step(self, sequences: list[SequenceStep]) -> tuple[float, float]:
         """Seconds of the step, and of the sums in it."""

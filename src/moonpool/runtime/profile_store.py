@@ -63,7 +63,7 @@ def refine_profile(engine: Measured, threads: int, only_if_new: bool = False) ->
             samples = _read(path)
             stale = samples and not only_if_new and time.time() - path.stat().st_mtime > FRESH_S
             if not samples or stale:
-                samples = _best(samples, measure_samples(engine))
+                samples = best_of(samples, measure_samples(engine))
                 _write(path, samples)
     except OSError as error:
         log.info("the cost profile is not kept: %s", error)
@@ -86,7 +86,8 @@ def profile_path(engine: Measured, threads: int) -> Path:
     return Path(root) / "moonpool" / "profiles" / f"{name}.json"
 
 
-def _best(kept: list[Sample], new: list[Sample]) -> list[Sample]:
+def best_of(kept: list[Sample], new: list[Sample]) -> list[Sample]:
+    """Of each point the faster: a busy machine makes a step slower, never faster."""
     best: dict[tuple[str | int, ...], Sample] = {}
     for sample in (*kept, *new):
         point = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,17 +12,11 @@ from moonpool.engine.native.ops import NativeOps
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.runner import choose_ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 needs_kernels = pytest.mark.skipif(available() is not None, reason=str(available()))
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(32, 48), (63, 33), (1, 1), (256, 259), (257, 64), (896, 1152), (2816, 40)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def native(isa: str) -> NativeOps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,7 +17,10 @@ from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.slices import read_rows, write_rows
 from moonpool.kvcache.layout import BlockLayout
 
-pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(available() is not None, reason=str(available())),
+]
 
 LAYERS, LAYER = 3, 1
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -35,14 +37,6 @@ SHAPES = [  # heads, block_tokens
 ]
 # (tokens before, rows) of each sequence: first tokens, decodes, chunks; on and off block ends
 MIXED = [(0, 1), (700, 1), (0, 130), (255, 1), (255, 2), (256, 33), (300, 77), (63, 1), (511, 1)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ISAS, scope="module")

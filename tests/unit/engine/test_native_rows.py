@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,18 +10,13 @@ from moonpool.engine.native.library import ISAS, NativeUnavailableError
 from moonpool.engine.native.ops import NativeOps
 from moonpool.engine.reference import ReferenceOps
 
-pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(available() is not None, reason=str(available())),
+]
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(32, 48), (48, 32), (64, 192), (63, 33), (1, 1), (256, 259), (896, 1152), (4096, 40)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ISAS, scope="module")

@@ -34,17 +34,11 @@ from moonpool.engine.step import Draw, SequenceStep
 from moonpool.messenger.arena import Arena
 from moonpool.types import RequestId, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODEL = "random:hidden=64,layers=5,heads=4,kv_heads=2,inter=96,vocab=300"
 SAMPLED = Draw(SamplingParams(temperature=0.7, seed=3, logprobs=2), (), ())
 NUM_BLOCKS = 96
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Pair:

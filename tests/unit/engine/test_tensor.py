@@ -27,21 +27,16 @@ from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.engine.tensor.gloo import GlooGroup, create_store
 from moonpool.engine.tensor.group import RankLostError, add_up
+from moonpool.engine.tensor.memory import MemoryGroup
 from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
 from moonpool.messenger.arena import Arena
 from moonpool.types import RequestId, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODEL = "random:hidden=64,layers=3,heads=8,kv_heads=4,inter=90,vocab=300,head_dim=16"
 SAMPLED = Draw(SamplingParams(temperature=0.7, seed=3, logprobs=2), (), ())
 NUM_BLOCKS = 96
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Pair:
@@ -72,9 +67,22 @@ class Pair:
         return torch.equal(mine.view(kind), theirs.view(kind))
 
 
-@pytest.fixture(scope="module", params=[(2, 2, "bfloat16"), (4, 4, "float32")])
+def without_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("moonpool.engine.tensor.ranks.create_meeting", lambda num_ranks: None)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(2, 2, "bfloat16", True), (4, 4, "float32", True), (4, 4, "bfloat16", False)],
+    ids=lambda one: f"{one[0]}-{'memory' if one[3] else 'gloo'}",
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(*request.param)
+    *shape, in_memory = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_memory:
+            without_kernels(patch)
+        pair = Pair(*shape)
+    assert isinstance(pair.ranks.group, MemoryGroup if in_memory else GlooGroup)
     yield pair
     pids = pair.ranks.pids
     pair.ranks.close()
@@ -180,8 +188,14 @@ def test_a_step_that_fails_midway_ends_the_ranks() -> None:
     pair.ranks.close()
 
 
-def test_strangers_who_come_later_disturb_nobody() -> None:
+def test_ranks_that_share_memory_listen_nowhere(pair: Pair) -> None:
+    listens = listening([os.getpid(), *pair.ranks.pids])
+    assert bool(listens) is not isinstance(pair.ranks.group, MemoryGroup)
+
+
+def test_strangers_who_come_later_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ports on which ranks found each other take connections, and nothing from them."""
+    without_kernels(monkeypatch)
     pair = Pair(2, 2, "bfloat16")
     addresses = listening([os.getpid(), *pair.ranks.pids])
     assert addresses

@@ -60,10 +60,9 @@ inline long futex(const std::atomic<uint64_t>& word, int what, uint32_t value,
     return syscall(SYS_futex, (const uint32_t*)&word, what, value, timeout, nullptr, 0);
 }
 
-// Until `counter` is not `seen` any more; false after `timeout_ns`.
-inline bool wait_for(const std::atomic<uint64_t>& counter, uint64_t seen,
-                     std::atomic<uint32_t>& sleeps, Waiter& waiter, int64_t timeout_ns) {
-    const int64_t began = now_ns();
+// Looks for a while whether `counter` is not `seen` any more.
+inline bool looks(const std::atomic<uint64_t>& counter, uint64_t seen, Waiter& waiter,
+                  int64_t began, int64_t timeout_ns) {
     int64_t now = began, spin_ns = waiter.spin_ns;
     if (waiter.shy) --waiter.shy, spin_ns = least(spin_ns, BRIEF_NS);
     while (now - began < least(spin_ns, timeout_ns)) {
@@ -78,6 +77,14 @@ inline bool wait_for(const std::atomic<uint64_t>& counter, uint64_t seen,
             break;
         }
     }
+    return counter.load(std::memory_order_acquire) != seen;
+}
+
+// Until `counter` is not `seen` any more; false after `timeout_ns`.
+inline bool wait_for(const std::atomic<uint64_t>& counter, uint64_t seen,
+                     std::atomic<uint32_t>& sleeps, Waiter& waiter, int64_t timeout_ns) {
+    const int64_t began = now_ns();
+    if (looks(counter, seen, waiter, began, timeout_ns)) return true;
     while (counter.load(std::memory_order_acquire) == seen) {
         const int64_t left = timeout_ns - (now_ns() - began);
         if (left <= 0) return false;

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.engine.native.library import Call
-from moonpool.engine.native.sources import find_library
+from moonpool.engine.native.sources import open_library
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _MOVE = (_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT64)
@@ -37,12 +37,8 @@ class Rings:
 
 def open_rings() -> Rings | None:
     """None where the kernels are not built or do not load."""
-    path = find_library()
-    if path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:
+    library = open_library()
+    if library is None:
         return None
     write, read = library["moonpool_ring_write"], library["moonpool_ring_read"]
     serve, size = library["moonpool_hand_serve"], library["moonpool_hand_size"]

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moonpool.engine.native.sources import find_library
+from moonpool.engine.native.sources import open_library
 
 Call = Callable[..., int]
 _POINTER, _INT64, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p
@@ -30,12 +30,8 @@ class SliceCalls:
 
 def open_slices(isa: str | None = None) -> SliceCalls | None:
     """For `isa`, or the best this CPU has. None where the kernels are not built or do not load."""
-    path = find_library()
-    if path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:
+    library = open_library()
+    if library is None:
         return None
     library.moonpool_isa.restype = ctypes.c_char_p
     chosen = isa or library.moonpool_isa().decode()

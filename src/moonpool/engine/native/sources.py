@@ -6,13 +6,19 @@ Imports the standard library only: `setup.py` builds without torch.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp", "slices.cpp")
-PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp")  # the same for every instruction set
+PLAIN_SOURCES = (
+    "cpu.cpp",
+    "ring.cpp",
+    "hand.cpp",
+    "meeting.cpp",
+)  # the same for every instruction set
 HEADERS = ("simd.h", "panels.h", "calls.h", "ring.h")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -45,3 +51,14 @@ def find_library() -> Path | None:
     name = library_name()
     places = (HERE / name, cache_folder() / name)
     return next((place for place in places if place.is_file()), None)
+
+
+def open_library() -> ctypes.CDLL | None:
+    """None where it is not built or does not load."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None

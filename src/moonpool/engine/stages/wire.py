@@ -61,7 +61,7 @@ class RankSetup(Struct, frozen=True, tag=True):
     num_shards: int
     threads: int
     cores: tuple[int, ...]  # on which it computes; (): any
-    secret: bytes  # by which the ranks know each other
+    secret: bytes  # by which ranks know each other that meet through gloo; else empty
 
 
 class StageReady(Struct, frozen=True, tag=True):

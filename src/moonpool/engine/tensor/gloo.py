@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moonpool.engine.tensor.group import RankLostError, add_up
+from moonpool.engine.tensor.group import SILENCE_S, RankLostError, add_up
 
 LOOPBACK = "127.0.0.1"
-SILENCE_S = 120.0
-"""How long a rank waits for another, in the middle of a step too."""
 _PROOF_BYTES = 32
 
 
@@ -71,6 +69,9 @@ class GlooGroup:
 
     def meet(self) -> None:
         self._gather(torch.zeros(1, 1))
+
+    def end(self) -> None:
+        """The connections of one that is gone are closed: nobody waits for it."""
 
     def _gather(self, mine: Tensor) -> Tensor:
         """[rows, ...] of each rank -> [ranks * rows, ...]. Not gloo's own sum: that adds up in an

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from moonpool.engine.stages.fellows import StageLostError
 
+SILENCE_S = 120.0
+"""How long a rank waits for another, in the middle of a step too."""
+
 
 class RankLostError(StageLostError):
     """The ranks cannot go on together: one has ended, failed or fallen silent."""
@@ -23,6 +26,8 @@ class Group(Protocol):
     raises RankLostError when another rank does not."""
 
     num_ranks: int
+    waited_s: float
+    """In all sums: the others' time and the transport's."""
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Of the parts of all ranks' shards, to all ranks. May overwrite `parts`."""
@@ -36,11 +41,16 @@ class Group(Protocol):
         """Returns when all ranks have come here."""
         ...
 
+    def end(self) -> None:
+        """One is gone: nobody is to wait for it. From any thread."""
+        ...
+
 
 class Alone:
     """All shards in one process."""
 
     num_ranks = 1
+    waited_s = 0.0
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         return add_up(parts)
@@ -50,6 +60,9 @@ class Alone:
 
     def meet(self) -> None:
         """Nobody else comes."""
+
+    def end(self) -> None:
+        """Nobody waits."""
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:

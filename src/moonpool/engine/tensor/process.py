@@ -26,13 +26,12 @@ from moonpool.engine.stages.wire import (
     receive_step,
     unpack_meta,
 )
-from moonpool.engine.tensor.gloo import GlooGroup
 from moonpool.engine.tensor.group import RankLostError
 from moonpool.engine.tensor.model import ShardedModel
-from moonpool.engine.tensor.ranks import RankOptions
+from moonpool.engine.tensor.ranks import RankOptions, join_group
 from moonpool.engine.tensor.shards import load_shards
 
-MAX_FDS = 2  # the arena, and where ranks leave their addresses
+MAX_FDS = 2  # the arena, and where ranks meet, or leave their addresses
 log = logging.getLogger("moonpool.rank")
 
 
@@ -65,13 +64,13 @@ class _Rank:
         layout = make_layout(model, setup.block_tokens, ops, setup.num_shards)
         if layout.fingerprint != setup.fingerprint:
             raise ValueError("the ranks do not compute alike: are they one installation?")
-        arena_fd, store_fd = fds
+        arena_fd, group_fd = fds
         self._cache = map_arena(arena_fd, layout, setup.num_blocks)
         own = RankOptions(setup.num_ranks, setup.num_shards).shards_of(setup.rank)
         with torch.inference_mode():
             shards = load_shards(model.spec, model.weights, ops, own, setup.num_shards)
         control.sendall(frame(StageReady()))
-        group = GlooGroup(store_fd, setup.rank, setup.num_ranks, setup.secret)
+        group = join_group(group_fd, setup.rank, setup.num_ranks, setup.secret)
         self._model = ShardedModel(shards, own, setup.num_shards, group)
 
     def run(self, step: StageStep) -> None:

@@ -6,6 +6,7 @@ messenger and the disk know nothing of ranks. Never decides what runs.
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
 import threading
@@ -25,7 +26,8 @@ from moonpool.engine.spec import ModelError
 from moonpool.engine.stages.fellows import END_S, Fellow, start_fellow
 from moonpool.engine.stages.wire import RankSetup, pack_step
 from moonpool.engine.tensor.gloo import GlooGroup, create_store
-from moonpool.engine.tensor.group import Alone, RankLostError
+from moonpool.engine.tensor.group import Alone, Group, RankLostError
+from moonpool.engine.tensor.memory import MemoryGroup, create_meeting
 from moonpool.engine.tensor.model import ShardedModel
 from moonpool.engine.tensor.shards import check_shards, load_shards
 
@@ -92,22 +94,24 @@ class Ranks:
         self._lost = ""
         self._closing = False
         self._number = 0
-        store_fd = create_store()
-        secret = secrets.token_bytes(32)
+        self.group: Group | None = None
+        meeting_fd = create_meeting(options.num_ranks)
+        group_fd = create_store() if meeting_fd is None else meeting_fd
+        secret = b"" if meeting_fd is not None else secrets.token_bytes(32)
         self._fellows: list[Fellow] = []
         try:
             for rank in range(1, options.num_ranks):
                 setup = _setup(model, cache, options, rank, secret)
                 name = f"rank {rank + 1} of {options.num_ranks}"
                 command = ["rank", "--of", owner, "--number", str(rank + 1)]
-                fds = [arena_fd, store_fd]
+                fds = [arena_fd, group_fd]
                 self._fellows.append(start_fellow(name, command, setup, fds, options.threads))
             own = options.shards_of(0)
             with torch.inference_mode():
                 shards = load_shards(model.spec, model.weights, ops, own, options.num_shards)
             for fellow in self._fellows:
                 fellow.wait_until_ready()
-            self.group = GlooGroup(store_fd, 0, options.num_ranks, secret)
+            self.group = join_group(group_fd, 0, options.num_ranks, secret)
             sharded = ShardedModel(
                 shards, own, options.num_shards, self.group, self._announce, self._give_up
             )
@@ -151,6 +155,8 @@ class Ranks:
     def _hang_up(self) -> None:
         for fellow in self._fellows:
             fellow.hang_up()
+        if self.group is not None:
+            self.group.end()
 
     def _watch(self) -> None:
         """Until the first of the ranks ends; they say nothing once they are ready."""
@@ -164,6 +170,17 @@ class Ranks:
         self._hang_up()  # so that nobody waits for the one that is gone
         if not closing:
             self._on_lost(self._lost)
+
+
+def join_group(fd: int, rank: int, num_ranks: int, secret: bytes) -> Group:
+    """With a `secret` through gloo, else through memory that all ranks have mapped. Takes `fd`
+    over. Raises RankLostError."""
+    if secret:
+        return GlooGroup(fd, rank, num_ranks, secret)
+    try:
+        return MemoryGroup(fd, rank, num_ranks)
+    finally:
+        os.close(fd)
 
 
 def _setup(
