@@ -8,8 +8,9 @@ tokens, so the bits are those of the local operations.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -61,7 +62,8 @@ class _Step:
 class RemoteOps:
     """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost; or,
     with `head_ranges`, to the one that has those heads of all blocks.
-    Used by one thread; `replace` may come from others."""
+    Used by one thread; `replace` may come from others. `numbers` are for its steps: one for all who
+    use the same ports."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class RemoteOps:
         placement: Placement,
         early_query: bool = True,
         head_ranges: Sequence[HeadRange] = (),
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.name = f"offloaded {local.name}"
         self.arithmetic = local.arithmetic
@@ -89,7 +92,7 @@ class RemoteOps:
         self.waited_ns = 0  # what was waited for their answers, in all
         self._early_query = early_query
         self._steps: list[_Step] = []
-        self._number = 0
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._plans = msgspec.msgpack.Encoder()
 
     @property
@@ -167,8 +170,7 @@ class RemoteOps:
         shares = split_step(meta, self._placement, cache.layout.block_tokens, self.epoch)
         if self._head_ranges:
             shares = for_all(shares, len(self._head_ranges))
-        self._number = (self._number + 1) % MAX_STEP
-        step = _Step(meta, self._number, shares)
+        step = _Step(meta, next(self._numbers) % MAX_STEP, shares)
         for worker, share in shares.shares.items():
             plan = share.plan
             if not self._early_query:

@@ -26,6 +26,7 @@ from moonpool.bench.live_workload import (
 )
 from moonpool.bench.local_server import LocalServer
 from moonpool.bench.neighbours import Neighbours
+from moonpool.cost.offload_parts import OffloadParts
 from moonpool.replay.run import ReplayPlan, run_replay
 from moonpool.sim.simulation import Simulation
 from moonpool.trace.row import TraceRow
@@ -49,10 +50,12 @@ def bench_agreement(
 ) -> dict[str, Any]:
     """Comparisons by load, with the profile they rest on; of several live runs of the same
     requests, their mean is compared. Raises what server and replay raise."""
-    with LocalServer(cluster.with_(attention=0).arguments()) as server:
+    with LocalServer(cluster.arguments()) as server:
         profile = measure_local(server, workload, say)
     if cluster.attention:
-        profile = _with_parts(cluster, profile, say)
+        parts = measure_parts(cluster.model)
+        say(parts_words(parts))
+        profile = with_parts(profile, parts)
     slo = simulated_slo(cluster, profile, workload)
     rate_rps = estimate_capacity(cluster, profile, workload, max(seconds, 60.0), slo)
     say(
@@ -86,10 +89,10 @@ def bench_agreement(
     }
 
 
-def _with_parts(cluster: LiveCluster, profile: LiveProfile, say: Say) -> LiveProfile:
-    """The cluster's profile is one without attention workers; what these add is measured apart."""
-    parts = measure_parts(cluster.model)
-    say(parts_words(parts))
+def with_parts(profile: LiveProfile, parts: OffloadParts) -> LiveProfile:
+    """What attention workers are measured to take, beside what the cluster took that has some or
+    none."""
+    parts = msgspec.structs.replace(parts, seen_workers=profile.attention_workers)
     cost = msgspec.structs.replace(profile.cost, offload=parts)
     return msgspec.structs.replace(profile, cost=cost)
 
@@ -129,7 +132,7 @@ def _share_words(share: float) -> Iterator[str]:
 
 def measure_local(server: LocalServer, workload: LiveWorkload, say: Say) -> LiveProfile:
     """As `measure_live`, with a warning where others computed, too: all else rests on it."""
-    neighbours = Neighbours([server.pid, *server.worker_pids()])
+    neighbours = Neighbours([server.pid, *server.worker_pids(), *server.attention_pids()])
     profile = measure_live(server.url, workload, say)
     for line in _share_words(neighbours.share()):
         say(line)

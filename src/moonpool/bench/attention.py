@@ -2,7 +2,8 @@
 
 The same decode steps by an engine with its own KVCache and by one whose blocks lie at attention
 workers, with the query sent early and not, as one batch and as two that take turns; and where the
-time of each went. Every step is the best of several runs, in turns.
+time of each went. Every step is the best of several runs, in turns but for those on all threads. Of
+several workers also each way to share the KVCache out to them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from moonpool.attention.remote_ops import RemoteOps
 from moonpool.bench.attention_crew import Crew, Decodes, crew
 from moonpool.bench.attention_messages import RoundTrip, echo_s, measure_round_trip
 from moonpool.bench.attention_messages import lines as message_lines
+from moonpool.bench.attention_partitions import PartitionCost, measure_partitions, partition_lines
+from moonpool.bench.attention_way import Way, timed_step
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, make_layout
@@ -24,25 +27,6 @@ from moonpool.runtime.cores import usable_cores
 from moonpool.types import Struct
 
 BLOCK_TOKENS = 64
-
-
-class Way(Struct, frozen=True):
-    """One way of a step: where its time went. `attention_s`: what the workers were busy, each;
-    `waited_s`: what the model worker waited for them."""
-
-    step_s: float
-    attention_s: float
-    waited_s: float
-
-    @property
-    def model_s(self) -> float:
-        """What the model worker computed, and sent."""
-        return self.step_s - self.waited_s
-
-    @property
-    def bound_s(self) -> float:
-        """Of two batches that take turns: the busier side never waits."""
-        return max(self.model_s, self.attention_s)
 
 
 class StepCost(Struct, frozen=True):
@@ -69,6 +53,7 @@ class AttentionResult(Struct, frozen=True):
     cores: int
     round_trips: tuple[RoundTrip, ...]
     steps: tuple[StepCost, ...]
+    partitions: tuple[PartitionCost, ...] = ()  # of one worker there is nothing to share out
 
 
 def bench_attention(
@@ -98,7 +83,11 @@ def bench_attention(
             for context in contexts
             for batch in batches
         ]
-    return AttentionResult(model_name, num_workers, usable_cores(), trips, tuple(steps))
+    partitions: tuple[PartitionCost, ...] = ()
+    if num_workers > 1:
+        sizes = (batches, contexts, repeats)
+        partitions = measure_partitions(model, layout, num_workers, *sizes)
+    return AttentionResult(model_name, num_workers, usable_cores(), trips, tuple(steps), partitions)
 
 
 def _step(
@@ -109,16 +98,19 @@ def _step(
     local_s, all_s = [], []
     found: list[list[Way]] = [[] for _ in ways]
     for turn in range(repeats + 1):
-        once = [decodes.seconds(local)]
-        torch.set_num_threads(threads)
-        once.append(decodes.seconds(local))
-        torch.set_num_threads(1)
+        once_s = decodes.seconds(local)
         timed = [timed_step(engine, ops, decodes) for engine, ops in ways]
         if turn:  # the first touches what is cold
-            local_s.append(once[0])
-            all_s.append(once[1])
+            local_s.append(once_s)
             for kept, way in zip(found, timed, strict=True):
                 kept.append(way)
+    # Apart: threads that have done their part look for more, and would take a core from the others.
+    torch.set_num_threads(threads)
+    for turn in range(repeats + 1):
+        once_s = decodes.seconds(local)
+        if turn:
+            all_s.append(once_s)
+    torch.set_num_threads(1)
     late, early, staggered = (min(kept, key=lambda way: way.step_s) for kept in found)
     return StepCost(
         batch=decodes.batch,
@@ -129,16 +121,6 @@ def _step(
         late=late,
         early=early,
         staggered=staggered,
-    )
-
-
-def timed_step(engine: Engine, ops: RemoteOps, decodes: Decodes) -> Way:
-    attending_ns, waited_ns = ops.attending_ns, ops.waited_ns
-    seconds = decodes.seconds(engine)
-    return Way(
-        step_s=seconds,
-        attention_s=(ops.attending_ns - attending_ns) / 1e9 / ops.num_workers,
-        waited_s=(ops.waited_ns - waited_ns) / 1e9,
     )
 
 
@@ -176,6 +158,7 @@ def lines(result: AttentionResult) -> Iterator[str]:
             f"{step.batch:>7} {step.context_tokens:>8}   {_layer(step.early, step.layers)};"
             f" {_layer(step.staggered, step.layers)}"
         )
+    yield from partition_lines(result.partitions)
 
 
 def _words(way: Way) -> str:

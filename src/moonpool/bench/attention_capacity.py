@@ -12,8 +12,10 @@ from statistics import median
 
 import torch
 
+from moonpool.attention.remote_ops import RemoteOps
 from moonpool.bench.attention import BLOCK_TOKENS
 from moonpool.bench.attention_crew import Decodes, crew
+from moonpool.bench.attention_way import by_time, timed_step
 from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, make_layout
@@ -26,11 +28,19 @@ POINTS = 4  # of a memory's requests
 
 
 class Point(Struct, frozen=True):
-    """`slowest_s`: the worst of the repeats, `tbt_s` their median."""
+    """`slowest_s`: the worst of the repeats, `tbt_s` their median. Of that step with attention
+    workers, `model_s` is what the model worker did, `attention_s` what each worker was busy."""
 
     requests: int
     tbt_s: float
     slowest_s: float
+    model_s: float = 0.0
+    attention_s: float = 0.0
+
+    @property
+    def rest_s(self) -> float:
+        """Messages, and waiting for a core."""
+        return max(self.tbt_s - self.model_s - self.attention_s, 0.0)
 
 
 class Curve(Struct, frozen=True):
@@ -96,8 +106,8 @@ def _curve(
         engine = Engine(model, choose_split_ops(), empty_cache(layout, each))
         return Curve(0, tuple(_point(engine, batch, repeats) for batch in batches))
     with crew(model, layout, workers, each) as made:
-        engine, _ = made.engine()
-        return Curve(workers, tuple(_point(engine, batch, repeats) for batch in batches))
+        engine, ops = made.engine()
+        return Curve(workers, tuple(_remote_point(engine, ops, b, repeats) for b in batches))
 
 
 def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
@@ -106,21 +116,46 @@ def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
     return Point(batch.batch, median(times), max(times))
 
 
+def _remote_point(engine: Engine, ops: RemoteOps, batch: Decodes, repeats: int) -> Point:
+    batch.seconds(engine)
+    ways = by_time([timed_step(engine, ops, batch) for _ in range(repeats)])
+    middle = ways[len(ways) // 2]
+    return Point(batch.batch, middle.step_s, ways[-1].step_s, middle.model_s, middle.attention_s)
+
+
 def capacity_lines(result: CapacityResult) -> Iterator[str]:
     yield (
         f"{result.model}, {result.context_tokens} tokens a request, {result.requests_each} of them"
         f" in a memory, {result.cores} cores"
     )
-    yield "attention workers  requests  time between tokens (ms)  slowest"
+    yield "attention workers  requests  time between tokens (ms)  slowest  model  attention   rest"
     for curve in result.curves:
         for point in curve.points:
+            parts = (
+                f" {point.model_s * 1e3:>6.2f} {point.attention_s * 1e3:>10.2f}"
+                f" {point.rest_s * 1e3:>6.2f}"
+            )
             yield (
                 f"{curve.workers:>17} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"
-                f" {point.slowest_s * 1e3:>8.2f}"
+                f" {point.slowest_s * 1e3:>8.2f}{parts if curve.workers else ''}"
             )
     for curve in result.curves[1:]:
-        yield (
-            f"{curve.workers} attention workers hold {curve.capacity / result.requests_each:.0f}"
-            f" times the requests, and serve {result.within(curve)} within the"
-            f" {result.limit_s * 1e3:.1f} ms of {result.requests_each} without"
-        )
+        yield from _verdict(result, curve)
+
+
+def _verdict(result: CapacityResult, curve: Curve) -> Iterator[str]:
+    """What a full crew costs, and what of that no faster message would save."""
+    full, limit_s = curve.points[-1], result.limit_s
+    yield (
+        f"{curve.workers} attention workers hold {curve.capacity / result.requests_each:.0f}"
+        f" times the requests, all of them at {full.tbt_s / limit_s:.2f} times the"
+        f" {limit_s * 1e3:.1f} ms of {result.requests_each} without, and"
+        f" {result.within(curve)} within these"
+    )
+    bound_s = full.model_s + full.attention_s
+    side = "the model's part" if full.model_s > full.attention_s else "attention"
+    crowded = f"; {curve.workers} workers share {result.cores} cores"
+    yield (
+        f"    one after the other, {side} leading, both sides take {bound_s / limit_s:.2f} times"
+        f" that time{crowded if curve.workers > result.cores else ''}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import subprocess
@@ -13,7 +14,7 @@ import msgspec
 import torch
 
 from moonpool.attention.client import AttentionClient, Wanted, connect, ring_bytes, spin_s
-from moonpool.attention.plan import Placement
+from moonpool.attention.partition import HeadRange, Partition, share_heads
 from moonpool.attention.remote_ops import RemoteOps
 from moonpool.bench.attention_child import SECRET_VARIABLE
 from moonpool.engine.builtin import LoadedModel
@@ -24,7 +25,7 @@ from moonpool.engine.step import Draw, SequenceStep
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.runtime.cores import usable_cores
-from moonpool.types import InstanceId, RequestId, SamplingParams
+from moonpool.types import BlockId, InstanceId, RequestId, SamplingParams
 
 MAX_ROWS = 256
 GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
@@ -55,19 +56,23 @@ class _Child:
 
 
 class Crew:
-    """Made by `crew`. Each worker has `each` blocks."""
+    """Made by `crew`. Each worker has `each` blocks, or its heads of the same `each` blocks."""
 
     def __init__(
         self, model: LoadedModel, layout: BlockLayout, children: Sequence[_Child], each: int,
-        secret: bytes,
+        secret: bytes, by_head: bool,
     ) -> None:  # fmt: skip
         self.model = model
         self.layout = layout
         self.each = each
         self._children = children
         self._secret = secret
+        self._head_ranges: Sequence[HeadRange] = ()
+        if by_head:
+            self._head_ranges = share_heads(layout.num_kv_heads, len(children))
+        self._numbers = itertools.count(1)  # of all engines' steps: they share the connections
         self._wanted = self._make_wanted()
-        self.clients = [self._connect(child, use_shm=True) for child in children]
+        self.clients = [self._connect(number, use_shm=True) for number in range(len(children))]
 
     def _make_wanted(self) -> Wanted:
         spec = self.model.spec
@@ -84,8 +89,11 @@ class Crew:
             spin_s=spin_s(len(self._children), 1, usable_cores()),
         )
 
-    def _connect(self, child: _Child, use_shm: bool) -> AttentionClient:
-        client = connect(child.address, self._wanted.owner, self._secret, self._wanted, use_shm)
+    def _connect(self, number: int, use_shm: bool) -> AttentionClient:
+        address, wanted = self._children[number].address, self._wanted
+        if self._head_ranges:
+            wanted = msgspec.structs.replace(wanted, kv_heads=self._head_ranges[number])
+        client = connect(address, wanted.owner, self._secret, wanted, use_shm)
         client.listen(lambda told: None, lambda why: None)
         return client
 
@@ -93,20 +101,26 @@ class Crew:
         """The first worker's steps over a socket. Whoever attaches last owns it: use `by_rings`
         afterwards."""
         self.clients[0].close()
-        self.clients[0] = self._connect(self._children[0], use_shm=False)
+        self.clients[0] = self._connect(0, use_shm=False)
         return self.clients[0]
 
     def by_rings(self) -> None:
         self.clients[0].close()
-        self.clients[0] = self._connect(self._children[0], use_shm=True)
+        self.clients[0] = self._connect(0, use_shm=True)
 
     def engine(self, staggered: bool = False, early_query: bool = True) -> tuple[Engine, RemoteOps]:
-        count = len(self.clients)
-        placement = Placement((self.each,) * count)
         ports = [client.port for client in self.clients]
-        ops = RemoteOps(choose_split_ops(), ports, placement, early_query)
+        partition = Partition((self.each,) * len(ports), self._head_ranges)
+        ops = RemoteOps(
+            choose_split_ops(),
+            ports,
+            partition.placement,
+            early_query,
+            self._head_ranges,
+            self._numbers,
+        )
         kind = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
-        shape = (self.each * count, self.layout.num_layers, self.layout.slice_elements)
+        shape = (sum(partition.sizes), self.layout.num_layers, self.layout.slice_elements)
         cache = KvCache(torch.empty(1, 1, 1, dtype=kind).expand(shape), self.layout)
         return Engine(self.model, ops, cache, staggered=staggered), ops
 
@@ -116,35 +130,45 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(model: LoadedModel, layout: BlockLayout, num_workers: int, each: int) -> Iterator[Crew]:
-    """Raises AttentionError."""
+def crew(
+    model: LoadedModel, layout: BlockLayout, num_workers: int, each: int, by_head: bool = False
+) -> Iterator[Crew]:
+    """Raises AttentionError, or ValueError if there are fewer heads than workers."""
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
         children = []
         for number in range(num_workers):
             children.append(_Child(number, secret))
             stack.callback(children[-1].close)
-        made = Crew(model, layout, children, each, secret)
+        made = Crew(model, layout, children, each, secret, by_head)
         stack.callback(made.close)
         yield made
 
 
 class Decodes:
     """A batch at one context, shared out evenly to `num_workers`, `each` blocks of every one; their
-    old tokens are whatever is in the blocks. Neighbours lie at different workers."""
+    old tokens are whatever is in the blocks. Neighbours lie at different workers, and so do the
+    neighbouring `segment_blocks` of each, if that is not 0."""
 
     def __init__(
-        self, batch: int, context: int, num_workers: int, each: int, block_tokens: int
-    ) -> None:
+        self, batch: int, context: int, num_workers: int, each: int, block_tokens: int,
+        segment_blocks: int = 0,
+    ) -> None:  # fmt: skip
         self.batch = batch
         self.context = context
         size = -(-(context + 1) // block_tokens)
+        piece = segment_blocks or size
+        next_free = [worker * each for worker in range(num_workers)]
         self.entries = []
         for i in range(batch):
-            first = i % num_workers * each + i // num_workers * size
-            blocks = list(range(first, first + size))
+            blocks: list[BlockId] = []
+            for number, begin in enumerate(range(0, size, piece)):
+                worker, count = (i + number) % num_workers, min(piece, size - begin)
+                first, next_free[worker] = next_free[worker], next_free[worker] + count
+                blocks += map(BlockId, range(first, first + count))
             entry = SequenceStep(RequestId(str(i)), [i % 256], context, blocks, GREEDY)
             self.entries.append(entry)
+        assert all(end <= (w + 1) * each for w, end in enumerate(next_free))
 
     def seconds(self, engine: Engine) -> float:
         return engine.step(self.entries).seconds

@@ -8,8 +8,8 @@ from statistics import median
 
 import torch
 
-from moonpool.bench.attention import Way, timed_step
 from moonpool.bench.attention_crew import Decodes, crew
+from moonpool.bench.attention_way import middle_way, timed_step
 from moonpool.cost.fitted import DecodeSample, PrefillSample, fit_cost
 from moonpool.cost.offload_parts import OffloadParts
 from moonpool.engine.builtin import open_model
@@ -47,7 +47,7 @@ def measure_parts(model_name: str, dtype: str = "auto", block_tokens: int = 64) 
                     if turn:  # the first touches what is cold
                         local_s.append(once_s)
                         ways.append(way)
-                way = _middle(ways)
+                way = middle_way(ways)
                 tokens = batch * context
                 own.append(DecodeSample(batch, tokens, median(local_s)))
                 attention.append(DecodeSample(batch, tokens, way.attention_s))
@@ -65,10 +65,6 @@ def measure_parts(model_name: str, dtype: str = "auto", block_tokens: int = 64) 
         message_s=max(median(beyond), 0.0),
         cores=usable_cores(),
     )
-
-
-def _middle(ways: list[Way]) -> Way:
-    return sorted(ways, key=lambda way: way.step_s)[len(ways) // 2]
 
 
 def parts_words(parts: OffloadParts) -> str:

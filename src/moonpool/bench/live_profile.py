@@ -57,7 +57,8 @@ class ProfileError(RuntimeError):
 
 
 class LiveProfile(msgspec.Struct, frozen=True):
-    """`cost` for the simulator; the rest says what it rests on."""
+    """`cost` for the simulator; the rest says what it rests on. `num_blocks`: of each memory, an
+    instance's own or an attention worker's; `attention_workers`: of each instance that decodes."""
 
     cost: FittedCost
     believed: FittedCost  # the Conductor's own
@@ -68,6 +69,7 @@ class LiveProfile(msgspec.Struct, frozen=True):
     num_blocks: int
     block_tokens: int
     seconds: float
+    attention_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ class LiveProfiler:
     async def measure(self) -> LiveProfile:
         """Raises ProfileError, ConnectionFailedError."""
         began_s = monotonic()
-        self._instances = (await self._get("/cluster"))["instances"]
+        told = await self._get("/cluster")
+        self._instances = told["instances"]
+        owned = sum(worker["owner"] is not None for worker in told.get("attention", ()))
+        workers = owned // max(self._num_decoders, 1)
         self._vocab = (await self._get("/server_info"))["model"]["vocab_size"]
         for _ in range(2):
             await self._together(self._num_entries, 256, 8)  # warm
@@ -148,7 +153,6 @@ class LiveProfiler:
             tile_tokens=believed.tile_tokens,
         )
         self._client.close()
-        pool = self._instances[0]["pool"]
         return LiveProfile(
             cost=found,
             believed=believed,
@@ -156,9 +160,10 @@ class LiveProfiler:
             decodes=tuple(decodes),
             busy_ratios=ratios,
             fit_error=_fit_error(cost, prefills, decodes),
-            num_blocks=pool["blocks"],
-            block_tokens=pool["block_tokens"],
+            num_blocks=self._memory_blocks(workers),
+            block_tokens=self._instances[0]["pool"]["block_tokens"],
             seconds=monotonic() - began_s,
+            attention_workers=workers,
         )
 
     # The cluster
@@ -170,6 +175,14 @@ class LiveProfiler:
     @property
     def _num_decoders(self) -> int:
         return sum(i["role"] != "prefill" for i in self._instances)
+
+    def _memory_blocks(self, attention_workers: int) -> int:
+        """Blocks at attention workers are told as their instance's."""
+        memories = max(attention_workers, 1)
+        return min(
+            int(i["pool"]["blocks"]) // (1 if i["role"] == "prefill" else memories)
+            for i in self._instances
+        )
 
     @property
     def _mixed(self) -> bool:

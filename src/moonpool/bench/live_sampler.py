@@ -47,7 +47,8 @@ class Sampler:
 
     def __enter__(self) -> Sampler:
         self._workers = self._server.worker_pids()
-        self._neighbours = Neighbours([self._server.pid, *self._workers])
+        ours = [self._server.pid, *self._workers, *self._server.attention_pids()]
+        self._neighbours = Neighbours(ours)
         self._thread.start()
         return self
 

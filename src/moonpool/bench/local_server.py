@@ -70,13 +70,17 @@ class LocalServer:
 
     def instances(self) -> list[dict[str, Any]]:
         """What the head says of its instances."""
-        found: list[dict[str, Any]] = httpx.get(f"{self.url}/cluster", timeout=10).json()[
-            "instances"
-        ]
-        return found
+        return self._told("instances")
 
     def worker_pids(self) -> list[int]:
         return [instance["pid"] for instance in self.instances()]
+
+    def attention_pids(self) -> list[int]:
+        return [worker["pid"] for worker in self._told("attention")]
+
+    def _told(self, of: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = httpx.get(f"{self.url}/cluster", timeout=10).json()[of]
+        return found
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = 20.0) -> int:
         """Ends the server in order and returns its exit status. Raises ServerError if it hangs."""

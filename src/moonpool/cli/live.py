@@ -164,20 +164,23 @@ def run_bench(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[
 
 def profile_live(url: str, model: str | None, json_file: str | None) -> None:
     """`moonpool profile --url`. `model`: attention workers for it are measured, too."""
-    from moonpool.bench.agreement import measure_live
+    from moonpool.bench.agreement import measure_live, with_parts
+    from moonpool.bench.attention_parts import measure_parts, parts_words
     from moonpool.bench.live_workload import LiveWorkload
 
     check_folders(json_file)
     workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
-    found = run_bench(lambda: msgspec.to_builtins(measure_live(url, workload, click.echo)), None)
-    cost = found["cost"]
-    if model is not None:
-        from moonpool.bench.attention_parts import measure_parts, parts_words
 
-        parts = measure_parts(model)
-        click.echo(parts_words(parts))
-        cost |= {"offload": msgspec.to_builtins(parts)}
-    write_json(json_file, cost)
+    def measure() -> dict[str, Any]:
+        profile = measure_live(url, workload, click.echo)
+        if model is not None:
+            parts = measure_parts(model)
+            click.echo(parts_words(parts))
+            profile = with_parts(profile, parts)
+        found: dict[str, Any] = msgspec.to_builtins(profile.cost)
+        return found
+
+    write_json(json_file, run_bench(measure, None))
 
 
 @click.command()
@@ -190,7 +193,7 @@ def profile_live(url: str, model: str | None, json_file: str | None) -> None:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Workers; simulated from the cluster without them and what a message and attention take.",
+    help="Workers; they are there when the cluster is measured, too.",
 )
 @click.option(
     "--load", "loads", type=NUMBERS, default="0.5,0.8", show_default=True, help="Of capacity."

@@ -30,6 +30,7 @@ from moonpool.config import (
     choices,
     parse_config,
 )
+from moonpool.runtime.settle import rare_collections
 from moonpool.sim.defaults import DEFAULTS
 
 if TYPE_CHECKING:
@@ -328,13 +329,14 @@ def simulate(
         )
         rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
         sizes = (trace.info.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
-        simulation.run(make_arrivals(rows, *sizes))
+        with rare_collections():
+            simulation.run(make_arrivals(rows, *sizes))
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
     params = click.get_current_context().params
-    figures["run"] = {"trace": Path(trace_file).name} | {key: params[key] for key in OF_THE_RUN}
-    figures["run"]["scale_tokens"] = str(scale)
+    of_the_run = {key: params[key] for key in OF_THE_RUN} | {"scale_tokens": str(scale)}
+    figures["run"] = {"trace": Path(trace_file).name} | of_the_run
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:

@@ -1,8 +1,10 @@
 """A decode instance whose attention workers were measured, for its simulation.
 
-What is told of the instance alone, but for its contexts, it takes with attention workers, too; then
-come the messages and the attention, shared out evenly. Two staggered batches overlap as in
-`cost.offload`, and no more work is done at once than there are cores.
+The profile is of an instance that attended by itself, or had attention workers, too. What is told
+of it holds but for what other workers change: layers of the model's part, messages and attention,
+shared out evenly, take the place of those that it had. With as many workers as it had nothing
+changes: a step is what it was seen to take, with all that competed for the cores. Two staggered
+batches overlap as in `cost.offload`, and no more is done at once than there are cores.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ _STRAIGHT = 1e-12
 
 
 class MeasuredOffload:
-    """Implements `StepCost`. `alone`: the instance with its own KVCache."""
+    """Implements `StepCost`. `seen`: an instance with `parts.seen_workers`, one batch at a time."""
 
     def __init__(
-        self, alone: FittedCost, parts: OffloadParts, num_workers: int, staggered: bool
+        self, seen: FittedCost, parts: OffloadParts, num_workers: int, staggered: bool
     ) -> None:
         assert num_workers >= 1 and parts.cores >= 1 and parts.model
-        self._alone = alone
+        self._seen = seen
         self._parts = parts
         self._workers = num_workers
         self._staggered = staggered
@@ -38,7 +40,7 @@ class MeasuredOffload:
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
-        chunk_s = self._alone.step_s(chunks, 0, 0) if chunks else 0.0
+        chunk_s = self._seen.step_s(chunks, 0, 0) if chunks else 0.0
         return chunk_s + self._decode_s(decode_batch, decode_context_tokens)
 
     def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
@@ -62,24 +64,40 @@ class MeasuredOffload:
 
     def attention_s(self, batch: float, context_tokens: float) -> float:
         """Of a batch shared out to the workers, which compute at once as far as there are cores."""
+        return self._attention_s(self._workers, batch, context_tokens)
+
+    def _attention_s(self, num_workers: int, batch: float, context_tokens: float) -> float:
         e, f, g = self._parts.attention
-        each_s = e + (f * batch + g * context_tokens) / self._workers
-        return each_s * max(self._workers / self._parts.cores, 1.0)
+        each_s = e + (f * batch + g * context_tokens) / num_workers
+        return each_s * max(num_workers / self._parts.cores, 1.0)
 
     def _decode_s(self, batch: int, context_tokens: float) -> float:
         if not batch:
             return 0.0
-        message_s = self._parts.message_s
-        serial_s = self._alone.decode_step_s(batch, 0) + message_s
-        if not self._staggered or batch < MIN_STAGGERED:
-            return serial_s + self.attention_s(batch, context_tokens)
-        # What is around the layers is done once; halves then wait for each other.
+        model_s, seen_workers = self._model_s(batch), self._parts.seen_workers
+        if seen_workers:
+            seen_s = self._seen.decode_step_s(batch, 0) + self._seen.decode[2] * context_tokens
+            seen_layers_s = self._serial_s(seen_workers, batch, context_tokens)
+        else:  # its attention was its own: as far as it goes with contexts, it is not taken along
+            seen_s, seen_layers_s = self._seen.decode_step_s(batch, 0), model_s
+        if self._staggered and batch >= MIN_STAGGERED:
+            layers_s = self._staggered_s(batch, context_tokens)
+        else:
+            layers_s = self._serial_s(self._workers, batch, context_tokens)
+        return max(seen_s + layers_s - seen_layers_s, model_s)
+
+    def _serial_s(self, num_workers: int, batch: int, context_tokens: float) -> float:
+        """All layers, one side after the other."""
+        attention_s = self._attention_s(num_workers, batch, context_tokens)
+        return self._model_s(batch) + self._parts.message_s + attention_s
+
+    def _staggered_s(self, batch: int, context_tokens: float) -> float:
+        """All layers of two halves that wait for each other."""
         half = ceil(batch / 2)
-        around_s = max(serial_s - self._model_s(batch), 0.0)
-        model_s = self._model_s(half)
-        attention_s = self.attention_s(half, context_tokens / 2)
+        model_s, attention_s = self._model_s(half), self.attention_s(half, context_tokens / 2)
         shared_s = (model_s + attention_s * self._workers) / self._parts.cores
-        return around_s + max(2 * model_s, 2 * attention_s, model_s + attention_s, 2 * shared_s)
+        longest_s = max(2 * model_s, 2 * attention_s, model_s + attention_s, 2 * shared_s)
+        return self._parts.message_s + longest_s
 
     def _model_s(self, batch: int) -> float:
         points = self._parts.model

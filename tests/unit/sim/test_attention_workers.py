@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import fsum
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonpool.config import ConfigError, parse_config
@@ -73,10 +74,35 @@ def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
     assert staggered.step_s((), 16, 64_000) == pytest.approx(around_s + 2 * (0.001 + 8e-4 + 0.032))
 
 
+def test_seen_with_a_worker_a_step_is_what_it_was_seen_to_take() -> None:
+    parts = msgspec.structs.replace(PARTS, seen_workers=1)
+    one, two = (MeasuredOffload(ALONE, parts, workers, staggered=False) for workers in (1, 2))
+    seen_s = ALONE.decode_step_s(4, 1000)
+    assert one.step_s((), 4, 1000) == pytest.approx(seen_s)
+    # The second takes half of what rows and contexts cost the first.
+    assert two.step_s((), 4, 1000) == pytest.approx(seen_s - (4e-4 + 1e-3) / 2)
+    # Two batches overlap by as much as their layers do.
+    staggered = MeasuredOffload(ALONE, parts, 1, staggered=True)
+    saved_s = 0.020 + (0.001 + 1.6e-3 + 0.016) - 0.024
+    assert staggered.step_s((), 16, 16_000) == pytest.approx(
+        ALONE.decode_step_s(16, 16_000) - saved_s
+    )
+
+
+def test_a_profile_seen_with_workers_is_not_taken_for_one_without() -> None:
+    offload = msgspec.structs.replace(PARTS, seen_workers=1)
+    seen = msgspec.structs.replace(ALONE, offload=offload)
+    assert isinstance(build_hardware(config(1), seen).decode.truth, MeasuredOffload)
+    with pytest.raises(ConfigError, match="measured with attention workers"):
+        build_hardware(config(0), seen)
+
+
 @pytest.mark.parametrize("staggered", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3, 50, 1001])
-def test_many_steps_take_what_each_takes(staggered: bool, steps: int) -> None:
-    cost = MeasuredOffload(ALONE, PARTS, 1, staggered)
+@pytest.mark.parametrize("seen_workers", [0, 1, 3])
+def test_many_steps_take_what_each_takes(staggered: bool, steps: int, seen_workers: int) -> None:
+    parts = msgspec.structs.replace(PARTS, seen_workers=seen_workers)
+    cost = MeasuredOffload(ALONE, parts, 1, staggered)
     each = fsum(cost.step_s((), 16, 10_000 + 16 * i) for i in range(steps))
     assert cost.decode_steps_s(16, 10_000, steps) == pytest.approx(each)
 

@@ -1,0 +1,55 @@
+"""`moonpool bench attention` with two workers: every way to share the KVCache out is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.bench.attention_capacity import bench_attention_capacity, capacity_lines
+from moonpool.bench.attention_crew import Decodes
+from moonpool.bench.attention_partitions import measure_partitions, partition_lines
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import SEGMENT
+from moonpool.engine.runner import make_layout
+from moonpool.engine.split_choice import choose_split_ops
+
+BLOCK = 64
+TINY = "random:hidden=64,layers=2,heads=4,inter=64,vocab=300"
+
+
+def test_segments_alternate_between_workers_and_share_no_block() -> None:
+    segment, each = SEGMENT // BLOCK, 200
+    decodes = Decodes(2, 2 * SEGMENT, 2, each, BLOCK, segment)
+    found = [[block // each for block in entry.block_ids] for entry in decodes.entries]
+    assert found[0] == [0] * segment + [1] * segment + [0]  # the new token's
+    assert found[1] == [1] * segment + [0] * segment + [1]
+    blocks = [block for entry in decodes.entries for block in entry.block_ids]
+    assert len(set(blocks)) == len(blocks)
+    with pytest.raises(AssertionError):
+        Decodes(2, 2 * SEGMENT, 2, segment, BLOCK, segment)
+
+
+@pytest.mark.parametrize(("kv_heads", "ways"), [(2, "request tokens head"), (1, "request tokens")])
+def test_each_partition_is_timed_beside_local_attention(kv_heads: int, ways: str) -> None:
+    model = open_model(f"{TINY},kv_heads={kv_heads}", "float32")
+    layout = make_layout(model, BLOCK, choose_split_ops())
+    costs = measure_partitions(model, layout, 2, (1,), (SEGMENT + 64,), 1)
+    assert [cost.partition for cost in costs] == ways.split()
+    assert len({cost.local_s for cost in costs}) == 1
+    for cost in costs:
+        assert cost.way.attention_s > 0.0
+        assert 0.0 < cost.bound_s == cost.way.model_s + cost.busiest_s
+    busiest = {cost.partition: cost.busiest_s / (2 * cost.way.attention_s) for cost in costs}
+    # Of 34 blocks one worker has all, or a segment of 32; of two heads each has one.
+    expected = {"request": 1.0, "tokens": 32 / 34, "head": 0.5}
+    assert busiest == pytest.approx({name: expected[name] for name in busiest})
+    assert len(list(partition_lines(costs))) == 2 + len(costs)
+
+
+def test_a_second_memory_holds_twice_the_requests() -> None:
+    result = bench_attention_capacity(f"{TINY},kv_heads=2", (1, 2), 2, 200, 2, "float32")
+    assert [curve.capacity for curve in result.curves] == [2, 2, 4]
+    full = result.curves[2].points[-1]
+    assert full.model_s + full.attention_s + full.rest_s >= full.tbt_s
+    assert full.attention_s > 0.0
+    text = "\n".join(capacity_lines(result))
+    assert "2 attention workers hold 2 times the requests" in text
