@@ -40,7 +40,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(name=st.integers(0, 20), depth=st.integers(0, 4))
     def store(self, name: int, depth: int) -> None:
         block = self.nameless.pop(0)
-        self.policy.store(BlockId(block), key(name), depth)
+        self.policy.store([BlockId(block)], [key(name)], [depth])
         self.held.append(block)
 
     @precondition(lambda self: self.held)

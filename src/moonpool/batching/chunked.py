@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from moonpool.batching.plan import BatchPlan, Candidate, PlanEntry
 
@@ -20,13 +21,10 @@ def plan_chunked(
     """
     assert token_budget > 0 and max_sequences > 0
     entries: list[PlanEntry] = []
-    tokens_left = token_budget
-    for candidate in decodes:
-        if len(entries) == max_sequences or not tokens_left:
-            break
+    for candidate in islice(decodes, min(max_sequences, token_budget)):
         assert candidate.num_uncomputed == 1
         entries.append(PlanEntry(candidate.request_id, 1))
-        tokens_left -= 1
+    tokens_left = token_budget - len(entries)
     for candidate in prefills:
         if len(entries) == max_sequences or not tokens_left:
             break

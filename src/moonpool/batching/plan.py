@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonpool.types import RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
+class PlanEntry(NamedTuple):
     """`num_tokens` more tokens of one request are computed: 1 for a decode, up to a chunk in
     prefill."""
 
@@ -28,8 +28,7 @@ class BatchPlan:
         return bool(self.entries)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A request that could run: it still lacks `num_uncomputed` tokens (1 when it decodes)."""
 
     request_id: RequestId

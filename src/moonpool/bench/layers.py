@@ -5,13 +5,18 @@ a prompt stored in another process while it is computed; beside the same one aft
 Each round runs every way once, in turns, so that a busy moment hits all alike; medians over the
 rounds. What storing costs is taken within a round, as the difference to the same prompt without,
 and laid beside the prompt's length: a line through all rounds, with its error, says how flat it is.
+
+What overlaps still shares the CPUs: no order of doing things ends before load, computing, or the
+CPU time of both, here and at the peer, divided by the CPUs. The last is its `cpu_bound`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,8 @@ DEFAULT_MODEL = "random:hidden=512,layers=16,heads=8,kv_heads=8,inter=1024"
 TRANSPORTS = ("shm", "tcp")
 WAYS = ("none", "layer_wise", "after")
 Say = Callable[[str], None]
+_ALL_THREADS = 2
+"""In a number of a clock, with a process's own inverted before it: that of its CPU time."""
 
 
 def bench_layers(
@@ -88,6 +95,12 @@ class Far:
         self._pipe.send(Take(stream_id, num_blocks))
         self._pipe.recv()
 
+    def cpu_s(self) -> float:
+        """Of both processes, so far."""
+        assert self._process.pid is not None
+        there = time.clock_gettime(~self._process.pid << 3 | _ALL_THREADS)
+        return time.process_time() + there
+
     def close(self) -> None:
         self._pipe.send(None)
         self._process.join(30)
@@ -97,7 +110,8 @@ class Far:
 def _fetched(far: Far, prefix_tokens: int, new_tokens: int, rounds: int) -> dict[str, Any]:
     near = far.near
     fetch = Fetch(far.address, near.layout.blocks_for(prefix_tokens))
-    return _loads(near, near.tokens(prefix_tokens), new_tokens, rounds, fetch=fetch)
+    tokens = near.tokens(prefix_tokens)
+    return _loads(near, tokens, new_tokens, rounds, far.cpu_s, fetch=fetch)
 
 
 def _stored(
@@ -121,26 +135,35 @@ def _stored(
         for count in prefixes:
             prefix = near.tokens(count)
             near.put(prefix)
-            rows[str(count)] = _loads(near, prefix, new_tokens, rounds)
+            rows[str(count)] = _loads(near, prefix, new_tokens, rounds, time.process_time)
         return rows
     finally:
         near.close()
 
 
 def _loads(
-    near: Near, prefix: list[int], new_tokens: int, rounds: int, **where: Any
+    near: Near,
+    prefix: list[int],
+    new_tokens: int,
+    rounds: int,
+    cpu_s: Callable[[], float],
+    **where: Any,
 ) -> dict[str, Any]:
     """Load alone is the load of the serial run; compute alone has the prefix in its own cache."""
 
     def run(layer_wise: bool) -> dict[str, float]:
         near.begin(layer_wise)
+        began_s = cpu_s()
         took = near.prefill(prefix + near.tokens(new_tokens), True, **where)
+        spent_s = cpu_s() - began_s
         alone = near.prefill(prefix + near.tokens(new_tokens), False)
         return {"all": took.prefill_s, "load": took.load_s, "compute": alone.prefill_s} | {
-            "early": float(took.early)
+            "early": float(took.early),
+            "cpu": spent_s,
         }
 
-    names = ("compute", "load", "serial", "overlapped", "ratio", "serial_ratio")
+    names = ("compute", "load", "cpu_bound", "serial", "overlapped", "ratio", "serial_ratio")
+    num_cpus = len(os.sched_getaffinity(0))
     taken: dict[str, list[float]] = {name: [] for name in names}
     early = 0.0
     for number in range(rounds + 1):
@@ -154,6 +177,7 @@ def _loads(
         limit_s = max(compute_s, serial["load"])
         taken["compute"].append(compute_s)
         taken["load"].append(serial["load"])
+        taken["cpu_bound"].append(serial["cpu"] / num_cpus)
         taken["serial"].append(serial["all"])
         taken["overlapped"].append(overlapped["all"])
         taken["ratio"].append(overlapped["all"] / limit_s)
@@ -206,12 +230,13 @@ def _costs(taken: dict[str, list[float]]) -> dict[str, Any]:
 
 def _tell_loads(way: str, found: dict[str, Any], say: Say) -> None:
     say(f"load by {way}, then {found['new_tokens']} tokens: ms")
-    say("  prefix  compute    load  serial  overlapped   of max(load, compute): serial, ours")
+    say("  prefix  compute    load  CPU bound  serial  overlapped  of max(load, compute): both")
     for prefix, row in found[way]["load"].items():
-        each = [1e3 * row[name] for name in ("compute", "load", "serial", "overlapped")]
+        names = ("compute", "load", "cpu_bound", "serial", "overlapped")
+        each = [1e3 * row[name] for name in names]
         say(
-            f"  {prefix:>6s}{each[0]:9.1f}{each[1]:8.1f}{each[2]:8.1f}{each[3]:12.1f}"
-            f"{row['serial_ratio']:30.2f}{row['ratio']:7.2f}"
+            f"  {prefix:>6s}{each[0]:9.1f}{each[1]:8.1f}{each[2]:11.1f}"
+            f"{each[3]:8.1f}{each[4]:12.1f}{row['serial_ratio']:22.2f}{row['ratio']:7.2f}"
         )
 
 

@@ -27,6 +27,7 @@ from moonpool.messenger.messenger import Messenger
 from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.layer_gates import LayerGates
+from moonpool.runtime.profile_store import best_of
 from moonpool.runtime.settle import settle_memory
 from moonpool.runtime.transfers import perform_storage, perform_transfer
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams, Slo
@@ -50,6 +51,10 @@ from moonpool.workers.messages import (
     Work,
     WorkId,
 )
+
+MEASUREMENTS = 3
+"""When a prefill begins depends on what it should take; an instance keeps the best of all its
+starts, which one measurement on a busy machine is far from."""
 
 
 class LayersBenchError(RuntimeError):
@@ -99,7 +104,10 @@ class Near:
         shape = (self.num_blocks, self.layout.num_layers, self.layout.slice_elements)
         blocks = torch.frombuffer(self.arena.buffer, dtype=dtype).view(shape)
         engine = Engine(loaded, ops, KvCache(blocks, self.layout))
-        self.cost = fit_samples(measure_samples(engine))
+        samples = measure_samples(engine)
+        for _ in range(MEASUREMENTS - 1):
+            samples = best_of(samples, measure_samples(engine))
+        self.cost = fit_samples(samples)
         self._vocab = loaded.spec.vocab_size
         self._chunk_tokens = chunk_tokens
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -259,5 +267,5 @@ class Near:
         """Storing after the end: what a step completes is kept until the prompt is done."""
         if not self._layer_wise_store:
             self._late += [send for entry in step.entries for send in entry.sends]
-            step = replace(step, entries=tuple(replace(e, sends=()) for e in step.entries))
+            step = replace(step, entries=tuple(e._replace(sends=()) for e in step.entries))
         self._thread.submit(step, self._gates.of_step(step))

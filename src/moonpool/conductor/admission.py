@@ -73,10 +73,8 @@ class _Pool(msgspec.Struct, frozen=True):
     promised_s: float
 
     def tbt_s(self, batch: float, context_tokens: float) -> float:
-        """Of the longest tenth of an answer's gaps, which is what the promise is judged by. Where
-        prompts are computed, too, these follow from their chunks."""
-        mixed = self.fleet.mixed is not None and self.fleet.mixed.item(self.row)
-        return self._step_s(batch, context_tokens) * (1.0 if mixed else self.fleet.tail)
+        """Of the longest tenth of an answer's gaps, which is what the promise is judged by."""
+        return self._step_s(batch, context_tokens) * self.fleet.tail_of(self.row)
 
     def _step_s(self, batch: float, context_tokens: float) -> float:
         fleet = self.fleet

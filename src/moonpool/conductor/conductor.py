@@ -334,7 +334,7 @@ class Conductor:
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
         tracked.explanation.add(placement.chosen)
-        config, tail = self.config, self.fleet.tail
+        config, tail = self.config, self.fleet.tail_of(placement.decoder_row)
         commands = orders(tracked, attempt, placement, tokens, self.instances, config, tail, now)
         for instance_id, command in commands:
             self._send(instance_id, command)
@@ -481,7 +481,8 @@ class Conductor:
             if attempt.answers:
                 num_tokens += len(item.tokens)
                 room_tokens += self.books.add_tokens(attempt, len(item.tokens))
-                self.answers.note_tokens(tracked, attempt, now)
+                if attempt.stay_tokens:
+                    self.answers.note_tokens(tracked, attempt, now)
             if item.finish is not None:
                 ending.append((tracked, item.finish))
         self.fleet.grow(state.row, num_tokens, room_tokens)

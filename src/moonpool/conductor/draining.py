@@ -6,7 +6,10 @@ have cached, and go.
             --nothing left to hand over, or the time is up--> told to leave --> gone
 
 Who takes what is decided here; the blocks are fetched by those who take them, from the one that
-leaves, as any prefix is fetched. It is soft state: if the head is lost, an instance that was told
+leaves, as any prefix is fetched. What a shared store keeps is not handed over. Requests come first:
+whoever takes something has as much room left, and something that nobody has room for waits until
+the works are placed elsewhere, and is let go then; no taker is held up beyond `TAKE_S`.
+It is soft state: if the head is lost, an instance that was told
 to end by a signal asks again, and one that was drained by request serves on.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
@@ -29,8 +33,21 @@ MAX_TAKING = 4
 """Fetches from an instance that leaves, at a time; no instance makes two of them."""
 MAX_TRIES = 3
 """So many are asked to take a prefix."""
+ROOM_SHARE = 2
+"""A taker must have room for so many times what it takes: the rest is for requests."""
+MAX_WITHOUT_ROOM = 32
+"""So many that find no room are looked at each time."""
+TAKE_S = 15.0
+"""So long a taker's room is booked for one prefix; what has come by then is kept."""
 ANSWER_S = 5.0
 """An instance that does not say within this time what it has, hands nothing over."""
+
+
+class _Hindered(Enum):
+    """Why nobody takes a prefix just now."""
+
+    BUSY = "who could is taking another one"
+    NO_ROOM = "requests have it"
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +220,8 @@ class Draining:
     def _ask(self, departure: _Departure, now: float) -> list[ConductorAction]:
         departure.round += 1
         departure.asked_s = now
-        command = ListHot(number=departure.round, num_blocks=max(departure.num_blocks, 0))
+        num_blocks = max(departure.num_blocks, 0)
+        command = ListHot(number=departure.round, num_blocks=num_blocks, lost_with_it=True)
         return [Send(departure.state.info.instance_id, command)]
 
     def _leave(self, departure: _Departure, drain: Drain) -> list[ConductorAction]:
@@ -212,17 +230,24 @@ class Draining:
         return [Send(departure.state.info.instance_id, Leave())]
 
     def _hand_over(self, departure: _Departure, now: float) -> list[ConductorAction]:
-        """Has as much of what waits fetched as may be under way at a time."""
+        """Has as much of what waits fetched as may be under way at a time. What finds no room may
+        do so later; what is less used does not wait behind it."""
         actions: list[ConductorAction] = []
+        later: list[tuple[HotPrefix, int]] = []
         while departure.waiting and departure.num_taking < MAX_TAKING:
+            if len(later) == MAX_WITHOUT_ROOM:
+                break
             prefix, num_tries = departure.waiting[0]
-            taker, num_missing, must_wait = self._taker_of(departure, prefix)
-            if must_wait:
+            taker, num_missing, hindered = self._taker_of(departure, prefix)
+            if hindered is _Hindered.BUSY:
                 break
             departure.waiting.popleft()
-            if taker is None or num_missing > departure.num_blocks:
-                continue
-            actions.append(self._have_taken(departure, taker, prefix, num_tries, num_missing, now))
+            if hindered is _Hindered.NO_ROOM and now < departure.move_s:
+                later.append((prefix, num_tries))
+            elif taker is not None and num_missing <= departure.num_blocks:
+                taken = self._have_taken(departure, taker, prefix, num_tries, num_missing, now)
+                actions.append(taken)
+        departure.waiting.extendleft(reversed(later))
         return actions
 
     def _have_taken(
@@ -245,37 +270,41 @@ class Draining:
             source=departure.state.info.address,
             keys=prefix.keys,
             num_uses=prefix.num_uses,
-            timeout_s=max(departure.until_s - now, 1.0),
+            timeout_s=min(max(departure.until_s - now, 1.0), TAKE_S),
         )
         return Send(taker.info.instance_id, command)
 
     def _taker_of(
         self, departure: _Departure, prefix: HotPrefix
-    ) -> tuple[InstanceState | None, int, bool]:
-        """Who should fetch the prefix, how many blocks that are, and whether all who could are
-        busy. Nobody, if one that stays has all of it, or none has room."""
+    ) -> tuple[InstanceState | None, int, _Hindered | None]:
+        """Who should fetch the prefix, how many blocks that are, and what keeps those from it who
+        could. Nobody, and nothing does, if one that stays has all of it, or none has the size."""
         index, fleet = self._books.index, self._books.fleet
         held = index.match(prefix.keys).held
         best: tuple[int, bool, int] | None = None
-        chosen, num_missing, busy = None, 0, False
+        chosen, num_missing, hindered = None, 0, None
         for instance_id, state in self._books.instances.items():
             if state.drain is not None:
                 continue
             here = int(held.item(state.row))
             missing = len(prefix.keys) - here
             if not missing:
-                return None, 0, False
-            room_tokens = missing * state.info.layout.block_tokens
-            if instance_id in departure.full or fleet.room_tokens[state.row] < room_tokens:
+                return None, 0, None
+            wanted_tokens = ROOM_SHARE * missing * state.info.layout.block_tokens
+            size_tokens = state.info.num_blocks * state.info.layout.block_tokens
+            if instance_id in departure.full or size_tokens < wanted_tokens:
                 continue
             if state.taking:
-                busy = True
+                hindered = _Hindered.BUSY
+                continue
+            if fleet.room_tokens[state.row] < wanted_tokens:
+                hindered = hindered or _Hindered.NO_ROOM
                 continue
             empty = state.info.num_blocks - index.num_blocks(instance_id)
             rank = (here, state.info.role.prefills, empty)
             if best is None or rank > best:
                 best, chosen, num_missing = rank, state, missing
-        return chosen, num_missing, chosen is None and busy
+        return chosen, num_missing, hindered if chosen is None else None
 
     def _end_taking(self, number: int) -> _Taking | None:
         taking = self._taking.pop(number, None)

@@ -200,6 +200,12 @@ class Fleet:
         """Time of a step on this row's kind of instance."""
         return self.e.item(row) + self.f.item(row) * batch + self.g.item(row) * context_tokens
 
+    def tail_of(self, row: int) -> float:
+        """`tail`, where it says something: where prompts are computed, too, the longest gaps follow
+        from their chunks."""
+        mixed = self.mixed is not None and self.mixed.item(row)
+        return 1.0 if mixed else self.tail
+
     def level_tbt_s(self, batch: float, context_tokens: float) -> float:
         """Time of a step with so many answers, spread so that it is the same on all decode
         instances: the slower take fewer, and none those whose bare step takes longer."""

@@ -56,7 +56,9 @@ class BlockPool:
         self._block_of: dict[BlockKey, BlockId] = {}
         self._twin_key: dict[BlockId, BlockKey] = {}  # of held blocks whose name was taken
         self._held_by: dict[str, list[BlockId]] = {}
-        self._net_changes: dict[BlockKey, bool] = {}
+        # Names since the last report, in order; one that came and went is no news.
+        self._stored: dict[BlockKey, None] = {}
+        self._removed: dict[BlockKey, None] = {}
         self._evicted: list[BlockKey] = []
 
     @property
@@ -88,7 +90,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_available
+        return len(self._num_holds) - len(self._free) - len(self._evictable)
 
     @property
     def num_cached(self) -> int:
@@ -109,6 +111,10 @@ class BlockPool:
     def find(self, key: BlockKey) -> BlockId | None:
         """The block of this name; as safe as what `match` returns."""
         return self._block_of.get(key)
+
+    def find_all(self, keys: Iterable[BlockKey]) -> list[BlockId]:
+        """Those of the blocks that are here, as `find` would."""
+        return [block_id for block_id in map(self._block_of.get, keys) if block_id is not None]
 
     def key_of(self, block_id: BlockId) -> BlockKey | None:
         return self._key_of[block_id]
@@ -198,8 +204,22 @@ class BlockPool:
             self._twin_key[block_id] = key
             return False
         self._twin_key.pop(block_id, None)
-        self._name(block_id, key, depth)
+        self._name((block_id,), (key,), (depth,))
         return True
+
+    def seal_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depth: int) -> None:
+        """As `seal`, of blocks that follow on each other in a prompt, the first at `depth`."""
+        if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
+            for block_id, key in zip(block_ids, keys, strict=True):
+                self.seal(block_id, key, depth)
+                depth += 1
+            return
+        holds, names = self._num_holds, self._key_of
+        for block_id in block_ids:
+            assert holds[block_id] > 0 and names[block_id] is None
+            if self._twin_key:
+                self._twin_key.pop(block_id, None)
+        self._name(block_ids, keys, range(depth, depth + len(keys)))
 
     def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
         """Holds up to so many of the blocks that would be evicted next, in that order. They keep
@@ -221,7 +241,7 @@ class BlockPool:
                 self._withdrawn.remove(block_id)
             else:
                 self._evictable.forget(block_id)
-            self._take_name(block_id)
+            self._take_names((block_id,))
             if not self._num_holds[block_id]:
                 self._free.append(block_id)
 
@@ -238,7 +258,7 @@ class BlockPool:
             if not known or key in self._block_of or self._key_of[block_id] is not None:
                 refused.append(block_id)
                 continue
-            self._name(block_id, key, 0)
+            self._name((block_id,), (key,), (0,))
             self._evictable.add([block_id], None)
         self._free = [BlockId(b) for b, key in enumerate(self._key_of) if key is None]
         return refused
@@ -278,7 +298,7 @@ class BlockPool:
             if not holds[block_id]:
                 if block_id in self._withdrawn:
                     self._withdrawn.remove(block_id)
-                    self._take_name(block_id)
+                    self._take_names((block_id,))
                 if keys[block_id] is not None:
                     run.append(block_id)
                     continue
@@ -291,13 +311,17 @@ class BlockPool:
         if run:
             self._evictable.add(run[::-1], None)
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would say anything."""
+        return bool(self._stored or self._removed or self._evicted)
+
     def take_changes(self) -> PoolChanges:
         """Net changes of names since the last call."""
-        changes = PoolChanges()
-        for key, stored in self._net_changes.items():
-            (changes.stored if stored else changes.removed).append(key)
-        self._net_changes.clear()
-        changes.evicted, self._evicted = self._evicted, changes.evicted
+        changes = PoolChanges(list(self._stored), list(self._removed), self._evicted)
+        self._stored.clear()
+        self._removed.clear()
+        self._evicted = []
         return changes
 
     def validate(self) -> None:
@@ -341,7 +365,7 @@ class BlockPool:
         blocks = self._evictable.pop(num_blocks)
         for block_id in blocks:
             self._num_holds[block_id] = 1
-            self._evicted.append(self._take_name(block_id))
+        self._evicted += self._take_names(blocks)
         return blocks
 
     def _bring_back(self, blocks: Sequence[BlockId]) -> None:
@@ -351,23 +375,39 @@ class BlockPool:
                 self._withdrawn.remove(block_id)
                 key = self._key_of[block_id]
                 assert key is not None
-                self._evictable.store(block_id, key, self._depth_of[block_id])
+                self._evictable.store((block_id,), (key,), (self._depth_of[block_id],))
 
-    def _name(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        self._key_of[block_id] = key
-        self._depth_of[block_id] = depth
-        self._num_uses[block_id] = 0
-        self._block_of[key] = block_id
-        self._evictable.store(block_id, key, depth)
-        self._note(key, stored=True)
+    def _name(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        names, depth_of, num_uses = self._key_of, self._depth_of, self._num_uses
+        block_of, stored, removed = self._block_of, self._stored, self._removed
+        for block_id, key, depth in zip(block_ids, keys, depths, strict=True):
+            names[block_id] = key
+            depth_of[block_id] = depth
+            num_uses[block_id] = 0
+            block_of[key] = block_id
+            if key in removed:
+                del removed[key]
+            else:
+                stored[key] = None
+        self._evictable.store(block_ids, keys, depths)
 
-    def _take_name(self, block_id: BlockId) -> BlockKey:
-        key = self._key_of[block_id]
-        assert key is not None
-        self._key_of[block_id] = None
-        del self._block_of[key]
-        self._note(key, stored=False)
-        return key
+    def _take_names(self, block_ids: Sequence[BlockId]) -> list[BlockKey]:
+        names, block_of = self._key_of, self._block_of
+        stored, removed = self._stored, self._removed
+        taken: list[BlockKey] = []
+        for block_id in block_ids:
+            key = names[block_id]
+            assert key is not None
+            names[block_id] = None
+            del block_of[key]
+            if key in stored:
+                del stored[key]
+            else:
+                removed[key] = None
+            taken.append(key)
+        return taken
 
     def _named(self, block_id: BlockId) -> BlockId | None:
         """The cached block with this one's content: itself, or its twin if its name was taken."""
@@ -376,10 +416,3 @@ class BlockPool:
         key = self._twin_key.get(block_id)
         twin = None if key is None else self._block_of.get(key)
         return None if twin in self._withdrawn else twin
-
-    def _note(self, key: BlockKey, stored: bool) -> None:
-        # A name that came and went between two reports is no news.
-        if self._net_changes.get(key) is (not stored):
-            del self._net_changes[key]
-        else:
-            self._net_changes[key] = stored

@@ -2,7 +2,7 @@
 
 A policy is told what the pool sees, in the pool's words, and keeps its own books from it:
 
-    store   a held block got its name, at this place in its prompt
+    store   held blocks got their names, each at its place in its prompt
     touch   named blocks are used again, a prompt's in order
     remove  evictable blocks are held again
     add     blocks lost their last holder and are evictable from now on
@@ -29,8 +29,10 @@ from moonpool.types import BlockId, BlockKey
 class Eviction(Protocol):
     """Order of the evictable blocks. Every method mutates, but `__len__` and `__contains__`."""
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        """A held block is named `key` from now on; it is the `depth`-th block of its prompt."""
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        """Held blocks have these names from now on; each is the so many-th block of its prompt."""
         ...
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:

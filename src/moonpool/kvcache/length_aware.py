@@ -19,9 +19,11 @@ class LengthAwareEviction:
         self._depth: dict[BlockId, int] = {}
         self._blocks = RankedBlocks()
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        self._num_uses[block_id] = 1
-        self._depth[block_id] = depth
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        self._num_uses.update(dict.fromkeys(block_ids, 1))
+        self._depth.update(zip(block_ids, depths, strict=True))
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         num_uses = self._num_uses

@@ -14,8 +14,10 @@ class LfuEviction:
         self._num_uses: dict[BlockId, int] = {}
         self._blocks = RankedBlocks()
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        self._num_uses[block_id] = 1
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        self._num_uses.update(dict.fromkeys(block_ids, 1))
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         num_uses = self._num_uses

@@ -13,7 +13,9 @@ class LruEviction:
     def __init__(self) -> None:
         self._order: OrderedDict[BlockId, None] = OrderedDict()
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
         """Nothing to learn: only the moment of release counts."""
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:

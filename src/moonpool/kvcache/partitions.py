@@ -116,6 +116,10 @@ class PartitionedPool(BlockPool):
         return self.num_free + self.num_evictable
 
     @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
     def num_cached(self) -> int:
         return sum(pool.num_cached for pool in self._parts)
 
@@ -142,6 +146,9 @@ class PartitionedPool(BlockPool):
             if block is not None:
                 return BlockId(block + start)
         return None
+
+    def find_all(self, keys: Iterable[BlockKey]) -> list[BlockId]:
+        return [block_id for block_id in map(self.find, keys) if block_id is not None]
 
     def key_of(self, block_id: BlockId) -> BlockKey | None:
         pool, own = self._own(block_id)
@@ -214,6 +221,10 @@ class PartitionedPool(BlockPool):
             return False  # it has that name elsewhere
         return pool.seal(own, key, depth)
 
+    def seal_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depth: int) -> None:
+        for offset, (block_id, key) in enumerate(zip(block_ids, keys, strict=True)):
+            self.seal(block_id, key, depth + offset)
+
     def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
         found: list[BlockId] = []
         for start, pool in zip(self._starts, self._parts, strict=False):
@@ -248,6 +259,11 @@ class PartitionedPool(BlockPool):
     def release_some(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         for pool, own in self._by_part(block_ids):
             pool.release_some(owner, own)
+
+    @property
+    def has_changes(self) -> bool:
+        waiting = bool(self._pending or self._pending.evicted)
+        return waiting or any(pool.has_changes for pool in self._parts)
 
     def take_changes(self) -> PoolChanges:
         for pool in self._parts:

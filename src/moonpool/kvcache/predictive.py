@@ -77,7 +77,13 @@ class PredictiveEviction:
         self._place: list[int] = []  # of each cell in `_by_worth`
         self._first = 0  # no cell before this place in `_by_worth` has a segment
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        for block_id, key, depth in zip(block_ids, keys, depths, strict=True):
+            self._store(block_id, key, depth)
+
+    def _store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
         if block_id >= len(self._keys):
             self._grow(block_id + 1)
         num_uses = 1

@@ -296,11 +296,12 @@ class PrefixIndex:
     def _add(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         own, holders, bit = announced.keys, self._holders, announced.bit
         demoted = self._demoted
+        shared = []
         for key in keys:
             if key in own:
                 if demoted and demoted.get(key, 0) & bit:
                     self._leave(demoted, key, bit)
-                    self._copies.note(key)
+                    shared.append(key)
                 continue
             own.add(key)
             others = holders.get(key)
@@ -308,11 +309,13 @@ class PrefixIndex:
                 holders[key] = bit
             else:
                 holders[key] = others | bit
-                self._copies.note(key)
+                shared.append(key)
+        self._copies.note(shared)
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         own, holders, bit = announced.keys, self._holders, announced.bit
         demoted = self._demoted
+        shared = []
         for key in keys:
             if key not in own:
                 continue
@@ -321,9 +324,10 @@ class PrefixIndex:
                 del holders[key]
             else:
                 self._take_bit(holders, key, bit)
-                self._copies.note_dropped(key, bit)
+                shared.append(key)
             if demoted and demoted.get(key, 0) & bit:
                 self._leave(demoted, key, bit)
+        self._copies.note_dropped(shared, bit)
 
     def _demote(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         keys = tuple(keys)
@@ -334,8 +338,7 @@ class PrefixIndex:
         for key in keys:
             others = demoted.get(key)
             demoted[key] = bit if others is None else others | bit
-            if self._holders[key] is not bit:
-                self._copies.note_dropped(key, bit)
+        self._copies.note_dropped([key for key in keys if self._holders[key] is not bit], bit)
 
     def _leave(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
         if sets[key] is bit:

@@ -18,6 +18,10 @@ from collections.abc import Iterable, Sequence
 from moonpool.kvcache.eviction import Eviction
 from moonpool.types import BlockId, BlockKey
 
+LIFE = 1 << 32
+"""A block's life is its number plus so many times how often it was given a name or lost it."""
+NO_LIFE = -1
+
 
 class SpareFirst:
     """An `Eviction` around another."""
@@ -28,8 +32,8 @@ class SpareFirst:
         self._spare: set[BlockId] = set()
         self._loose: OrderedDict[BlockId, None] = OrderedDict()  # evictable ones
         # By block, grown with the blocks ever used.
-        self._lives: list[int] = []  # names given and taken; odd while it has one
-        self._parent: list[tuple[BlockId, int] | None] = []  # and which of its lives
+        self._lives: list[int] = []
+        self._parent: list[int] = []  # the life that it continues
         self._let_go_at: list[int] = []
         self._num_tight: list[int] = []  # blocks that continue it here and are not loose
 
@@ -52,26 +56,29 @@ class SpareFirst:
 
     def parent_of(self, block_id: BlockId) -> BlockId | None:
         """The block that a named block continues here; None if it is not here, or not known."""
-        link = self._parent[block_id]
-        return link[0] if link is not None and self._lives[link[0]] == link[1] else None
+        life = self._parent[block_id]
+        parent = BlockId(life % LIFE)
+        return parent if life != NO_LIFE and self._lives[parent] == life else None
 
     def let_go_at(self, block_id: BlockId) -> int:
         """When a named block was let go last, in blocks let go since the beginning."""
         return self._let_go_at[block_id]
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        missing = block_id + 1 - len(self._lives)
-        if missing > 0:
-            self._lives.extend([0] * missing)
-            self._parent.extend([None] * missing)
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        num_known, num_used = len(self._lives), max(block_ids, default=-1) + 1
+        if num_known < num_used:
+            missing = num_used - num_known
+            self._lives.extend(range(num_known, num_used))
+            self._parent.extend([NO_LIFE] * missing)
             self._num_tight.extend([0] * missing)
             self._let_go_at.extend([0] * missing)
-        assert not self._lives[block_id] % 2
-        self._lives[block_id] += 1
-        self._parent[block_id] = None
-        self._num_tight[block_id] = 0
-        self._spare.discard(block_id)
-        self._policy.store(block_id, key, depth)
+        lives = self._lives
+        for block_id in block_ids:
+            lives[block_id] += LIFE
+        self._spare.difference_update(block_ids)
+        self._policy.store(block_ids, keys, depths)
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         self._policy.touch(block_ids)
@@ -80,14 +87,12 @@ class SpareFirst:
         self._clock += len(block_ids)
         clock, let_go_at = self._clock, self._let_go_at
         parents, lives = self._parent, self._lives
-        before = parent
+        before = NO_LIFE if parent is None else lives[parent]
         for block_id in block_ids:
             let_go_at[block_id] = clock
-            if before is not None:
-                link = parents[block_id]
-                if link is None or link[0] != before or link[1] != lives[before]:
-                    self._link(block_id, before)
-            before = block_id
+            if parents[block_id] != before and before != NO_LIFE:
+                self._link(block_id, before)
+            before = lives[block_id]
         if self._spare:
             spare, num_tight, loose = self._spare, self._num_tight, self._loose
             for block_id in reversed(block_ids):
@@ -144,12 +149,12 @@ class SpareFirst:
     def validate(self) -> None:
         """Asserts that what is loose is what the marks and the prompts say."""
         num_tight = [0] * len(self._lives)
-        named = [BlockId(b) for b, life in enumerate(self._lives) if life % 2]
+        named = [BlockId(b) for b, life in enumerate(self._lives) if life // LIFE % 2]
+        assert all(life % LIFE == b for b, life in enumerate(self._lives))
         for block_id in named:
-            link = self._parent[block_id]
-            alive = link is not None and self._lives[link[0]] == link[1]
-            if link is not None and alive and not self._is_loose(block_id):
-                num_tight[link[0]] += 1
+            parent = self.parent_of(block_id)
+            if parent is not None and not self._is_loose(block_id):
+                num_tight[parent] += 1
         assert num_tight == self._num_tight
         evictable = {block_id for block_id in named if block_id in self._policy}
         assert set(self._loose) == {block_id for block_id in evictable if self._is_loose(block_id)}
@@ -157,13 +162,12 @@ class SpareFirst:
     def _is_loose(self, block_id: BlockId) -> bool:
         return block_id in self._spare and not self._num_tight[block_id]
 
-    def _link(self, block_id: BlockId, parent: BlockId) -> None:
-        """`block_id` continues `parent`, as it did not before."""
-        link = (parent, self._lives[parent])
+    def _link(self, block_id: BlockId, life: int) -> None:
+        """`block_id` continues this life of a block, as it did not before."""
         tight = not self._is_loose(block_id)
         if tight:
             self._count_tight(block_id, -1)
-        self._parent[block_id] = link
+        self._parent[block_id] = life
         if tight:
             self._count_tight(block_id, 1)
 
@@ -175,10 +179,10 @@ class SpareFirst:
                 self._loose.pop(block_id, None)
             elif block_id in self._policy:
                 self._loose[block_id] = None
-            link = parents[block_id]
-            if link is None or lives[link[0]] != link[1]:
+            life = parents[block_id]
+            block_id = BlockId(life % LIFE)
+            if life == NO_LIFE or lives[block_id] != life:
                 return
-            block_id = link[0]
             after = num_tight[block_id] + (-1 if loose else 1)
             num_tight[block_id] = after
             if block_id not in spare or after != (0 if loose else 1):
@@ -186,9 +190,11 @@ class SpareFirst:
 
     def _count_tight(self, block_id: BlockId, change: int) -> None:
         """One more or less tight block continues this one's parent."""
-        link = self._parent[block_id]
-        if link is not None and self._lives[link[0]] == link[1]:
-            parent = link[0]
+        life = self._parent[block_id]
+        if life == NO_LIFE:
+            return
+        parent = BlockId(life % LIFE)
+        if self._lives[parent] == life:
             after = self._num_tight[parent] + change
             self._num_tight[parent] = after
             if parent in self._spare and after == (change > 0):
@@ -198,6 +204,6 @@ class SpareFirst:
         """It lost its name. Whether it was spare can be asked until it has another one."""
         if not self._is_loose(block_id):
             self._count_tight(block_id, -1)
-        self._parent[block_id] = None
+        self._parent[block_id] = NO_LIFE
         self._num_tight[block_id] = 0
-        self._lives[block_id] += 1
+        self._lives[block_id] += LIFE

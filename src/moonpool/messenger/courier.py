@@ -290,14 +290,12 @@ def has_nixl() -> bool:
 
 
 def devices_of(host: str) -> str:
-    """The network device of this machine's address, as UCX names it; "" if there is none by it."""
+    """What UCX may use, by its own names, where this is the address: the loopback device alone, or
+    "", whatever UCX finds."""
     try:
-        address = ipaddress.ip_address(socket.gethostbyname(host))
+        return "lo" if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback else ""
     except (OSError, ValueError):
         return ""
-    if address.is_loopback:
-        return "lo"
-    return ""
 
 
 def _spawn(control: socket.socket, arena: Arena, devices: str) -> subprocess.Popen[bytes]:

@@ -15,9 +15,12 @@ from moonpool.plan.trial import WHOLE, Outcome, Span, Trial
 from moonpool.plan.workforce import Workforce
 from moonpool.types import Struct
 
-GIVE_UP = 0.1
+GIVE_UP = 0.03
 """A run ends early that can no longer come within this of the wanted share."""
 SEEDS_AT_ONCE = 2
+"""That are simulated: what a glance has seen comes on top."""
+FUTILE_FROM = 3
+"""Seeds that say on the average that it misses; no more are tried."""
 
 
 class BudgetError(RuntimeError):
@@ -117,7 +120,8 @@ class Assessor:
             wanted = []
             for one in open_ones:
                 done = len(self.known[one].outcomes) if one in self.known else 0
-                wanted += [(one, done + i) for i in range(min(SEEDS_AT_ONCE, most - done))]
+                seen = 1 if not done and one in self._looks else 0
+                wanted += [(one, done + i) for i in range(min(seen + SEEDS_AT_ONCE, most - done))]
             seed = self.goal.first_seed
             outcomes = self._run([self._whole(one, seed + i) for one, i in wanted], 1.0)
             for one in open_ones:
@@ -133,6 +137,8 @@ class Assessor:
         found = self.known.get(candidate)
         if found is None:
             return True
+        if len(found.outcomes) >= FUTILE_FROM and found.interval.mean < self.goal.wanted:
+            return False  # more seeds would hardly make it meet: whether it misses is not asked
         return found.verdict is Verdict.UNCLEAR and len(found.outcomes) < most
 
     def _note(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> None:

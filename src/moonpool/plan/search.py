@@ -7,8 +7,9 @@
     settling    on the whole trace, the best mixes: first up to where each meets, then, the cheapest
                 first, down in price, step by step, to where nothing cheaper that was looked at
                 meets with confidence; a mix that begins above the best is not settled
-    confirming  each neighbour of the choice, with as many seeds as it takes; a cheaper one that
-                meets takes its place
+    confirming  each neighbour of the choice that is cheaper, with as many seeds as it takes, and of
+                those as dear the ones that do better on the busiest part; one that meets, and is
+                cheaper or better, takes its place
 
 Which simulations are run follows from their outcomes alone, not from the time they take or the
 number of processes.
@@ -16,13 +17,14 @@ number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import msgspec
 
 from moonpool.plan.assess import Assessment, Assessor, BudgetError
-from moonpool.plan.boundary import boundary, grown, side_by_side
+from moonpool.plan.boundary import boundary, side_by_side
 from moonpool.plan.candidate import (
     ADMISSIONS,
     CACHE_STEPS,
@@ -45,6 +47,8 @@ cheapest."""
 GAIN = 0.01
 """Of attainment, from which on another policy or chunk size is worth changing to."""
 MAX_GROWTHS = 8
+CACHE_STRIDE = 2
+"""Steps of cache by which a cluster that misses is given more."""
 MAX_MOVES = 40
 MAX_CONFIRMATIONS = 6
 SEARCH_SHARE = 0.6
@@ -239,23 +243,37 @@ class Planner:
         self._take(found)
 
     def _brought_up(self, candidate: Candidate) -> Assessment | None:
-        """Until it meets on the whole trace; None if it then costs more than the best."""
+        """Until it meets on the whole trace; None if it then costs more than the best. Of the ways
+        to have more the cheapest that meets, and while none does, that which helps most."""
+        looked = [candidate, *self._dearer_moves(candidate)[:1]]  # side by side
         for _ in range(MAX_GROWTHS):
-            [outcome] = self._assessor.glance([candidate])
-            misses = outcome.misses
-            if outcome.share >= self._wanted:
-                [found] = self._assessor.judge([candidate])
-                if found.verdict is Verdict.MEETS:
-                    return found
-                misses = found.misses()
-            if self._best and self._assessor.usd_per_h(candidate) >= self._best.usd_per_h:
+            outcomes = self._assessor.glance(looked)
+            for one, outcome in zip(looked, outcomes, strict=True):
+                if outcome.share >= self._wanted:
+                    [found] = self._assessor.judge([one])
+                    if found.verdict is Verdict.MEETS:
+                        return found
+            _, best_off = max(zip(outcomes, looked, strict=True), key=lambda one: one[0].how_far())
+            looked = self._dearer_moves(best_off)
+            if self._best is not None:
+                price, most = self._assessor.usd_per_h, self._best.usd_per_h
+                looked = [one for one in looked if price(one) < most]
+            if not looked:
                 return None
-            candidate = _one_more(candidate, misses)
         return None
+
+    def _dearer_moves(self, now: Candidate) -> list[Candidate]:
+        """An instance more, or more cache; cheapest first."""
+        change = msgspec.structs.replace
+        more = [change(now, **{role: getattr(now, role) + 1}) for role in self._roles(now)]
+        cache = stepped(CACHE_STEPS, now.cache_tokens, CACHE_STRIDE)
+        if cache is not None:
+            more.append(change(now, cache_tokens=cache))
+        return sorted(more, key=lambda one: (self._assessor.usd_per_h(one), str(one)))
 
     def _settle(self, now: Assessment) -> Assessment:
         for _ in range(MAX_MOVES):
-            cheaper = self._first_that_meets(self._cheaper_moves(now.candidate))
+            cheaper = self._cheapest_that_meets(self._cheaper_moves(now.candidate))
             if cheaper is None:
                 return now
             now = cheaper
@@ -263,13 +281,11 @@ class Planner:
         return now
 
     def _cheaper_moves(self, now: Candidate) -> list[Candidate]:
-        """Cheapest first, what costs less of: less cache; an instance less or more, with any cache;
-        an instance less of one role and more of the other."""
+        """What costs less of: less cache; an instance less or more, with any cache; an instance
+        less of one role and more of the other."""
         change = msgspec.structs.replace
-        moves: list[Candidate] = []
         caches = [cache for cache in CACHE_STEPS if cache >= self._least_cache]
-        near = {stepped(CACHE_STEPS, now.cache_tokens, n) for n in (-3, -1)}
-        moves += [change(now, cache_tokens=cache) for cache in caches if cache in near]
+        moves = [change(now, cache_tokens=cache) for cache in caches]
         for role in self._roles(now):
             more = change(now, **{role: getattr(now, role) + 1})
             moves += [change(more, cache_tokens=cache) for cache in caches]
@@ -280,23 +296,47 @@ class Planner:
                     if other != role:
                         moves.append(change(fewer, **{other: getattr(now, other) + 1}))
         price = self._assessor.usd_per_h
-        cheaper = [move for move in moves if price(move) < price(now)]
-        return sorted(dict.fromkeys(cheaper), key=lambda one: (price(one), str(one)))
+        return [move for move in dict.fromkeys(moves) if price(move) < price(now)]
 
-    def _first_that_meets(self, candidates: Sequence[Candidate]) -> Assessment | None:
-        """With the most instances first, whose failure says something of those with less."""
-        order = sorted(candidates, key=lambda c: (-c.num_instances, -c.cache_tokens))
-        promising = []
-        for pair in (order[i : i + 2] for i in range(0, len(order), 2)):
-            for one, outcome in zip(pair, self._assessor.glance(pair), strict=True):
+    def _cheapest_that_meets(self, candidates: Sequence[Candidate]) -> Assessment | None:
+        """Those with the same instances together, the cheapest first: with the most cache, whose
+        failure speaks for all of them, then with less. No dearer ones than what is known to do."""
+        price = self._assessor.usd_per_h
+        alike: dict[tuple[int, int, int], list[Candidate]] = {}
+        for one in sorted(candidates, key=lambda c: -c.cache_tokens):
+            alike.setdefault((one.prefill, one.decode, one.mixed), []).append(one)
+        groups = sorted(alike.values(), key=lambda group: (price(group[-1]), str(group[-1])))
+        promising: list[Candidate] = []
+        for pair in (groups[i : i + 2] for i in range(0, len(groups), 2)):
+            most = min(map(price, promising), default=inf)
+            worth = [[one for one in group if price(one) < most] for group in pair]
+            worth = [group for group in worth if group]
+            outcomes = self._assessor.glance([group[0] for group in worth])
+            for group, outcome in zip(worth, outcomes, strict=True):
                 if outcome.share >= self._wanted:
-                    promising.append(one)
-        for one in candidates:
-            if one in promising:
-                [found] = self._assessor.judge([one])
-                if found.verdict is Verdict.MEETS:
-                    return found
+                    promising += self._with_less_cache(group)
+        for one in sorted(promising, key=lambda c: (price(c), str(c))):
+            [found] = self._assessor.judge([one])
+            if found.verdict is Verdict.MEETS:
+                return found
         return None
+
+    def _with_less_cache(self, group: Sequence[Candidate]) -> list[Candidate]:
+        """Those seen to meet at a glance, on the way to the least cache; two looks at a time. The
+        first does, and more cache is taken to be no worse."""
+        meets, fails = 0, len(group)
+        seen = [group[0]]
+        while fails - meets > 1:
+            third = max((fails - meets) // 3, 1)
+            looked = sorted({meets + third, max(fails - third, meets + 1)})
+            outcomes = self._assessor.glance([group[at] for at in looked])
+            for at, outcome in zip(looked, outcomes, strict=True):
+                if outcome.share < self._wanted:
+                    fails = at
+                    break
+                meets = at
+                seen.append(group[at])
+        return seen
 
     def _take(self, found: Assessment) -> None:
         if self._best is None or found.usd_per_h < self._best.usd_per_h:
@@ -306,23 +346,36 @@ class Planner:
 
     def _confirm(self) -> tuple[NeighbourFound, ...]:
         """Moves on while a neighbour is cheaper, or as cheap and better; then names them all."""
+        if self._best is None:
+            return ()
         for _ in range(MAX_CONFIRMATIONS):
-            if self._best is None:
-                return ()
             self._assessor.doing = "neighbours"
-            around = neighbours(self._best.candidate, self._least_cache)
-            price = self._assessor.usd_per_h
-            alike = [n.candidate for n in around if price(n.candidate) <= self._best.usd_per_h]
-            found = self._assessor.judge(alike)
-            found += self._assessor.judge(
-                [n.candidate for n in around if n.candidate not in alike], max_seeds=2
-            )
-            better = self._better_of(found)
+            better = self._better_of(self._assessor.judge(self._rivals(self._best)))
             if better is None:
                 break
             self._best = better
             self._best = self._settle(better)
+        around = neighbours(self._best.candidate, self._least_cache)
+        dearer = [n.candidate for n in around if self._price_over_best(n.candidate) > 0]
+        self._assessor.judge(dearer, max_seeds=2)
         return self._known_neighbours()
+
+    def _rivals(self, best: Assessment) -> list[Candidate]:
+        """Neighbours that are cheaper; and of those that cost the same (other policies, other
+        chunks) the ones that do better on the busiest part of the trace."""
+        around = [n.candidate for n in neighbours(best.candidate, self._least_cache)]
+        alike = [one for one in around if self._price_over_best(one) == 0]
+        base, *outcomes = self._assessor.probe([best.candidate, *alike])
+        better = [
+            one
+            for one, outcome in zip(alike, outcomes, strict=True)
+            if outcome.share > base.share + GAIN
+        ]
+        return [one for one in around if self._price_over_best(one) < 0] + better
+
+    def _price_over_best(self, candidate: Candidate) -> float:
+        assert self._best is not None
+        return self._assessor.usd_per_h(candidate) - self._best.usd_per_h
 
     def _better_of(self, found: Sequence[Assessment]) -> Assessment | None:
         assert self._best is not None
@@ -349,15 +402,3 @@ class Planner:
             for neighbour in neighbours(self._best.candidate, self._least_cache)
             if neighbour.candidate in known
         )
-
-
-def _one_more(candidate: Candidate, misses: Mapping[str, int]) -> Candidate:
-    """One instance more of what the misses lacked."""
-    more = grown(candidate, misses, 0.0)
-    if more.mixed:
-        return msgspec.structs.replace(candidate, mixed=candidate.mixed + 1)
-    return msgspec.structs.replace(
-        candidate,
-        prefill=candidate.prefill + (more.prefill > candidate.prefill),
-        decode=candidate.decode + (more.decode > candidate.decode),
-    )

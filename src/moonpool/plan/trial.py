@@ -78,6 +78,13 @@ class Outcome(Struct, frozen=True):
     def share(self) -> float:
         return self.attainment.share
 
+    def how_far(self) -> tuple[float, int]:
+        """Orders outcomes also where runs were given up at the same share: by the requests that
+        it took to get there."""
+        if not self.gave_up:
+            return self.share, 0
+        return 0.0, sum(arrived for _, arrived, _ in self.misses_by_minute)
+
 
 def run_trial(trial: Trial, workload: Workload) -> Outcome:
     """Simulates. What cannot be run is an outcome with an `error`, not an exception."""

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from moonpool.plan.trial import Outcome, Trial, Workload, run_trial
+from moonpool.runtime.settle import rare_collections
 
 
 class WorkforceError(RuntimeError):
@@ -60,9 +61,10 @@ class Workforce:
         """Outcomes of all, in order; `tell` hears how many of the new ones are done."""
         new = list(dict.fromkeys(trial for trial in trials if trial not in self._known))
         if self._num_processes == 1 or (len(new) == 1 and not self._processes):
-            for done, trial in enumerate(new, 1):
-                self._known[trial] = run_trial(trial, self._workload)
-                tell(done)
+            with rare_collections():
+                for done, trial in enumerate(new, 1):
+                    self._known[trial] = run_trial(trial, self._workload)
+                    tell(done)
         elif new:
             self._run_elsewhere(new, tell)
         self.num_run += len(new)
@@ -105,7 +107,8 @@ class Workforce:
 def _serve(workload: Workload, line: Connection) -> None:
     """The life of a process: until it is ended, or nobody is there any more."""
     try:
-        while True:
-            line.send(run_trial(line.recv(), workload))
+        with rare_collections():
+            while True:
+                line.send(run_trial(line.recv(), workload))
     except (EOFError, KeyboardInterrupt, BrokenPipeError):
         return

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 GIL_INTERVAL_S = 5e-4
+YOUNG_OBJECTS = 50_000
+"""Between two looks for garbage, while hardly any of it is in cycles."""
 
 
 def settle_memory() -> None:
@@ -13,6 +17,20 @@ def settle_memory() -> None:
     collection walks hundreds of thousands of objects, and a decode step waits for it."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """For work that drops hardly anything that is in a cycle, such as a simulation: what is there
+    when it begins is not walked, and what comes is walked seldom. Cycles are still found."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def settle_threads() -> None:

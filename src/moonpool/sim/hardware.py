@@ -135,6 +135,11 @@ def _with_attention(
     """Blocks lie at the attention workers, so many at each. Raises ConfigError."""
     workers = attention_workers(config)
     if not workers:
+        if profile is not None and profile.offload and profile.offload.seen_workers:
+            raise ConfigError(
+                f"{config.hardware.cost} was measured with attention workers: simulate some with"
+                " --attention, or measure a cluster without"
+            )
         return decoding
     truth = decoding.truth
     if profile is not None:

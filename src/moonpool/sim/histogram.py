@@ -25,7 +25,8 @@ class Histogram:
             return
         self.count += times
         self.total += value * times
-        self.largest = max(self.largest, value)
+        if value > self.largest:
+            self.largest = value
         index = floor(log(value / SMALLEST) / _LOG_GROWTH) if value > SMALLEST else -1
         self._bins[index] = self._bins.get(index, 0) + times
 

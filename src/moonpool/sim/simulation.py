@@ -320,7 +320,7 @@ class Simulation:
 
     def _output_of(self, work_id: WorkId) -> int:
         """The true length of a work's answer; 1 if nobody waits for it any more."""
-        return self._num_output_tokens.get(_request_of(work_id), 1)
+        return self._num_output_tokens.get(RequestId(work_id[: work_id.index("/")]), 1)
 
     def _note_prefill(self, work_id: WorkId, seconds: float) -> None:
         request_id = _request_of(work_id)

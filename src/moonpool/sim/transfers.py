@@ -14,8 +14,10 @@ of such blocks passes them before it passes the NIC, since its source reads them
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from moonpool.kvcache.transfers import (
     FetchEnded,
@@ -203,8 +205,8 @@ class SimMessenger:
         stream = self._outgoing.get(stream_id)
         if stream is None or stream.ended:
             return
-        # What the receiver holds already does not travel.
-        wanted = sum(index >= stream.first_index for index, _ in blocks)
+        # What the receiver holds already does not travel; they come in the prompt's order.
+        wanted = len(blocks) - bisect_left(blocks, stream.first_index, key=itemgetter(0))
         if not wanted:
             return
         num_bytes = wanted * self._block_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.types import BlockId, BlockKey, SamplingParams, Token
@@ -25,8 +26,7 @@ class Arriving:
     load_ids: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(NamedTuple):
     """One work's share of a step, ready for the engine.
 
     `sends` are the blocks, as (index in the work's block table, block), whose slices of a layer
@@ -205,8 +205,7 @@ class ForgetStored:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """Send a report to the head."""
 
     report: Report

@@ -144,8 +144,8 @@ class ActiveWork:
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""
-        sampling, newest = self.work.sampling, self.tokens[-1]
-        num_generated = self.tokens.num_generated
+        sampling, tokens = self.work.sampling, self.tokens
+        newest, num_generated = tokens.newest, tokens.num_generated
         if num_generated >= sampling.min_tokens:
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP

@@ -7,7 +7,7 @@ from the waiting line (its blocks are then held) or by `join`, and leaves it by 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonpool.batching.alternating import AlternatingPlanner
 from moonpool.batching.chunked import plan_chunked
@@ -148,6 +148,8 @@ class Batch:
             pass
 
     def _begin_step(self) -> bool:
+        if not (self.running or self.waiting or self.joining):
+            return False
         self._make_room_for_decodes()
         self._let_join()  # in the place of those that made way
         self._admit_waiting()
@@ -160,11 +162,12 @@ class Batch:
             num_uncomputed = num_tokens - active.num_scheduled
             if not num_uncomputed or num_tokens > len(active.block_ids) * block_tokens:
                 continue  # all of it is under way, or it must wait for room
-            if active.early and not self._may_step_early(active):
+            if active.early_blocks and not self._may_step_early(active):
                 continue
-            candidate = Candidate(RequestId(active.work_id), num_uncomputed)
-            works[candidate.request_id] = active
-            (decodes if active.decoding else prefills).append(candidate)
+            name = RequestId(active.work.work_id)
+            works[name] = active
+            decoding = num_uncomputed == 1 and active.decoding
+            (decodes if decoding else prefills).append(Candidate(name, num_uncomputed))
         decodes = self._micro_batch(decodes, bool(prefills))
         pace = self._pace if decodes and prefills else None
         budget = self._config.chunk_tokens
@@ -181,7 +184,8 @@ class Batch:
         repeats = 1 if prefills else self._hold_repeats(step)
         self._repeating = repeats > 1
         self.steps.append(step)
-        self._outbox.do(RunStep(tuple(self._entry(*share) for share in step), repeats))
+        entries = tuple([self._entry(active, num_tokens) for active, num_tokens in step])
+        self._outbox.do(RunStep(entries, repeats))
         return True
 
     def _micro_batch(self, decodes: list[Candidate], prefills: bool) -> list[Candidate]:
@@ -205,47 +209,53 @@ class Batch:
     def _hold_repeats(self, step: Step) -> int:
         """How often decodes may go on without a word: while no answer must end and there are blocks
         for all their tokens. Those are held at once."""
-        repeats = self._config.max_repeats
-        for active, _ in step:
-            left = active.work.sampling.max_tokens - active.tokens.num_generated
-            repeats = min(repeats, max(left, 1))
-        while repeats > 1 and not self._has_room_for(step, repeats):
+        left = min(w.work.sampling.max_tokens - w.tokens.num_generated for w, _ in step)
+        repeats = min(self._config.max_repeats, max(left, 1))
+        while repeats > 1 and not self._hold_for(step, repeats):
             repeats //= 2
-        if repeats > 1:
-            for active, _ in step:
-                grown = self._holdings.grow(active, len(active.tokens) + repeats - 1)
-                assert grown
         return repeats
 
-    def _has_room_for(self, step: Step, repeats: int) -> bool:
-        """Whether there are blocks for `repeats` more tokens of each work."""
-        needs = []
+    def _hold_for(self, step: Step, repeats: int) -> bool:
+        """Holds the blocks for `repeats` more tokens of each work; False, holding none, if there is
+        no room."""
+        block_tokens = self._layout.block_tokens
+        lacking: list[ActiveWork] = []
+        needs: list[tuple[Sequence[BlockId], int]] = []
         for active, _ in step:
-            num_blocks = self._layout.blocks_for(len(active.tokens) + repeats - 1)
-            needs.append((active.block_ids, max(num_blocks - len(active.block_ids), 0)))
-        return self._holdings.pool.has_room(needs)
+            num_held = len(active.block_ids)
+            left_tokens = num_held * block_tokens - active.tokens.size - repeats + 1
+            if left_tokens < 0:
+                lacking.append(active)
+                needs.append((active.block_ids, self._layout.blocks_for(-left_tokens)))
+        if not self._holdings.pool.has_room(needs):
+            return False
+        for active in lacking:
+            grown = self._holdings.grow(active, active.tokens.size + repeats - 1)
+            assert grown
+        return True
 
     def _entry(self, active: ActiveWork, num_tokens: int) -> StepEntry:
+        work, tokens = active.work, active.tokens
         start, end = active.num_scheduled, active.num_scheduled + num_tokens
-        last = end == len(active.tokens)
+        last = end == tokens.size
         active.num_scheduled = end
         active.steps_pending += 1
         sends: tuple[tuple[int, BlockId], ...] = ()
-        if active.streaming:
+        if active.pending and active.streaming:
             size = self._layout.block_tokens
             ready = self._layout.blocks_for(end) if last else end // size
-            indices = range(active.num_streamed_blocks, ready)
-            sends = tuple((i, active.block_ids[i]) for i in indices)
-            active.num_streamed_blocks = max(ready, active.num_streamed_blocks)
+            sent = active.num_streamed_blocks
+            sends = tuple(enumerate(active.block_ids[sent:ready], sent))
+            active.num_streamed_blocks = max(ready, sent)
         return StepEntry(
-            work_id=active.work_id,
-            new_token_ids=active.tokens[start:end],
-            start=start,
-            block_ids=active.block_ids,
-            draw=active.work.sampling if last else None,
-            generated=active.tokens.generated if last else (),
+            work.work_id,
+            tokens.between(start, end),
+            start,
+            active.block_ids,
+            draw=work.sampling if last else None,
+            generated=tokens.generated if last else (),
             sends=sends,
-            arriving=self._early.arriving(active) if active.early else None,
+            arriving=self._early.arriving(active) if active.early_blocks else None,
         )
 
     def _make_room_for_decodes(self) -> None:

@@ -61,6 +61,13 @@ class Holdings:
         """Of the SSD, as long as there is one that answers."""
         return 0 if self.tier is None or not self.tier.usable else self.tier.slots.num_blocks
 
+    def is_shared(self, key: BlockKey) -> bool:
+        """Other instances can load the block without this one, too."""
+        tier = self.tier
+        if tier is None or not self.store_shared or not tier.usable:
+            return False
+        return tier.knows(key)
+
     def tier_load(self) -> TierLoad | None:
         """The SSD's gauges as they are now."""
         if self.tier is None:
@@ -104,8 +111,7 @@ class Holdings:
         if not active.writing:  # what is being written must not be let go
             self.pool.release(active.fetch_owner)
         if active.arriving:
-            keys = active.keys[: self.max_cached_blocks(active)]
-            found = [b for b in map(self.pool.find, keys) if b is not None]
+            found = self.pool.find_all(active.keys[: self.max_cached_blocks(active)])
         else:
             found = self.cached_prefix(active)
         self.pool.acquire(active.fetch_owner, found)
@@ -149,31 +155,34 @@ class Holdings:
     def seal(self, active: ActiveWork) -> None:
         """Names the full blocks whose KVCache is complete."""
         num_full = active.num_computed // self.layout.block_tokens
-        if num_full <= active.num_sealed or not self.caches(active):
+        start = active.num_sealed
+        if num_full <= start or not self.caches(active):
             return
         if active.work.keys is None:
             root = root_key(self.layout.fingerprint, active.work.tenant)
             extend_keys(active.keys, active.tokens, self.layout.block_tokens, root)
         # Without tokens there are no names past those that were given.
-        num_named = min(num_full, len(active.keys))
-        for index in range(active.num_sealed, num_named):
-            self.pool.seal(active.block_ids[index], active.keys[index], index)
-        active.num_sealed = max(num_named, active.num_sealed)
+        end = min(num_full, len(active.keys))
+        if start < end:
+            self.pool.seal_run(active.block_ids[start:end], active.keys[start:end], start)
+            active.num_sealed = end
 
     def mark_copies(self, copies: MarkCopies) -> None:
         """Those that are not here any more are no news."""
         for keys, spare in ((copies.spare, True), (copies.last, False)):
-            found = map(self.pool.find, keys)
-            self.spares.mark([b for b in found if b is not None], spare)
+            self.spares.mark(self.pool.find_all(keys), spare)
 
     def take_changes(self) -> BlocksChanged | None:
         """The report of what appeared and vanished since the last one; None if nothing did."""
+        tier = self.tier
+        if not (self.pool.has_changes or (tier is not None and tier.slots.has_changes)):
+            return None
         changes = self.pool.take_changes()
         removed = changes.removed
         demoted: list[BlockKey] = []
-        if self.tier is not None:
-            self._note_evicted(self.tier, changes.evicted)
-            removed, demoted = self._below(self.tier, removed)
+        if tier is not None:
+            self._note_evicted(tier, changes.evicted)
+            removed, demoted = self._below(tier, removed)
         if not (changes.stored or removed or demoted):
             return None
         sequence = self._next_sequence

@@ -10,9 +10,12 @@ from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import HotPrefix
 
 
-def hottest(holdings: Holdings, num_blocks: int) -> tuple[HotPrefix, ...]:
+def hottest(
+    holdings: Holdings, num_blocks: int, lost_with_it: bool = False
+) -> tuple[HotPrefix, ...]:
     """Prefixes of so many blocks in all, the most used first, of equals the one used last. What
-    continues a prefix and is used as often is listed with it, not beside it. Mutates nothing."""
+    continues a prefix and is used as often is listed with it, not beside it. With `lost_with_it`,
+    none that ends with blocks which others can load from a shared store. Mutates nothing."""
     pool, spares = holdings.pool, holdings.spares
 
     def heat(block_id: BlockId) -> tuple[int, int, int]:
@@ -23,7 +26,7 @@ def hottest(holdings: Holdings, num_blocks: int) -> tuple[HotPrefix, ...]:
     for block_id in nlargest(num_blocks, pool.named(), key=heat):
         if num_blocks <= 0:
             break
-        if block_id in listed:
+        if block_id in listed or (lost_with_it and holdings.is_shared(_key(pool, block_id))):
             continue
         chain = _chain(holdings, block_id)
         if not chain or len(chain) > num_blocks:

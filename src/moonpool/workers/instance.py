@@ -167,7 +167,13 @@ class Instance:
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerAction]:
         """One event in, the actions it calls for out, in the order to perform them."""
         del now  # the instance keeps no time: deadlines are the Conductor's
-        match event:
+        match event:  # the most frequent first
+            case StepEnded():
+                self._on_step_ended(event)
+                self._fail_outgrown()
+            case StepsEnded():
+                self._on_steps_ended(event)
+                self._fail_outgrown()
             case StartPrefill():
                 self._on_start_prefill(event)
             case ReserveDecode():
@@ -183,7 +189,7 @@ class Instance:
             case MarkCopies():
                 self._holdings.mark_copies(event)
             case ListHot():
-                found = hottest(self._holdings, event.num_blocks)
+                found = hottest(self._holdings, event.num_blocks, event.lost_with_it)
                 self._outbox.tell(HotPrefixes(number=event.number, prefixes=found))
             case TakeOver():
                 self._takeovers.begin(event)
@@ -192,12 +198,6 @@ class Instance:
             case SwitchRole():
                 self.role = event.role  # what a work needs is in its commands
                 self._outbox.tell(RoleChanged(role=self.role))
-            case StepEnded():
-                self._on_step_ended(event)
-                self._fail_outgrown()
-            case StepsEnded():
-                self._on_steps_ended(event)
-                self._fail_outgrown()
             case StepFailed():
                 self._on_step_failed(event)
             case FetchProgress():
@@ -408,10 +408,10 @@ class Instance:
                 continue
             active.num_computed += num_steps
             active.num_scheduled = active.num_computed
-            active.tokens.extend(token.token_id for token in tokens)
+            active.tokens.extend([token.token_id for token in tokens])
             self._holdings.seal(active)
             finish = active.finish_reason(self._eos)
-            told.append(WorkTokens(active.work_id, tuple(tokens), finish))
+            told.append(WorkTokens(active.work.work_id, tuple(tokens), finish))
             if finish is not None:
                 self._close(active)
         if told:

@@ -111,10 +111,12 @@ class MarkCopies(Struct, frozen=True, tag=True):
 
 class ListHot(Struct, frozen=True, tag=True):
     """Say which prefixes are used most here, of so many blocks at most, in a `HotPrefixes` of this
-    number."""
+    number. `lost_with_it`: only up to the last block that no store keeps that others load from,
+    too."""
 
     number: int
     num_blocks: int
+    lost_with_it: bool = False
 
 
 class TakeOver(Struct, frozen=True, tag=True):

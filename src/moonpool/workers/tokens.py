@@ -27,17 +27,26 @@ class Tokens(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        size = len(self._prompt)
         if isinstance(index, slice):
             start, stop, step = index.indices(self.size)
             assert step == 1
-            if stop <= size:
-                return self._prompt[start:stop]
-            if start >= size:
-                return self._generated[start - size : stop - size]
-            return (*self._prompt[start:], *self._generated[: stop - size])
+            return self.between(start, stop)
+        size = len(self._prompt)
         position = index + self.size if index < 0 else index
         return self._prompt[position] if position < size else self._generated[position - size]
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        """As `[start:stop]`, of which neither is negative nor beyond the end."""
+        size = len(self._prompt)
+        if stop <= size:
+            return self._prompt[start:stop]
+        if start >= size:
+            return self._generated[start - size : stop - size]
+        return (*self._prompt[start:], *self._generated[: stop - size])
+
+    @property
+    def newest(self) -> int:
+        return self._generated[-1] if self._generated else self._prompt[-1]
 
     def append(self, token_id: int) -> None:
         self._generated.append(token_id)

@@ -45,6 +45,15 @@ def hot(desk: Desk, name: str, *prefixes: HotPrefix, number: int = 1) -> list[An
     return desk.report(name, HotPrefixes(number=number, prefixes=prefixes))
 
 
+def give_room(desk: Desk, num_tokens: int, *names: str) -> None:
+    """As if requests had all other tokens of these."""
+    fleet = desk.conductor.fleet
+    for name in names:
+        row = desk.conductor.instances[InstanceId(name)].row
+        fleet.capacity_tokens[row] += num_tokens - fleet.room_tokens[row]
+        fleet.room_tokens[row] = num_tokens
+
+
 def test_what_only_it_has_is_taken_by_one_with_room_and_then_it_leaves() -> None:
     desk = Desk("p0", "p1", "p2", "d0")
     holds(desk, "p0", *KEYS, *OTHERS)
@@ -59,7 +68,7 @@ def test_what_only_it_has_is_taken_by_one_with_room_and_then_it_leaves() -> None
     assert desk.conductor.fleet.room_tokens[desk.conductor.instances["p2"].row] == 4000 - 12
     assert not sent(ticked(desk), Leave)
     actions = desk.report("p2", TakenOver(number=command.number, num_blocks=3))
-    assert sent(actions, ListHot) == [("p0", ListHot(number=2, num_blocks=8189))]
+    assert sent(actions, ListHot) == [("p0", ListHot(number=2, num_blocks=8189, lost_with_it=True))]
     assert sent(hot(desk, "p0", number=2), Leave) == [("p0", Leave())]
     assert not sent(ticked(desk), Leave), "it was told"
     said = of(desk.handle(InstanceLost(InstanceId("p0"), "it left")), Announce)
@@ -105,6 +114,37 @@ def test_whoever_has_no_room_is_not_asked_again() -> None:
             actions += desk.report(name, full)
     assert sorted(name for name, _ in asked) == ["d0", "p1", "p2"]
     assert sent(actions, ListHot), "nothing is left to hand over"
+
+
+def test_what_nobody_has_room_for_waits_until_requests_have_left_some() -> None:
+    desk = Desk("p0", "p1", "d0", num_blocks=100)
+    drain(desk, "p0", within_s=60.0)
+    give_room(desk, 12, "p1", "d0")  # for three blocks
+    assert not sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), TakeOver), "none for requests then"
+    actions = ticked(desk, 20.0)
+    assert not sent(actions, TakeOver) and not sent(actions, Leave)
+    give_room(desk, 24, "d0")
+    ((taker, command),) = sent(ticked(desk), TakeOver)
+    assert (taker, command.timeout_s) == ("d0", 15.0), "its room is not booked until the end"
+
+
+def test_what_has_found_no_room_by_half_of_the_time_is_let_go() -> None:
+    desk = Desk("p0", "p1", "d0", num_blocks=100)
+    drain(desk, "p0", within_s=60.0)
+    give_room(desk, 12, "p1", "d0")
+    actions = hot(desk, "p0", HotPrefix(tuple(KEYS), 2), HotPrefix(tuple(OTHERS[:1]), 1))
+    ((_, command),) = sent(actions, TakeOver)
+    assert command.keys == tuple(OTHERS[:1]), "what is small need not wait behind it"
+    desk.report("p1", TakenOver(number=command.number, num_blocks=1))
+    assert not sent(ticked(desk, 29.0), Leave)
+    assert sent(ticked(desk, 1.5), ListHot), "once more, and it goes"
+    assert sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 2), number=2), Leave)
+
+
+def test_what_is_larger_than_anybody_may_take_is_let_go_at_once() -> None:
+    desk = Desk("p0", "p1", "d0", num_blocks=5)
+    drain(desk, "p0", within_s=60.0)
+    assert sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), ListHot)
 
 
 def test_a_taker_that_dies_leaves_nothing_booked() -> None:

@@ -235,8 +235,10 @@ class Recorder(LruEviction):
         super().__init__()
         self.heard: list[tuple[object, ...]] = []
 
-    def store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        self.heard.append(("store", block_id, key, depth))
+    def store(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> None:
+        self.heard += [("store", *named) for named in zip(block_ids, keys, depths, strict=True)]
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         self.heard.append(("touch", list(block_ids)))
@@ -254,8 +256,8 @@ def test_the_policy_hears_of_names_uses_and_runs() -> None:
     policy = Recorder()
     pool = BlockPool(8, policy)
     a, b, c = pool.allocate("first", 3) or []
-    for depth, block in enumerate((a, b, c)):
-        pool.seal(block, key(depth), depth)
+    pool.seal_run([a, b], [key(0), key(1)], 0)
+    pool.seal(c, key(2), 2)
     assert policy.take() == [("store", x, key(d), d) for d, x in enumerate((a, b, c))]
     pool.acquire("second", [a, b])
     assert policy.take() == [("touch", [a, b])]
@@ -281,6 +283,23 @@ def test_a_block_whose_name_was_taken_stands_for_its_twin() -> None:
     assert policy.take() == [("add", [rest], first)]
     pool.validate()
     assert pool.num_available == 7
+
+
+def test_a_run_that_is_partly_there_gets_only_the_names_that_are_not_taken() -> None:
+    pool = BlockPool(8)
+    (first,) = pool.allocate("first", 1) or []
+    others = pool.allocate("second", 4) or []
+    assert pool.seal(first, key(1), 1)
+    pool.seal_run(others, [key(0), key(1), key(2), key(2)], 0)
+    pool.validate()
+    assert pool.find_all(map(key, range(4))) == [others[0], first, others[2]]
+    assert pool.depth_of(others[2]) == 2
+    assert pool.has_content(others[1], key(1)) and pool.has_content(others[3], key(2))
+    pool.release("first")
+    assert pool.allocate("third", 4) is not None  # `first` has lost its name
+    pool.seal_run(others[1:2], [key(1)], 1)
+    pool.validate()
+    assert pool.match([key(0), key(1), key(2)]) == others[:3]
 
 
 def test_a_name_can_be_given_once_its_first_block_is_gone() -> None:

@@ -35,11 +35,11 @@ def test_a_prompt_may_go_on_from_a_cached_block() -> None:
     """What stood at the end of the queue is continued there: it waits, and is queued once again."""
     policy = PredictiveEviction(64)
     for block in range(6):
-        policy.store(BlockId(block), BlockKey(bytes([block])), block)
+        policy.store([BlockId(block)], [BlockKey(bytes([block]))], [block])
     policy.add([BlockId(0), BlockId(1), BlockId(2)], None)
     policy.add([BlockId(3), BlockId(4), BlockId(5)], BlockId(2))
     for _ in range(40):  # ages pass, and what is queued changes its queue
-        policy.store(BlockId(6), BlockKey(b"busy"), 0)
+        policy.store([BlockId(6)], [BlockKey(b"busy")], [0])
         policy.touch([BlockId(6)] * 30)
     assert policy.pop(3) == [5, 4, 3], "no block goes before what continues it"
     assert policy.pop(3) == [2, 1, 0]
@@ -255,7 +255,7 @@ def test_a_run_given_back_in_parts_keeps_its_order() -> None:
     policy = PredictiveEviction(100)
     blocks = [BlockId(b) for b in range(8)]
     for block in blocks:
-        policy.store(block, BlockKey(block.to_bytes(8, "big")), block)
+        policy.store([block], [BlockKey(block.to_bytes(8, "big"))], [block])
     policy.add(blocks[3:], blocks[2])
     policy.add(blocks[:3], None)
     assert policy.pop(6) == [7, 6, 5, 4, 3, 2]
@@ -268,9 +268,9 @@ def test_a_block_from_which_others_continue_waits_for_them() -> None:
     policy = PredictiveEviction(100)
     earlier, run = range(10, 16), range(6)
     for block in (*earlier, *run):
-        policy.store(BlockId(block), BlockKey(block.to_bytes(8, "big")), block % 10)
+        policy.store([BlockId(block)], [BlockKey(block.to_bytes(8, "big"))], [block % 10])
     branch = BlockId(6)
-    policy.store(branch, BlockKey(b"branches"), 3)
+    policy.store([branch], [BlockKey(b"branches")], [3])
     policy.touch([branch])
     # All are alike but the branch; without history what was first of its kind goes first.
     policy.add([BlockId(b) for b in earlier], None)
@@ -285,11 +285,11 @@ def test_an_evictable_block_that_gets_a_continuation_waits_for_it() -> None:
     go of. It must not stay in line, or it is given away twice."""
     policy = PredictiveEviction(8)
     for depth in range(3):
-        policy.store(BlockId(depth), BlockKey(bytes([depth])), depth)
+        policy.store([BlockId(depth)], [BlockKey(bytes([depth]))], [depth])
     policy.add([BlockId(0), BlockId(1)], None)
     policy.add([BlockId(2)], BlockId(1))
     assert policy.pop(1) == [2]
-    policy.store(BlockId(2), BlockKey(b"other"), 9)
+    policy.store([BlockId(2)], [BlockKey(b"other")], [9])
     assert policy.pop(2) == [1, 0]
     with pytest.raises(KeyError):
         policy.pop(1)

@@ -14,11 +14,11 @@ from moonpool.config import Config, parse_config
 from moonpool.cost.prices import parse_prices
 from moonpool.plan.advice import broken_by_fewer, sentence
 from moonpool.plan.assess import Assessor, PlanGoal
-from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind, Priced
+from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind, Priced, neighbours
 from moonpool.plan.check import FRESH_SEEDS_FROM, check
 from moonpool.plan.confidence import Verdict
 from moonpool.plan.search import Plan, Planner
-from moonpool.plan.trial import WHOLE
+from moonpool.plan.trial import WHOLE, Span
 from moonpool.sim.defaults import DEFAULTS
 
 A, B = NodeKind("A800-SXM", 8), NodeKind("H100-SXM", 8)
@@ -158,3 +158,42 @@ def test_the_same_simulations_are_asked_for_every_time() -> None:
         planned(workforce, priced())
         asked.append(workforce.asked)
     assert asked[0] == asked[1]
+
+
+def test_what_costs_the_same_is_simulated_whole_only_if_the_busiest_part_speaks_for_it() -> None:
+    """Other policies and chunks, all of which do as well as the choice here, or one better."""
+
+    def with_policy(config: Config) -> tuple[float, float]:
+        prefill, decode = truth(6.3, 2.0)(config)
+        return prefill * (1.05 if config.pool.eviction == "length-aware" else 1.0), decode
+
+    for model, better in ((truth(6.3, 2.0), False), (with_policy, True)):
+        workforce = MadeUpWorkforce(model, noise=0.002)
+        used = assessor(workforce, priced(b=100.0))
+        span = Span(0.0, 60.0)
+        used._span = span
+        found = Planner(used, 200_000).plan(starts()[:1])
+        assert found.choice is not None
+        choice = found.choice.candidate
+        assert choice.eviction == ("length-aware" if better else "lru")
+        whole = {trial.config for trial in workforce.asked if trial.span == WHOLE}
+        probed = {trial.config for trial in workforce.asked if trial.span == span}
+        alike = [
+            one.candidate.config(BASE)
+            for one in neighbours(choice, 200_000)
+            if used.usd_per_h(one.candidate) == found.choice.usd_per_h
+        ]
+        assert len(alike) == 5 and probed.issuperset(alike)
+        others = [c for c in alike if c.pool.eviction == choice.eviction]
+        assert whole.isdisjoint(others)
+
+
+def test_a_cluster_that_misses_is_given_the_cheapest_that_helps() -> None:
+    """Cache, where that is enough; else an instance, of the role that is short."""
+    for needed, cache, expected in ((4.0, 1.0, (4, 2)), (5.2, 0.0, (5, 2))):
+        workforce = MadeUpWorkforce(truth(needed, 1.5, cache=cache))
+        used = assessor(workforce, priced(b=100.0))
+        start = Candidate(A, A, 4, 2, 0, 2_000_000, 2048)
+        found = Planner(used, 200_000)._brought_up(start)
+        assert found is not None and found.verdict is Verdict.MEETS
+        assert (found.candidate.prefill, found.candidate.decode) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from test_instance import PEER, SIZE, Bench, keys_of, of, told, work
 
-from moonpool.kvcache.transfers import FetchEnded
+from moonpool.kvcache.transfers import FetchEnded, LookUpEnded
 from moonpool.types import BlockKey, Role
 from moonpool.workers.actions import Depart, FetchBlocks
 from moonpool.workers.messages import (
@@ -95,3 +95,30 @@ def test_spare_copies_go_first() -> None:
 
 def test_one_that_is_told_to_leave_says_so_to_its_driver() -> None:
     assert of(Bench(Role.DECODE).handle(Leave()), Depart)
+
+
+def test_what_a_shared_store_keeps_is_not_lost_with_an_instance() -> None:
+    bench = Bench(Role.PREFILL, ssd_blocks=64, store_shared=True)
+    asked = work("a", num_tokens=4 * SIZE, first=100, max_tokens=1)
+    bench.handle(StartPrefill(work=asked))
+    bench.handle(LookUpEnded(lookup_id="a", num_blocks=0))
+    while bench.step is not None:
+        bench.end_step()
+    tier, keys = bench.instance._holdings.tier, keys_of(tuple(range(100, 100 + 4 * SIZE)))
+    assert tier is not None
+
+    def longest(lost_with_it: bool = True) -> tuple[BlockKey, ...]:
+        command = ListHot(number=1, num_blocks=100, lost_with_it=lost_with_it)
+        (said,) = told(bench.handle(command), HotPrefixes)
+        return max((prefix.keys for prefix in said.prefixes), key=len, default=())
+
+    assert longest() == tuple(keys), "nobody else can load it"
+    tier.learn(keys[3:], 3)
+    assert longest() == tuple(keys[:3]), "its end is there"
+    tier.learn(keys[:2], 0)
+    assert longest() == tuple(keys[:3]), "what continues a prefix is of no use without it"
+    tier.learn(keys[2:3], 2)
+    assert longest() == ()
+    assert longest(lost_with_it=False) == tuple(keys)
+    tier.paused = "it does not answer"
+    assert longest() == tuple(keys)
