@@ -28,7 +28,7 @@ demo: setup
 	$(BIN)/moonpool demo
 
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup-dev
 	$(BIN)/ruff check .
