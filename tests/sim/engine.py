@@ -82,9 +82,6 @@ class FakeEngine:
             for entry, tokens in zip(step.entries, drawn, strict=True)
         ]
         failed = self.world.chance("step_failure_rate")
-        if failed:
-            for entry in step.entries:
-                self._spoiled.setdefault(entry.work_id, (self._last_step, entry.start))
         times_s = self._times_s(failed)
         ends_s = max(times_s[-1], self._stages_free_s[-1])  # in the order in which they began
         self._stages_free_s[-1] = ends_s
@@ -94,6 +91,8 @@ class FakeEngine:
         if arenas and self.world.chance("arena_loss_rate"):
             outcome = self._lose_arena(self.clock.rng.randrange(len(arenas)), ends_s)
         elif failed:
+            for entry in step.entries:
+                self._spoiled.setdefault(entry.work_id, (self._last_step, entry.start))
             outcome = StepFailed("the engine failed")
         elif step.max_repeats > 1:
             outcome = StepsEnded([tuple(map(Token, t[:repeats])) for t in drawn], seconds)

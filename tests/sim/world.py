@@ -339,6 +339,7 @@ class World:
         for request_id in self.ended:
             truth = self.truths[request_id]
             self._check_ending(request_id, truth)
+        kept: set[BlockKey] = set()
         for life in self.lives.values():
             instance = life.instance
             self.seen.update({f"counter {k}": int(v) for k, v in instance.counters.items()})
@@ -347,7 +348,7 @@ class World:
             assert instance.pool.num_held == 0
             if instance.tier is not None:
                 assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
-            self._check_cache(life)
+            self._check_cache(life, kept)
             self._check_index(life)
         conductor = self.conductor
         assert not conductor.requests and not conductor._works
@@ -399,8 +400,8 @@ class World:
         if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo_late":
             assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
 
-    def _check_cache(self, life: Life) -> None:
-        """What an instance has cached is what its keys say."""
+    def _check_cache(self, life: Life, kept: set[BlockKey]) -> None:
+        """What an instance has cached is what its keys say; adds what it is to keep to `kept`."""
         pool = life.instance.pool
         named: dict[BlockKey, int] = {}
         for truth in self.truths.values():
@@ -414,7 +415,11 @@ class World:
         others = [o.instance.pool for o in self.lives.values() if o is not life]
         for key, block_id in zip(pool.keys(), pool.named(), strict=True):
             shared = any(other.find(key) is not None for other in others)
-            assert life.instance.is_spare(block_id) is shared
+            if life.instance.is_spare(block_id):
+                assert shared, "nobody else has what it is told that others keep"
+            else:
+                assert key not in kept, "two keep what one of them could let go"
+                kept.add(key)
         tier = life.instance.tier
         if tier is None:
             return

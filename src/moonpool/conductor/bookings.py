@@ -24,7 +24,7 @@ class Bookings:
         self.instances: dict[InstanceId, InstanceState] = {}
 
     def join(self, info: InstanceInfo) -> InstanceState:
-        row = self.index.add_instance(info.instance_id, info.incarnation)
+        row = self.index.add_instance(info.instance_id, info.incarnation, info.num_blocks)
         self.fleet.join(row, info)
         state = InstanceState(info, row)
         self.instances[info.instance_id] = state

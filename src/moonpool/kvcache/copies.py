@@ -1,4 +1,10 @@
-"""Who was told that others have a block too: news for the instances, as the index changes.
+"""Who was told that another keeps a block too: news for the instances, as the index changes.
+
+Of several holders one *keeps* a block, and to the others it is spare. Each keeps as much as its
+room is of theirs together, so that in all of them a block stays as long: where all might let go
+first, those with most traffic for their room (a lone decode instance) would lose what others no
+longer have. A prompt's blocks have one keeper as far as they have the same holders: a prefix is
+matched as a whole on one instance.
 
 Keeps nothing of blocks that only one instance has, and sends nothing itself. A word that is lost or
 late makes an instance keep a copy too long, or, until the next word, let go of a last one.
@@ -7,9 +13,10 @@ late makes an instance keep a copy too long, or, until the next word, let go of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
+from zlib import crc32
 
 from moonpool.types import BlockKey
 
@@ -17,8 +24,43 @@ from moonpool.types import BlockKey
 class CopyNews(NamedTuple):
     """For one instance, of blocks in its DRAM."""
 
-    spare: list[BlockKey]  # others have it too from now on
-    last: list[BlockKey]  # nobody else has
+    spare: list[BlockKey]  # another keeps it from now on
+    last: list[BlockKey]  # nobody else does
+
+
+class Keepers:
+    """Who keeps what several hold, block after block of each prompt. Holders are sets of bits."""
+
+    def __init__(self, rooms: Mapping[int, int]) -> None:
+        self._rooms = rooms
+        self._holders = 0  # of the block before
+        self._keeper = 0
+
+    def of(self, key: BlockKey, holders: int) -> int:
+        """One of the holders."""
+        if holders != self._holders:
+            both = holders & self._holders
+            same_prompt = both == holders or both == self._holders
+            if not (same_prompt and self._keeper & holders):
+                self._keeper = self._drawn(key, list(bits_of(holders)))
+            self._holders = holders
+        return self._keeper
+
+    def _drawn(self, key: BlockKey, holders: Sequence[int]) -> int:
+        """Each as often as its room is of theirs; by a sum, since a trace's names are numbers."""
+        left = crc32(key) / (1 << 32) * sum(self._rooms[bit] for bit in holders)
+        for bit in holders:
+            left -= self._rooms[bit]
+            if left < 0:
+                return bit
+        return holders[-1]
+
+
+def bits_of(several: int) -> Iterator[int]:
+    while several:
+        bit = several & -several
+        several ^= bit
+        yield bit
 
 
 class Copies:
@@ -47,9 +89,15 @@ class Copies:
             self.note_dropped((key,), bit)
 
     def take_news(
-        self, holders: Mapping[BlockKey, int], demoted: Mapping[BlockKey, int], num_keys: int
+        self,
+        holders: Mapping[BlockKey, int],
+        demoted: Mapping[BlockKey, int],
+        num_keys: int,
+        rooms: Mapping[int, int],
     ) -> dict[int, CopyNews]:
-        """By bit: what follows from the oldest changes, so many blocks of them (mutates)."""
+        """By bit: what follows from the oldest changes, so many blocks of them (mutates). `rooms`:
+        the blocks that each can hold."""
+        keepers = Keepers(rooms)
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
         last: defaultdict[int, list[BlockKey]] = defaultdict(list)
         changed, told_of = self._changed, self._told
@@ -59,14 +107,11 @@ class Copies:
             if demoted:
                 here &= ~demoted.get(key, 0)
             told = told_of.pop(key, 0)
-            if not here & (here - 1):
-                if here:
-                    last[here].append(key)
-                continue
-            told_of[key] = here
-            new = here & ~told
-            while new:
-                bit = new & -new
-                new ^= bit
+            to_tell = here & ~keepers.of(key, here) if here & (here - 1) else 0
+            if to_tell:
+                told_of[key] = to_tell
+            for bit in bits_of(to_tell & ~told):
                 spare[bit].append(key)
+            for bit in bits_of(told & here & ~to_tell):
+                last[bit].append(key)
         return {bit: CopyNews(spare[bit], last[bit]) for bit in {*spare, *last}}

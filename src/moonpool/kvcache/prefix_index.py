@@ -38,6 +38,7 @@ class _Announced:
     row: int
     bit: int
     incarnation: int
+    num_blocks: int
     next_sequence: int = 0
     in_sync: bool = False
     keys: set[BlockKey] = field(default_factory=set)
@@ -79,16 +80,16 @@ class PrefixIndex:
         """Length of what `match` returns: rows in use, and those free for the next instances."""
         return len(self._bits)
 
-    def add_instance(self, instance_id: InstanceId, incarnation: int) -> int:
-        """Begins a life with nothing known: a snapshot must come before events count. Returns the
-        instance's row."""
+    def add_instance(self, instance_id: InstanceId, incarnation: int, num_blocks: int = 1) -> int:
+        """Begins a life with nothing known: a snapshot must come before events count. `num_blocks`
+        can be held in DRAM. Returns the instance's row."""
         self.remove_instance(instance_id)
         if self._free_rows:
             row = self._free_rows.pop()
         else:
             row = len(self._bits)
             self._bits.append(1 << row)
-        self._instances[instance_id] = _Announced(row, self._bits[row], incarnation)
+        self._instances[instance_id] = _Announced(row, self._bits[row], incarnation, num_blocks)
         return row
 
     def remove_instance(self, instance_id: InstanceId) -> None:
@@ -148,10 +149,9 @@ class PrefixIndex:
 
     def take_copy_news(self, num_keys: int) -> list[tuple[InstanceId, CopyNews]]:
         """What instances should be told of copies, from the next so many blocks (mutates)."""
-        news = self._copies.take_news(self._holders, self._demoted, num_keys)
-        if not news:
-            return []
         instances = self._instances.items()
+        rooms = {one.bit: one.num_blocks for _, one in instances}
+        news = self._copies.take_news(self._holders, self._demoted, num_keys, rooms)
         return [(name, news[one.bit]) for name, one in instances if one.bit in news]
 
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:

@@ -1,6 +1,7 @@
-"""Copies that another instance has too go before last copies, whatever the policy beneath.
+"""Copies that another instance keeps go before all others, whatever the policy beneath.
 
-The Conductor says which blocks are *spare* here: somebody else has them in DRAM as well. A spare
+The Conductor says which blocks are *spare* here: somebody else has them in DRAM as well, and is to
+keep them (`kvcache.copies`). A spare
 block is *loose* if no block that continues it here is one that must stay: a prefix is matched as a
 whole on one instance, so a last copy is worth nothing without what comes before it, copied
 elsewhere or not.

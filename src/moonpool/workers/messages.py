@@ -102,8 +102,8 @@ class SwitchRole(Struct, frozen=True, tag=True):
 
 
 class MarkCopies(Struct, frozen=True, tag=True):
-    """Of blocks in this instance's DRAM: those that others have in theirs too from now on, and
-    those that it alone has."""
+    """Of blocks in this instance's DRAM: those that another keeps in its own from now on, and
+    those that nobody else does."""
 
     spare: tuple[BlockKey, ...] = ()
     last: tuple[BlockKey, ...] = ()
