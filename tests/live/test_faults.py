@@ -174,3 +174,26 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pool.blok_tokens" in done.stderr
     assert "block_tokens" in done.stderr
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+def test_workers_come_back_without_the_nursery_they_were_forked_from() -> None:
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        [nursery] = [p for p in children_of(server.pid) if command_of(p) == "moonpool nursery"]
+        first, decode = server.worker_pids()
+        assert " -m moonpool worker --role prefill --name prefill-0 " in command_of(first)
+        for pid in (nursery, first):
+            os.kill(pid, signal.SIGKILL)
+            assert wait_until_gone([pid]) == []
+        deadline = time.monotonic() + 40
+        while first in (pids := server.worker_pids()) or len(pids) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        got = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        assert got == expected
+        assert decode in pids, "the nursery's death is nobody else's"

@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from moonpool.cli.capacity import MOST_SEEDS, SHARE
+from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.cli.plan_words import figures_of, print_check, print_offloading, print_plan
 from moonpool.cli.scale import check_folders, tell_skipped
@@ -144,7 +145,7 @@ def plan(
         f"\n{figures['runs']:.0f} runs of the whole trace in {figures['wall_s']:.0f} s,"
         f" {figures['cpu_s']:.0f} s of CPU time"
     )
-    write_json(json_file, figures)
+    write_json(json_file, figures | {"origin": origin()})
 
 
 class _Job:

@@ -9,11 +9,13 @@ import os
 import secrets
 import signal
 import sys
+from importlib import import_module
 from typing import Any
 
 import click
 import msgspec
 import uvloop
+from setproctitle import setproctitle
 
 from moonpool.cli.output import fail, set_up_logging
 from moonpool.cli.settings import read_config, show_defaults
@@ -29,6 +31,9 @@ from moonpool.config import (
     RoleBalance,
     choices,
 )
+from moonpool.runtime.cores import threads_per_process
+from moonpool.runtime.launcher import THREAD_VARIABLES, worker_environment
+from moonpool.runtime.nursery import Nursery, open_nursery
 
 log = logging.getLogger("moonpool")
 
@@ -241,13 +246,30 @@ def head(config_file: str | None, **flags: Any) -> None:
     _run(config, launch=False, secret=cluster_secret())
 
 
+def _open_nursery(config: Config, secret: bytes) -> Nursery | None:
+    """With what a worker imports. Threads are settled first: torch reads their number once."""
+    environment = worker_environment(secret, threads_per_process(config))
+    os.environ.update((name, environment[name]) for name in THREAD_VARIABLES)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, unused; starts them at import
+    for module in ("worker", "attention_worker", "cluster"):
+        import_module(f"moonpool.runtime.{module}")
+    from moonpool.cli.main import cli
+
+    def run_worker(line: list[str]) -> None:
+        setproctitle(" ".join([sys.executable, "-m", "moonpool", *line]))
+        cli(args=line, prog_name="moonpool")
+
+    return open_nursery(environment, run_worker)
+
+
 def _run(config: Config, launch: bool, secret: bytes) -> None:
+    nursery = _open_nursery(config, secret) if launch else None
     set_up_logging("head")
     from moonpool.runtime.cluster import ClusterError, run_cluster
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run_cluster(config, secret, launch, _signals))
+            runner.run(run_cluster(config, secret, launch, _signals, nursery))
     except ClusterError as error:
         fail(str(error))
     except KeyboardInterrupt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import secrets
 import signal
@@ -15,6 +14,7 @@ import click
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
+from moonpool.runtime.nursery import end_with_parent
 from moonpool.runtime.settle import settle_threads
 from moonpool.types import InstanceId, Role
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 ATTENTION = "attention"
-PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 """So long after its time a worker waits for the head's word that it may go."""
 
@@ -91,7 +90,7 @@ def worker(
     settle_threads()
     secret = cluster_secret()
     if exit_with_head:
-        _die_with_parent()
+        end_with_parent()
     from moonpool.runtime.attention_worker import AttentionWorker
     from moonpool.runtime.head_link import WorkerError
     from moonpool.runtime.worker import HungError, Worker
@@ -146,13 +145,3 @@ def _core_share(cores: str, other_cores: str) -> CoreShare:
         fail("--cores and --other-cores must be lists such as 0-3,8")
     pin_thread(share.others)
     return share
-
-
-def _die_with_parent() -> None:
-    """The kernel kills this process when the one that started it ends, however that happens."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        return  # not Linux: the lost control connection ends us a moment later
-    if os.getppid() != parent:
-        raise SystemExit(1)

@@ -28,10 +28,12 @@ from moonpool.runtime.cores import (
     pin_thread,
     read_cores,
     share_cores,
+    threads_per_process,
     usable_cores,
 )
 from moonpool.runtime.head import Head
 from moonpool.runtime.launcher import LocalLauncher
+from moonpool.runtime.nursery import Nursery
 from moonpool.runtime.settle import settle_memory
 
 log = logging.getLogger("moonpool")
@@ -48,11 +50,12 @@ async def run_cluster(
     secret: bytes,
     launch: bool,
     install_signals: Callable[[asyncio.Event], None],
+    nursery: Nursery | None = None,
 ) -> None:
     """Serves until a signal sets the stop event. Raises ClusterError."""
     stop = asyncio.Event()
     install_signals(stop)
-    async with running_cluster(config, secret, launch, stop) as url:
+    async with running_cluster(config, secret, launch, stop, nursery) as url:
         if not stop.is_set():
             log.info("serving %s at %s (Ctrl-C ends it)", config.model.name, url)
             await stop.wait()
@@ -61,7 +64,7 @@ async def run_cluster(
 
 @asynccontextmanager
 async def running_cluster(
-    config: Config, secret: bytes, launch: bool, stop: asyncio.Event
+    config: Config, secret: bytes, launch: bool, stop: asyncio.Event, nursery: Nursery | None
 ) -> AsyncIterator[str]:
     """Yields the API's URL once all instances are up (or `stop` was set before)."""
     config = _resolved(config)
@@ -84,7 +87,8 @@ async def running_cluster(
     try:
         if launch:
             shares = _shares(config)
-            launcher = LocalLauncher(config.cluster, head_port, secret, _threads(config), shares)
+            threads = threads_per_process(config)
+            launcher = LocalLauncher(config.cluster, head_port, secret, threads, shares, nursery)
             head.on_silent = launcher.kill
             launcher.start()
             pin_thread(shares[0].others if shares else ())
@@ -188,16 +192,11 @@ def _api_options(config: Config) -> ApiOptions:
     )
 
 
-def _threads(config: Config) -> int:
-    processes = config.cluster.num_processes(config.engine)
-    return config.engine.threads or max(1, usable_cores() // processes)
-
-
 def _shares(config: Config) -> list[CoreShare]:
     """Of this machine's cores, for every worker; none where they are not to be pinned."""
     if config.engine.pinning == "off" or config.engine.device != "cpu" or config.cluster.attention:
         return []
-    threads = _threads(config)
+    threads = threads_per_process(config)
     degrees = [config.engine.degree(role) for role in config.cluster.roles]
     wanted = [threads * degree.num_processes for degree in degrees]
     shares = share_cores(read_cores(), wanted, usable_cores())

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from moonpool.config import Config
 from moonpool.types import Struct
 
 NODES = Path("/sys/devices/system/node")
@@ -42,6 +43,12 @@ def usable_cores() -> int:
     quota = _quota_cores()
     allowed = len(_allowed())
     return allowed if quota >= allowed else max(int(quota), 1)
+
+
+def threads_per_process(config: Config) -> int:
+    """As configured, or else this machine's cores shared out among all that compute."""
+    processes = config.cluster.num_processes(config.engine)
+    return config.engine.threads or max(1, usable_cores() // processes)
 
 
 def read_cores() -> list[Core]:

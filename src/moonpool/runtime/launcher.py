@@ -19,16 +19,25 @@ from collections.abc import Sequence
 
 from moonpool.config import ClusterConfig
 from moonpool.runtime.cores import CoreShare, format_cores
+from moonpool.runtime.nursery import ForkedProcess, Nursery, NurseryError
 from moonpool.types import Role
 
 log = logging.getLogger("moonpool.launcher")
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ATTENTION = "attention"  # on the command line; to the Conductor it is no instance
 MAX_RESTARTS = 5
 STEADY_S = 60.0
 """A worker that lived this long had started well: its restarts are counted anew."""
 STOP_S = 3.0
+
+WorkerProcess = ForkedProcess | asyncio.subprocess.Process
+
+
+def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
+    """What a worker's environment has beyond the head's."""
+    return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
 class LocalLauncher:
@@ -42,14 +51,13 @@ class LocalLauncher:
         secret: bytes,
         threads: int,
         shares: Sequence[CoreShare] = (),
+        nursery: Nursery | None = None,
     ) -> None:
-        """`shares` of the cores, one per worker as in `cluster.roles`; none: nothing is pinned."""
+        """`shares` of the cores, one per worker as in `cluster.roles`; none: nothing is pinned.
+        Workers are forked from `nursery`, or else are interpreters of their own."""
         self._head = f"127.0.0.1:{head_port}"
-        self._environment = os.environ | {
-            SECRET_VARIABLE: secret.hex(),
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-        }
+        self._environment = os.environ | worker_environment(secret, threads)
+        self._nursery = nursery
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
         for role in cluster.roles:
@@ -62,7 +70,7 @@ class LocalLauncher:
                 own, other = format_cores(share.engine), format_cores(share.others)
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._processes: dict[str, WorkerProcess] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives its worker up
         self._stopping = False
 
@@ -96,6 +104,8 @@ class LocalLauncher:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         await asyncio.gather(*waits)
+        if self._nursery is not None:
+            await self._nursery.close()
 
     async def _keep(self, role: str, instance_id: str) -> None:
         restarts = 0
@@ -118,20 +128,19 @@ class LocalLauncher:
             log.warning("%s ended with code %d; starting it anew", instance_id, code)
             await asyncio.sleep(min(0.5 * 2**restarts, 10.0))
 
-    async def _spawn(self, role: str, instance_id: str) -> asyncio.subprocess.Process:
+    async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
+        line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
+        line += ["--exit-with-head", *self._cores.get(instance_id, ())]
+        if self._nursery is not None:
+            try:
+                return await self._nursery.fork(line)
+            except NurseryError as error:
+                log.debug("%s is started by itself: %s", instance_id, error)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "moonpool",
-            "worker",
-            "--role",
-            role,
-            "--name",
-            instance_id,
-            "--head",
-            self._head,
-            "--exit-with-head",
-            *self._cores.get(instance_id, ()),
+            *line,
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
