@@ -25,6 +25,7 @@ from moonpool.bench.live_workload import (
     unloaded_slo,
 )
 from moonpool.bench.local_server import LocalServer
+from moonpool.bench.machine_speed import drift_words, loop_s
 from moonpool.bench.neighbours import Neighbours
 from moonpool.cost.offload_parts import OffloadParts
 from moonpool.replay.run import ReplayPlan, run_replay
@@ -71,7 +72,9 @@ def bench_agreement(
             lives.append(run_both(cluster, profile, rows, workload.block_tokens).live)
         comparison = compare(both.simulated, averaged(lives))
         say(f"\nload {load:g}: {len(rows)} requests in {seconds:g} s on {cluster.words}")
-        for line in (*comparison.lines(), *chance_words(lives), *neighbours_words(lives)):
+        life_s = sum(live["machine_loop_s"] for live in lives) / len(lives)
+        drift = drift_words(profile.machine_loop_s, life_s)
+        for line in (*comparison.lines(), *chance_words(lives), *neighbours_words(lives), *drift):
             say(line)
         found[f"load_{load:g}"] = {
             "passes": comparison.passes,
@@ -115,6 +118,7 @@ def run_both(
         believed = believed_cost(server.instances()[0])
         live = replay_rows(server.url, rows, block_tokens)
     live["neighbours_share"] = sampler.neighbours_share
+    live["machine_loop_s"] = sampler.machine_loop_s
     profile = msgspec.structs.replace(profile, believed=believed)
     simulated, simulation = simulate_rows(cluster, profile, rows, block_tokens)
     return Both(live, simulated, simulation, tuple(sampler.samples))
@@ -133,7 +137,9 @@ def _share_words(share: float) -> Iterator[str]:
 def measure_local(server: LocalServer, workload: LiveWorkload, say: Say) -> LiveProfile:
     """As `measure_live`, with a warning where others computed, too: all else rests on it."""
     neighbours = Neighbours([server.pid, *server.worker_pids(), *server.attention_pids()])
+    before_s = loop_s()
     profile = measure_live(server.url, workload, say)
+    profile = msgspec.structs.replace(profile, machine_loop_s=(before_s + loop_s()) / 2)
     for line in _share_words(neighbours.share()):
         say(line)
     return profile

@@ -70,6 +70,7 @@ class LiveProfile(msgspec.Struct, frozen=True):
     block_tokens: int
     seconds: float
     attention_workers: int = 0
+    machine_loop_s: float = 0.0  # `bench.machine_speed`, while it was taken
 
 
 @dataclass(frozen=True, slots=True)

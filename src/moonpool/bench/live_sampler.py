@@ -14,6 +14,7 @@ from types import TracebackType
 import httpx
 
 from moonpool.bench.local_server import LocalServer
+from moonpool.bench.machine_speed import loop_s
 from moonpool.bench.neighbours import Neighbours
 from moonpool.replay.server import parse_metrics
 from moonpool.types import Struct
@@ -34,12 +35,14 @@ class Sample(Struct, frozen=True):
 
 
 class Sampler:
-    """`with` a running server; then read `samples`, and `neighbours_share`: of the machine's
-    processors, what others took meanwhile."""
+    """`with` a running server that has nothing to do at both ends; then read `samples`,
+    `neighbours_share`: of the machine's processors, what others took meanwhile, and
+    `machine_loop_s`, its speed (`bench.machine_speed`)."""
 
     def __init__(self, server: LocalServer, every_s: float = SAMPLE_S) -> None:
         self.samples: list[Sample] = []
         self.neighbours_share = 0.0
+        self.machine_loop_s = loop_s()
         self._server = server
         self._every_s = every_s
         self._stop = threading.Event()
@@ -61,6 +64,7 @@ class Sampler:
         self.neighbours_share = self._neighbours.share()
         self._stop.set()
         self._thread.join(10)
+        self.machine_loop_s = (self.machine_loop_s + loop_s()) / 2
 
     def _run(self) -> None:
         began_s = time.monotonic()

@@ -134,6 +134,7 @@ def plan(
         with Workforce(workload, processes or num_cores()) as workforce:
             job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
+            figures["plan_s"] = round(time.perf_counter() - began_s, 1)
             if check:
                 figures["check"] = job.check()
     except (ConfigError, WorkforceError) as error:
@@ -141,8 +142,9 @@ def plan(
     figures["run"] = {"trace": Path(trace_file).name, "devices": devices, "layout": layout}
     figures["wall_s"] = round(time.perf_counter() - began_s, 1)
     figures["cpu_s"] = _cpu_s()
+    checked = f", {figures['wall_s']:.0f} s with its check" if check else ""
     click.echo(
-        f"\n{figures['runs']:.0f} runs of the whole trace in {figures['wall_s']:.0f} s,"
+        f"\n{figures['runs']:.0f} runs of the whole trace in {figures['plan_s']:.0f} s{checked};"
         f" {figures['cpu_s']:.0f} s of CPU time"
     )
     write_json(json_file, figures | {"origin": origin()})
