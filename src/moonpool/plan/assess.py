@@ -19,6 +19,10 @@ GIVE_UP = 0.03
 """A run ends early that can no longer come within this of the wanted share."""
 SEEDS_AT_ONCE = 2
 """That are simulated: what a glance has seen comes on top."""
+CLOSE = 0.01
+SURE_FROM = 5
+"""Seeds that it takes to meet by so little: of many looked at, some have three that agree by
+chance, and it is those that are chosen."""
 FUTILE_FROM = 3
 """Seeds that say on the average that it misses; no more are tried."""
 
@@ -139,7 +143,11 @@ class Assessor:
             return True
         if len(found.outcomes) >= FUTILE_FROM and found.interval.mean < self.goal.wanted:
             return False  # more seeds would hardly make it meet: whether it misses is not asked
-        return found.verdict is Verdict.UNCLEAR and len(found.outcomes) < most
+        by_chance = (
+            len(found.outcomes) < SURE_FROM and found.interval.mean < self.goal.wanted + CLOSE
+        )
+        unsure = found.verdict is Verdict.UNCLEAR or (found.verdict is Verdict.MEETS and by_chance)
+        return unsure and len(found.outcomes) < most
 
     def _note(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> None:
         found = interval([o.attainment for o in outcomes], self.goal.confidence)
