@@ -130,7 +130,7 @@ def open_nursery(
     """To be called before there are threads or an event loop, with all modules imported that a
     worker needs. Each worker calls `run_worker` with its command line, and ends when that returns.
     None where the system cannot do it, or where there are threads: a fork would have only one."""
-    if not hasattr(os, "pidfd_open") or len(os.listdir("/proc/self/task")) > 1:
+    if not _may_fork():
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     head_pid = os.getpid()
@@ -147,6 +147,17 @@ def open_nursery(
     line = _nurse(theirs, head_pid)
     run_worker(line)
     raise SystemExit(0)
+
+
+def _may_fork() -> bool:
+    """Linux from 5.4 on, if no sandbox forbids it, and no thread that a fork would be without."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
 
 
 def _nurse(control: socket.socket, head_pid: int) -> list[str]:

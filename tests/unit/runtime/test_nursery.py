@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from moonpool.bench.local_server import is_alive
 from moonpool.runtime.nursery import open_nursery
 
@@ -137,6 +139,18 @@ await asyncio.sleep(60)
     process.kill()
     process.communicate()
     assert until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize("lacks", ["pidfd_open", "listdir"])
+def test_where_the_system_cannot_nothing_is_forked(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, lacks, refuse)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    assert open_nursery({}, lambda line: None) is None
 
 
 def test_where_there_are_threads_nothing_is_forked() -> None:
