@@ -128,10 +128,17 @@ def test_an_instance_killed_while_it_drains_costs_no_answer(server: LocalServer)
     expected = desk.answer()
     killed: list[str] = []
 
+    def draining() -> list[dict[str, Any]]:
+        return [found for found in desk.cluster()["instances"] if found["draining"]]
+
     def kill_what_drains() -> bool:
-        for instance in desk.cluster()["instances"]:
-            if instance["draining"]:
-                os.kill(instance["pid"], signal.SIGKILL)
+        """Stopped first, and looked at again: what had just switched is not what drains."""
+        for instance in draining():
+            os.kill(instance["pid"], signal.SIGSTOP)
+            time.sleep(0.2)
+            still = any(found["pid"] == instance["pid"] for found in draining())
+            os.kill(instance["pid"], signal.SIGKILL if still else signal.SIGCONT)
+            if still:
                 killed.append(instance["instance_id"])
                 return True
         return False
