@@ -4,9 +4,11 @@ An instance joins with its profile; what is then seen of its prefills, steps and
 factor each, by which the fleet's coefficients are multiplied (`cost.learned`). It goes with the
 instance: a new incarnation begins at its own profile. The coefficients tell of mean steps, while
 promises are judged by the longest tenth of an answer's gaps: by how much these are longer is
-learned of the answers, for all instances together. Prefills are timed by the Conductor's clock, so
+learned of the answers, for all instances together; so is how much later than predicted the latest
+tenth of first tokens came, because under overload all that is admitted is admitted to come just in
+time. Prefills are timed by the Conductor's clock, so
 that they contain what the engine does not know of; steps by the engine's, because a busy head hears
-of tokens in bunches. Books and chooses nothing.
+of tokens in bunches. Chooses nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moonpool.conductor.admission import Promise
-from moonpool.conductor.fleet import Fleet
+from moonpool.conductor.bookings import Bookings
 from moonpool.conductor.placement import Placement
 from moonpool.conductor.prediction_error import PredictionError
 from moonpool.conductor.state import Attempt, InstanceState, Tracked
@@ -27,21 +29,24 @@ from moonpool.workers.messages import PrefillStarted, StepTokens, WorkId
 
 PROBE_EVERY_S = 5.0
 """How often an idle instance may be given what its belief says it is too slow for."""
-TAIL_SHARE = 0.7
+TBT_SHARE = 0.7
 """Of the answers at the limit, so many should keep what was promised of their longest gaps. More
 refuses those that would have kept it."""
+TTFT_SHARE = 0.9
+"""The same of first tokens. Refusing more costs nothing here: behind the queue there is another."""
 
 
 class Beliefs:
     """One per Conductor. With `learning` off, the profiles stay as they are; what would have been
     learned is still kept, to be looked at."""
 
-    def __init__(self, fleet: Fleet, learning: bool, decoding_error: PredictionError) -> None:
+    def __init__(self, books: Bookings, learning: bool, decoding_error: PredictionError) -> None:
         self.ttft_s = PredictionError()
         self.tbt_s = PredictionError()
         self.decoding = decoding_error  # of the number of answers that decode
-        self.tail = LearnedFactor(TAIL_SHARE, summed=1)
-        self._fleet = fleet
+        self.tbt_tail = LearnedFactor(TBT_SHARE, summed=1)
+        self.ttft_tail = LearnedFactor(TTFT_SHARE, summed=1)
+        self._books, self._fleet = books, books.fleet
         self._learning = learning
 
     def start_prefill(
@@ -102,16 +107,19 @@ class Beliefs:
         if record.attempts != 1 or record.first_token_s is None or record.placed_s is None:
             return
         if record.predicted_ttft_s is not None:
-            self.ttft_s.note(record.predicted_ttft_s, record.first_token_s - record.placed_s)
+            ttft_s = record.first_token_s - record.placed_s
+            self.ttft_s.note(record.predicted_ttft_s, ttft_s)
+            if self.ttft_tail.observe(ttft_s, record.predicted_ttft_s) and self._learning:
+                self._fleet.ttft_tail = max(self.ttft_tail.value, 1.0)
         tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)
         # A gap in which a prompt was computed is as long as that was planned to be, at any load.
         alone = decodes_only and not record.shared_steps
         if alone and tpot_s is not None and longest_s is not None:
-            changed = self.tail.observe(longest_s, tpot_s)
+            changed = self.tbt_tail.observe(longest_s, tpot_s)
             if changed and self._learning:
-                self._fleet.tail = self.tail.value
+                self._fleet.tbt_tail = self.tbt_tail.value
 
     def may_probe(
         self, placement: Placement, prefill_row: int, promise: Promise, limit: float, now: float
@@ -143,8 +151,12 @@ class Beliefs:
     def _learn(
         self, state: InstanceState, factor: LearnedFactor, seconds: float, expected_s: float
     ) -> None:
-        if factor.observe(seconds, expected_s) and self._learning:
-            self._fleet.believe(state.row, believed(state))
+        before = factor.value
+        if not factor.observe(seconds, expected_s) or not self._learning:
+            return
+        self._fleet.believe(state.row, believed(state))
+        if factor is state.prefill_factor:
+            self._books.rescale_prefills(state, factor.value / before)
 
 
 def believed(state: InstanceState) -> FittedCost:

@@ -71,6 +71,18 @@ class Bookings:
         self.fleet.waiting_ns[state.row] -= attempt.prefill_ns
         self.fleet.busy_until_s[state.row] = state.busy_until_s()
 
+    def rescale_prefills(self, state: InstanceState, factor: float) -> None:
+        """What is booked there takes so many times as long as was believed: it is the queue of all
+        that come now."""
+        waiting_ns = 0
+        for tracked in state.prefills.values():
+            attempt = tracked.attempt
+            assert attempt is not None
+            attempt.prefill_ns = round(attempt.prefill_ns * factor)
+            waiting_ns += attempt.prefill_ns if attempt.started_s is None else 0
+        self.fleet.waiting_ns[state.row] = waiting_ns
+        self.fleet.busy_until_s[state.row] = state.busy_until_s()
+
     def end_prefill(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
         """Books the prefill half off, if it is still booked."""
         state = self.instances.get(attempt.prefill)

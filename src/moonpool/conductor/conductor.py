@@ -103,7 +103,7 @@ class Conductor:
         self.books = Bookings(self.answers.forecast)
         self.index, self.fleet = self.books.index, self.books.fleet
         self.forecast = self.answers.forecast
-        self.beliefs = Beliefs(self.fleet, config.learning, self.forecast.error)
+        self.beliefs = Beliefs(self.books, config.learning, self.forecast.error)
         self.instances = self.books.instances
         self.upkeep = Upkeep(config, self.books, default_slo)
         self.roles, self.drains = self.upkeep.roles, self.upkeep.drains
@@ -334,7 +334,7 @@ class Conductor:
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
         tracked.explanation.add(placement.chosen)
-        config, tail = self.config, self.fleet.tail_of(placement.decoder_row)
+        config, tail = self.config, self.fleet.tbt_tail_of(placement.decoder_row)
         commands = orders(tracked, attempt, placement, tokens, self.instances, config, tail, now)
         for instance_id, command in commands:
             self._send(instance_id, command)

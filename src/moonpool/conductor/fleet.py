@@ -94,7 +94,8 @@ class Fleet:
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.total_decoding = self.total_decoding_context = 0
         self.mixed: Bools | None = None  # instances of both kinds; None: there are none
-        self.tail = 1.0  # the longest tenth of an answer's gaps, over its mean gap
+        self.tbt_tail = 1.0  # the longest tenth of an answer's gaps, over its mean gap
+        self.ttft_tail = 1.0  # what nine in ten first tokens took at most, over what was predicted
         self.decodes_alike = True  # all decode instances are believed to take the same times
         self.num_on_host: dict[float, int] = {}
         self._hosts: dict[str, int] = {"": 0}
@@ -122,7 +123,7 @@ class Fleet:
         self._count_roles()
 
     def believe(self, row: int, cost: FittedCost) -> None:
-        """What the instance's work takes, from now on: what is booked stays as it was predicted."""
+        """What the instance's work takes, from now on."""
         self.a[row], self.b[row], self.c[row], self.d[row] = cost.prefill
         self.e[row], self.f[row], self.g[row] = cost.decode
         self.latency_s[row] = cost.transfer_latency_s
@@ -200,11 +201,11 @@ class Fleet:
         """Time of a step on this row's kind of instance."""
         return self.e.item(row) + self.f.item(row) * batch + self.g.item(row) * context_tokens
 
-    def tail_of(self, row: int) -> float:
-        """`tail`, where it says something: where prompts are computed, too, the longest gaps follow
-        from their chunks."""
+    def tbt_tail_of(self, row: int) -> float:
+        """`tbt_tail`, where it says something: where prompts are computed, too, the longest gaps
+        follow from their chunks."""
         mixed = self.mixed is not None and self.mixed.item(row)
-        return 1.0 if mixed else self.tail
+        return 1.0 if mixed else self.tbt_tail
 
     def level_tbt_s(self, batch: float, context_tokens: float) -> float:
         """Time of a step with so many answers, spread so that it is the same on all decode

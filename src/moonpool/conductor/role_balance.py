@@ -208,7 +208,7 @@ class RoleBalance:
 
     def _scales(self, fleet: Fleet) -> _Scales:
         offered = self._offered
-        decode_s = offered.decode_s(fleet, self._tbt_s / fleet.tail, self._load_limit)
+        decode_s = offered.decode_s(fleet, self._tbt_s / fleet.tbt_tail, self._load_limit)
         return _Scales(fleet, offered.prefill_s(fleet), decode_s)
 
 

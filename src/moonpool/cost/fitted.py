@@ -164,17 +164,25 @@ def fit_cost(
     prefills: Sequence[PrefillSample],
     decodes: Sequence[DecodeSample],
     mixed: Sequence[MixedSample] = (),
+    single_steps: bool = False,
 ) -> FittedCost:
     """Fits all formulas. Raises ValueError when there is nothing to fit to; steps of both kinds
-    need not have been measured."""
+    need not have been measured.
+
+    `single_steps`: each prefill sample is one chunk, and prompts will be several. What is quadratic
+    is attention, which takes the same over tokens of an earlier chunk as over cached ones, and half
+    of it over its own: c = d/2. A c of its own would be fitted to what makes one chunk unlike
+    another, and a prompt ten times as long be predicted by its square."""
     if not prefills or not decodes:
         raise ValueError("a cost model needs at least one prefill and one decode measurement")
     prefill_rows = []
     for prefill in prefills:
         cached, new = prefill.cached_tokens, prefill.num_tokens - prefill.cached_tokens
-        prefill_rows.append((1.0, float(new), float(new * new), float(new * cached)))
+        squares = (0.5 * new * new + new * cached,) if single_steps else (new * new, new * cached)
+        prefill_rows.append((1.0, float(new), *map(float, squares)))
     decode_rows = [(1.0, float(s.batch), float(s.context_tokens)) for s in decodes]
-    a, b, c, d = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
+    a, b, *quadratic = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
+    c, d = (0.5 * quadratic[0], quadratic[0]) if single_steps else quadratic
     e, f, g = _fit_non_negative(decode_rows, [s.seconds for s in decodes])
     apart = FittedCost(prefill=(a, b, c, d), decode=(e, f, g))
     return msgspec.structs.replace(apart, mixed=_fit_mixed(apart, mixed))

@@ -101,7 +101,7 @@ def fit_samples(samples: Iterable[Sample]) -> FittedCost:
         for s in samples
         if s.kind == "mixed"
     ]
-    cost = fit_cost(prefills, decodes, mixed)
+    cost = fit_cost(prefills, decodes, mixed, single_steps=True)
     return msgspec.structs.replace(cost, tile_tokens=find_tile(curve_of(samples)))
 
 

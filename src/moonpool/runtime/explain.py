@@ -73,7 +73,8 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
             "handed_over_blocks": conductor.drains.num_handed_blocks,
         },
         "predictions": {name: error.summary() for name, error in conductor.beliefs.errors.items()},
-        "longest_gaps_over_mean": conductor.fleet.tail,
+        "longest_gaps_over_mean": conductor.fleet.tbt_tail,
+        "late_ttft_over_predicted": conductor.fleet.ttft_tail,
     }
 
 

@@ -108,10 +108,24 @@ def test_the_limit_is_of_load_not_of_latency() -> None:
 def test_the_promise_is_of_the_longest_gaps() -> None:
     busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
-    busy.books.fleet.tail = 1.3
+    busy.books.fleet.tbt_tail = 1.3
     refusal = busy.refuse("early", tbt_s=0.06)
     assert "0.066 s" in refusal.message
     assert busy.decide("early", tbt_s=0.07) is None
+
+
+def test_queues_are_as_late_as_they_were_lately() -> None:
+    scene = Scene(queue_s=4.0)
+    assert scene.decide("early", ttft_s=5.5) is None
+    scene.books.fleet.ttft_tail = 1.2
+    refusal = scene.refuse("early", ttft_s=5.5)
+    assert "5.00 s (5.80 s" in refusal.message and "SLO of 5.5 s" in refusal.message
+    assert refusal.retry_after_s == pytest.approx(0.3)
+    assert refusal.projection is not None
+    assert refusal.projection["late_ttft_s"] == pytest.approx(5.8)
+    idle = Scene()
+    idle.books.fleet.ttft_tail = 4.0
+    assert idle.decide("early", ttft_s=1.0) is None, "whom nobody is before, it does not refuse"
 
 
 def test_baseline_does_not_look_at_the_decode_load() -> None:

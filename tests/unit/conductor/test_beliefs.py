@@ -21,7 +21,7 @@ from moonpool.workers.messages import (
     WorkTokens,
 )
 
-ENOUGH = FEWEST * SUMMED
+ENOUGH = FEWEST * SUMMED + 1  # a sample ends when something after it is seen
 PREFILL_S = COST.prefill_s(10, 0)
 
 
@@ -115,6 +115,33 @@ def test_prefills_in_a_queue_are_timed_one_after_another() -> None:
     assert state.prefill_factor.value == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("learning", [True, False])
+def test_the_queue_there_is_takes_as_much_longer_as_what_was_before_it(learning: bool) -> None:
+    """Who comes now waits for those who were booked before anybody knew."""
+    desk = Desk("p0", "d0", learning=learning)
+    works = []
+    for number in range(1, 3 * ENOUGH + 1):
+        desk.ask(f"r{number}", use_cache=False)
+        works.append(WorkId(f"r{number}/{number}"))
+    left = len(works) - ENOUGH
+    for work in works[:ENOUGH]:
+        desk.report("p0", PrefillStarted(work, 0, 0))
+        desk.now += 2 * PREFILL_S
+        desk.report("p0", PrefillDone(work, Token(50), FinishReason.STOP))
+    queue_s = desk.conductor.fleet.queue_s(desk.now).item(0)
+    assert queue_s == pytest.approx(left * PREFILL_S * (2 if learning else 1))
+
+
+def test_first_tokens_that_come_later_than_predicted_are_allowed_for() -> None:
+    desk = Desk("p0", "d0")
+    for number in range(1, FEWEST + 2):
+        serve(desk, number, 1.5 * PREFILL_S, COST.decode_step_s(1, 11))
+    assert desk.conductor.fleet.ttft_tail == pytest.approx(1.5)
+    for number in range(FEWEST + 2, FEWEST + 50):
+        serve(desk, number, 0.5 * PREFILL_S, COST.decode_step_s(1, 11))
+    assert desk.conductor.fleet.ttft_tail == 1.0, "never is more promised than is predicted"
+
+
 def test_time_is_held_against_what_was_really_computed() -> None:
     """Half of the prompt turned out to be cached, and half of the time it took."""
     desk = Desk("p0", "d0")
@@ -187,14 +214,14 @@ def test_promises_are_judged_by_the_longest_gaps_and_so_is_admission() -> None:
     slo = {"tbt_s": 1.5 * COST.decode_step_s(1, 11)}
     for learning in (True, False):
         desk = Desk("p0", "d0", learning=learning, admission="early")
-        for number in range(1, FEWEST):
+        for number in range(1, FEWEST + 1):
             uneven(desk, number)
         assert not refused(desk.ask("even", **slo)), "a few answers show nothing"
-        desk.decoding(f"even/{FEWEST}")
-        desk.tokens("d0", 60, finish=FinishReason.STOP, work=f"even/{FEWEST}")
-        uneven(desk, FEWEST + 1)
+        desk.decoding(f"even/{FEWEST + 1}")
+        desk.tokens("d0", 60, finish=FinishReason.STOP, work=f"even/{FEWEST + 1}")
+        uneven(desk, FEWEST + 2)
         assert refused(desk.ask("late", **slo)) == learning
-        tail = desk.conductor.beliefs.tail.value
+        tail = desk.conductor.beliefs.tbt_tail.value
         assert tail == pytest.approx(3.0 / 1.2, rel=0.1)  # a mean gap is 1.2 steps long
 
 
@@ -202,7 +229,7 @@ def test_gaps_in_which_a_prompt_was_computed_say_nothing_of_decodes() -> None:
     desk = Desk("p0", "d0")
     for number in range(1, 2 * FEWEST):
         uneven(desk, number, shared=True)
-    assert desk.conductor.fleet.tail == 1.0
+    assert desk.conductor.fleet.tbt_tail == 1.0
 
 
 def tolerance(desk: Desk) -> float:
@@ -216,11 +243,11 @@ def test_the_decode_instances_second_look_allows_for_the_longest_gaps() -> None:
     desk = Desk("p0", "d0")
     before = tolerance(desk)
     desk = Desk("p0", "d0")
-    for number in range(1, FEWEST + 1):
+    for number in range(1, FEWEST + 2):
         uneven(desk, number)
     after = tolerance(desk)
-    assert after == pytest.approx(before / desk.conductor.fleet.tail)
-    assert desk.conductor.fleet.tail > 2.0
+    assert after == pytest.approx(before / desk.conductor.fleet.tbt_tail)
+    assert desk.conductor.fleet.tbt_tail > 2.0
 
 
 def test_errors_are_counted_and_the_record_is_read_back() -> None:

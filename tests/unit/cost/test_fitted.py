@@ -86,6 +86,28 @@ def test_cached_tokens_save_time() -> None:
     assert TRUE.prefill_s(10, 20) == TRUE.prefill[0], "more cached than there is costs no less"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_single_chunks_take_tells_what_long_prompts_do(seed: int) -> None:
+    """Noise of 5 % in chunks of up to 256 tokens must not be squared in a prompt of 4,096. With a c
+    of its own it is: errors of half and more."""
+    true = FittedCost(prefill=(0.01, 5e-4, 7e-8, 14e-8), decode=TRUE.decode)
+    rng = random.Random(seed)
+    chunks = [(16, 0), (64, 0), (64, 512), (256, 0), (256, 1024)]
+    samples = [
+        PrefillSample(
+            num_tokens=new + cached,
+            cached_tokens=cached,
+            seconds=true.prefill_s(new + cached, cached) * rng.uniform(0.95, 1.05),
+        )
+        for new, cached in chunks
+    ]
+    decodes = [DecodeSample(batch=1, context_tokens=1, seconds=0.01)]
+    whole = true.prefill_s(4096, 0)
+    steps = fit_cost(samples, decodes, single_steps=True)
+    assert steps.prefill_s(4096, 0) == pytest.approx(whole, rel=0.2)
+    assert steps.prefill[3] == 2 * steps.prefill[2]
+
+
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one"):
         fit_cost([], [DecodeSample(batch=1, context_tokens=1, seconds=1.0)])

@@ -8,6 +8,7 @@ import msgspec
 from test_instance import COST, EOS, LAYOUT, PEER, SIZE, keys_of, of, told, work
 
 from moonpool.config import InstanceConfig
+from moonpool.cost.learned import FEWEST, SUMMED
 from moonpool.kvcache.transfers import (
     FetchEnded,
     LoadEnded,
@@ -122,7 +123,7 @@ def test_a_disk_slower_than_its_probe_is_read_only_where_that_still_pays() -> No
     """0.012 s to read by the probe and 0.024 s to compute; but it takes three times as long."""
     bytes_per_s = 6 * LAYOUT.block_bytes / 0.012
     bench = Bench(cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s))
-    for _ in range(20):
+    for _ in range(FEWEST * SUMMED + 1):
         assert reload(bench, 0.036)
     assert sum(reload(bench, 0.036) for _ in range(31)) == 1, "tried again, but rarely"
     for _ in range(16 * 80):  # it is fast again, which only what is tried can tell
