@@ -15,16 +15,18 @@ from moonpool.cost.learned import LearnedFactor
 from moonpool.cost.model import Chunk, CostModel
 from moonpool.workers.active import ActiveWork
 
+SHARE = 0.9
+"""Of the steps planned to take all that the SLO leaves, so many should: a promise is judged by the
+longest tenth of an answer's gaps, and under load every gap is such a step."""
 HEADROOM = 0.9
-"""Steps are planned for so much of the SLO: an estimate is a mean, and half of all steps exceed
-it."""
+"""Steps are planned for so much of the SLO: the longest tenth is not all at its lower edge."""
 
 Share = tuple[ActiveWork, int]
 
 
 class Pace:
     def __init__(self, config: InstanceConfig, cost: CostModel) -> None:
-        self._factor = LearnedFactor()  # of steps with chunks and decodes
+        self._factor = LearnedFactor(SHARE, summed=1)  # of steps with chunks and decodes
         self._config = config
         self._cost = cost
 

@@ -9,6 +9,7 @@ import pytest
 from moonpool.batching.budget import LEAST_CHUNK_TOKENS
 from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
+from moonpool.cost.learned import WINDOW
 from moonpool.cost.model import Chunk
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Role, SamplingParams, Slo, Token
@@ -162,9 +163,20 @@ def test_one_interrupted_step_does_not_stop_prefills() -> None:
     bench.end_step()
     assert bench.shares()["new"] >= LEAST_CHUNK_TOKENS
     bench.slowness = 1.0
-    for _ in range(20):
+    for _ in range(WINDOW):
         bench.end_step()
     assert bench.shares()["new"] == pytest.approx(88, abs=2)
+
+
+def test_nine_in_ten_steps_keep_the_promise_not_half_of_them() -> None:
+    """Steps take .8 to 1.2 of what is expected, in turn."""
+    bench = decoding(Bench())
+    bench.start("new", 50_000, 99.0)
+    bench.end_step()
+    for number in range(62):
+        bench.slowness = 0.8 + 0.4 * (number % 10) / 9
+        bench.end_step()
+    assert bench.shares()["new"] == pytest.approx(90 / 1.2 - 2, abs=4)
 
 
 @pytest.mark.parametrize("batching", ["whole-prompts", "prefill-first", "alternating"])
