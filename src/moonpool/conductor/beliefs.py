@@ -6,9 +6,8 @@ instance: a new incarnation begins at its own profile. The coefficients tell of 
 promises are judged by the longest tenth of an answer's gaps: by how much these are longer is
 learned of the answers, for all instances together; so is how much later than predicted the latest
 tenth of first tokens came, because under overload all that is admitted is admitted to come just in
-time. Prefills are timed by the Conductor's clock, so
-that they contain what the engine does not know of; steps by the engine's, because a busy head hears
-of tokens in bunches. Chooses nothing.
+time. Prefills are timed by the Conductor's clock, so that they contain what the engine does not
+know of; steps by the engine's, because a busy head hears of tokens in bunches. Chooses nothing.
 """
 
 from __future__ import annotations

@@ -28,6 +28,9 @@ MOST = 4.0
 """Nothing is believed to take more than so many times what the profile says, nor less than the
 same part of it: beyond that something is broken, and the belief should not hide it."""
 
+LONGEST_S = 1e9
+"""Nothing takes as long. Sums of what is believed stay finite."""
+
 
 class LearnedFactor:
     """One kind of work of one instance. Begins at 1: the profile is right."""
@@ -51,9 +54,9 @@ class LearnedFactor:
 
     def observe(self, seconds: float, expected_s: float) -> bool:
         """Something took so long of which the profile says `expected_s`; 0: it ended with what was
-        told before it. True if that changed the factor. What is no time at all (negative, infinite,
+        told before it. True if that changed the factor. What is no time at all (negative, endless,
         NaN) teaches nothing."""
-        if not (0.0 <= seconds < float("inf") and 0.0 < expected_s < float("inf")):
+        if not (0.0 <= seconds < LONGEST_S and 0.0 < expected_s < LONGEST_S):
             return False
         whole = self._num_summed >= self._summed and seconds > 0.0
         changed = whole and self._end_sample()

@@ -114,7 +114,14 @@ def test_long_works_make_most_of_a_queue() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected_s"),
-    [(float("nan"), 1.0), (1.0, float("nan")), (-1.0, 1.0), (1.0, 0.0), (float("inf"), 1.0)],
+    [
+        (float("nan"), 1.0),
+        (1.0, float("nan")),
+        (-1.0, 1.0),
+        (1.0, 0.0),
+        (float("inf"), 1.0),
+        (1.0, 1e308),
+    ],
 )
 def test_what_is_no_time_teaches_nothing(seconds: float, expected_s: float) -> None:
     factor = LearnedFactor()
