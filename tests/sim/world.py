@@ -441,8 +441,7 @@ class World:
         below = set() if instance.tier is None else set(instance.tier.slots.keys()) - in_dram
         assert all(index.holds(name, key) for key in in_dram | below)
         assert index.num_blocks(name) == len(in_dram | below)
-        assert not any(index.is_demoted(name, key) for key in in_dram)
-        assert all(index.is_demoted(name, key) for key in below)
+        assert all((name, key in below) in index.holders_of(key) for key in in_dram | below)
 
 
 def _check_order(record: RequestRecord) -> None:

@@ -14,7 +14,7 @@ import click
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
-from moonpool.runtime.nursery import end_with_parent
+from moonpool.messenger.parent import end_with
 from moonpool.runtime.settle import settle_threads
 from moonpool.types import InstanceId, Role
 
@@ -90,7 +90,7 @@ def worker(
     settle_threads()
     secret = cluster_secret()
     if exit_with_head:
-        end_with_parent()
+        end_with(os.getppid())
     from moonpool.runtime.attention_worker import AttentionWorker
     from moonpool.runtime.head_link import WorkerError
     from moonpool.runtime.worker import HungError, Worker

@@ -52,15 +52,6 @@ class ModelShape(Struct, frozen=True):
         """One token's residual stream: what a pipeline hands on and an all-reduce sums up."""
         return self.hidden * self.bytes_per_activation
 
-    def linear_flops(self, num_tokens: int, logit_rows: int) -> float:
-        per_token = 2 * self.layers * self.params_per_layer
-        return float(num_tokens * per_token + 2 * logit_rows * self.hidden * self.vocab)
-
-    def attention_flops(self, num_tokens: int, start: int) -> float:
-        """Of `num_tokens` causal queries behind `start` tokens of context."""
-        keys = num_tokens * start + num_tokens * (num_tokens + 1) // 2
-        return float(4 * self.layers * self.heads * self.head_dim * keys)
-
 
 def _shape(
     name: str,

@@ -51,9 +51,6 @@ class PartitionedPool(BlockPool):
         """The arena in which the block lies."""
         return bisect_right(self._starts, block_id) - 1
 
-    def blocks_of(self, part: int) -> range:
-        return range(self._starts[part], self._starts[part + 1])
-
     def lose(self, part: int) -> None:
         """The arena is gone with all names in it. Who held blocks of it must let go of them."""
         pool = self._parts[part]

@@ -211,11 +211,6 @@ class PrefixIndex:
         announced = self._instances.get(instance_id)
         return announced is not None and key in announced.keys
 
-    def is_demoted(self, instance_id: InstanceId, key: BlockKey) -> bool:
-        """Whether the instance holds the block on its SSD only."""
-        announced = self._instances.get(instance_id)
-        return announced is not None and bool(self._demoted.get(key, 0) & announced.bit)
-
     def holders_of(self, key: BlockKey) -> list[tuple[InstanceId, bool]]:
         """Who has the block, and whether on the SSD only. Slow: for people."""
         here, demoted = self._holders.get(key, 0), self._demoted.get(key, 0)

@@ -28,12 +28,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from moonpool.messenger.parent import end_with
 from moonpool.types import Struct
 
 MAPPED, BEGIN, END, ENDED, LANE = b"mapped", b"begin", b"end", b"ended", b"lane"
 MAX_MESSAGE_BYTES = 128 << 10
 MAX_METADATA_BYTES = 64 << 10
-_PR_SET_PDEATHSIG = 1
 _TICK_S = 50e-6
 _SLOW_TICK_S = 1e-3
 _QUICK_S = 1.0  # so long after something was lent it ticks quickly
@@ -119,9 +119,7 @@ def main() -> None:
 
 def _live(name: str, devices: str, keeper: int, desk: socket.socket, arena: mmap.mmap) -> None:
     """Of the courier; does not return."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper:
-        os._exit(1)
+    end_with(keeper)
     try:
         base = ctypes.addressof(ctypes.c_char.from_buffer(arena))
         agent = _open_agent(name, devices, base, len(arena))

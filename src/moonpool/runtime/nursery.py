@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import setproctitle
 
-PR_SET_PDEATHSIG = 1
+from moonpool.messenger.parent import end_with
+
 PR_SET_CHILD_SUBREAPER = 36
 FORK_S = 20.0
 ADOPTED_S = 5.0
@@ -142,7 +143,7 @@ def open_nursery(
         return Nursery(pid, ours)
     ours.close()
     os.setsid()  # Ctrl-C is for the head
-    end_with_parent()
+    end_with(head_pid)
     os.environ.update(environment)
     line = _nurse(theirs, head_pid)
     run_worker(line)
@@ -207,13 +208,3 @@ def _be_adopted(control: socket.socket, head_pid: int) -> None:
 def adopt_orphans(wanted: bool) -> None:
     """Whether this process becomes the parent of descendants whose own has ended."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
-
-
-def end_with_parent() -> None:
-    """The kernel kills this process when the one that started it ends, however that happens."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        return  # not Linux: the lost control connection ends us a moment later
-    if os.getppid() != parent:
-        raise SystemExit(1)

@@ -5,8 +5,8 @@ from one that has no more. A link is whatever has a bandwidth that transfers sha
 or out, PCIe, an SSD); what a name means, its user knows. Never decides what is sent, nor carries
 content.
 
-Life of a flow: STARTING (latency) -> MOVING <-> IDLE -> ENDED | CANCELLED. Only while MOVING has it
-a share of its links; IDLE is an open stream whose bytes so far are all there.
+Life of a flow: STARTING (latency) -> MOVING -> ENDED | CANCELLED. Only while MOVING has it a share
+of its links.
 
 Flows are settled lazily: between two changes of its rate a flow costs nothing. Changes of one
 instant are answered together, at its end, since rates matter only once time goes on.
@@ -34,7 +34,6 @@ ROUNDING = 1e-12
 class FlowState(Enum):
     STARTING = "starting"
     MOVING = "moving"
-    IDLE = "idle"
     ENDED = "ended"
     CANCELLED = "cancelled"
 
@@ -91,7 +90,7 @@ class Link:
     def bytes_carried(self) -> float:
         """Up to now, those of unfinished flows included."""
         now = self._network.clock.now
-        return self._banked_bytes + sum(flow._unbanked_bytes(now) for flow in self._flows)
+        return self._banked_bytes + sum(flow._moved_bytes(now) for flow in self._flows)
 
     @property
     def busy_s(self) -> float:
@@ -99,17 +98,11 @@ class Link:
         since_s = self._network.clock.now - self._busy_since_s if self._flows else 0.0
         return self._banked_busy_s + since_s
 
-    def set_bandwidth(self, bytes_per_s: float) -> None:
-        """From now on; 0 stalls the flows until there is more."""
-        _check_bandwidth(self.name, bytes_per_s)
-        self._network._set_bandwidth(self, bytes_per_s)
-
 
 class Flow:
     """Bytes on their way over a path of links. Made by `Network.start`."""
 
     __slots__ = (
-        "_banked_bytes",
         "_bottleneck",
         "_left_bytes",
         "_network",
@@ -119,7 +112,6 @@ class Flow:
         "_rate",
         "_settled_s",
         "_timer",
-        "closed",
         "limit_bytes_per_s",
         "num_bytes",
         "path",
@@ -134,19 +126,16 @@ class Flow:
         num_bytes: int,
         on_end: Callable[[Flow], object],
         limit_bytes_per_s: float,
-        closed: bool,
     ) -> None:
         self._network = network
         self._on_end = on_end
         self.path = path
         self.num_bytes = num_bytes
         self.limit_bytes_per_s = limit_bytes_per_s
-        self.closed = closed
         self.state = FlowState.STARTING
         self.started_s = network.clock.now
         self._left_bytes: float = num_bytes
         self._settled_s = self.started_s  # when _left_bytes was true
-        self._banked_bytes: float = 0  # of num_bytes, those already counted by the links
         self._rate = 0.0
         self._bottleneck: Link | None = None  # None: its own limit
         self._timer: Timer | None = None
@@ -164,37 +153,18 @@ class Flow:
 
     @property
     def moved_bytes(self) -> float:
-        return self._banked_bytes + self._unbanked_bytes(self._network.clock.now)
-
-    def set_limit(self, bytes_per_s: float) -> None:
-        """From now on; 0 pauses. Without effect on a flow that is over."""
-        _check_limit(bytes_per_s)
-        self._network._set_limit(self, bytes_per_s)
-
-    def add_bytes(self, num_bytes: int) -> None:
-        """More to send, behind what is there."""
-        if self.closed:
-            raise ValueError(f"cannot add bytes to {self}: it is closed; start another flow")
-        _check_bytes(num_bytes)
-        self._network._add_bytes(self, num_bytes)
-
-    def close(self) -> None:
-        """No more bytes will be added: it ends with the last there is. Closing twice is nothing."""
-        if not self.closed:
-            self.closed = True
-            if self.state is FlowState.IDLE:
-                self._network._end_soon(self)
+        return self._moved_bytes(self._network.clock.now)
 
     def cancel(self) -> None:
         """Stop where it is; `on_end` will not be called. Without effect when it is over."""
         if self.state not in OVER:
             self._network._cancel(self)
 
-    def _unbanked_bytes(self, now: float) -> float:
+    def _moved_bytes(self, now: float) -> float:
         left = self._left_bytes
         if self._rate > 0.0:
             left -= self._rate * (now - self._settled_s)
-        return self.num_bytes - self._banked_bytes - max(left, 0)
+        return self.num_bytes - max(left, 0)
 
     def _settle(self, now: float) -> None:
         if self._rate > 0.0:
@@ -228,20 +198,17 @@ class Network:
         on_end: Callable[[Flow], object],
         limit_bytes_per_s: float = inf,
         latency_s: float = 0.0,
-        *,
-        closed: bool = True,
     ) -> Flow:
         """Send `num_bytes`; the first moves after `latency_s`, `on_end(flow)` follows the last.
 
-        A flow not `closed` is a stream: `add_bytes` as they come to be, then `close`. `on_end` is
-        never called from within a call to the network, always from the clock.
+        `on_end` is never called from within a call to the network, always from the clock.
         """
         if not path or len(dict.fromkeys(path)) != len(path):
             names = [link.name for link in path]
             raise ValueError(f"a path needs links, each once, not {names}: name what it crosses")
         _check_bytes(num_bytes)
         _check_limit(limit_bytes_per_s)
-        flow = Flow(self, path, num_bytes, on_end, limit_bytes_per_s, closed)
+        flow = Flow(self, path, num_bytes, on_end, limit_bytes_per_s)
         if latency_s > 0.0:
             flow._timer = self.clock.after(latency_s, Priority.TRANSFER_END, self._open, flow)
         elif latency_s == 0.0:
@@ -255,10 +222,8 @@ class Network:
         flow._timer = None
         if flow._left_bytes > 0:
             self._join(flow)
-            return
-        flow.state = FlowState.IDLE
-        if flow.closed:
-            self._end_soon(flow)
+        else:
+            flow._timer = self.clock.at(self.clock.now, Priority.TRANSFER_END, self._end, flow)
 
     def _join(self, flow: Flow) -> None:
         """Bytes to move: take a share of the links."""
@@ -278,7 +243,7 @@ class Network:
     def _leave(self, flow: Flow) -> None:
         """Of a settled flow: give its share back and have the links count what was moved."""
         now = self.clock.now
-        moved = flow.num_bytes - flow._banked_bytes - flow._left_bytes
+        moved = flow.num_bytes - flow._left_bytes
         rate = flow._rate
         changed = []
         for link in flow.path:
@@ -293,7 +258,6 @@ class Network:
             link._used -= rate
             if link._num_bound and rate > 0.0:
                 changed.append(link)
-        flow._banked_bytes += moved
         flow._rate = 0.0
         flow._bottleneck = None
         self._new_flows.pop(flow, None)
@@ -301,16 +265,10 @@ class Network:
             self._rerate_soon((), changed)
 
     def _arrived(self, flow: Flow) -> None:
-        """The last byte there was is there."""
-        flow._timer = None
+        """The last byte is there."""
         flow._left_bytes = 0  # not settled: this is when it is 0, whatever rounding says
         self._leave(flow)
-        flow.state = FlowState.IDLE
-        if flow.closed:
-            self._end(flow)
-
-    def _end_soon(self, flow: Flow) -> None:
-        flow._timer = self.clock.at(self.clock.now, Priority.TRANSFER_END, self._end, flow)
+        self._end(flow)
 
     def _end(self, flow: Flow) -> None:
         flow._timer = None
@@ -323,34 +281,6 @@ class Network:
             flow._settle(self.clock.now)
             self._leave(flow)
         flow.state = FlowState.CANCELLED
-        flow.closed = True
-
-    def _add_bytes(self, flow: Flow, num_bytes: int) -> None:
-        if num_bytes == 0:
-            return
-        flow.num_bytes += num_bytes
-        if flow.state is FlowState.MOVING:
-            flow._settle(self.clock.now)
-            flow._left_bytes += num_bytes
-            self._set_end(flow)
-        else:
-            flow._left_bytes += num_bytes
-            if flow.state is FlowState.IDLE:
-                self._join(flow)
-
-    def _set_limit(self, flow: Flow, bytes_per_s: float) -> None:
-        flow.limit_bytes_per_s = bytes_per_s
-        if flow.state is not FlowState.MOVING or flow in self._new_flows:
-            return
-        held_by_link = flow._bottleneck is not None and bytes_per_s >= flow._rate
-        if not (held_by_link or self._rate_alone(flow)):
-            self._rerate_soon((flow,), flow.path)
-
-    def _set_bandwidth(self, link: Link, bytes_per_s: float) -> None:
-        less = bytes_per_s < link.bytes_per_s
-        link.bytes_per_s = bytes_per_s
-        if link._num_bound or link._used > bytes_per_s:
-            self._rerate_soon(tuple(link._flows) if less else (), (link,))
 
     def _set_timer(self, flow: Flow, time_s: float | None) -> None:
         if flow._timer is not None:

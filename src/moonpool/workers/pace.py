@@ -56,8 +56,10 @@ class Pace:
 
     def learn(self, expected_s: float, seconds: float) -> None:
         """What a step took of which `expect` said so much."""
-        if self._config.learning:
-            self._factor.observe(seconds, expected_s)
+        if self._config.learning and expected_s > 0.0:
+            # Each gap counts as one: weighed by what was expected, one that was long by chance
+            # would outweigh the short ones that follow because of it.
+            self._factor.observe(seconds / expected_s, 1.0)
 
     def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
         """From begin to end. Prompts count with the time of one stage (see `cost.belief`); a step

@@ -38,6 +38,18 @@ def prompt(num_tokens: int) -> tuple[Chunk, ...]:
     return (Chunk(num_tokens, 0, 0, True),)
 
 
+def linear_flops(shape: ModelShape, num_tokens: int, logit_rows: int) -> int:
+    """Two for each weight and token; the embedding is looked up."""
+    per_token = 2 * shape.layers * shape.params_per_layer
+    return num_tokens * per_token + 2 * logit_rows * shape.hidden * shape.vocab
+
+
+def attention_flops(shape: ModelShape, num_tokens: int, start: int) -> int:
+    """Of so many causal queries behind `start` tokens of context; each pair counts once."""
+    keys = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    return 4 * shape.layers * shape.heads * shape.head_dim * keys
+
+
 # -- what must hold
 
 
@@ -52,8 +64,8 @@ def test_nothing_beats_physics(
     chunks, batch, context = work
     step_s = RooflineCost(device, shape, devices, engine_overhead_s=0.0).step_s(*work)
     rows = batch + sum(chunk.last for chunk in chunks)
-    flops = shape.linear_flops(batch + sum(chunk.num_tokens for chunk in chunks), rows)
-    flops += sum(shape.attention_flops(chunk.num_tokens, chunk.start) for chunk in chunks)
+    flops = linear_flops(shape, batch + sum(chunk.num_tokens for chunk in chunks), rows)
+    flops += sum(attention_flops(shape, chunk.num_tokens, chunk.start) for chunk in chunks)
     per_key = 4 * shape.layers * shape.heads * shape.head_dim
     read = shape.bytes_per_weight * shape.layers * shape.params_per_layer
     if batch:
@@ -191,7 +203,7 @@ def whole_s(device: str, shape: str, devices: int, tokens: int, overhead_s: floa
 def mfu(device: str, shape: str, devices: int, tokens: int, overhead_s: float) -> float:
     """Of the linear layers and of attention, of the peak."""
     sizes: ModelShape = BUILT_IN.shape(shape)
-    flops = sizes.linear_flops(tokens, 1) + sizes.attention_flops(tokens, 0)
+    flops = linear_flops(sizes, tokens, 1) + attention_flops(sizes, tokens, 0)
     seconds = whole_s(device, shape, devices, tokens, overhead_s)
     return flops / (devices * DEVICES[device].peak_flops_per_s * seconds)
 

@@ -47,17 +47,3 @@ def test_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", KV_BYTES_PER_TOKEN)
 def test_kv_bytes(name: str) -> None:
     assert BUILT_IN.shape(name).kv_bytes_per_token == KV_BYTES_PER_TOKEN[name]
-
-
-def test_attention_flops_count_each_pair_once() -> None:
-    shape = BUILT_IN.shape("llama3-8b")
-    per_pair = 4 * 32 * 32 * 128
-    assert shape.attention_flops(3, 10) == per_pair * (11 + 12 + 13)
-    whole = shape.attention_flops(100, 0)
-    assert whole == shape.attention_flops(60, 0) + shape.attention_flops(40, 60)
-
-
-def test_linear_flops_are_two_per_weight_and_token() -> None:
-    shape = BUILT_IN.shape("llama3-70b")
-    weights = shape.params - shape.vocab * shape.hidden  # the embedding is looked up, not computed
-    assert shape.linear_flops(7, 7) == 2 * 7 * weights

@@ -20,14 +20,15 @@ from moonpool.runtime.nursery import open_nursery
 HEAD = """
 import asyncio, json, os, signal, sys, time
 import uvloop
-from moonpool.runtime.nursery import NurseryError, end_with_parent, open_nursery
+from moonpool.messenger.parent import end_with
+from moonpool.runtime.nursery import NurseryError, open_nursery
 
 def work(line):
     match line:
         case ["end", code]:
             sys.exit(int(code))
         case ["stay", path]:
-            end_with_parent()
+            end_with(os.getppid())
             stdin = os.readlink("/proc/self/fd/0")
             fds = len(os.listdir("/proc/self/fd"))
             told = {"parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(),

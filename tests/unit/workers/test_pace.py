@@ -9,7 +9,6 @@ import pytest
 from moonpool.batching.budget import LEAST_CHUNK_TOKENS
 from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.learned import WINDOW
 from moonpool.cost.model import Chunk
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Role, SamplingParams, Slo, Token
@@ -163,9 +162,9 @@ def test_one_interrupted_step_does_not_stop_prefills() -> None:
     bench.end_step()
     assert bench.shares()["new"] >= LEAST_CHUNK_TOKENS
     bench.slowness = 1.0
-    for _ in range(WINDOW):
+    for _ in range(12):
         bench.end_step()
-    assert bench.shares()["new"] == pytest.approx(88, abs=2)
+    assert bench.shares()["new"] == pytest.approx(88, abs=2), "one in eleven is less than a tenth"
 
 
 def test_nine_in_ten_steps_keep_the_promise_not_half_of_them() -> None:

@@ -3,7 +3,7 @@
 It stands apart because its client may wait for minutes for a master that is gone, and its C++ may
 end the process that it runs in; neither must happen to an instance. It sees the staging memory
 only, never the arena, and ends with the process that started it. It reads nothing but its
-sockets, and imports nothing else of moonpool but types.
+sockets, and imports next to nothing else of moonpool.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import signal
 import socket
 import sys
 import threading
@@ -19,11 +18,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from moonpool.messenger.parent import end_with
 from moonpool.types import Struct
 
 MAX_MESSAGE_BYTES = 128 << 10
 _BUFFER_BYTES = 16 << 20  # of the client's own, which moves of registered memory do not use
-_PR_SET_PDEATHSIG = 1
 
 
 class Start(Struct, frozen=True):
@@ -57,9 +56,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def main() -> None:
     start = msgspec.json.decode(sys.argv[1], type=Start)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != start.parent:
-        os._exit(1)
+    end_with(start.parent)
     lanes = [socket.socket(fileno=fd) for fd in start.sockets]
     staging = mmap.mmap(start.staging, start.staging_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(staging))
