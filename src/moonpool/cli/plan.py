@@ -17,9 +17,9 @@ from moonpool.cli.capacity import MOST_SEEDS, SHARE
 from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.cli.plan_words import figures_of, print_check, print_offloading, print_plan
-from moonpool.cli.scale import check_folders, tell_skipped
+from moonpool.cli.scale import check_folders, scale_option, tell_skipped
 from moonpool.cli.settings import FlagKeys, read_config, read_text
-from moonpool.cli.simulate import open_parts
+from moonpool.cli.simulate import FACTOR, open_parts
 from moonpool.config import Config, ConfigError
 from moonpool.cost.prices import parse_prices
 from moonpool.plan.candidate import NodeKind, Priced
@@ -28,11 +28,13 @@ from moonpool.plan.prepare import Layout, Prepared, prepare, truth_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from fractions import Fraction
 
     from moonpool.plan.assess import Assessor, PlanGoal
     from moonpool.plan.search import Plan
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
+    from moonpool.trace.row import TraceRow
 
 FLAG_KEYS: FlagKeys = {
     "slo_ttft": ("slo", "ttft_s"),
@@ -86,6 +88,10 @@ FLAG_KEYS: FlagKeys = {
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
 @click.option("--requests", type=COUNT, help="Only the first so many.")
+@click.option(
+    "--speed", type=FACTOR, default=1.0, show_default=True, help="For so many times the load."
+)
+@scale_option
 @click.option("--processes", type=COUNT, help="That simulate; all cores unless given.")
 @click.option("--check", is_flag=True, help="Simulate choice and neighbours with fresh seeds.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw it: .png, .svg or .pdf.")
@@ -99,6 +105,8 @@ def plan(
     devices: str,
     layout: Layout,
     requests: int | None,
+    speed: float,
+    scale: Fraction,
     processes: int | None,
     check: bool,
     plot: str | None,
@@ -119,7 +127,8 @@ def plan(
     flags = {name: options[name] for name in FLAG_KEYS}
     try:
         base, kinds = _base(config_file, flags, devices, cost)
-        workload, priced = _workload(trace_file, requests, base, kinds, catalogue_file, prices_file)
+        rows, block_tokens = _rows(trace_file, requests, speed, scale)
+        workload, priced = _workload(rows, block_tokens, base, kinds, catalogue_file, prices_file)
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
         goal = PlanGoal(
@@ -139,7 +148,13 @@ def plan(
                 figures["check"] = job.check()
     except (ConfigError, WorkforceError) as error:
         fail(str(error))
-    figures["run"] = {"trace": Path(trace_file).name, "devices": devices, "layout": layout}
+    figures["run"] = {
+        "trace": Path(trace_file).name,
+        "speed": speed,
+        "scale_tokens": str(scale),
+        "devices": devices,
+        "layout": layout,
+    }
     figures["wall_s"] = round(time.perf_counter() - began_s, 1)
     figures["cpu_s"] = _cpu_s()
     checked = f", {figures['wall_s']:.0f} s with its check" if check else ""
@@ -285,9 +300,25 @@ def _devices(text: str, base: Config) -> tuple[str, int]:
     return name, int(number)
 
 
+def _rows(
+    trace_file: str, requests: int | None, speed: float, scale: Fraction
+) -> tuple[tuple[TraceRow, ...], int]:
+    """And their blocks' size. Ends the command where the trace cannot be read."""
+    from moonpool.trace.reader import open_trace
+    from moonpool.trace.row import TraceError
+    from moonpool.trace.scale import scale_trace
+
+    try:
+        trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
+        tell_skipped(trace.info)
+        return tuple(trace), trace.info.block_tokens
+    except TraceError as error:
+        fail(str(error))
+
+
 def _workload(
-    trace_file: str,
-    requests: int | None,
+    rows: tuple[TraceRow, ...],
+    block_tokens: int,
     base: Config,
     kinds: list[NodeKind],
     catalogue_file: str | None,
@@ -296,8 +327,6 @@ def _workload(
     """Raises ConfigError."""
     from moonpool.plan.trial import Workload
     from moonpool.sim.hardware import decode_nodes, prefill_nodes
-    from moonpool.trace.reader import open_trace
-    from moonpool.trace.row import TraceError
 
     catalogue, profile = open_parts(base, catalogue_file)
     if profile is not None and len(kinds) > 1:
@@ -305,13 +334,7 @@ def _workload(
     text = "" if prices_file is None else read_text(prices_file, "the price file")
     prices = parse_prices(text, catalogue)
     kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
-    try:
-        trace = open_trace(trace_file, limit=requests)
-        tell_skipped(trace.info)
-        rows = tuple(trace)
-    except TraceError as error:
-        fail(str(error))
-    workload = Workload(rows, trace.info.block_tokens, catalogue, profile)
+    workload = Workload(rows, block_tokens, catalogue, profile)
     nodes = prefill_nodes(base).nodes_per_prefill, decode_nodes(base).nodes_per_prefill
     return workload, Priced(prices, kv_bytes, *nodes)
 

@@ -93,6 +93,17 @@ def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> 
     assert "give it more with --runs" in text
 
 
+def test_for_more_load_and_for_shorter_prompts(
+    trace: str, answer: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    usd_per_h = answer[0]["choice"]["usd_per_h"]
+    busier, _ = plan_of(tmp_path, "--trace", trace, *SMALL, "--speed", "2")
+    assert busier["choice"]["usd_per_h"] > usd_per_h and busier["run"]["speed"] == 2.0
+    shorter, _ = plan_of(tmp_path, "--trace", trace, *SMALL, "--scale-tokens", "1/2")
+    assert shorter["choice"]["usd_per_h"] < usd_per_h
+    assert shorter["run"]["scale_tokens"] == "1/2"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
