@@ -25,7 +25,7 @@ MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8"]
-Pinning = Literal["auto", "on", "off"]
+Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 
 
@@ -180,7 +180,7 @@ class EngineConfig(Struct, frozen=True):
     max_sequences: int = 128
     batching: Batching = "chunked"
     threads: int = 0  # per process; 0: cores / processes, at least 1
-    pinning: Pinning = "auto"  # engines to cores of their own; "auto": if others are left beside
+    pinning: Pinning = "on"  # engines to cores of their own, where there are enough
     device: Device = "cpu"
     staggered_decodes: bool = False  # as two halves that take turns, with attention workers
     pipeline_parallel_size: int = 1

@@ -47,13 +47,15 @@ class DecodeSample(Struct, frozen=True):
 
 
 class MixedSample(Struct, frozen=True):
-    """A step of one chunk and `batch` decodes, whose contexts sum to `context_tokens`."""
+    """A step of one chunk and `batch` decodes, whose contexts sum to `context_tokens`. `chunk_s`:
+    what the chunk takes alone, where that was measured; what decodes add is a small difference."""
 
     num_tokens: int
     cached_tokens: int
     batch: int
     context_tokens: int
     seconds: float
+    chunk_s: float | None = None
 
 
 class FittedCost(Struct, frozen=True):
@@ -192,7 +194,9 @@ def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float
     """What decodes add to a chunk's time."""
     rows, added_s = [], []
     for sample in samples:
-        chunk_s = apart.prefill_s(sample.num_tokens, sample.cached_tokens)
+        chunk_s = sample.chunk_s
+        if chunk_s is None:
+            chunk_s = apart.prefill_s(sample.num_tokens, sample.cached_tokens)
         seconds = sample.seconds - max(chunk_s, apart.decode[0])
         if seconds > 0:
             rows.append((float(sample.batch), float(sample.context_tokens)))

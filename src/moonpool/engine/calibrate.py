@@ -30,6 +30,7 @@ from moonpool.types import RequestId, SamplingParams, Struct
 PREFILLS = (
     (16, 0),
     (64, 0),
+    (32, 0),
     (64, 512),
     (256, 0),
     (256, 1024),
@@ -39,8 +40,9 @@ PREFILLS = (
     (512, 7680),
 )
 DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256), (16, 2048))
-# A chunk's new and cached tokens; batch and context of each of the decodes beside it.
-MIXED = ((16, 0, 8, 64), (16, 0, 16, 512), (64, 0, 8, 1024), (64, 512, 16, 256), (256, 0, 32, 512))
+# A chunk's new and cached tokens; batch and context of each of the decodes beside it. None so small
+# that the decodes ride for less than the arithmetic of their rows: those that serve are larger.
+MIXED = ((64, 0, 16, 64), (64, 0, 16, 1024), (32, 0, 8, 256), (64, 512, 16, 256), (256, 0, 32, 512))
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ALWAYS = 3  # of each kind, however slow: enough to tell the terms apart
 REPEATS = 3
@@ -90,6 +92,7 @@ def fit_samples(samples: Iterable[Sample]) -> FittedCost:
         for s in samples
         if s.kind == "decode"
     ]
+    alone_s = {(s.new_tokens, s.context_tokens): s.seconds for s in samples if s.kind == "prefill"}
     mixed = [
         MixedSample(
             num_tokens=s.new_tokens + s.context_tokens,
@@ -97,6 +100,7 @@ def fit_samples(samples: Iterable[Sample]) -> FittedCost:
             batch=s.batch,
             context_tokens=s.decode_context_tokens,
             seconds=s.seconds,
+            chunk_s=alone_s.get((s.new_tokens, s.context_tokens)),
         )
         for s in samples
         if s.kind == "mixed"

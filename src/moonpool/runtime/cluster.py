@@ -200,8 +200,6 @@ def _shares(config: Config) -> list[CoreShare]:
     degrees = [config.engine.degree(role) for role in config.cluster.roles]
     wanted = [threads * degree.num_processes for degree in degrees]
     shares = share_cores(read_cores(), wanted, usable_cores())
-    if config.engine.pinning == "auto" and any(set(s.engine) & set(s.others) for s in shares):
-        return []  # head and messengers would take turns with a thread that may not move away
     if shares:
         log.info("engines on cores %s", ", ".join(format_cores(s.engine) for s in shares))
     return shares

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,7 +146,7 @@ def measured_mixed(f: float, g: float) -> list[MixedSample]:
     ]
 
 
-def test_finds_what_decodes_add_to_a_chunk() -> None:
+def measured_apart() -> tuple[list[PrefillSample], list[DecodeSample]]:
     prefills = [
         PrefillSample(num_tokens=n, cached_tokens=p, seconds=TRUE.prefill_s(n, p))
         for n, p in PREFILLS
@@ -154,12 +155,28 @@ def test_finds_what_decodes_add_to_a_chunk() -> None:
         DecodeSample(batch=b, context_tokens=c, seconds=TRUE.decode_step_s(b, c))
         for b, c in DECODES
     ]
-    fitted = fit_cost(prefills, decodes, measured_mixed(9e-4, 3e-8))
+    return prefills, decodes
+
+
+def test_finds_what_decodes_add_to_a_chunk() -> None:
+    fitted = fit_cost(*measured_apart(), measured_mixed(9e-4, 3e-8))
     assert fitted.mixed == pytest.approx((9e-4, 3e-8), rel=1e-5)
     chunk = Chunk(num_tokens=256, start=0, cached_tokens=0, last=True)
     expected = TRUE.prefill_s(256, 0) + 8 * 9e-4 + 8000 * 3e-8
     assert fitted.step_s((chunk,), 8, 8000) == pytest.approx(expected)
     assert fitted.step_s((), 8, 8000) == pytest.approx(TRUE.decode_step_s(8, 8000))
+
+
+def test_what_decodes_add_is_told_from_the_chunk_alone_where_that_was_measured() -> None:
+    """Here chunks take a tenth less than their formula says, which is what ten decodes add."""
+    samples = []
+    for one in measured_mixed(2e-3, 1e-6):
+        chunk_s = 0.9 * TRUE.prefill_s(one.num_tokens, one.cached_tokens)
+        seconds = chunk_s + 2e-3 * one.batch + 1e-6 * one.context_tokens
+        samples.append(msgspec.structs.replace(one, seconds=seconds, chunk_s=chunk_s))
+    slow = [one for one in samples if one.chunk_s is not None and one.chunk_s > TRUE.decode[0]]
+    found = fit_cost(*measured_apart(), slow).mixed
+    assert found == (pytest.approx(2e-3), pytest.approx(1e-6))
 
 
 def test_mixed_steps_that_say_nothing_leave_the_formulas_as_they_are() -> None:

@@ -128,9 +128,9 @@ def test_a_pinned_thread_and_its_children_stay_where_they_are_put() -> None:
 
 @pytest.mark.parametrize(
     ("pinning", "threads", "num_pinned"),
-    [("auto", 1, 2), ("auto", 2, 0), ("on", 2, 2), ("on", 3, 0), ("off", 1, 0)],
+    [("on", 1, 2), ("on", 2, 2), ("on", 3, 0), ("off", 1, 0)],
 )
-def test_by_itself_an_engine_is_pinned_only_if_cores_are_left_for_the_others(
+def test_engines_are_pinned_where_there_is_a_core_for_each_of_their_threads(
     pinning: str, threads: int, num_pinned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "read_cores", lambda: machine(1, 4))
