@@ -22,6 +22,9 @@ import msgspec
 from moonpool import __version__
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.calibrate import (
+    DECODES,
+    MIXED,
+    PREFILLS,
     Measured,
     Sample,
     curve_of,
@@ -75,6 +78,7 @@ def profile_path(engine: Measured, threads: int) -> Path:
     """Differs whenever the measurements would."""
     what = (
         __version__,
+        str((PREFILLS, DECODES, MIXED)),
         engine.layout.fingerprint.hex(),
         engine.ops_name,
         str(threads),
