@@ -18,7 +18,7 @@ from moonpool.workers.active import ActiveWork
 SHARE = 0.9
 """Of the steps planned to take all that the SLO leaves, so many should: a promise is judged by the
 longest tenth of an answer's gaps, and under load every gap is such a step."""
-HEADROOM = 0.9
+HEADROOM = 0.85
 """Steps are planned for so much of the SLO: the longest tenth is not all at its lower edge."""
 
 Share = tuple[ActiveWork, int]
