@@ -22,18 +22,18 @@ END_S = 45.0
 HANGING = """
 import signal, sys, threading
 from moonpool.cli.main import main
-from moonpool.runtime.engine_thread import EngineThread
+from moonpool.engine.stages.pipeline import PipelineEngine
 
 hangs = threading.Event()
 signal.signal(signal.SIGUSR1, lambda *_: hangs.set())
-compute = EngineThread._compute
+run_first = PipelineEngine._run_first
 
-def caught(self, step, gates):
+def caught(self, *arguments):
     if hangs.is_set():
         threading.Event().wait()
-    return compute(self, step, gates)
+    run_first(self, *arguments)
 
-EngineThread._compute = caught
+PipelineEngine._run_first = caught
 sys.argv[0] = "moonpool"
 main()
 """
@@ -61,18 +61,26 @@ def ask(client: httpx.Client, name: str, got: dict[str, Any]) -> threading.Threa
 
 
 def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) -> list[Any]:
-    """Asks until each of the victims has an answer under way: a slower one gets its first late."""
+    """More and more answers at once, until each of the victims decodes one of the last: who is
+    believed to be a little slower gets its first when the others are busy."""
     threads: list[threading.Thread] = []
-    for number in range(24):
-        threads.append(ask(client, f"hang-{number}", got))
-        found: dict[str, Any] = {}
-        deadline = time.monotonic() + 10
-        while not found.get("generated_tokens") and time.monotonic() < deadline:
-            found = client.get(f"/explain/hang-{number}").json()
-        victims = victims - {found["decode_instance"]}
-        if not victims:
+    chosen: set[str] = set()
+    for burst in range(6):
+        names = [f"hang-{burst}-{number}" for number in range(12)]
+        threads += [ask(client, name, got) for name in names]
+        chosen = {decoder_of(client, name) for name in names}
+        if victims <= chosen:
             return threads
-    raise AssertionError(f"nothing is decoded on {victims}")
+    raise AssertionError(f"nothing is decoded on {victims - chosen}")
+
+
+def decoder_of(client: httpx.Client, name: str) -> str:
+    """Where it is decoded, when that has begun."""
+    found: dict[str, Any] = {}
+    deadline = time.monotonic() + 10
+    while not found.get("generated_tokens") and time.monotonic() < deadline:
+        found = client.get(f"/explain/{name}").json()
+    return str(found.get("decode_instance"))
 
 
 def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_path: Path) -> None:
@@ -82,12 +90,14 @@ def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_pa
     patient = ["--admission", "none", "--slo-ttft", "100", "--slo-tbt", "10"]
     # Three hang at once, and until that is noticed a request may be placed on one after the other.
     config = tmp_path / "moonpool.toml"
-    config.write_text("[conductor]\nmax_attempts = 5\n")
-    parts.start_head(*patient, "--kv-tokens", "65536", "--config", str(config))
+    # All decode alike and are believed to: so answers go to all of them.
+    config.write_text("[conductor]\nmax_attempts = 5\nlearning = false\n")
+    parts.start_head(*patient, "--kv-tokens", "131072", "--config", str(config))
     parts.start_worker("prefill", "p")
     head = f"127.0.0.1:{parts.head_port}"
-    worker = ["worker", "--role", "decode", "--head", head, "--name"]
-    staged = parts.start(*worker, "staged", "--pipeline-parallel-size", "2")
+    stages = ["--pipeline-parallel-size", "2"]
+    worker = ["worker", "--role", "decode", "--head", head, *stages, "--name"]
+    staged = parts.start(*worker, "staged")
     stopped = parts.start(*worker, "stopped")
     caught = parts.start_script(HANGING, *worker, "caught")
     parts.start(*worker, "sound")

@@ -1,0 +1,12 @@
+"""`moonpool bench cached`: a prefix is fetched from the process that still has it."""
+
+from __future__ import annotations
+
+from moonpool.bench.cached import bench_cached
+
+
+def test_a_prefix_is_fetched_by_who_has_lost_it() -> None:
+    found = bench_cached("random:m30", prefix_tokens=1024, repeats=1)
+    assert found["fetched_tokens"] >= 1024 - 256
+    assert set(found["ttft_s"]) == {"computed", "own_cache", "fetched"}
+    assert all(seconds > 0 for seconds in found["ttft_s"].values())
