@@ -12,7 +12,7 @@ import msgspec
 
 from moonpool.bench.capacity import Capacity, Goal, Measure, Point
 from moonpool.cli.output import COUNT, fail
-from moonpool.cli.scale import scale_option, tell_skipped
+from moonpool.cli.scale import read_rows, scale_option
 from moonpool.cli.simulate import FACTOR, cluster_options, open_parts, read_cluster
 from moonpool.plan.confidence import Attainment
 
@@ -111,22 +111,15 @@ def _read_rows(
     """Scaled, and their blocks' size. Ends the command where they have no rate."""
     from moonpool.trace.builtin import CONVERSATION
     from moonpool.trace.generate import BLOCK_TOKENS, generate
-    from moonpool.trace.reader import open_trace
-    from moonpool.trace.row import TraceError
-    from moonpool.trace.scale import scale_rows, scale_trace
+    from moonpool.trace.scale import scale_rows
 
     if trace_file is None:
         drawn = generate(CONVERSATION, num_requests=max(requests or DRAWN_REQUESTS, 2), seed=1)
         return tuple(scale_rows(drawn, scale)), max(int(BLOCK_TOKENS * scale), 1)
-    try:
-        trace = scale_trace(open_trace(trace_file, limit=requests), scale)
-        rows = tuple(trace)
-        tell_skipped(trace.info)
-    except TraceError as error:
-        fail(str(error))
+    rows, block_tokens = read_rows(trace_file, requests, scale)
     if len(rows) < 2 or rows[-1].arrived_s <= 0:
         fail(f"{trace_file} has no rate: all its requests come at once; use a longer trace")
-    return rows, trace.info.block_tokens
+    return rows, block_tokens
 
 
 def _simulated(workforce: Workforce, config: Config) -> Measure:

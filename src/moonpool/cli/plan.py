@@ -17,7 +17,7 @@ from moonpool.cli.capacity import MOST_SEEDS, SHARE
 from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
 from moonpool.cli.plan_words import figures_of, print_check, print_offloading, print_plan
-from moonpool.cli.scale import check_folders, scale_option, tell_skipped
+from moonpool.cli.scale import check_folders, read_rows, scale_option
 from moonpool.cli.settings import FlagKeys, read_config, read_text
 from moonpool.cli.simulate import FACTOR, open_parts
 from moonpool.config import Config, ConfigError
@@ -127,7 +127,7 @@ def plan(
     flags = {name: options[name] for name in FLAG_KEYS}
     try:
         base, kinds = _base(config_file, flags, devices, cost)
-        rows, block_tokens = _rows(trace_file, requests, speed, scale)
+        rows, block_tokens = read_rows(trace_file, requests, scale, speed)
         workload, priced = _workload(rows, block_tokens, base, kinds, catalogue_file, prices_file)
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
@@ -298,22 +298,6 @@ def _devices(text: str, base: Config) -> tuple[str, int]:
             f"--devices: {text!r} should be a device and how many a node has, 1 to 64"
         )
     return name, int(number)
-
-
-def _rows(
-    trace_file: str, requests: int | None, speed: float, scale: Fraction
-) -> tuple[tuple[TraceRow, ...], int]:
-    """And their blocks' size. Ends the command where the trace cannot be read."""
-    from moonpool.trace.reader import open_trace
-    from moonpool.trace.row import TraceError
-    from moonpool.trace.scale import scale_trace
-
-    try:
-        trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
-        tell_skipped(trace.info)
-        return tuple(trace), trace.info.block_tokens
-    except TraceError as error:
-        fail(str(error))
 
 
 def _workload(

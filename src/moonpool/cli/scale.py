@@ -1,4 +1,4 @@
-"""What commands that take a trace share: the option of its scale, and checks before long work."""
+"""What commands that take a trace share: its scale, its rows, and checks before long work."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from moonpool.cli.output import fail
-from moonpool.trace.row import TraceInfo
-from moonpool.trace.scale import parse_share
+from moonpool.trace.row import TraceError, TraceInfo, TraceRow
+from moonpool.trace.scale import parse_share, scale_trace
 
 
 class _Share(click.ParamType[Fraction]):
@@ -42,6 +42,21 @@ def tell_skipped(info: TraceInfo) -> None:
     if info.skipped_rows:
         rows = f"{info.skipped_rows:,} of {info.num_rows + info.skipped_rows:,} rows"
         click.echo(f"left out: {rows}, which have no prompt or no answer", err=True)
+
+
+def read_rows(
+    trace_file: str, limit: int | None, scale: Fraction, speed: float = 1.0
+) -> tuple[tuple[TraceRow, ...], int]:
+    """The trace's rows, and the tokens of their blocks. Ends the command where it cannot be read."""
+    from moonpool.trace.reader import open_trace
+
+    try:
+        trace = scale_trace(open_trace(trace_file, limit=limit, speed=speed), scale)
+        rows = tuple(trace)
+    except TraceError as error:
+        fail(str(error))
+    tell_skipped(trace.info)
+    return rows, trace.info.block_tokens
 
 
 def check_folders(*paths: str | None) -> None:

@@ -30,8 +30,8 @@ from moonpool.types import RequestId, SamplingParams, Struct
 PREFILLS = (
     (16, 0),
     (64, 0),
-    (32, 0),
     (64, 512),
+    (32, 0),
     (256, 0),
     (256, 1024),
     (512, 0),
