@@ -47,7 +47,7 @@ def tell_skipped(info: TraceInfo) -> None:
 def read_rows(
     trace_file: str, limit: int | None, scale: Fraction, speed: float = 1.0
 ) -> tuple[tuple[TraceRow, ...], int]:
-    """The trace's rows, and the tokens of their blocks. Ends the command where it cannot be read."""
+    """And the tokens of their blocks. Ends the command where the trace cannot be read."""
     from moonpool.trace.reader import open_trace
 
     try:
