@@ -12,6 +12,7 @@ from tier_harness import NUM_BLOCKS, NUM_SLOTS, Bench, keys_of
 from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, StoreEnded
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.store import layered
+from moonpool.messenger.store import store as store_module
 from moonpool.messenger.store.mooncake import MooncakeStore
 from moonpool.messenger.store.store import open_store
 from moonpool.messenger.store.tier_store import SharedStore
@@ -62,6 +63,7 @@ def test_what_is_put_comes_back(bench: Bench) -> None:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is enough to be a part."""
     monkeypatch.setattr(layered, "MIN_PART_BYTES", 4096)
+    monkeypatch.setattr(store_module, "READ_THREADS", 1)  # one part after the other: each is told
 
 
 @pytest.fixture

@@ -57,6 +57,9 @@ MEASUREMENTS = 3
 starts, which one measurement on a busy machine is far from."""
 
 
+THREADS = 1
+
+
 class LayersBenchError(RuntimeError):
     """The benchmark could not be run; one line says why."""
 
@@ -104,6 +107,7 @@ class Near:
         shape = (self.num_blocks, self.layout.num_layers, self.layout.slice_elements)
         blocks = torch.frombuffer(self.arena.buffer, dtype=dtype).view(shape)
         engine = Engine(loaded, ops, KvCache(blocks, self.layout))
+        torch.set_num_threads(THREADS)  # as the engine's own thread has: what is measured is it
         samples = measure_samples(engine)
         for _ in range(MEASUREMENTS - 1):
             samples = best_of(samples, measure_samples(engine))
@@ -129,7 +133,7 @@ class Near:
             native=open_slices(),
         )
         self._messenger.start()
-        self._thread = EngineThread(engine, self._messenger, (), 1, self._inbox.put)
+        self._thread = EngineThread(engine, self._messenger, (), THREADS, self._inbox.put)
         self._thread.start()
         settle_memory()
 

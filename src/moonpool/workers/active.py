@@ -18,6 +18,7 @@ from moonpool.kvcache.transfers import PeerAddress
 from moonpool.types import BlockId, BlockKey, FinishReason
 from moonpool.workers.messages import PrefillStarted, Work, WorkId
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.rest import Rest
 from moonpool.workers.tokens import Tokens
 
 
@@ -69,7 +70,7 @@ class ActiveWork:
     early_blocks: int = 0  # of its table, that were here or on their way when it began to compute
     missed: bool = False  # a step of it found that they did not arrive
     granted_blocks: int | None = None  # of its fetch; None: the source has not answered
-    fetch_left_s: float = 0.0  # how much longer the fetch should take
+    fetch_rest: Rest = field(default_factory=Rest)
     has_first_token: bool = False
     kv_arrived: bool = False
     stream_over: bool = False  # what has not arrived of it never will

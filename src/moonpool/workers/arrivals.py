@@ -32,6 +32,7 @@ from moonpool.workers.early import EarlyStart
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.messages import Fetch
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.rest import Rest
 
 FETCH_PATIENCE = 10.0
 """A fetch that takes so many times what it should is given up."""
@@ -187,11 +188,11 @@ class Arrivals:
         num_layers = self._holdings.layout.num_layers
         active.granted_blocks = event.num_blocks
         if event.num_layers:
-            left = num_layers - event.num_layers
-            active.fetch_left_s = event.seconds * left / event.num_layers
+            rest = active.fetch_rest.seen(event.num_layers, event.seconds, num_layers)
+            active.fetch_rest = rest
         else:
             num_bytes = event.num_blocks * self._holdings.layout.block_bytes
-            active.fetch_left_s = self._cost.transfer_s(num_bytes, same_host=False)
+            active.fetch_rest = Rest(self._cost.transfer_s(num_bytes, same_host=False))
 
     def on_fetch_ended(self, active: ActiveWork, event: FetchEnded) -> None:
         active.pending.discard(Pending.FETCH)
@@ -223,12 +224,12 @@ class Arrivals:
         if not num_blocks:
             return
         if event.num_layers:
-            left = layout.num_layers - event.num_layers
-            left_s = event.seconds * left / event.num_layers
+            before = self.promotion.rest(load_id) or Rest()
+            rest = before.seen(event.num_layers, event.seconds, layout.num_layers)
         else:
             left_s = self._cost.load_s(num_blocks * layout.block_bytes, 1)
-            left_s *= self._load_factor.value
-        self.promotion.note_left(load_id, left_s)
+            rest = Rest(left_s * self._load_factor.value)
+        self.promotion.note_rest(load_id, rest)
 
     def on_load_ended(self, event: LoadEnded) -> None:
         """Those who waited take what has arrived."""

@@ -6,7 +6,7 @@ nothing, and it is computed again from what is sound. Owns no work; the batch ho
 
 A work begins early only when what it waits for should be there by the time it is needed, so that
 the engine hardly ever waits: as soon as the rest of the transfer takes no longer than its first
-step.
+step, or at the word of it that is nearest to that.
 Beside decodes none does: a source that hangs would make all of their answers wait.
 """
 
@@ -20,6 +20,7 @@ from moonpool.workers.active import ActiveWork
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.outbox import Outbox
 from moonpool.workers.promotion import Promotion
+from moonpool.workers.rest import Rest
 
 PATIENCE = 2.0
 """A step waits so many times what the rest of its prefix should take, and GRACE_S more."""
@@ -51,11 +52,11 @@ class EarlyStart:
         """Holds all blocks a waiting work needs if it may compute before its prefix is there."""
         if not self.wanted or active.missed or active.asking:
             return False
-        left_s = self._left_s(active)
-        if left_s is None:
+        rests = self._rests(active)
+        if not rests:
             return False
         run = self._run(active)
-        if left_s > self._first_step_s(active, len(run)):
+        if max(rest.due_s for rest in rests) > self._first_step_s(active, len(run)):
             return False
         return self._hold(active, run)
 
@@ -68,24 +69,25 @@ class EarlyStart:
         """What a step of the work has to wait for, layer by layer."""
         if not active.arriving:
             return None
-        timeout_s = PATIENCE * (self._left_s(active) or 0.0) + GRACE_S
+        left_s = max((rest.left_s for rest in self._rests(active)), default=0.0)
+        timeout_s = PATIENCE * left_s + GRACE_S
         fetch_id = active.work_id if active.writing else ""
         return Arriving(fetch_id, timeout_s, tuple(sorted(active.loads)))
 
-    def _left_s(self, active: ActiveWork) -> float | None:
-        """How much longer the last of what the work waits for should take. None: who brings it has
-        not answered, or brings nothing, or not by layer."""
-        left_s = []
+    def _rests(self, active: ActiveWork) -> list[Rest]:
+        """Of all that the work waits for. None: who brings it has not answered, or brings nothing,
+        or not by layer."""
+        rests = []
         if active.writing:
             if active.granted_blocks is None or not (active.granted_blocks or active.loads):
-                return None
-            left_s.append(active.fetch_left_s)
+                return []
+            rests.append(active.fetch_rest)
         for load_id in active.loads:
-            load_left_s = self.promotion.left_s(load_id)
-            if load_left_s is None:
-                return None
-            left_s.append(load_left_s)
-        return max(left_s, default=None)
+            rest = self.promotion.rest(load_id)
+            if rest is None:
+                return []
+            rests.append(rest)
+        return rests
 
     def _run(self, active: ActiveWork) -> list[BlockId]:
         """Blocks of the work's prefix that are here or surely on their way, up to the first that is

@@ -17,6 +17,7 @@ from moonpool.types import BlockId, BlockKey
 from moonpool.workers.actions import ForgetStored, LoadBlocks
 from moonpool.workers.holdings import Holdings
 from moonpool.workers.outbox import Outbox
+from moonpool.workers.rest import Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Promotion:
         self._outbox = outbox
         self._loads: dict[str, _Load] = {}
         self._loading: dict[BlockKey, tuple[str, BlockId]] = {}  # the load, and where it goes
-        self._left_s: dict[str, float] = {}  # how much longer those take that come by layer
+        self._rests: dict[str, Rest] = {}  # of those that come by layer
         self._hung: set[str] = set()
         self._num_loads = 0
 
@@ -56,14 +57,14 @@ class Promotion:
         load_id, block_id = self._loading.get(key, ("", None))
         return block_id if load_id in loads else None
 
-    def note_left(self, load_id: str, left_s: float) -> None:
-        """Reading has begun, and should take so much longer."""
+    def note_rest(self, load_id: str, rest: Rest) -> None:
+        """Reading has begun."""
         if load_id in self._loads:
-            self._left_s[load_id] = left_s
+            self._rests[load_id] = rest
 
-    def left_s(self, load_id: str) -> float | None:
+    def rest(self, load_id: str) -> Rest | None:
         """None: nobody knows yet, or it does not come by layer."""
-        return self._left_s.get(load_id)
+        return self._rests.get(load_id)
 
     def size_of(self, load_id: str) -> int:
         """Blocks of a load; 0 if it has ended."""
@@ -133,7 +134,7 @@ class Promotion:
 
     def let_go(self, load_id: str) -> None:
         load = self._loads.pop(load_id)
-        self._left_s.pop(load_id, None)
+        self._rests.pop(load_id, None)
         tier = self._holdings.tier
         assert tier is not None
         for key in load.keys:

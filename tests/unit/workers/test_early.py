@@ -105,6 +105,21 @@ def test_it_waits_until_the_rest_takes_no_longer_than_its_step() -> None:
     assert of(bench.handle(msgspec.structs.replace(half, seconds=0.001)), RunStep)
 
 
+@pytest.mark.parametrize(("word_s", "begins"), [(1.9, True), (2.1, False)])
+def test_of_two_words_it_begins_at_the_one_nearer_to_its_time(word_s: float, begins: bool) -> None:
+    """The rest takes as long as what has come, `word_s` times the step. To begin now is to wait for
+    what that is longer; to begin at the next word, the end, is to be late by the whole step."""
+    bench = Bench(SLOW)
+    bench.start()
+    assert not of(bench.handle(GRANTED), RunStep)
+    step_s = 0.01 + 0.001 * (len(PROMPT) - 8 * SIZE)
+    half = msgspec.structs.replace(GRANTED, num_layers=1, seconds=word_s * step_s)
+    actions = bench.handle(half)
+    assert bool(of(actions, RunStep)) == begins
+    if begins:
+        assert of(actions, RunStep)[0].entries[0].arriving.timeout_s > 2 * word_s * step_s
+
+
 def test_an_empty_grant_is_no_reason_to_begin() -> None:
     bench = Bench()
     bench.start()

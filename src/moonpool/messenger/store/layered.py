@@ -16,7 +16,7 @@ from moonpool.messenger.gate import PROGRESS_PARTS, LayerGate
 from moonpool.messenger.store.format import PAGE_BYTES, Geometry, SlotHeader
 from moonpool.messenger.store.job import Job
 
-MIN_PART_BYTES = 256 << 10
+MIN_PART_BYTES = 512 << 10
 """Of a block: a disk that is read in smaller pieces is slower than one that is read whole."""
 _LOOK_S = 1.0
 

@@ -62,8 +62,10 @@ from moonpool.types import BlockId, BlockKey
 GROUP_BYTES = 4 << 20
 """Neighbouring slots are moved with one call, up to so much: larger ones are no faster."""
 MAX_GROUP_BLOCKS = 256  # of three buffers each, a call takes 1,024
-NUM_THREADS = 2
-"""Of each lane: one hashes while the other waits for the disk."""
+WRITE_THREADS = 2
+"""One hashes while the other waits for the disk."""
+READ_THREADS = 4
+"""A part of a block is a small read: more of them under way keep the disk busy."""
 MAX_GROUPS_WAITING = 4096
 WRITE_NICE = 10
 """Nobody waits for a write, but for every step that decodes somebody does."""
@@ -113,8 +115,8 @@ class BlockStore:
         self._lost = ""
         self._full_until_s = 0.0
         self._read_failures = 0
-        self._writing = Lane("store-write", NUM_THREADS, MAX_GROUPS_WAITING, WRITE_NICE)
-        self._reading = Lane("store-read", NUM_THREADS, MAX_GROUPS_WAITING)
+        self._writing = Lane("store-write", WRITE_THREADS, MAX_GROUPS_WAITING, WRITE_NICE)
+        self._reading = Lane("store-read", READ_THREADS, MAX_GROUPS_WAITING)
         self._watch = Watch(self._pause, self._resume, hang_s)
 
     @property
