@@ -53,3 +53,12 @@ def test_a_second_memory_holds_twice_the_requests() -> None:
     assert full.attention_s > 0.0
     text = "\n".join(capacity_lines(result))
     assert "2 attention workers hold 2 times the requests" in text
+
+
+def test_a_larger_memory_holds_more_in_one_batch_or_in_two() -> None:
+    result = bench_attention_capacity(f"{TINY},kv_heads=2", (1,), 2, 200, 2, "float32", holds=3)
+    assert [p.requests for p in result.curves[0].points] == [1, 2]
+    assert [p.requests for p in result.curves[1].points] == [1, 2, 3, 4, 5, 6]
+    for point in result.curves[1].points:
+        assert 0.0 < point.tbt_s <= point.other_s, "the faster way counts"
+    assert "1 attention workers hold 3 times the requests" in "\n".join(capacity_lines(result))

@@ -1,8 +1,9 @@
 """`moonpool bench attention --capacity`: time between tokens over requests at once, by how many
 attention workers hold their KVCache.
 
-Every memory, a decode instance's own or an attention worker's, holds the same number of requests;
-so each curve ends where its memory does. Model workers hold none beside attention workers.
+An instance's own memory holds N requests, an attention worker's `holds` times as many, as devices for
+attention do. Each curve ends where its memory does. Model workers hold none beside attention
+workers. Each point is of the faster of one batch and two that take turns, as a cluster may be told.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from moonpool.attention.remote_ops import RemoteOps
 from moonpool.bench.attention import BLOCK_TOKENS
 from moonpool.bench.attention_crew import Decodes, crew
-from moonpool.bench.attention_way import by_time, timed_step
+from moonpool.bench.attention_way import Way, by_time, timed_step
 from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, make_layout
@@ -24,23 +25,27 @@ from moonpool.kvcache.layout import BlockLayout
 from moonpool.runtime.cores import usable_cores
 from moonpool.types import Struct
 
-POINTS = 4  # of a memory's requests
+POINTS = 4  # of the requests of one memory like the instance's own
 
 
 class Point(Struct, frozen=True):
     """`slowest_s`: the worst of the repeats, `tbt_s` their median. Of that step with attention
-    workers, `model_s` is what the model worker did, `attention_s` what each worker was busy."""
+    workers, `model_s` is what the model worker did, `attention_s` what each worker was busy;
+    `in_turns`: as two batches, and then `other_s` is what one took, else what two did."""
 
     requests: int
     tbt_s: float
     slowest_s: float
     model_s: float = 0.0
     attention_s: float = 0.0
+    in_turns: bool = False
+    other_s: float = 0.0
 
     @property
     def rest_s(self) -> float:
-        """Messages, and waiting for a core."""
-        return max(self.tbt_s - self.model_s - self.attention_s, 0.0)
+        """Messages, and waiting for a core; of two batches, what neither side is busy."""
+        busy_s = (self.model_s, self.attention_s)
+        return max(self.tbt_s - (max(busy_s) if self.in_turns else sum(busy_s)), 0.0)
 
 
 class Curve(Struct, frozen=True):
@@ -56,6 +61,7 @@ class CapacityResult(Struct, frozen=True):
     model: str
     context_tokens: int
     requests_each: int
+    holds: int
     cores: int
     curves: tuple[Curve, ...]
 
@@ -77,16 +83,19 @@ def bench_attention_capacity(
     context: int,
     repeats: int,
     dtype: str,
+    holds: int = 1,
 ) -> CapacityResult:
-    """Without attention workers first. Raises AttentionError or ValueError."""
+    """Without attention workers first, whose memory holds `holds` times `requests_each`. Raises
+    AttentionError or ValueError."""
     torch.set_num_threads(1)
     model = open_model(model_name, dtype)
     layout = make_layout(model, BLOCK_TOKENS, choose_split_ops())
     curves = [
-        _curve(model, layout, workers, requests_each, context, repeats)
+        _curve(model, layout, workers, requests_each, holds, context, repeats)
         for workers in sorted({0, *crews})
     ]
-    return CapacityResult(model_name, context, requests_each, usable_cores(), tuple(curves))
+    cores = usable_cores()
+    return CapacityResult(model_name, context, requests_each, holds, cores, tuple(curves))
 
 
 def _curve(
@@ -94,20 +103,21 @@ def _curve(
     layout: BlockLayout,
     workers: int,
     requests_each: int,
+    holds: int,
     context: int,
     repeats: int,
 ) -> Curve:
-    memories = max(workers, 1)
-    each = requests_each * layout.blocks_for(context + 1)
-    sizes = {max(memories * requests_each * i // POINTS // memories, 1) * memories
-             for i in range(1, POINTS + 1)}  # fmt: skip
+    memories, times = (workers, holds) if workers else (1, 1)
+    each = times * requests_each * layout.blocks_for(context + 1)
+    steps = range(1, POINTS * times + 1)
+    sizes = {max(requests_each * step // POINTS, 1) * memories for step in steps}
     batches = [Decodes(size, context, memories, each, BLOCK_TOKENS) for size in sorted(sizes)]
     if not workers:
         engine = Engine(model, choose_split_ops(), empty_cache(layout, each))
         return Curve(0, tuple(_point(engine, batch, repeats) for batch in batches))
     with crew(model, layout, workers, each) as made:
-        engine, ops = made.engine()
-        return Curve(workers, tuple(_remote_point(engine, ops, b, repeats) for b in batches))
+        ways = (made.engine(), made.engine(staggered=True))
+        return Curve(workers, tuple(_remote_point(ways, batch, repeats) for batch in batches))
 
 
 def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
@@ -116,24 +126,46 @@ def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
     return Point(batch.batch, median(times), max(times))
 
 
-def _remote_point(engine: Engine, ops: RemoteOps, batch: Decodes, repeats: int) -> Point:
-    batch.seconds(engine)
-    ways = by_time([timed_step(engine, ops, batch) for _ in range(repeats)])
+def _remote_point(
+    engines: Sequence[tuple[Engine, RemoteOps]], batch: Decodes, repeats: int
+) -> Point:
+    timed: list[list[Way]] = [[] for _ in engines]
+    for turn in range(repeats + 1):
+        for kept, (engine, ops) in zip(timed, engines, strict=True):
+            way = timed_step(engine, ops, batch)
+            if turn:  # the first touches what is cold
+                kept.append(way)
+    one, two = (by_time(kept) for kept in timed)
+    in_turns = two[len(two) // 2].step_s < one[len(one) // 2].step_s
+    ways, other = (two, one) if in_turns else (one, two)
     middle = ways[len(ways) // 2]
-    return Point(batch.batch, middle.step_s, ways[-1].step_s, middle.model_s, middle.attention_s)
+    return Point(
+        requests=batch.batch,
+        tbt_s=middle.step_s,
+        slowest_s=ways[-1].step_s,
+        model_s=middle.model_s,
+        attention_s=middle.attention_s,
+        in_turns=in_turns,
+        other_s=other[len(other) // 2].step_s,
+    )
 
 
 def capacity_lines(result: CapacityResult) -> Iterator[str]:
     yield (
         f"{result.model}, {result.context_tokens} tokens a request, {result.requests_each} of them"
-        f" in a memory, {result.cores} cores"
+        f" in the instance's own memory, {result.holds} times as many in an attention worker's,"
+        f" {result.cores} cores"
     )
-    yield "attention workers  requests  time between tokens (ms)  slowest  model  attention   rest"
+    yield (
+        "attention workers  requests  time between tokens (ms)  slowest  model  attention   rest"
+        "  batches (ms of the other way)"
+    )
     for curve in result.curves:
         for point in curve.points:
             parts = (
                 f" {point.model_s * 1e3:>6.2f} {point.attention_s * 1e3:>10.2f}"
-                f" {point.rest_s * 1e3:>6.2f}"
+                f" {point.rest_s * 1e3:>6.2f}  {'two' if point.in_turns else 'one'}"
+                f" ({point.other_s * 1e3:.2f})"
             )
             yield (
                 f"{curve.workers:>17} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"
@@ -152,10 +184,12 @@ def _verdict(result: CapacityResult, curve: Curve) -> Iterator[str]:
         f" {limit_s * 1e3:.1f} ms of {result.requests_each} without, and"
         f" {result.within(curve)} within these"
     )
-    bound_s = full.model_s + full.attention_s
+    busy_s = (full.model_s, full.attention_s)
+    bound_s = max(busy_s) if full.in_turns else sum(busy_s)
     side = "the model's part" if full.model_s > full.attention_s else "attention"
+    order = "in turns" if full.in_turns else "one after the other"
     crowded = f"; {curve.workers} workers share {result.cores} cores"
     yield (
-        f"    one after the other, {side} leading, both sides take {bound_s / limit_s:.2f} times"
-        f" that time{crowded if curve.workers > result.cores else ''}"
+        f"    {order}, {side} leading, both sides take {bound_s / limit_s:.2f} times"
+        f" that time{crowded if 1 + curve.workers > result.cores else ''}"
     )

@@ -62,5 +62,5 @@ class VllmServer(LocalServer):
         """What went wrong first: vLLM's last lines only say that something did."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        causes = [line.strip() for line in lines if "Error: " in line]
+        causes = [line.strip() for line in lines if "Error: " in line and " WARNING " not in line]
         return causes[0] if causes else super().last_words(num_lines)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 @click.option("--repeats", type=COUNT, default=5, show_default=True)
 @click.option("--capacity", is_flag=True, help="Time between tokens over requests at once.")
 @click.option("--requests", type=COUNT, default=8, help="With --capacity: in one memory.")
+@click.option(
+    "--holds", type=COUNT, default=1, help="With --capacity: a worker's, times the instance's own."
+)
 @click.option("--plot", type=click.Path(dir_okay=False), help="With --capacity: a PNG of it.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
 def attention(
@@ -35,6 +38,7 @@ def attention(
     repeats: int,
     capacity: bool,
     requests: int,
+    holds: int,
     plot: str | None,
     json_file: str | None,
 ) -> None:
@@ -51,7 +55,7 @@ def attention(
         if capacity:
             crews = range(1, workers + 1)
             result = held.bench_attention_capacity(
-                model, crews, requests, contexts[-1], repeats, dtype
+                model, crews, requests, contexts[-1], repeats, dtype, holds
             )
             said = held.capacity_lines(result)
         else:
