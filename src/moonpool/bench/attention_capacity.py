@@ -3,8 +3,7 @@ attention workers hold their KVCache.
 
 An instance's own memory holds N requests, an attention worker's `holds` times as many, as those of
 devices for attention do. Each curve ends where its memory does. Model workers hold none beside
-attention workers. Each point is of the faster of one batch and two that take turns, as a cluster may
-be told.
+attention workers. Each point is of the faster of one batch and two that take turns.
 """
 
 from __future__ import annotations
