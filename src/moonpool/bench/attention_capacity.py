@@ -16,11 +16,12 @@ import torch
 from moonpool.attention.remote_ops import RemoteOps
 from moonpool.bench.attention import BLOCK_TOKENS
 from moonpool.bench.attention_crew import Decodes, crew
-from moonpool.bench.attention_way import Way, by_time, timed_step
+from moonpool.bench.attention_way import Way, middle_way, timed_step
 from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.split_choice import choose_split_ops
+from moonpool.engine.staggered import MIN_SEQUENCES
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.runtime.cores import usable_cores
 from moonpool.types import Struct
@@ -31,7 +32,8 @@ POINTS = 4  # of the requests of one memory like the instance's own
 class Point(Struct, frozen=True):
     """`slowest_s`: the worst of the repeats, `tbt_s` their median. Of that step with attention
     workers, `model_s` is what the model worker did, `attention_s` what each worker was busy;
-    `in_turns`: as two batches, and then `other_s` is what one took, else what two did."""
+    `in_turns`: as two batches, and then `other_s` is what one took, else what two did; 0: so
+    few are one batch."""
 
     requests: int
     tbt_s: float
@@ -129,24 +131,25 @@ def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
 def _remote_point(
     engines: Sequence[tuple[Engine, RemoteOps]], batch: Decodes, repeats: int
 ) -> Point:
-    timed: list[list[Way]] = [[] for _ in engines]
+    """By the first engine as one batch, by the second as two, if it shares out so few."""
+    ways = engines if batch.batch >= MIN_SEQUENCES else engines[:1]
+    timed: list[list[Way]] = [[] for _ in ways]
     for turn in range(repeats + 1):
-        for kept, (engine, ops) in zip(timed, engines, strict=True):
+        for kept, (engine, ops) in zip(timed, ways, strict=True):
             way = timed_step(engine, ops, batch)
             if turn:  # the first touches what is cold
                 kept.append(way)
-    one, two = (by_time(kept) for kept in timed)
-    in_turns = two[len(two) // 2].step_s < one[len(one) // 2].step_s
-    ways, other = (two, one) if in_turns else (one, two)
-    middle = ways[len(ways) // 2]
+    middles = [middle_way(kept) for kept in timed]
+    best = min(range(len(ways)), key=lambda way: middles[way].step_s)
+    middle = middles[best]
     return Point(
         requests=batch.batch,
         tbt_s=middle.step_s,
-        slowest_s=ways[-1].step_s,
+        slowest_s=max(way.step_s for way in timed[best]),
         model_s=middle.model_s,
         attention_s=middle.attention_s,
-        in_turns=in_turns,
-        other_s=other[len(other) // 2].step_s,
+        in_turns=best == 1,
+        other_s=middles[1 - best].step_s if len(ways) == 2 else 0.0,
     )
 
 
@@ -165,7 +168,7 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
             parts = (
                 f" {point.model_s * 1e3:>6.2f} {point.attention_s * 1e3:>10.2f}"
                 f" {point.rest_s * 1e3:>6.2f}  {'two' if point.in_turns else 'one'}"
-                f" ({point.other_s * 1e3:.2f})"
+                + (f" ({point.other_s * 1e3:.2f})" if point.other_s else "")
             )
             yield (
                 f"{curve.workers:>17} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"

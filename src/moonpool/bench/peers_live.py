@@ -4,13 +4,13 @@ beyond capacity: how many requests a second meet both SLOs.
 SLOs are the same for all: ten times the unloaded P90 of TTFT and five times that of TBT, of
 whichever system is slowest unloaded, so that none is asked for more than the paper asks. The client
 is ours, or vLLM's own benchmark client. Several vLLMs may take part: each load is judged by the
-best of them.
+best of them. One that does not start is left out, and why is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ import msgspec
 from moonpool.bench.agreement import measure_live, replay_rows, simulated_slo
 from moonpool.bench.live_cluster import LiveCluster
 from moonpool.bench.live_workload import LiveWorkload, estimate_capacity
-from moonpool.bench.local_server import LocalServer
+from moonpool.bench.local_server import LocalServer, ServerError
 from moonpool.bench.overload import SIMULATED_S, UNLOADED_SHARE, measure_unloaded
 from moonpool.bench.vllm_client import run_vllm_client
 from moonpool.bench.vllm_shapes import WORDS, Peer, start_peer
@@ -27,12 +27,13 @@ from moonpool.types import Slo
 
 Client = Literal["moonpool", "vllm"]
 LONGEST_TOKENS = 8192
+OURS = "moonpool"
 JUDGED: dict[Client, tuple[str, ...]] = {
     "moonpool": ("effective",),
     "vllm": ("requests_per_s", "output_tokens_per_s", "goodput_rps"),
 }
 Say = Callable[[str], None]
-_Start = Callable[[], AbstractContextManager[str]]
+Start = Callable[[], AbstractContextManager[str]]
 
 
 def bench_peers_live(
@@ -54,25 +55,29 @@ def bench_peers_live(
     rough = slo or simulated_slo(mixed, profile, workload)
     base_rps = estimate_capacity(mixed, profile, workload, SIMULATED_S, rough)
     longest_tokens = workload.longest_tokens or LONGEST_TOKENS
-    theirs: dict[str, _Start] = {
+    theirs: dict[str, Start] = {
         name: lambda peer=peer: start_peer(peer, cluster, longest_tokens)  # type: ignore[misc]
         for name, peer in zip(peer_names(peers), peers, strict=True)
     }
     unloaded: dict[str, Slo] = {}
+    absent: dict[str, str] = {}
     if slo is None:
-        systems = {f"moonpool {c.words}": _starter(c) for c in (split, mixed)} | theirs
-        unloaded = _unloaded(systems, workload, base_rps, say)
+        systems = {f"{OURS} {c.words}": _starter(c) for c in (split, mixed)} | theirs
+        with closing(present(systems, absent, say)) as running:
+            for name, url in running:
+                unloaded[name] = _unloaded(name, url, workload, base_rps, say)
         slo = Slo(
             ttft_s=max(one.ttft_s for one in unloaded.values()),
             tbt_s=max(one.tbt_s for one in unloaded.values()),
         )
     say(f"SLOs: TTFT {slo.ttft_s:.3g} s, TBT {1e3 * slo.tbt_s:.3g} ms; load 1 is {base_rps:.3g}/s")
-    ours = {f"moonpool {c.words}": _starter(c.with_(slo=slo)) for c in (split, mixed)}
+    ours = {f"{OURS} {c.words}": _starter(c.with_(slo=slo)) for c in (split, mixed)}
     run = _Run(workload, slo, client, next((p.python for p in peers if p.python), ""), cluster)
     curves = {}
-    for name, start in (ours | theirs).items():
-        with start() as url:
+    with closing(present(ours | theirs, absent, say)) as running:
+        for name, url in running:
             curves[name] = list(run.curve(name, url, base_rps, loads, seconds, say))
+    rivals = [name for name in theirs if name in curves]
     return {
         "cluster": msgspec.to_builtins(cluster),
         "client": client,
@@ -81,7 +86,8 @@ def bench_peers_live(
         "slo": msgspec.to_builtins(slo),
         "unloaded_slo": {name: msgspec.to_builtins(one) for name, one in unloaded.items()},
         "curves": curves,
-        "ratio_to_peer": {key: ratios(curves, list(theirs), key) for key in JUDGED[client]},
+        "absent": absent,
+        "ratio_to_peer": {key: ratios(curves, rivals, key) for key in JUDGED[client]},
     }
 
 
@@ -97,7 +103,9 @@ def peer_names(peers: Sequence[Peer]) -> list[str]:
 def ratios(
     curves: dict[str, list[dict[str, Any]]], peers: Sequence[str], key: str
 ) -> dict[str, list[float | None]]:
-    """To the best peer, load by load; None where none of them has any."""
+    """To the best peer, load by load; None where none of them has any. Nothing without peers."""
+    if not peers:
+        return {}
     best = [
         max(points) for points in zip(*([p[key] for p in curves[n]] for n in peers), strict=True)
     ]
@@ -111,15 +119,29 @@ def ratios(
     }
 
 
-def _unloaded(
-    systems: dict[str, _Start], workload: LiveWorkload, base_rps: float, say: Say
-) -> dict[str, Slo]:
-    found = {}
+def present(
+    systems: dict[str, Start], absent: dict[str, str], say: Say
+) -> Generator[tuple[str, str], None, None]:
+    """Name and URL of each in turn, while it runs. A peer that does not start is noted in `absent`,
+    and not tried again; that we do not is an error."""
     for name, start in systems.items():
-        with start() as url:
-            rate_rps = UNLOADED_SHARE * base_rps
-            found[name] = one = measure_unloaded(url, workload, rate_rps, ASSUMED_VOCAB)
-        say(f"{name:<24} unloaded: SLOs {one.ttft_s:.3g} s and {1e3 * one.tbt_s:.3g} ms")
+        if name in absent:
+            continue
+        with ExitStack() as stack:
+            try:
+                url = stack.enter_context(start())
+            except ServerError as error:
+                if name.startswith(OURS):
+                    raise
+                absent[name] = str(error)
+                say(f"{name:<24} left out: {error}")
+                continue
+            yield name, url
+
+
+def _unloaded(name: str, url: str, workload: LiveWorkload, base_rps: float, say: Say) -> Slo:
+    found = measure_unloaded(url, workload, UNLOADED_SHARE * base_rps, ASSUMED_VOCAB)
+    say(f"{name:<24} unloaded: SLOs {found.ttft_s:.3g} s and {1e3 * found.tbt_s:.3g} ms")
     return found
 
 
@@ -173,7 +195,7 @@ def _words(figures: dict[str, Any]) -> str:
     )
 
 
-def _starter(cluster: LiveCluster) -> _Start:
+def _starter(cluster: LiveCluster) -> Start:
     return lambda: _ours(cluster)
 
 

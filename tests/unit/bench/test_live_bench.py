@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 
 import msgspec
@@ -14,7 +16,7 @@ from moonpool.bench.live_profile import LiveProfile
 from moonpool.bench.live_workload import LiveWorkload, estimate_capacity, simulate_rows
 from moonpool.bench.local_server import ServerError
 from moonpool.bench.overload import oscillation
-from moonpool.bench.peers_live import peer_names, ratios
+from moonpool.bench.peers_live import Start, peer_names, present, ratios
 from moonpool.bench.vllm_client import client_figures
 from moonpool.bench.vllm_shapes import Peer, start_peer
 from moonpool.cost.fitted import FittedCost
@@ -118,6 +120,34 @@ def test_each_load_is_judged_by_the_best_peer() -> None:
     rates = {"ours": (3.0, 6.0), names[0]: (2.0, 1.0), names[1]: (1.0, 4.0), names[2]: (0.0, 0.0)}
     curves = {name: [{"rps": rate} for rate in found] for name, found in rates.items()}
     assert ratios(curves, names, "rps") == {"ours": [1.5, 1.5]}
+
+
+def test_a_peer_that_does_not_start_is_left_out_and_we_are_not() -> None:
+    ended: list[str] = []
+
+    def starting(name: str, error: str = "") -> Start:
+        @contextmanager
+        def start() -> Iterator[str]:
+            if error:
+                raise ServerError(error)
+            yield f"http://{name}"
+            ended.append(name)
+
+        return start
+
+    absent: dict[str, str] = {}
+    said: list[str] = []
+    systems = {"moonpool 1P+1D": starting("ours"), "vLLM": starting("vllm", "no cores")}
+    systems["2 vLLM"] = starting("two")
+    for name, url in present(systems, absent, said.append):
+        assert ended == ([] if name == "moonpool 1P+1D" else ["ours"]), "one at a time"
+        assert url == {"moonpool 1P+1D": "http://ours", "2 vLLM": "http://two"}[name]
+    assert ended == ["ours", "two"]
+    assert absent == {"vLLM": "no cores"} and "no cores" in said[0]
+    systems["vLLM"] = starting("vllm")
+    assert "vLLM" not in dict(present(systems, absent, said.append)), "not tried again"
+    with pytest.raises(ServerError, match="the port is taken"):
+        list(present({"moonpool 2M": starting("", "the port is taken")}, absent, said.append))
 
 
 def test_what_vllm_s_client_wrote_is_read_under_our_names() -> None:
