@@ -63,7 +63,12 @@ def test_what_is_put_comes_back(bench: Bench) -> None:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is enough to be a part."""
     monkeypatch.setattr(layered, "MIN_PART_BYTES", 4096)
-    monkeypatch.setattr(store_module, "READ_THREADS", 1)  # one part after the other: each is told
+
+
+@pytest.fixture
+def one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part after the other, so that each of them is told."""
+    monkeypatch.setattr(store_module, "READ_THREADS", 1)
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def parted(small_parts: None, bench: Bench) -> Bench:
     return bench
 
 
-def test_a_load_by_layer_says_how_far_it_is(parted: Bench) -> None:
+def test_a_load_by_layer_says_how_far_it_is(one_reader: None, parted: Bench) -> None:
     keys = keys_of("by layer", 20)
     assert parted.put(keys).num_blocks == 20
     gate = LayerGate()
@@ -81,6 +86,17 @@ def test_a_load_by_layer_says_how_far_it_is(parted: Bench) -> None:
     assert gate.wait(2, 0.0), "all of it is here"
     assert parted.store.counts().read_blocks == 20
     assert parted.get(keys).num_blocks == 20, "and as a whole"
+
+
+def test_parts_that_several_readers_bring_are_told_in_their_order(parted: Bench) -> None:
+    keys = keys_of("readers", 20)
+    parted.put(keys)
+    for _ in range(20):
+        gate = LayerGate()
+        ended, told = parted.get_by_layer(keys, gate)
+        assert (ended.num_blocks, ended.error) == (20, "")
+        layers = [event.num_layers for event in told]
+        assert layers[0] == 0 and layers == sorted(set(layers)) and gate.wait(2, 0.0)
 
 
 def test_a_load_by_layer_counts_up_to_the_first_miss(parted: Bench) -> None:
@@ -95,7 +111,9 @@ def test_a_load_by_layer_counts_up_to_the_first_miss(parted: Bench) -> None:
     assert gate.wait(0, 0.0), "nothing was to come"
 
 
-def test_what_is_damaged_in_a_late_layer_breaks_the_gate_there(parted: Bench) -> None:
+def test_what_is_damaged_in_a_late_layer_breaks_the_gate_there(
+    one_reader: None, parted: Bench
+) -> None:
     keys = keys_of("late damage", 4)
     parted.put(keys)
     parted.get(keys)  # into the last blocks, whose sums are known from now on

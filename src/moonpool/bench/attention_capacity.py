@@ -87,8 +87,8 @@ def bench_attention_capacity(
     dtype: str,
     holds: int = 1,
 ) -> CapacityResult:
-    """Without attention workers first, whose memory holds `holds` times `requests_each`. Raises
-    AttentionError or ValueError."""
+    """Without attention workers first; a worker's memory holds `holds` times `requests_each`.
+    Raises AttentionError or ValueError."""
     torch.set_num_threads(1)
     model = open_model(model_name, dtype)
     layout = make_layout(model, BLOCK_TOKENS, choose_split_ops())

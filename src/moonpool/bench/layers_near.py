@@ -55,8 +55,6 @@ from moonpool.workers.messages import (
 MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its
 starts, which one measurement on a busy machine is far from."""
-
-
 THREADS = 1
 
 

@@ -75,8 +75,8 @@ class EarlyStart:
         return Arriving(fetch_id, timeout_s, tuple(sorted(active.loads)))
 
     def _rests(self, active: ActiveWork) -> list[Rest]:
-        """Of all that the work waits for. None: who brings it has not answered, or brings nothing,
-        or not by layer."""
+        """Of all that the work waits for. None at all: who brings it has not answered, or brings
+        nothing, or not by layer."""
         rests = []
         if active.writing:
             if active.granted_blocks is None or not (active.granted_blocks or active.loads):
