@@ -60,7 +60,10 @@ def test_a_larger_memory_holds_more_in_one_batch_or_in_two() -> None:
     result = bench_attention_capacity(f"{TINY},kv_heads=2", (1,), 4, 200, 2, "float32", holds=3)
     assert [p.requests for p in result.curves[0].points] == [1, 2, 3, 4]
     assert [p.requests for p in result.curves[1].points] == list(range(1, 13))
+    full = result.curves[0].points[-1]
+    assert full.requests == 4 and 0.0 < full.times < 5.0, "beside itself"
     for point in result.curves[1].points:
+        assert point.limit_s > 0.0, "beside the instance's own full memory"
         if point.requests < MIN_SEQUENCES:
             assert not point.in_turns and not point.other_s
         else:

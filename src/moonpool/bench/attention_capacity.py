@@ -3,13 +3,15 @@ attention workers hold their KVCache.
 
 An instance's own memory holds N requests, an attention worker's `holds` times as many, as those of
 devices for attention do. Each curve ends where its memory does. Model workers hold none beside
-attention workers. Each point is of the faster of one batch and two that take turns.
+attention workers. Each point is of the faster of one batch and two that take turns, beside the
+instance's own full memory in the same rounds: a machine's speed drifts more than they differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +24,6 @@ from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.split_choice import choose_split_ops
 from moonpool.engine.staggered import MIN_SEQUENCES
-from moonpool.kvcache.layout import BlockLayout
 from moonpool.runtime.cores import usable_cores
 from moonpool.types import Struct
 
@@ -33,7 +34,7 @@ class Point(Struct, frozen=True):
     """`slowest_s`: the worst of the repeats, `tbt_s` their median. Of that step with attention
     workers, `model_s` is what the model worker did, `attention_s` what each worker was busy;
     `in_turns`: as two batches, and then `other_s` is what one took, else what two did; 0: so
-    few are one batch."""
+    few are one batch. `limit_s`: what the instance's own full memory takes beside it."""
 
     requests: int
     tbt_s: float
@@ -42,6 +43,12 @@ class Point(Struct, frozen=True):
     attention_s: float = 0.0
     in_turns: bool = False
     other_s: float = 0.0
+    limit_s: float = 0.0
+
+    @property
+    def times(self) -> float:
+        """Of the full memory of the instance's own, in the same rounds."""
+        return self.tbt_s / self.limit_s
 
     @property
     def rest_s(self) -> float:
@@ -70,12 +77,11 @@ class CapacityResult(Struct, frozen=True):
     @property
     def limit_s(self) -> float:
         """The time between tokens of a full memory of the instance's own."""
-        return self.curves[0].points[-1].tbt_s
+        return median(point.limit_s for curve in self.curves for point in curve.points)
 
     def within(self, curve: Curve) -> int:
-        """Most requests at no longer than that."""
-        held = [point.requests for point in curve.points if point.tbt_s <= self.limit_s]
-        return max(held, default=0)
+        """Most requests at no longer than what it takes beside them."""
+        return max((point.requests for point in curve.points if point.times <= 1.0), default=0)
 
 
 def bench_attention_capacity(
@@ -92,49 +98,62 @@ def bench_attention_capacity(
     torch.set_num_threads(1)
     model = open_model(model_name, dtype)
     layout = make_layout(model, BLOCK_TOKENS, choose_split_ops())
+    own_blocks = requests_each * layout.blocks_for(context + 1)
+    local = Engine(model, choose_split_ops(), empty_cache(layout, own_blocks))
+    own = _Own(model, local, Decodes(requests_each, context, 1, own_blocks, BLOCK_TOKENS))
     curves = [
-        _curve(model, layout, workers, requests_each, holds, context, repeats)
+        _curve(own, workers, requests_each, holds, context, repeats)
         for workers in sorted({0, *crews})
     ]
     cores = usable_cores()
     return CapacityResult(model_name, context, requests_each, holds, cores, tuple(curves))
 
 
+class _Own(NamedTuple):
+    """The instance without attention workers, and the batch that fills its memory."""
+
+    model: LoadedModel
+    engine: Engine
+    full: Decodes
+
+
 def _curve(
-    model: LoadedModel,
-    layout: BlockLayout,
+    own: _Own,
     workers: int,
     requests_each: int,
     holds: int,
     context: int,
     repeats: int,
 ) -> Curve:
+    model, layout = own.model, own.engine.layout
     memories, times = (workers, holds) if workers else (1, 1)
     each = times * requests_each * layout.blocks_for(context + 1)
     steps = range(1, POINTS * times + 1)
     sizes = {max(requests_each * step // POINTS, 1) * memories for step in steps}
     batches = [Decodes(size, context, memories, each, BLOCK_TOKENS) for size in sorted(sizes)]
     if not workers:
-        engine = Engine(model, choose_split_ops(), empty_cache(layout, each))
-        return Curve(0, tuple(_point(engine, batch, repeats) for batch in batches))
+        return Curve(0, tuple(_point(own, batch, repeats) for batch in batches))
     with crew(model, layout, workers, each) as made:
         ways = (made.engine(), made.engine(staggered=True))
-        return Curve(workers, tuple(_remote_point(ways, batch, repeats) for batch in batches))
+        return Curve(workers, tuple(_remote_point(own, ways, batch, repeats) for batch in batches))
 
 
-def _point(engine: Engine, batch: Decodes, repeats: int) -> Point:
-    batch.seconds(engine)  # touches what is cold
-    times = [batch.seconds(engine) for _ in range(repeats)]
-    return Point(batch.batch, median(times), max(times))
+def _point(own: _Own, batch: Decodes, repeats: int) -> Point:
+    batch.seconds(own.engine)  # touches what is cold
+    rounds = [(batch.seconds(own.engine), own.full.seconds(own.engine)) for _ in range(repeats)]
+    times, limits = zip(*rounds, strict=True)
+    return Point(batch.batch, median(times), max(times), limit_s=median(limits))
 
 
 def _remote_point(
-    engines: Sequence[tuple[Engine, RemoteOps]], batch: Decodes, repeats: int
+    own: _Own, engines: Sequence[tuple[Engine, RemoteOps]], batch: Decodes, repeats: int
 ) -> Point:
     """By the first engine as one batch, by the second as two, if it shares out so few."""
     ways = engines if batch.batch >= MIN_SEQUENCES else engines[:1]
     timed: list[list[Way]] = [[] for _ in ways]
+    limits: list[float] = []
     for turn in range(repeats + 1):
+        limits.append(own.full.seconds(own.engine))
         for kept, (engine, ops) in zip(timed, ways, strict=True):
             way = timed_step(engine, ops, batch)
             if turn:  # the first touches what is cold
@@ -150,6 +169,7 @@ def _remote_point(
         attention_s=middle.attention_s,
         in_turns=best == 1,
         other_s=middles[1 - best].step_s if len(ways) == 2 else 0.0,
+        limit_s=median(limits[1:]),
     )
 
 
@@ -160,7 +180,8 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
         f" {result.cores} cores"
     )
     yield (
-        "attention workers  requests  time between tokens (ms)  slowest  model  attention   rest"
+        "attention workers  requests  time between tokens (ms)  slowest  of a full memory's own"
+        "  model  attention   rest"
         "  batches (ms of the other way)"
     )
     for curve in result.curves:
@@ -172,7 +193,8 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
             )
             yield (
                 f"{curve.workers:>17} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"
-                f" {point.slowest_s * 1e3:>8.2f}{parts if curve.workers else ''}"
+                f" {point.slowest_s * 1e3:>8.2f} {point.times:>23.2f}"
+                f"{parts if curve.workers else ''}"
             )
     for curve in result.curves[1:]:
         yield from _verdict(result, curve)
@@ -180,10 +202,10 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
 
 def _verdict(result: CapacityResult, curve: Curve) -> Iterator[str]:
     """What a full crew costs, and what of that no faster message would save."""
-    full, limit_s = curve.points[-1], result.limit_s
+    full, limit_s = curve.points[-1], curve.points[-1].limit_s
     yield (
         f"{curve.workers} attention workers hold {curve.capacity / result.requests_each:.0f}"
-        f" times the requests, all of them at {full.tbt_s / limit_s:.2f} times the"
+        f" times the requests, all of them at {full.times:.2f} times the"
         f" {limit_s * 1e3:.1f} ms of {result.requests_each} without, and"
         f" {result.within(curve)} within these"
     )

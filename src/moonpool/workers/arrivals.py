@@ -188,8 +188,8 @@ class Arrivals:
         num_layers = self._holdings.layout.num_layers
         active.granted_blocks = event.num_blocks
         if event.num_layers:
-            rest = active.fetch_rest.seen(event.num_layers, event.seconds, num_layers)
-            active.fetch_rest = rest
+            before = active.fetch_rest
+            active.fetch_rest = before.seen(event.num_layers, event.seconds, num_layers)
         else:
             num_bytes = event.num_blocks * self._holdings.layout.block_bytes
             active.fetch_rest = Rest(self._cost.transfer_s(num_bytes, same_host=False))
