@@ -78,9 +78,10 @@ class ClusterConfig(Struct, frozen=True):
 class AttentionConfig(Struct, frozen=True):
     """What each of an instance's attention workers keeps. "request": whole requests; "head": its
     share of the kv heads of all of them (Lamina's); "tokens": whole requests as long as they are
-    short, and segments of long ones."""
+    short, and segments of long ones. The instance itself keeps, and attends to, `own_tokens`."""
 
     partition: AttentionPartition = "request"
+    own_tokens: int = 0  # 0: it keeps weights alone, and loses no KVCache with its process
 
 
 class PoolConfig(Struct, frozen=True):
@@ -438,7 +439,14 @@ def _check_mooncake(config: Config) -> None:
 
 def _check_attention_workers(config: Config) -> None:
     cluster, partition = config.cluster, config.attention.partition
+    own_tokens = config.attention.own_tokens
     _require(cluster.attention >= 0, "cluster.attention", ">= 0")
+    _require(own_tokens >= 0, "attention.own_tokens", ">= 0")
+    _require(
+        not own_tokens or partition != "head",
+        "attention.own_tokens",
+        '0 with attention.partition "head": all blocks are at all workers',
+    )
     _require(
         partition != "tokens" or ATTENTION_SEGMENT_TOKENS % config.pool.block_tokens == 0,
         "pool.block_tokens",
@@ -447,6 +455,7 @@ def _check_attention_workers(config: Config) -> None:
     )
     if not cluster.attention:
         _require(partition == "request", "cluster.attention", "> 0 to choose attention.partition")
+        _require(not own_tokens, "cluster.attention", "> 0 to set attention.own_tokens")
         _require(not config.engine.staggered_decodes, "cluster.attention", "> 0 to stagger decodes")
         return
     owners = cluster.attention_owners

@@ -19,14 +19,14 @@ TINY = "random:hidden=64,layers=2,heads=4,inter=64,vocab=300"
 
 def test_segments_alternate_between_workers_and_share_no_block() -> None:
     segment, each = SEGMENT // BLOCK, 200
-    decodes = Decodes(2, 2 * SEGMENT, 2, each, BLOCK, segment)
+    decodes = Decodes(2, 2 * SEGMENT, (each, each), BLOCK, segment)
     found = [[block // each for block in entry.block_ids] for entry in decodes.entries]
     assert found[0] == [0] * segment + [1] * segment + [0]  # the new token's
     assert found[1] == [1] * segment + [0] * segment + [1]
     blocks = [block for entry in decodes.entries for block in entry.block_ids]
     assert len(set(blocks)) == len(blocks)
     with pytest.raises(AssertionError):
-        Decodes(2, 2 * SEGMENT, 2, segment, BLOCK, segment)
+        Decodes(2, 2 * SEGMENT, (segment, segment), BLOCK, segment)
 
 
 @pytest.mark.parametrize(("kv_heads", "ways"), [(2, "request tokens head"), (1, "request tokens")])
@@ -48,8 +48,8 @@ def test_each_partition_is_timed_beside_local_attention(kv_heads: int, ways: str
 
 def test_a_second_memory_holds_twice_the_requests() -> None:
     result = bench_attention_capacity(f"{TINY},kv_heads=2", (1, 2), 2, 200, 2, "float32")
-    assert [curve.capacity for curve in result.curves] == [2, 2, 4]
-    full = result.curves[2].points[-1]
+    assert [curve.capacity for curve in result.curves] == [2, 2, 4, 4, 6]
+    full = result.curves[3].points[-1]
     assert full.model_s + full.attention_s + full.rest_s >= full.tbt_s
     assert full.attention_s > 0.0
     text = "\n".join(capacity_lines(result))

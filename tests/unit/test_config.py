@@ -67,6 +67,18 @@ def test_tables_and_overrides() -> None:
             "engine.tensor_parallel_size must be 1 where instances have stages",
         ),
         (
+            "[attention]\nown_tokens = 100",
+            "cluster.attention must be > 0 to set attention.own_tokens",
+        ),
+        (
+            "[cluster]\nattention = 1\n[attention]\nown_tokens = -1",
+            "attention.own_tokens must be >= 0",
+        ),
+        (
+            '[cluster]\nattention = 2\n[attention]\nown_tokens = 9\npartition = "head"',
+            "attention.own_tokens must be 0 with attention.partition",
+        ),
+        (
             "[cluster]\nattention = 1\n[engine]\ntensor_parallel_size = 2",
             "engine.tensor_parallel_size must be 1 with attention workers",
         ),

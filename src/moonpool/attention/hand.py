@@ -86,7 +86,7 @@ class Hand:
                 try:
                     if header is None:
                         raise IndexError("a row's position or context lies outside its block table")
-                    self._take(port, header)
+                    self.take(port, header)
                 except PortError:
                     raise
                 except Exception as error:  # the model worker hears of it, and goes on without us
@@ -111,7 +111,8 @@ class Hand:
                 raise PortError("the other side's ring makes no sense")
             port.live()
 
-    def _take(self, port: Port, header: Header) -> None:
+    def take(self, port: Port, header: Header) -> None:
+        """One message, the payload of which waits at the port."""
         if header.kind == PLAN:
             self._begin(port, header)
         elif header.kind == Q:

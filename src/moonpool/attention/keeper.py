@@ -167,11 +167,21 @@ class Keeper:
 
     def serve_steps(self, port: Port) -> None:
         """Until the owner is gone."""
+        hand, wanted = self.hand(), self._attached
+        if hand is None or wanted is None:
+            return
+        torch.set_num_threads(wanted.threads)  # holds for the calling thread only
+        try:
+            hand.serve(port)
+        except PortError as error:
+            log.info("the steps of %s are over: %s", wanted.owner, error)
+
+    def hand(self) -> Hand | None:
+        """That attends for the owner; None if there is none any more."""
         with self._lock:
             kept, wanted = self._kept, self._attached
         if kept is None or wanted is None:
-            return
-        torch.set_num_threads(wanted.threads)  # holds for the calling thread only
+            return None
         layout = kept.arena.layout
         group = wanted.num_heads // wanted.layout.num_kv_heads
         heads = HeadShape(group * layout.num_kv_heads, layout.num_kv_heads, layout.head_dim)
@@ -181,11 +191,7 @@ class Keeper:
             self._writing(blocks, epoch)
             kept.arena.sums.forget(blocks)
 
-        hand = Hand(self._ops, kept.cache, heads, wanted.scale, writing)
-        try:
-            hand.serve(port)
-        except PortError as error:
-            log.info("the steps of %s are over: %s", wanted.owner, error)
+        return Hand(self._ops, kept.cache, heads, wanted.scale, writing)
 
     def _writing(self, block_ids: Iterable[BlockId], epoch: int) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -61,7 +61,8 @@ class _Step:
 
 class RemoteOps:
     """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost; or,
-    with `head_ranges`, to the one that has those heads of all blocks.
+    with `head_ranges`, to the one that has those heads of all blocks. `home` is the worker that is
+    in this process, if there is one.
     Used by one thread; `replace` may come from others. `numbers` are for its steps: one for all who
     use the same ports."""
 
@@ -73,8 +74,10 @@ class RemoteOps:
         early_query: bool = True,
         head_ranges: Sequence[HeadRange] = (),
         numbers: Iterator[int] | None = None,
+        home: int | None = None,
     ) -> None:
-        self.name = f"offloaded {local.name}"
+        crew = f"{len(ports)}{'' if home is None else ' with its own'}"
+        self.name = f"{local.name}, {crew} attention workers"
         self.arithmetic = local.arithmetic
         self.inner = local.inner
         self.device = local.device
@@ -91,13 +94,15 @@ class RemoteOps:
         self.attending_ns = 0  # what the workers said they took, and
         self.waited_ns = 0  # what was waited for their answers, in all
         self._early_query = early_query
+        self._home = home
         self._steps: list[_Step] = []
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._plans = msgspec.msgpack.Encoder()
 
     @property
     def num_workers(self) -> int:
-        return len(self._ports)
+        """In processes of their own."""
+        return len(self._ports) - (self._home is not None)
 
     def replace(self, worker: int, port: Port | None) -> None:
         """A worker was lost, or another one has taken its place."""
@@ -138,27 +143,29 @@ class RemoteOps:
         meta: StepMeta,
         scale: float,
     ) -> Tensor:
-        began_ns = time.perf_counter_ns()
         step = self._step_of(meta, cache)
         width = heads.num_heads * heads.head_dim
         out = torch.empty(meta.num_rows, width, dtype=q.dtype)
-        partials: list[Tensor] = []
-        for worker, share in step.shares.shares.items():
+        partials: dict[int, Tensor] = {}
+        shares = step.shares.shares
+        for worker in self._nearest_first(shares):
+            share, began_ns = shares[worker], time.perf_counter_ns()
             if self._head_ranges:
                 columns = self._head_ranges[worker].columns(heads)
                 own = out.new_empty(meta.num_rows, columns.stop - columns.start)
                 self._receive(worker, share, layer, step.number, own, heads)
                 out[:, columns] = own
-                continue
-            whole, part = self._receive(worker, share, layer, step.number, out, heads)
-            if share.queries is not None and share.num_whole:
-                out[share.queries[: share.num_whole]] = whole
-            if part is not None:
-                partials.append(part)
-        self.waited_ns += time.perf_counter_ns() - began_ns
+            else:
+                whole, part = self._receive(worker, share, layer, step.number, out, heads)
+                if share.queries is not None and share.num_whole:
+                    out[share.queries[: share.num_whole]] = whole
+                if part is not None:
+                    partials[worker] = part
+            if worker != self._home:
+                self.waited_ns += time.perf_counter_ns() - began_ns
         merge = step.shares.merge
         if merge is not None:
-            everything = torch.cat(partials)
+            everything = torch.cat([partials[worker] for worker in sorted(partials)])
             out[merge.rows] = self._local.merge(everything, merge.order, merge.starts, out.dtype)
         return out
 
@@ -179,6 +186,10 @@ class RemoteOps:
             self._send(worker, PLAN, 0, step.number, memoryview(body))
         self._steps = [*self._steps[-KEPT_STEPS + 1 :], step]
         return step
+
+    def _nearest_first(self, workers: Iterable[int]) -> list[int]:
+        """What is attended here is attended while the others work."""
+        return sorted(workers, key=lambda worker: worker != self._home)
 
     def _port(self, worker: int) -> Port:
         port = self._ports[worker]
@@ -225,7 +236,8 @@ class RemoteOps:
                 raise PortError(text.decode(errors="replace"))
             if header.kind != ATTENDED or header.num_bytes != sum(t.nbytes for t in targets):
                 raise PortError("it answered what was not asked")
-            self.attending_ns += header.busy_ns
+            if worker != self._home:
+                self.attending_ns += header.busy_ns
             if taken:
                 targets = []
             for target in targets:

@@ -95,7 +95,11 @@ def bench_agreement(
 def with_parts(profile: LiveProfile, parts: OffloadParts) -> LiveProfile:
     """What attention workers are measured to take, beside what the cluster took that has some or
     none."""
-    parts = msgspec.structs.replace(parts, seen_workers=profile.attention_workers)
+    parts = msgspec.structs.replace(
+        parts,
+        seen_workers=profile.attention_workers,
+        seen_own_tokens=profile.attention_own_tokens,
+    )
     cost = msgspec.structs.replace(profile.cost, offload=parts)
     return msgspec.structs.replace(profile, cost=cost)
 

@@ -78,15 +78,15 @@ def bench_attention(
             made.engine(),
             made.engine(staggered=True),
         )
+        sizes = (each,) * num_workers
         steps = [
-            _step(local, ways, Decodes(batch, context, num_workers, each, BLOCK_TOKENS), repeats)
+            _step(local, ways, Decodes(batch, context, sizes, BLOCK_TOKENS), repeats)
             for context in contexts
             for batch in batches
         ]
     partitions: tuple[PartitionCost, ...] = ()
     if num_workers > 1:
-        sizes = (batches, contexts, repeats)
-        partitions = measure_partitions(model, layout, num_workers, *sizes)
+        partitions = measure_partitions(model, layout, num_workers, batches, contexts, repeats)
     return AttentionResult(model_name, num_workers, usable_cores(), trips, tuple(steps), partitions)
 
 

@@ -2,9 +2,10 @@
 attention workers hold their KVCache.
 
 An instance's own memory holds N requests, an attention worker's `holds` times as many, as those of
-devices for attention do. Each curve ends where its memory does. Model workers hold none beside
-attention workers. Each point is of the faster of one batch and two that take turns, beside the
-instance's own full memory in the same rounds: a machine's speed drifts more than they differ.
+devices for attention do. Each curve ends where its memory does: with the workers' alone, and with
+the instance's own beside them. Each point is of the faster of one batch and two that take turns,
+beside the instance's own full memory in the same rounds: a machine's speed drifts more than they
+differ.
 """
 
 from __future__ import annotations
@@ -58,8 +59,17 @@ class Point(Struct, frozen=True):
 
 
 class Curve(Struct, frozen=True):
-    workers: int  # 0: the instance's own memory
+    """`at_home`: the instance's own memory is in use."""
+
+    workers: int
+    at_home: bool
     points: tuple[Point, ...]
+
+    @property
+    def words(self) -> str:
+        if not self.workers:
+            return "own memory"
+        return f"{self.workers} attention workers{' and own memory' if self.at_home else ''}"
 
     @property
     def capacity(self) -> int:
@@ -100,11 +110,9 @@ def bench_attention_capacity(
     layout = make_layout(model, BLOCK_TOKENS, choose_split_ops())
     own_blocks = requests_each * layout.blocks_for(context + 1)
     local = Engine(model, choose_split_ops(), empty_cache(layout, own_blocks))
-    own = _Own(model, local, Decodes(requests_each, context, 1, own_blocks, BLOCK_TOKENS))
-    curves = [
-        _curve(own, workers, requests_each, holds, context, repeats)
-        for workers in sorted({0, *crews})
-    ]
+    own = _Own(model, local, Decodes(requests_each, context, (own_blocks,), BLOCK_TOKENS))
+    kinds = [(0, True), *((workers, home) for workers in sorted(crews) for home in (False, True))]
+    curves = [_curve(own, workers, home, holds, repeats) for workers, home in kinds]
     cores = usable_cores()
     return CapacityResult(model_name, context, requests_each, holds, cores, tuple(curves))
 
@@ -117,25 +125,24 @@ class _Own(NamedTuple):
     full: Decodes
 
 
-def _curve(
-    own: _Own,
-    workers: int,
-    requests_each: int,
-    holds: int,
-    context: int,
-    repeats: int,
-) -> Curve:
-    model, layout = own.model, own.engine.layout
-    memories, times = (workers, holds) if workers else (1, 1)
-    each = times * requests_each * layout.blocks_for(context + 1)
-    steps = range(1, POINTS * times + 1)
-    sizes = {max(requests_each * step // POINTS, 1) * memories for step in steps}
-    batches = [Decodes(size, context, memories, each, BLOCK_TOKENS) for size in sorted(sizes)]
+def _curve(own: _Own, workers: int, at_home: bool, holds: int, repeats: int) -> Curve:
+    model, layout, engine = own.model, own.engine.layout, own.engine
+    full, home = own.full.batch, engine.num_blocks if at_home else 0
+    each = holds * engine.num_blocks
+    memories = (each,) * workers + ((home,) if home else ())
+    most = full * (holds * workers + at_home)
+    steps = range(1, POINTS * holds + 1)
+    counts = {max(full * step // POINTS, 1) * len(memories) for step in steps}
+    batches = [
+        Decodes(count, own.full.context, memories, BLOCK_TOKENS)
+        for count in sorted({count for count in counts if count <= most} | {most})
+    ]
     if not workers:
-        return Curve(0, tuple(_point(own, batch, repeats) for batch in batches))
-    with crew(model, layout, workers, each) as made:
+        return Curve(0, True, tuple(_point(own, batch, repeats) for batch in batches))
+    with crew(model, layout, workers, each, home_blocks=home) as made:
         ways = (made.engine(), made.engine(staggered=True))
-        return Curve(workers, tuple(_remote_point(own, ways, batch, repeats) for batch in batches))
+        points = tuple(_remote_point(own, ways, batch, repeats) for batch in batches)
+        return Curve(workers, at_home, points)
 
 
 def _point(own: _Own, batch: Decodes, repeats: int) -> Point:
@@ -180,7 +187,7 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
         f" {result.cores} cores"
     )
     yield (
-        "attention workers  requests  time between tokens (ms)  slowest  of a full memory's own"
+        f"{'memory':<34}  requests  time between tokens (ms)  slowest  of a full memory's own"
         "  model  attention   rest"
         "  batches (ms of the other way)"
     )
@@ -192,7 +199,7 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
                 + (f" ({point.other_s * 1e3:.2f})" if point.other_s else "")
             )
             yield (
-                f"{curve.workers:>17} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"
+                f"{curve.words:<34} {point.requests:>9} {point.tbt_s * 1e3:>25.2f}"
                 f" {point.slowest_s * 1e3:>8.2f} {point.times:>23.2f}"
                 f"{parts if curve.workers else ''}"
             )
@@ -204,7 +211,7 @@ def _verdict(result: CapacityResult, curve: Curve) -> Iterator[str]:
     """What a full crew costs, and what of that no faster message would save."""
     full, limit_s = curve.points[-1], curve.points[-1].limit_s
     yield (
-        f"{curve.workers} attention workers hold {curve.capacity / result.requests_each:.0f}"
+        f"{curve.words} hold {curve.capacity / result.requests_each:.0f}"
         f" times the requests, all of them at {full.times:.2f} times the"
         f" {limit_s * 1e3:.1f} ms of {result.requests_each} without, and"
         f" {result.within(curve)} within these"

@@ -14,7 +14,10 @@ import msgspec
 import torch
 
 from moonpool.attention.client import AttentionClient, Wanted, connect, ring_bytes, spin_s
+from moonpool.attention.home import HomeClient, keep_at_home
+from moonpool.attention.keeper import Keeper
 from moonpool.attention.partition import HeadRange, Partition, share_heads
+from moonpool.attention.port import Port
 from moonpool.attention.remote_ops import RemoteOps
 from moonpool.bench.attention_child import SECRET_VARIABLE
 from moonpool.engine.builtin import LoadedModel
@@ -24,6 +27,7 @@ from moonpool.engine.split_choice import choose_split_ops
 from moonpool.engine.step import Draw, SequenceStep
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import PeerAddress
+from moonpool.messenger.arena import Arena
 from moonpool.runtime.cores import usable_cores
 from moonpool.types import BlockId, InstanceId, RequestId, SamplingParams
 
@@ -56,11 +60,12 @@ class _Child:
 
 
 class Crew:
-    """Made by `crew`. Each worker has `each` blocks, or its heads of the same `each` blocks."""
+    """Made by `crew`. Each worker has `each` blocks, or its heads of the same `each` blocks; after
+    them come `home_blocks` of the engine's own process."""
 
     def __init__(
         self, model: LoadedModel, layout: BlockLayout, children: Sequence[_Child], each: int,
-        secret: bytes, by_head: bool,
+        secret: bytes, by_head: bool, home_blocks: int,
     ) -> None:  # fmt: skip
         self.model = model
         self.layout = layout
@@ -73,6 +78,12 @@ class Crew:
         self._numbers = itertools.count(1)  # of all engines' steps: they share the connections
         self._wanted = self._make_wanted()
         self.clients = [self._connect(number, use_shm=True) for number in range(len(children))]
+        self._home = self._at_home(home_blocks) if home_blocks else None
+
+    def _at_home(self, num_blocks: int) -> HomeClient:
+        name = self._wanted.owner
+        keeper = Keeper(name, self._secret, choose_split_ops(), Arena, "127.0.0.1", True)
+        return keep_at_home(keeper, msgspec.structs.replace(self._wanted, num_blocks=num_blocks))
 
     def _make_wanted(self) -> Wanted:
         spec = self.model.spec
@@ -109,8 +120,12 @@ class Crew:
         self.clients[0] = self._connect(0, use_shm=True)
 
     def engine(self, staggered: bool = False, early_query: bool = True) -> tuple[Engine, RemoteOps]:
-        ports = [client.port for client in self.clients]
-        partition = Partition((self.each,) * len(ports), self._head_ranges)
+        ports: list[Port] = [client.port for client in self.clients]
+        sizes = [self.each] * len(ports)
+        if self._home is not None:
+            ports.append(self._home.port)
+            sizes.append(self._home.attached.num_blocks)
+        partition = Partition(sizes, self._head_ranges)
         ops = RemoteOps(
             choose_split_ops(),
             ports,
@@ -118,6 +133,7 @@ class Crew:
             early_query,
             self._head_ranges,
             self._numbers,
+            home=None if self._home is None else len(self.clients),
         )
         kind = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
         shape = (sum(partition.sizes), self.layout.num_layers, self.layout.slice_elements)
@@ -127,12 +143,15 @@ class Crew:
     def close(self) -> None:
         for client in self.clients:
             client.close()
+        if self._home is not None:
+            self._home.close()
 
 
 @contextlib.contextmanager
 def crew(
-    model: LoadedModel, layout: BlockLayout, num_workers: int, each: int, by_head: bool = False
-) -> Iterator[Crew]:
+    model: LoadedModel, layout: BlockLayout, num_workers: int, each: int, by_head: bool = False,
+    home_blocks: int = 0,
+) -> Iterator[Crew]:  # fmt: skip
     """Raises AttentionError, or ValueError if there are fewer heads than workers."""
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
@@ -140,35 +159,38 @@ def crew(
         for number in range(num_workers):
             children.append(_Child(number, secret))
             stack.callback(children[-1].close)
-        made = Crew(model, layout, children, each, secret, by_head)
+        made = Crew(model, layout, children, each, secret, by_head, home_blocks)
         stack.callback(made.close)
         yield made
 
 
 class Decodes:
-    """A batch at one context, shared out evenly to `num_workers`, `each` blocks of every one; their
-    old tokens are whatever is in the blocks. Neighbours lie at different workers, and so do the
+    """A batch at one context, in memories of so many blocks each; their old tokens are whatever is
+    in the blocks. Neighbours lie in different memories as long as there is room, and so do the
     neighbouring `segment_blocks` of each, if that is not 0."""
 
     def __init__(
-        self, batch: int, context: int, num_workers: int, each: int, block_tokens: int,
+        self, batch: int, context: int, sizes: Sequence[int], block_tokens: int,
         segment_blocks: int = 0,
     ) -> None:  # fmt: skip
         self.batch = batch
         self.context = context
         size = -(-(context + 1) // block_tokens)
         piece = segment_blocks or size
-        next_free = [worker * each for worker in range(num_workers)]
+        ends = list(itertools.accumulate(sizes))
+        next_free = [end - own for end, own in zip(ends, sizes, strict=True)]
         self.entries = []
         for i in range(batch):
             blocks: list[BlockId] = []
             for number, begin in enumerate(range(0, size, piece)):
-                worker, count = (i + number) % num_workers, min(piece, size - begin)
+                count = min(piece, size - begin)
+                nearest = ((i + number + further) % len(sizes) for further in range(len(sizes)))
+                worker = next((w for w in nearest if next_free[w] + count <= ends[w]), None)
+                assert worker is not None, "no memory has room for it"
                 first, next_free[worker] = next_free[worker], next_free[worker] + count
                 blocks += map(BlockId, range(first, first + count))
             entry = SequenceStep(RequestId(str(i)), [i % 256], context, blocks, GREEDY)
             self.entries.append(entry)
-        assert all(end <= (w + 1) * each for w, end in enumerate(next_free))
 
     def seconds(self, engine: Engine) -> float:
         return engine.step(self.entries).seconds

@@ -54,7 +54,7 @@ class _Case:
     def decodes(self, batch: int, context: int) -> Decodes:
         segment = segment_blocks(self.name, self._layout)
         arenas = 1 if self.name == "head" else self._workers
-        return Decodes(batch, context, arenas, self._each, self._layout.block_tokens, segment)
+        return Decodes(batch, context, (self._each,) * arenas, self._layout.block_tokens, segment)
 
     def busiest_share(self, decodes: Decodes) -> float:
         """Of all attention, by blocks or heads."""
@@ -96,7 +96,7 @@ def measure_partitions(
 def _in_turns(
     local: Engine, cases: Sequence[_Case], batch: int, context: int, repeats: int
 ) -> list[PartitionCost]:
-    own = Decodes(batch, context, 1, local.num_blocks, local.layout.block_tokens)
+    own = Decodes(batch, context, (local.num_blocks,), local.layout.block_tokens)
     asked = [case.decodes(batch, context) for case in cases]
     local_s: list[float] = []
     ways: list[list[Way]] = [[] for _ in cases]

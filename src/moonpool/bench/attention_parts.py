@@ -40,7 +40,7 @@ def measure_parts(model_name: str, dtype: str = "auto", block_tokens: int = 64) 
         engine, ops = made.engine()
         for batch in BATCHES:
             for context in CONTEXTS:
-                decodes = Decodes(batch, context, 1, each, block_tokens)
+                decodes = Decodes(batch, context, (each,), block_tokens)
                 local_s, ways = [], []
                 for turn in range(REPEATS + 1):
                     once_s, way = decodes.seconds(local), timed_step(engine, ops, decodes)

@@ -23,6 +23,7 @@ class LiveCluster(Struct, frozen=True):
     decode: int = 1
     mixed: int = 0
     attention: int = 0
+    attention_own_tokens: int = 0
     kv_tokens: int = 65_536
     block_tokens: int = 16
     chunk_tokens: int = 512
@@ -38,6 +39,7 @@ class LiveCluster(Struct, frozen=True):
             "--decode": self.decode,
             "--mixed": self.mixed,
             "--attention": self.attention,
+            "--attention-own-tokens": self.attention_own_tokens,
             "--kv-tokens": self.kv_tokens,
             "--block-size": self.block_tokens,
             "--max-num-batched-tokens": self.chunk_tokens,
@@ -58,6 +60,7 @@ class LiveCluster(Struct, frozen=True):
                 "mixed": self.mixed,
                 "attention": self.attention,
             },
+            "attention": {"own_tokens": self.attention_own_tokens},
             "pool": {
                 "block_tokens": self.block_tokens,
                 "dram_tokens_per_instance": profile.num_blocks * profile.block_tokens,

@@ -58,7 +58,8 @@ class ProfileError(RuntimeError):
 
 class LiveProfile(msgspec.Struct, frozen=True):
     """`cost` for the simulator; the rest says what it rests on. `num_blocks`: of each memory, an
-    instance's own or an attention worker's; `attention_workers`: of each instance that decodes."""
+    instance's own or an attention worker's; `attention_workers`: of each instance that decodes,
+    which keeps `attention_own_tokens` beside them."""
 
     cost: FittedCost
     believed: FittedCost  # the Conductor's own
@@ -70,6 +71,7 @@ class LiveProfile(msgspec.Struct, frozen=True):
     block_tokens: int
     seconds: float
     attention_workers: int = 0
+    attention_own_tokens: int = 0
     machine_loop_s: float = 0.0  # `bench.machine_speed`, while it was taken
 
 
@@ -116,6 +118,7 @@ class LiveProfiler:
         self._instances = told["instances"]
         owned = sum(worker["owner"] is not None for worker in told.get("attention", ()))
         workers = owned // max(self._num_decoders, 1)
+        own_tokens = told.get("attention_own_tokens", 0)
         self._vocab = (await self._get("/server_info"))["model"]["vocab_size"]
         for _ in range(2):
             await self._together(self._num_entries, 256, 8)  # warm
@@ -161,10 +164,11 @@ class LiveProfiler:
             decodes=tuple(decodes),
             busy_ratios=ratios,
             fit_error=_fit_error(cost, prefills, decodes),
-            num_blocks=self._memory_blocks(workers),
+            num_blocks=self._memory_blocks(workers, own_tokens),
             block_tokens=self._instances[0]["pool"]["block_tokens"],
             seconds=monotonic() - began_s,
             attention_workers=workers,
+            attention_own_tokens=own_tokens,
         )
 
     # The cluster
@@ -177,11 +181,14 @@ class LiveProfiler:
     def _num_decoders(self) -> int:
         return sum(i["role"] != "prefill" for i in self._instances)
 
-    def _memory_blocks(self, attention_workers: int) -> int:
-        """Blocks at attention workers are told as their instance's."""
+    def _memory_blocks(self, attention_workers: int, own_tokens: int) -> int:
+        """Blocks at attention workers are told as their instance's, with its own."""
         memories = max(attention_workers, 1)
+        own = -(-own_tokens // self._instances[0]["pool"]["block_tokens"])
         return min(
-            int(i["pool"]["blocks"]) // (1 if i["role"] == "prefill" else memories)
+            int(i["pool"]["blocks"])
+            if i["role"] == "prefill"
+            else (int(i["pool"]["blocks"]) - own) // memories
             for i in self._instances
         )
 

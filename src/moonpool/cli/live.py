@@ -196,6 +196,12 @@ def profile_live(url: str, model: str | None, json_file: str | None) -> None:
     help="Workers; they are there when the cluster is measured, too.",
 )
 @click.option(
+    "--attention-own-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Of KVCache that instances keep beside these workers.",
+)
+@click.option(
     "--load", "loads", type=NUMBERS, default="0.5,0.8", show_default=True, help="Of capacity."
 )
 @click.option("--admission", type=click.Choice(choices(Admission)), default="early")
@@ -213,6 +219,7 @@ def agreement(
     decode: int,
     mixed: int,
     attention: int,
+    attention_own_tokens: int,
     admission: Admission,
     json_file: str | None,
     **flags: Any,
@@ -221,7 +228,9 @@ def agreement(
     from moonpool.bench.agreement import bench_agreement
 
     cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode, mixed=mixed)
-    cluster = cluster.with_(admission=admission, attention=attention)
+    cluster = cluster.with_(
+        admission=admission, attention=attention, attention_own_tokens=attention_own_tokens
+    )
     found = run_bench(
         lambda: bench_agreement(cluster, workload, loads, flags["seconds"], click.echo, repeats),
         json_file,

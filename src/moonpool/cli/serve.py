@@ -51,6 +51,7 @@ FLAG_KEYS = {
     "mixed": ("cluster", "mixed"),
     "attention": ("cluster", "attention"),
     "attention_partition": ("attention", "partition"),
+    "attention_own_tokens": ("attention", "own_tokens"),
     "block_size": ("pool", "block_tokens"),
     "kv_tokens": ("pool", "dram_tokens_per_instance"),
     "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
@@ -85,11 +86,18 @@ FLAG_KEYS = {
 MAX_LOCAL_INSTANCES = 64
 
 
-PARTITION_OPTION = click.option(
-    "--attention-partition",
-    type=click.Choice(choices(AttentionPartition)),
-    help="What each attention worker of an instance keeps: whole requests (default), its heads of"
-    " all, or token ranges of long ones.",
+SHARING_OPTIONS = (
+    click.option(
+        "--attention-partition",
+        type=click.Choice(choices(AttentionPartition)),
+        help="What each attention worker of an instance keeps: whole requests (default), its heads"
+        " of all, or token ranges of long ones.",
+    ),
+    click.option(
+        "--attention-own-tokens",
+        type=int,
+        help="KVCache tokens that an instance keeps itself, beside its attention workers.",
+    ),
 )
 
 
@@ -115,7 +123,7 @@ def _engine_options() -> list[Any]:
         click.option(
             "--decode-tensor-parallel-size", type=int, help="The same of a decode instance."
         ),
-        PARTITION_OPTION,
+        *SHARING_OPTIONS,
         click.option("--pinning", type=click.Choice(choices(Pinning)), help="Of engines to cores."),
         click.option("--device", type=click.Choice(choices(Device)), help="What computes."),
     ]

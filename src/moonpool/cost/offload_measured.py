@@ -2,9 +2,10 @@
 
 The profile is of an instance that attended by itself, or had attention workers, too. What is told
 of it holds but for what other workers change: layers of the model's part, messages and attention,
-shared out evenly, take the place of those that it had. With as many workers as it had nothing
-changes: a step is what it was seen to take, with all that competed for the cores. Two staggered
-batches overlap as in `cost.offload`, and no more is done at once than there are cores.
+shared out evenly, take the place of those that it had. What the instance keeps itself is one share
+more as long as it has room; it attends to that while the others work. With as many workers as it
+had nothing changes: a step is what it was seen to take, with all that competed for the cores. Two
+staggered batches overlap as in `cost.offload`, and no more is done at once than there are cores.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ class MeasuredOffload:
     """Implements `StepCost`. `seen`: an instance with `parts.seen_workers`, one batch at a time."""
 
     def __init__(
-        self, seen: FittedCost, parts: OffloadParts, num_workers: int, staggered: bool
+        self,
+        seen: FittedCost,
+        parts: OffloadParts,
+        num_workers: int,
+        staggered: bool,
+        own_tokens: int = 0,
     ) -> None:
         assert num_workers >= 1 and parts.cores >= 1 and parts.model
         self._seen = seen
         self._parts = parts
         self._workers = num_workers
         self._staggered = staggered
+        self._own_tokens = own_tokens
 
     @property
     def num_stages(self) -> int:
@@ -44,7 +51,8 @@ class MeasuredOffload:
         return chunk_s + self._decode_s(decode_batch, decode_context_tokens)
 
     def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
-        """Grows with the context in straight pieces that bend upwards only."""
+        """Grows with the context in straight pieces; where the middle lies on the line between the
+        ends, all of it is taken to."""
         if not batch:
             return 0.0
         first_s = self._decode_s(batch, context_tokens)
@@ -53,7 +61,7 @@ class MeasuredOffload:
             half = num_steps // 2
             on_line_s = first_s + (last_s - first_s) * half / (num_steps - 1)
             later = context_tokens + batch * half
-            if on_line_s - self._decode_s(batch, later) > _STRAIGHT * on_line_s:
+            if abs(on_line_s - self._decode_s(batch, later)) > _STRAIGHT * on_line_s:
                 return self.decode_steps_s(batch, context_tokens, half) + self.decode_steps_s(
                     batch, later, num_steps - half
                 )
@@ -71,30 +79,50 @@ class MeasuredOffload:
         each_s = e + (f * batch + g * context_tokens) / num_workers
         return each_s * max(num_workers / self._parts.cores, 1.0)
 
+    def _both_s(
+        self, num_workers: int, own_tokens: int, batch: float, context_tokens: float
+    ) -> tuple[float, float]:
+        """What each worker is busy, and what the instance itself is, which then needs a core."""
+        if not own_tokens:
+            return self._attention_s(num_workers, batch, context_tokens), 0.0
+        e, f, g = self._parts.attention
+        places = num_workers + 1
+        own_context = min(context_tokens / places, own_tokens)
+        own_s = e + f * batch / places + g * own_context
+        each_s = e + f * batch / places + g * (context_tokens - own_context) / num_workers
+        crowd = max(places / self._parts.cores, 1.0)
+        return each_s * crowd, own_s * crowd
+
     def _decode_s(self, batch: int, context_tokens: float) -> float:
         if not batch:
             return 0.0
         model_s, seen_workers = self._model_s(batch), self._parts.seen_workers
         if seen_workers:
             seen_s = self._seen.decode_step_s(batch, 0) + self._seen.decode[2] * context_tokens
-            seen_layers_s = self._serial_s(seen_workers, batch, context_tokens)
+            seen = seen_workers, self._parts.seen_own_tokens
+            seen_layers_s = self._serial_s(*seen, batch, context_tokens)
         else:  # its attention was its own: as far as it goes with contexts, it is not taken along
             seen_s, seen_layers_s = self._seen.decode_step_s(batch, 0), model_s
         if self._staggered and batch >= MIN_STAGGERED:
             layers_s = self._staggered_s(batch, context_tokens)
         else:
-            layers_s = self._serial_s(self._workers, batch, context_tokens)
+            layers_s = self._serial_s(self._workers, self._own_tokens, batch, context_tokens)
         return max(seen_s + layers_s - seen_layers_s, model_s)
 
-    def _serial_s(self, num_workers: int, batch: int, context_tokens: float) -> float:
+    def _serial_s(
+        self, num_workers: int, own_tokens: int, batch: int, context_tokens: float
+    ) -> float:
         """All layers, one side after the other."""
-        attention_s = self._attention_s(num_workers, batch, context_tokens)
-        return self._model_s(batch) + self._parts.message_s + attention_s
+        attention_s, own_s = self._both_s(num_workers, own_tokens, batch, context_tokens)
+        return self._model_s(batch) + max(self._parts.message_s + attention_s, own_s)
 
     def _staggered_s(self, batch: int, context_tokens: float) -> float:
         """All layers of two halves that wait for each other."""
         half = ceil(batch / 2)
-        model_s, attention_s = self._model_s(half), self.attention_s(half, context_tokens / 2)
+        attention_s, own_s = self._both_s(
+            self._workers, -(-self._own_tokens // 2), half, context_tokens / 2
+        )
+        model_s = self._model_s(half) + own_s
         shared_s = (model_s + attention_s * self._workers) / self._parts.cores
         longest_s = max(2 * model_s, 2 * attention_s, model_s + attention_s, 2 * shared_s)
         return self._parts.message_s + longest_s

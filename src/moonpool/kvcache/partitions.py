@@ -195,7 +195,8 @@ class PartitionedPool(BlockPool):
             return []
         if beside:
             part = self.part_of(beside[-1])
-        else:  # where most room is, names counted as room only between equals
+        else:  # where least is attended to, names counted as room only between equals; the last
+            # of several is what is kept at home
             parts = range(len(self._parts))
             part = max(parts, key=lambda p: self._room(p, num_blocks))
         if self._lost[part]:
@@ -207,7 +208,7 @@ class PartitionedPool(BlockPool):
     def _room(self, part: int, num_blocks: int) -> tuple[bool, int, int, int]:
         pool = self._parts[part]
         fits = not self._lost[part] and pool.num_available >= num_blocks
-        return fits, min(pool.num_free, num_blocks), pool.num_available, -part
+        return fits, min(pool.num_free, num_blocks), -pool.num_held, part
 
     def seal(self, block_id: BlockId, key: BlockKey, depth: int = 0) -> bool:
         pool, own = self._own(block_id)

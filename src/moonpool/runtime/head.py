@@ -161,6 +161,7 @@ class Head:
 
     def cluster(self) -> dict[str, Any]:
         described = describe_cluster(self.conductor, self.now())
+        described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [
             {
                 "name": name,
@@ -373,7 +374,7 @@ class Head:
             learning=self.config.conductor.learning,
             num_instances=max(cluster.num_workers, 1),
             num_processes=cluster.num_processes(self.config.engine),
-            partition=self.config.attention.partition,
+            sharing=self.config.attention,
         )
 
     async def _tick_forever(self) -> None:

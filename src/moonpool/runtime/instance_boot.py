@@ -38,7 +38,7 @@ from moonpool.messenger.store.store import BlockStore, open_store
 from moonpool.messenger.store.tier_store import TierStore
 from moonpool.runtime.cores import CoreShare, pin_thread, usable_cores
 from moonpool.runtime.offload import Event, Offload
-from moonpool.runtime.offload_boot import OffloadedParts, gather_crew
+from moonpool.runtime.offload_boot import OffloadedParts, Spread, gather_crew
 from moonpool.runtime.profile_store import refine_profile
 from moonpool.runtime.protocol import Setup
 from moonpool.types import InstanceId, Role
@@ -147,7 +147,7 @@ def boot_instance(
     """Takes seconds: loads weights, allocates, measures. `on_lost` is called, from a thread, with
     why the instance cannot go on, if one of several processes ends. Raises BootError."""
     threads = _settle_threads(setup, degree, share)
-    built = _build(setup, (degree, threads, share), instance_id, secret, on_lost)
+    built = _build(setup, (degree, threads, share), instance_id, secret, listen_host, on_lost)
     model, arena, engine, parts = built.model, built.arena, built.engine, built.parts
     layout = arena.layout
     try:
@@ -210,6 +210,7 @@ def _build(
     processes: tuple[Degree, int, CoreShare],
     instance_id: InstanceId,
     secret: bytes,
+    listen_host: str,
     on_lost: Callable[[str], None],
 ) -> _Built:
     """An engine of such processes, with so many threads each, on these cores. Raises BootError."""
@@ -218,7 +219,7 @@ def _build(
         check_device(setup.engine.device)
         check_ranks(model, processes[0].num_ranks, setup.engine.num_shards)
         if setup.attention:
-            parts = gather_crew(setup, model, instance_id, secret, processes[1])
+            parts = gather_crew(setup, model, instance_id, secret, processes[1:], listen_host)
             return _Built(model, parts.arena, parts.engine, parts=parts)
         return _own_engine(setup, model, processes, instance_id, on_lost)
     except (ArenaError, AttentionError, StageLostError, ValueError) as error:
@@ -405,17 +406,14 @@ def _own_engine(
 def _measured_cost(
     engine: Engine | PipelineEngine, threads: int, num_stages: int, parts: OffloadedParts | None
 ) -> FittedCost:
-    """With attention workers: with blocks of one of them, as a request has them; and not at all
-    where blocks are found again that measuring would overwrite and an earlier start measured."""
+    """With attention workers: with requests at all of them by turns; and not at all where blocks
+    are found again that measuring would overwrite and an earlier start measured."""
     if engine.mirror is not None:
         measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
     if parts is None:
         return pipelined(refine_profile(engine, threads), num_stages)
-    engine, sizes = parts.engine, parts.crew.sizes
-    engine.num_blocks = sizes[0]
-    cost = refine_profile(engine, threads, only_if_new=bool(parts.crew.named))
-    engine.num_blocks = sum(sizes)
-    return cost
+    spread = Spread(parts.engine, parts.crew.sizes)
+    return refine_profile(spread, threads, only_if_new=bool(parts.crew.named))
 
 
 def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from moonpool.attention.client import AttentionClient, AttentionError, Wanted, connect
 from moonpool.attention.control import Cancel, Expect, Fetch, Grant, Named, Received, Told
+from moonpool.attention.home import HomeClient
 from moonpool.attention.partition import HeadRange, Partition
 from moonpool.attention.port import Port
 from moonpool.attention.remote_ops import RemoteOps
@@ -67,14 +68,15 @@ class Offload:
         self._secret = secret
         self._wanted = wanted
         self._use_shm = use_shm
-        self._clients: list[AttentionClient | None] = []
+        self._clients: list[AttentionClient | HomeClient | None] = []
+        self._home: int | None = None  # the place of the instance's own memory
         self._own_sizes: list[int] = []  # blocks of each
         self._head_ranges = tuple(head_ranges)
         self._partition = Partition((1,))
         self._front: Messenger | None = None
         self._post: Callable[[Event], None] = lambda event: None
         self._ops: RemoteOps | None = None
-        self._received: list[dict[str, int]] = [{} for _ in addresses]
+        self._received: list[dict[str, int]] = []
         self._lock = threading.Lock()  # guards what follows
         self._streams: dict[str, Gathering] = {}
         self._fetches: dict[str, Gathering] = {}
@@ -83,16 +85,20 @@ class Offload:
         self._epoch = 0
         self._closing = False
 
-    def gather(self) -> Crew:
-        """Connects to all. Raises AttentionError."""
-        clients = []
+    def gather(self, home: HomeClient | None = None) -> Crew:
+        """Connects to all; what is kept at `home` comes after them. Raises AttentionError."""
+        clients: list[AttentionClient | HomeClient] = []
         try:
             for worker, address in enumerate(self._addresses):
                 clients.append(self._connect(address, self._wanted_of(worker)))
         except AttentionError:
-            for client in clients:
+            for client in (*clients, *([] if home is None else [home])):
                 client.close()
             raise
+        if home is not None:
+            self._home = len(clients)
+            clients.append(home)
+        self._received = [{} for _ in clients]
         self._clients = list(clients)
         self._own_sizes = [client.attached.num_blocks for client in clients]
         self._partition = Partition(self._own_sizes, self._head_ranges)
@@ -103,7 +109,7 @@ class Offload:
     def make_ops(self, local: SplitOps) -> RemoteOps:
         ports = [None if client is None else client.port for client in self._clients]
         placement, ranges = self._partition.placement, self._head_ranges
-        self._ops = RemoteOps(local, ports, placement, head_ranges=ranges)
+        self._ops = RemoteOps(local, ports, placement, head_ranges=ranges, home=self._home)
         self._ops.on_lost = self._drop
         return self._ops
 
@@ -270,7 +276,7 @@ class Offload:
 
     # Events of the attention workers
 
-    def _listen(self, part: int, client: AttentionClient) -> None:
+    def _listen(self, part: int, client: AttentionClient | HomeClient) -> None:
         client.listen(
             lambda told: self._on_told(part, told), lambda why: self._on_lost(part, client, why)
         )
@@ -305,7 +311,7 @@ class Offload:
         if client is not None and client.port is port:
             client.close()
 
-    def _on_lost(self, part: int, client: AttentionClient, why: str) -> None:
+    def _on_lost(self, part: int, client: AttentionClient | HomeClient, why: str) -> None:
         """In the listener's thread, which then seeks the worker until it is back. All workers of an
         arena are left with one of them: nothing that is under way must be written later."""
         with self._lock:
@@ -445,7 +451,7 @@ class Offload:
         """The arena that is lost with an attention worker."""
         return self._partition.arena_of(worker)
 
-    def _clients_of(self, workers: Iterable[int]) -> list[AttentionClient]:
+    def _clients_of(self, workers: Iterable[int]) -> list[AttentionClient | HomeClient]:
         """Fewer than were asked for if one is lost."""
         clients = [self._clients[worker] for worker in workers]
         return [client for client in clients if client is not None]

@@ -18,7 +18,7 @@ replaced.
 from __future__ import annotations
 
 from moonpool.config import (
-    AttentionPartition,
+    AttentionConfig,
     EngineConfig,
     ModelConfig,
     MooncakeConfig,
@@ -75,7 +75,7 @@ class Setup(Struct, frozen=True, tag=True):
     num_instances: int  # expected on one machine, to divide its memory among
     num_processes: int  # the same with all their stages, to divide its cores among
     attention: tuple[PeerAddress, ...] = ()  # workers that hold this instance's blocks
-    partition: AttentionPartition = "request"  # among them
+    sharing: AttentionConfig = AttentionConfig()  # among them
 
 
 class Joined(Struct, frozen=True, tag=True):

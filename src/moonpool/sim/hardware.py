@@ -35,16 +35,9 @@ class NodeHardware:
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
     num_slots: int  # of the SSD; 0: there is none
-    num_arenas: int = 1  # that have the blocks, in equal shares: attention workers
+    arenas: tuple[int, ...] = ()  # blocks of each, where several memories have them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())
-
-    @property
-    def arenas(self) -> tuple[int, ...]:
-        """Blocks of each, where there are several."""
-        if self.num_arenas == 1:
-            return ()
-        return (self.num_blocks // self.num_arenas,) * self.num_arenas
 
     @property
     def steady(self) -> bool:
@@ -105,7 +98,7 @@ def build_hardware(
     ]
     decoding = wrong[1] if config.cluster.decode else wrong[0]
     largest_blocks = min(
-        part.num_blocks // part.num_arenas - reserved_blocks(part.num_blocks, part.num_slots)
+        max(part.arenas, default=part.num_blocks) - reserved_blocks(part.num_blocks, part.num_slots)
         for part in (wrong[0], decoding)
     )
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
@@ -132,8 +125,9 @@ def attention_workers(config: Config) -> int:
 def _with_attention(
     config: Config, decoding: NodeHardware, profile: FittedCost | None
 ) -> NodeHardware:
-    """Blocks lie at the attention workers, so many at each. Raises ConfigError."""
-    workers = attention_workers(config)
+    """Blocks lie at the attention workers, so many at each, and those that the instance keeps come
+    after them. Raises ConfigError."""
+    workers, own_tokens = attention_workers(config), config.attention.own_tokens
     if not workers:
         if profile is not None and profile.offload and profile.offload.seen_workers:
             raise ConfigError(
@@ -148,9 +142,21 @@ def _with_attention(
                 f"{config.hardware.cost} was measured without attention workers: measure with"
                 " `moonpool profile --url URL --attention --json FILE`"
             )
-        truth = MeasuredOffload(profile, profile.offload, workers, config.engine.staggered_decodes)
-    blocks = workers * decoding.num_blocks
-    return replace(decoding, truth=truth, num_blocks=blocks, num_arenas=workers)
+        staggered = config.engine.staggered_decodes
+        truth = MeasuredOffload(profile, profile.offload, workers, staggered, own_tokens)
+    elif own_tokens:
+        raise ConfigError(
+            "attention.own_tokens is simulated as `moonpool profile --attention` measured a machine"
+            " only: name its file with --cost"
+        )
+    own = -(-own_tokens // config.pool.block_tokens)
+    arenas = (decoding.num_blocks,) * workers + ((own,) if own else ())
+    return replace(
+        decoding,
+        truth=truth,
+        num_blocks=sum(arenas),
+        arenas=arenas if len(arenas) > 1 else (),
+    )
 
 
 def decode_nodes(config: Config) -> HardwareConfig:

@@ -24,7 +24,7 @@ def test_a_sequence_lies_in_one_arena_and_continues_there() -> None:
     pool = PartitionedPool([4, 6])
     first = pool.allocate("a", 3)
     assert first is not None
-    assert {pool.part_of(b) for b in first} == {1}  # where most room is
+    assert {pool.part_of(b) for b in first} == {1}  # the last of equals
     more = pool.allocate("a", 3, first)
     assert more is not None
     assert {pool.part_of(b) for b in more} == {1}
@@ -34,6 +34,17 @@ def test_a_sequence_lies_in_one_arena_and_continues_there() -> None:
     assert pool.largest == 6
     pool.release("a")
     assert pool.num_available == 10
+    pool.validate()
+
+
+def test_a_small_arena_is_held_as_much_as_a_large_one_until_it_is_full() -> None:
+    pool = PartitionedPool([12, 4])
+    found = []
+    for owner in "abcdefg":
+        blocks = pool.allocate(owner, 2)
+        assert blocks is not None
+        found.append(pool.part_of(blocks[0]))
+    assert found == [1, 0, 1, 0, 0, 0, 0]
     pool.validate()
 
 

@@ -33,8 +33,9 @@ ALONE = FittedCost(
 )
 
 
-def config(attention: int, cost: str = "profile.json", **engine: Any) -> Any:
+def config(attention: int, cost: str = "profile.json", own_tokens: int = 0, **engine: Any) -> Any:
     tables = {
+        "attention": {"own_tokens": own_tokens},
         "cluster": {"prefill": 1, "decode": 1, "attention": attention},
         "pool": {"block_tokens": 16, "dram_tokens_per_instance": 1600},
         "engine": engine,
@@ -100,28 +101,64 @@ def test_a_profile_seen_with_workers_is_not_taken_for_one_without() -> None:
 @pytest.mark.parametrize("staggered", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3, 50, 1001])
 @pytest.mark.parametrize("seen_workers", [0, 1, 3])
-def test_many_steps_take_what_each_takes(staggered: bool, steps: int, seen_workers: int) -> None:
+@pytest.mark.parametrize("own_tokens", [0, 6000])
+def test_many_steps_take_what_each_takes(
+    staggered: bool, steps: int, seen_workers: int, own_tokens: int
+) -> None:
     parts = msgspec.structs.replace(PARTS, seen_workers=seen_workers)
-    cost = MeasuredOffload(ALONE, parts, 1, staggered)
+    cost = MeasuredOffload(ALONE, parts, 1, staggered, own_tokens)
     each = fsum(cost.step_s((), 16, 10_000 + 16 * i) for i in range(steps))
     assert cost.decode_steps_s(16, 10_000, steps) == pytest.approx(each)
 
 
-def test_twice_the_requests_fit_two_attention_workers() -> None:
+def test_twice_the_requests_fit_two_memories() -> None:
     rows = [
         TraceRow(arrived_s=0.0, input_tokens=512, output_tokens=200, hash_ids=(2 * i, 2 * i + 1))
         for i in range(6)
     ]
     completed = []
-    for count in (0, 1, 2):
-        made = config(count)
+    for count, own_tokens in ((0, 0), (1, 0), (2, 0), (1, 1600)):
+        made = config(count, own_tokens=own_tokens)
         hardware = build_hardware(made, ALONE)
         simulation = Simulation(made, hardware)
         simulation.run(make_arrivals(rows, 256, 16, hardware.largest_request_tokens))
         figures = summarise(simulation, 0.0)
         completed.append(figures["completed"])
         assert set(figures["rejected_by_reason"]) == {"no_decode_capacity"}
-    assert completed == [2, 2, 4]
+    assert completed == [2, 2, 4, 4]
+
+
+def test_what_an_instance_keeps_itself_is_one_memory_more() -> None:
+    hardware = build_hardware(config(2, own_tokens=800), ALONE)
+    assert hardware.decode.arenas == (100, 100, 50)
+    assert hardware.decode.num_blocks == 250
+    assert hardware.largest_request_tokens == 1600, "of one memory"
+    with pytest.raises(ConfigError, match="with --cost"):
+        build_hardware(config(2, "roofline", own_tokens=800))
+
+
+def test_it_attends_to_its_own_while_the_worker_is_busy() -> None:
+    cost = MeasuredOffload(ALONE, PARTS, 1, staggered=False, own_tokens=2000)
+    base_s = 0.012 + 0.0005 * 4
+    # Half each, at once; then all that it has no room for.
+    assert cost.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 1.5e-3)
+    assert cost.step_s((), 4, 9000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 7e-3)
+    two = MeasuredOffload(ALONE, PARTS, 2, staggered=False, own_tokens=2000)
+    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three attend on two cores
+    assert two.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + crowded_s)
+    turns = MeasuredOffload(ALONE, PARTS, 1, staggered=True, own_tokens=8000)
+    half_s = 0.001 + 4e-4 + 4e-3  # of either, of a half
+    around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
+    assert turns.step_s((), 16, 16_000) == pytest.approx(around_s + 2 * (0.012 + half_s))
+
+
+def test_seen_with_memory_of_its_own_a_step_is_what_it_was_seen_to_take() -> None:
+    parts = msgspec.structs.replace(PARTS, seen_workers=1, seen_own_tokens=2000)
+    cost = MeasuredOffload(ALONE, parts, 1, staggered=False, own_tokens=2000)
+    assert cost.step_s((), 4, 1000) == pytest.approx(ALONE.decode_step_s(4, 1000))
+    without = MeasuredOffload(ALONE, parts, 1, staggered=False)
+    more_s = 2e-4 + 5e-4
+    assert without.step_s((), 4, 1000) == pytest.approx(ALONE.decode_step_s(4, 1000) + more_s)
 
 
 def test_a_profile_without_attention_workers_is_told() -> None:
