@@ -29,7 +29,7 @@ from moonpool.attention.wire import (
     Plan,
     Q,
 )
-from moonpool.engine.native.hand import OTHER, REFUSED, WAITED, HandStep, NativeHand
+from moonpool.engine.native.hand import OTHER, REFUSED, WAITED, NativeHand, NativeStep
 from moonpool.engine.native.split import NativeSplitOps
 from moonpool.engine.ops import HeadShape, KvCache, SplitOps, StepMeta
 
@@ -38,7 +38,9 @@ KEPT_STEPS = 4
 
 
 @dataclass(slots=True)
-class _Step:
+class HandStep:
+    """One worker's share of a step, as its plan says. `q`: the layer's queries."""
+
     stores: StepMeta
     whole: StepMeta
     parts: StepMeta
@@ -69,7 +71,7 @@ class Hand:
         self._scale = scale
         self._writing = writing
         self._dtype = cache.blocks.dtype
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, HandStep] = {}
         self._plans = msgspec.msgpack.Decoder(Plan)
         self._native: NativeHand | None = None
 
@@ -86,7 +88,7 @@ class Hand:
                 try:
                     if header is None:
                         raise IndexError("a row's position or context lies outside its block table")
-                    self.take(port, header)
+                    self._take(port, header)
                 except PortError:
                     raise
                 except Exception as error:  # the model worker hears of it, and goes on without us
@@ -111,8 +113,7 @@ class Hand:
                 raise PortError("the other side's ring makes no sense")
             port.live()
 
-    def take(self, port: Port, header: Header) -> None:
-        """One message, the payload of which waits at the port."""
+    def _take(self, port: Port, header: Header) -> None:
         if header.kind == PLAN:
             self._begin(port, header)
         elif header.kind == Q:
@@ -131,8 +132,21 @@ class Hand:
             raise ValueError(f"a plan of {header.num_bytes} bytes")
         data = bytearray(header.num_bytes)
         port.receive_into(memoryview(data))
-        plan = self._plans.decode(data)
-        step = _Step(
+        step = self.begin(self._plans.decode(data))
+        while len(self._steps) >= KEPT_STEPS:
+            del self._steps[next(iter(self._steps))]
+        self._steps[header.step] = step
+        if self._native is not None:
+            self._native.begin(
+                NativeStep(
+                    header.step, step.stores, step.whole, step.parts, step.segments, step.part_rows,
+                    step.num_queries, step.early,
+                )
+            )  # fmt: skip
+
+    def begin(self, plan: Plan) -> HandStep:
+        """Raises ValueError for a plan that contradicts itself."""
+        step = HandStep(
             stores=plan.stores.meta(),
             whole=plan.whole.meta(),
             parts=plan.parts.meta(),
@@ -144,16 +158,7 @@ class Hand:
         if step.whole.num_rows > step.num_queries or len(step.part_rows) != step.parts.num_rows:
             raise ValueError("a plan whose rows do not fit each other")
         self._writing(_written(step.stores, self._cache.layout.block_tokens), plan.epoch)
-        while len(self._steps) >= KEPT_STEPS:
-            del self._steps[next(iter(self._steps))]
-        self._steps[header.step] = step
-        if self._native is not None:
-            self._native.begin(
-                HandStep(
-                    header.step, step.stores, step.whole, step.parts, step.segments, step.part_rows,
-                    step.num_queries, step.early,
-                )
-            )  # fmt: skip
+        return step
 
     def _take_queries(self, port: Port, header: Header) -> None:
         step, heads = self._steps[header.step], self._heads
@@ -175,23 +180,32 @@ class Hand:
         if step.q is None:
             raise ValueError("keys and values without queries")
         began_ns = time.perf_counter_ns()
-        ops, cache, scale = self._ops, self._cache, self._scale
+        self.store(step, kv, layer)
+        answers = self.attend(step, step.q, layer)
+        busy_ns = step.busy_ns + time.perf_counter_ns() - began_ns
+        num_bytes = sum(answer.nbytes for answer in answers)
+        port.send(Header(num_bytes, ATTENDED, layer, header.step, busy_ns % (1 << 32)), *answers)
+
+    def store(self, step: HandStep, kv: Tensor, layer: int) -> None:
         if step.stores.num_rows:
-            ops.store(kv, heads, cache, layer, step.stores)
+            self._ops.store(kv, self._heads, self._cache, layer, step.stores)
+
+    def attend(self, step: HandStep, q: Tensor, layer: int) -> list[Tensor]:
+        """With K and V stored. Outputs of the sequences that lie here, then partials of those that
+        lie here in part; what a step has none of is left out."""
+        ops, heads, cache, scale = self._ops, self._heads, self._cache, self._scale
         answers: list[Tensor] = []
-        own = step.q[: step.whole.num_rows]
+        own = q[: step.whole.num_rows]
         if step.state is not None:
             answers.append(ops.attend_new(own, step.state, heads, cache, layer, step.whole, scale))
         elif step.whole.num_rows:
             answers.append(ops.attend(own, heads, cache, layer, step.whole, scale))
         if step.parts.num_rows:
-            q = step.q[step.part_rows]
+            rows = q[step.part_rows]
             answers.append(
-                ops.attend_segments(q, heads, cache, layer, step.parts, scale, step.segments)
+                ops.attend_segments(rows, heads, cache, layer, step.parts, scale, step.segments)
             )
-        busy_ns = step.busy_ns + time.perf_counter_ns() - began_ns
-        num_bytes = sum(answer.nbytes for answer in answers)
-        port.send(Header(num_bytes, ATTENDED, layer, header.step, busy_ns % (1 << 32)), *answers)
+        return answers
 
     def _receive(self, port: Port, header: Header, shape: tuple[int, int, int]) -> Tensor:
         rows = torch.empty(shape, dtype=self._dtype)

@@ -35,15 +35,19 @@ class Placement:
         return owners
 
 
+Selection = slice | Tensor
+"""Rows of a step; those that lie together are not gathered one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What one worker is sent of a step, and where what it answers goes."""
 
     plan: Plan
-    queries: Tensor | None  # rows of the step whose Q it gets; None: all, in order
-    stores: Tensor | None  # rows whose K and V it keeps
-    num_stores: int
-    num_whole: int  # of its queries: answered with outputs, which go to the same rows
+    queries: Selection  # rows whose Q it gets
+    stores: Selection  # rows whose K and V it keeps
+    outputs: Selection  # the first of its queries: rows that it answers with outputs
+    num_whole: int  # of these
     num_partials: int
 
 
@@ -175,9 +179,9 @@ def _share(
     )
     return Share(
         plan=plan,
-        queries=_selection(queries, len(positions)),
-        stores=_selection(kept_rows, len(positions)),
-        num_stores=len(kept_rows),
+        queries=_selection(queries),
+        stores=_selection(kept_rows),
+        outputs=_selection(whole_rows),
         num_whole=len(whole_rows),
         num_partials=sum(p.num_rows for p in parts),
     )
@@ -211,9 +215,10 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
 
 
-def _selection(rows: np.ndarray, num_rows: int) -> Tensor | None:
-    if len(rows) == num_rows and (rows == np.arange(num_rows)).all():
-        return None
+def _selection(rows: np.ndarray) -> Selection:
+    first = int(rows[0]) if len(rows) else 0
+    if (rows == np.arange(first, first + len(rows))).all():
+        return slice(first, first + len(rows))
     return torch.from_numpy(rows)
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
+from moonpool.attention.hand import Hand, HandStep
 from moonpool.attention.partition import HeadRange
 from moonpool.attention.plan import Placement, Share, StepShares, for_all, split_step
 from moonpool.attention.port import Payload, Port, PortError, view_of
@@ -50,19 +53,24 @@ class AttentionLostError(RuntimeError):
         self.worker = worker
 
 
-class _Step:
-    __slots__ = ("meta", "number", "shares")
+class Home(NamedTuple):
+    """What this process keeps itself, as the last of the workers."""
 
-    def __init__(self, meta: StepMeta, number: int, shares: StepShares) -> None:
-        self.meta = meta
-        self.number = number
-        self.shares = shares
+    worker: int
+    hand: Hand
+
+
+@dataclass(slots=True)
+class _Step:
+    meta: StepMeta
+    number: int
+    shares: StepShares
+    at_home: HandStep | None = None
 
 
 class RemoteOps:
     """`ports[w]` leads to the worker that has the w-th range of blocks, None while it is lost; or,
-    with `head_ranges`, to the one that has those heads of all blocks. `home` is the worker that is
-    in this process, if there is one.
+    with `head_ranges`, to the one that has those heads of all blocks; at `home` no port does.
     Used by one thread; `replace` may come from others. `numbers` are for its steps: one for all who
     use the same ports."""
 
@@ -74,7 +82,7 @@ class RemoteOps:
         early_query: bool = True,
         head_ranges: Sequence[HeadRange] = (),
         numbers: Iterator[int] | None = None,
-        home: int | None = None,
+        home: Home | None = None,
     ) -> None:
         crew = f"{len(ports)}{'' if home is None else ' with its own'}"
         self.name = f"{local.name}, {crew} attention workers"
@@ -95,14 +103,14 @@ class RemoteOps:
         self.waited_ns = 0  # what was waited for their answers, in all
         self._early_query = early_query
         self._home = home
+        self._home_worker = -1 if home is None else home.worker
         self._steps: list[_Step] = []
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._plans = msgspec.msgpack.Encoder()
 
     @property
     def num_workers(self) -> int:
-        """In processes of their own."""
-        return len(self._ports) - (self._home is not None)
+        return len(self._ports)
 
     def replace(self, worker: int, port: Port | None) -> None:
         """A worker was lost, or another one has taken its place."""
@@ -122,16 +130,20 @@ class RemoteOps:
     ) -> Tensor:
         step = self._step_of(meta, cache)
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
-        for worker, share in step.shares.shares.items():
-            rows = q if share.queries is None else q[share.queries]
+        away = [(w, share) for w, share in step.shares.shares.items() if w != self._home_worker]
+        for worker, share in away:
+            rows = q[share.queries]
             if self._head_ranges:
                 rows = self._head_ranges[worker].of_queries(q, heads)
             self._send(worker, Q, layer, step.number, rows.contiguous())
-        for worker, share in step.shares.shares.items():
-            rows = kv if share.stores is None else kv[share.stores]
+        for worker, share in away:
+            rows = kv[share.stores]
             if self._head_ranges:
                 rows = self._head_ranges[worker].of_keys_values(kv)
             self._send(worker, KEYS_VALUES, layer, step.number, rows.contiguous())
+        if self._home is not None and step.at_home is not None:
+            share = step.shares.shares[self._home.worker]
+            self._home.hand.store(step.at_home, kv[share.stores].contiguous(), layer)
         return q
 
     def attend(
@@ -146,28 +158,40 @@ class RemoteOps:
         step = self._step_of(meta, cache)
         width = heads.num_heads * heads.head_dim
         out = torch.empty(meta.num_rows, width, dtype=q.dtype)
-        partials: dict[int, Tensor] = {}
-        shares = step.shares.shares
-        for worker in self._nearest_first(shares):
-            share, began_ns = shares[worker], time.perf_counter_ns()
+        own_partials = self._attend_at_home(step, q, layer, out)
+        began_ns = time.perf_counter_ns()
+        partials: list[Tensor] = []
+        for worker, share in step.shares.shares.items():
+            if worker == self._home_worker:
+                continue
             if self._head_ranges:
                 columns = self._head_ranges[worker].columns(heads)
                 own = out.new_empty(meta.num_rows, columns.stop - columns.start)
                 self._receive(worker, share, layer, step.number, own, heads)
                 out[:, columns] = own
-            else:
-                whole, part = self._receive(worker, share, layer, step.number, out, heads)
-                if share.queries is not None and share.num_whole:
-                    out[share.queries[: share.num_whole]] = whole
-                if part is not None:
-                    partials[worker] = part
-            if worker != self._home:
-                self.waited_ns += time.perf_counter_ns() - began_ns
+                continue
+            whole, part = self._receive(worker, share, layer, step.number, out, heads)
+            if not isinstance(share.outputs, slice):
+                out[share.outputs] = whole
+            if part is not None:
+                partials.append(part)
+        self.waited_ns += time.perf_counter_ns() - began_ns
         merge = step.shares.merge
         if merge is not None:
-            everything = torch.cat([partials[worker] for worker in sorted(partials)])
+            everything = torch.cat([*partials, *own_partials])
             out[merge.rows] = self._local.merge(everything, merge.order, merge.starts, out.dtype)
         return out
+
+    def _attend_at_home(self, step: _Step, q: Tensor, layer: int, out: Tensor) -> list[Tensor]:
+        """What lies here, while the workers are at theirs: outputs go to `out`, partials are
+        returned."""
+        if self._home is None or step.at_home is None:
+            return []
+        share = step.shares.shares[self._home.worker]
+        answers = self._home.hand.attend(step.at_home, q[share.queries].contiguous(), layer)
+        if share.num_whole:
+            out[share.outputs] = answers.pop(0)
+        return answers
 
     def _step_of(self, meta: StepMeta, cache: KvCache) -> _Step:
         """Of one or two steps under way; a new one is announced to those who have a share."""
@@ -180,16 +204,15 @@ class RemoteOps:
         step = _Step(meta, next(self._numbers) % MAX_STEP, shares)
         for worker, share in shares.shares.items():
             plan = share.plan
+            if self._home is not None and worker == self._home.worker:
+                step.at_home = self._home.hand.begin(plan)
+                continue
             if not self._early_query:
                 plan = msgspec.structs.replace(plan, early=False)
             body = bytearray(self._plans.encode(plan))
             self._send(worker, PLAN, 0, step.number, memoryview(body))
         self._steps = [*self._steps[-KEPT_STEPS + 1 :], step]
         return step
-
-    def _nearest_first(self, workers: Iterable[int]) -> list[int]:
-        """What is attended here is attended while the others work."""
-        return sorted(workers, key=lambda worker: worker != self._home)
 
     def _port(self, worker: int) -> Port:
         port = self._ports[worker]
@@ -209,8 +232,9 @@ class RemoteOps:
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs and partials of a worker's rows; if it has all of them, in order, outputs go
         straight to `out`."""
-        whole = out[: share.num_whole]
-        if share.queries is not None:
+        if isinstance(share.outputs, slice):
+            whole = out[share.outputs]
+        else:
             whole = out.new_empty(share.num_whole, out.shape[1])
         part = None
         targets = [whole] if share.num_whole else []
@@ -236,8 +260,7 @@ class RemoteOps:
                 raise PortError(text.decode(errors="replace"))
             if header.kind != ATTENDED or header.num_bytes != sum(t.nbytes for t in targets):
                 raise PortError("it answered what was not asked")
-            if worker != self._home:
-                self.attending_ns += header.busy_ns
+            self.attending_ns += header.busy_ns
             if taken:
                 targets = []
             for target in targets:

@@ -18,7 +18,7 @@ from moonpool.attention.home import HomeClient, keep_at_home
 from moonpool.attention.keeper import Keeper
 from moonpool.attention.partition import HeadRange, Partition, share_heads
 from moonpool.attention.port import Port
-from moonpool.attention.remote_ops import RemoteOps
+from moonpool.attention.remote_ops import Home, RemoteOps
 from moonpool.bench.attention_child import SECRET_VARIABLE
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.ops import HeadShape, KvCache
@@ -121,9 +121,9 @@ class Crew:
 
     def engine(self, staggered: bool = False, early_query: bool = True) -> tuple[Engine, RemoteOps]:
         ports: list[Port] = [client.port for client in self.clients]
-        sizes = [self.each] * len(ports)
+        sizes, home = [self.each] * len(ports), None
         if self._home is not None:
-            ports.append(self._home.port)
+            home = Home(len(ports), self._home.hand)
             sizes.append(self._home.attached.num_blocks)
         partition = Partition(sizes, self._head_ranges)
         ops = RemoteOps(
@@ -133,7 +133,7 @@ class Crew:
             early_query,
             self._head_ranges,
             self._numbers,
-            home=None if self._home is None else len(self.clients),
+            home=home,
         )
         kind = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
         shape = (sum(partition.sizes), self.layout.num_layers, self.layout.slice_elements)

@@ -19,7 +19,7 @@ from moonpool.attention.control import Cancel, Expect, Fetch, Grant, Named, Rece
 from moonpool.attention.home import HomeClient
 from moonpool.attention.partition import HeadRange, Partition
 from moonpool.attention.port import Port
-from moonpool.attention.remote_ops import RemoteOps
+from moonpool.attention.remote_ops import Home, RemoteOps
 from moonpool.engine.ops import SplitOps
 from moonpool.kvcache.transfers import (
     FetchEnded,
@@ -69,7 +69,7 @@ class Offload:
         self._wanted = wanted
         self._use_shm = use_shm
         self._clients: list[AttentionClient | HomeClient | None] = []
-        self._home: int | None = None  # the place of the instance's own memory
+        self._home: Home | None = None
         self._own_sizes: list[int] = []  # blocks of each
         self._head_ranges = tuple(head_ranges)
         self._partition = Partition((1,))
@@ -96,7 +96,7 @@ class Offload:
                 client.close()
             raise
         if home is not None:
-            self._home = len(clients)
+            self._home = Home(len(clients), home.hand)
             clients.append(home)
         self._received = [{} for _ in clients]
         self._clients = list(clients)
@@ -107,7 +107,7 @@ class Offload:
         return Crew(sizes=sizes, named=tuple(named))
 
     def make_ops(self, local: SplitOps) -> RemoteOps:
-        ports = [None if client is None else client.port for client in self._clients]
+        ports = [c.port for c in self._clients if isinstance(c, AttentionClient)]
         placement, ranges = self._partition.placement, self._head_ranges
         self._ops = RemoteOps(local, ports, placement, head_ranges=ranges, home=self._home)
         self._ops.on_lost = self._drop
@@ -308,7 +308,7 @@ class Offload:
     def _drop(self, part: int, port: Port) -> None:
         """A step found out that the worker is of no use any more."""
         client = self._clients[part]
-        if client is not None and client.port is port:
+        if isinstance(client, AttentionClient) and client.port is port:
             client.close()
 
     def _on_lost(self, part: int, client: AttentionClient | HomeClient, why: str) -> None:

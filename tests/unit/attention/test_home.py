@@ -16,11 +16,8 @@ from tests.unit.attention.test_remote_ops import (
 )
 
 from moonpool.attention.hand import Hand
-from moonpool.attention.home import HomePort
 from moonpool.attention.plan import Placement
-from moonpool.attention.port import PortError
-from moonpool.attention.remote_ops import RemoteOps
-from moonpool.attention.wire import ECHO, Header
+from moonpool.attention.remote_ops import Home, RemoteOps
 from moonpool.engine.ops import SEGMENT, KvCache, empty_cache
 from moonpool.engine.runner import Engine
 from moonpool.engine.step import SequenceStep
@@ -35,9 +32,8 @@ def with_home(made: Workers, staggered: bool = False) -> tuple[Engine, set[int]]
     cache = empty_cache(made.layout, HOME_BLOCKS)
     hand = Hand(make_ops(), cache, HEADS, 16**-0.5, lambda blocks, _: written.update(blocks))
     sizes = (*(BLOCKS_EACH for _ in made.ports), HOME_BLOCKS)
-    ports = [*made.ports, HomePort(hand)]
-    ops = RemoteOps(make_ops(), ports, Placement(sizes), home=len(made.ports))
-    assert ops.num_workers == len(made.ports)
+    home = Home(len(made.ports), hand)
+    ops = RemoteOps(make_ops(), made.ports, Placement(sizes), home=home)
     nothing = torch.empty(1, 1, 1, dtype=cache.blocks.dtype)
     shape = (sum(sizes), made.layout.num_layers, made.layout.slice_elements)
     whole = KvCache(nothing.expand(shape), made.layout)
@@ -83,22 +79,3 @@ def test_who_needs_home_only_needs_no_worker() -> None:
 
 def _at_zero(step: SequenceStep) -> SequenceStep:
     return SequenceStep(step.request_id, step.new_token_ids, step.start, [0], step.draw)
-
-
-def test_a_port_that_is_closed_or_was_asked_for_nothing_says_so() -> None:
-    with workers(1) as made:
-        hand = Hand(make_ops(), made.caches[0], HEADS, 0.25, lambda blocks, _: None)
-    port = HomePort(hand)
-    with pytest.raises(PortError, match="asked for nothing"):
-        port.receive()
-    sent, back = bytearray(b"there and back"), bytearray(14)
-    port.send(Header(14, ECHO, 1, 2), memoryview(sent))
-    assert port.receive().num_bytes == 14
-    port.receive_into(memoryview(back)[:5])  # piece by piece
-    port.receive_into(memoryview(back)[5:])
-    assert back == sent
-    with pytest.raises(PortError, match="less than"):
-        port.receive_into(memoryview(back))
-    port.close()
-    with pytest.raises(PortError, match="closed"):
-        port.send(Header(0, ECHO, 1, 2))

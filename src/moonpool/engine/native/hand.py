@@ -65,7 +65,7 @@ class _Hand(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class HandStep:
+class NativeStep:
     """What a plan says. `part_rows`: int64, the row of Q of each row of `parts`."""
 
     number: int
@@ -133,7 +133,7 @@ class NativeHand:
         """See hand.cpp."""
         return self._serve(ctypes.addressof(self._hand), timeout_ns)
 
-    def begin(self, plan: HandStep) -> None:
+    def begin(self, plan: NativeStep) -> None:
         """In place of the oldest. Raises ValueError where shapes do not fit."""
         heads, dtype = self._heads, self._cache.blocks.dtype
         num_parts = plan.parts.num_rows
@@ -164,7 +164,7 @@ class NativeHand:
         self._next = (self._next + 1) % len(self._steps)
 
     def _attend_calls(
-        self, step: _Step, plan: HandStep, qs: tuple[Tensor, Tensor], to: tuple[int, int]
+        self, step: _Step, plan: NativeStep, qs: tuple[Tensor, Tensor], to: tuple[int, int]
     ) -> tuple[Tensor, ...]:
         """Returns what must outlive the step."""
         heads, whole = self._heads, plan.whole
