@@ -50,10 +50,10 @@ def test_a_second_memory_holds_twice_the_requests() -> None:
     result = bench_attention_capacity(f"{TINY},kv_heads=2", (1, 2), 2, 200, 2, "float32")
     assert [curve.capacity for curve in result.curves] == [2, 2, 4, 4, 6]
     full = result.curves[3].points[-1]
-    assert full.model_s + full.attention_s + full.rest_s >= full.tbt_s
+    assert full.bound_s + full.rest_s >= full.tbt_s
     assert full.attention_s > 0.0
     text = "\n".join(capacity_lines(result))
-    assert "2 attention workers hold 2 times the requests" in text
+    assert "2 attention workers and own memory: room for 3 times the requests" in text
 
 
 def test_a_larger_memory_holds_more_in_one_batch_or_in_two() -> None:
@@ -61,11 +61,11 @@ def test_a_larger_memory_holds_more_in_one_batch_or_in_two() -> None:
     assert [p.requests for p in result.curves[0].points] == [1, 2, 3, 4]
     assert [p.requests for p in result.curves[1].points] == list(range(1, 13))
     full = result.curves[0].points[-1]
-    assert full.requests == 4 and 0.0 < full.times < 5.0, "beside itself"
+    assert full.requests == 4 and full.limit_s > 0.0, "beside itself"
     for point in result.curves[1].points:
         assert point.limit_s > 0.0, "beside the instance's own full memory"
         if point.requests < MIN_SEQUENCES:
             assert not point.in_turns and not point.other_s
         else:
             assert 0.0 < point.tbt_s <= point.other_s, "the faster way counts"
-    assert "1 attention workers hold 3 times the requests" in "\n".join(capacity_lines(result))
+    assert "1 attention worker: room for 3 times the requests" in "\n".join(capacity_lines(result))

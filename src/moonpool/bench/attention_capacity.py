@@ -35,7 +35,8 @@ class Point(Struct, frozen=True):
     """`slowest_s`: the worst of the repeats, `tbt_s` their median. Of that step with attention
     workers, `model_s` is what the model worker did, `attention_s` what each worker was busy;
     `in_turns`: as two batches, and then `other_s` is what one took, else what two did; 0: so
-    few are one batch. `limit_s`: what the instance's own full memory takes beside it."""
+    few are one batch. `at_home`: a share of the attention is in `model_s`. `limit_s`: what the
+    instance's own full memory takes beside it."""
 
     requests: int
     tbt_s: float
@@ -43,6 +44,7 @@ class Point(Struct, frozen=True):
     model_s: float = 0.0
     attention_s: float = 0.0
     in_turns: bool = False
+    at_home: bool = False
     other_s: float = 0.0
     limit_s: float = 0.0
 
@@ -53,9 +55,14 @@ class Point(Struct, frozen=True):
 
     @property
     def rest_s(self) -> float:
-        """Messages, and waiting for a core; of two batches, what neither side is busy."""
+        """Messages, and waiting for a core; where both sides work at once, what neither is busy."""
+        return max(self.tbt_s - self.bound_s, 0.0)
+
+    @property
+    def bound_s(self) -> float:
+        """What no faster message would save."""
         busy_s = (self.model_s, self.attention_s)
-        return max(self.tbt_s - (max(busy_s) if self.in_turns else sum(busy_s)), 0.0)
+        return max(busy_s) if self.in_turns or self.at_home else sum(busy_s)
 
 
 class Curve(Struct, frozen=True):
@@ -69,7 +76,8 @@ class Curve(Struct, frozen=True):
     def words(self) -> str:
         if not self.workers:
             return "own memory"
-        return f"{self.workers} attention workers{' and own memory' if self.at_home else ''}"
+        name = "1 attention worker" if self.workers == 1 else f"{self.workers} attention workers"
+        return f"{name} and own memory" if self.at_home else name
 
     @property
     def capacity(self) -> int:
@@ -141,7 +149,7 @@ def _curve(own: _Own, workers: int, at_home: bool, holds: int, repeats: int) -> 
         return Curve(0, True, tuple(_point(own, batch, repeats) for batch in batches))
     with crew(model, layout, workers, each, home_blocks=home) as made:
         ways = (made.engine(), made.engine(staggered=True))
-        points = tuple(_remote_point(own, ways, batch, repeats) for batch in batches)
+        points = tuple(_remote_point(own, ways, batch, repeats, at_home) for batch in batches)
         return Curve(workers, at_home, points)
 
 
@@ -153,7 +161,11 @@ def _point(own: _Own, batch: Decodes, repeats: int) -> Point:
 
 
 def _remote_point(
-    own: _Own, engines: Sequence[tuple[Engine, RemoteOps]], batch: Decodes, repeats: int
+    own: _Own,
+    engines: Sequence[tuple[Engine, RemoteOps]],
+    batch: Decodes,
+    repeats: int,
+    at_home: bool,
 ) -> Point:
     """By the first engine as one batch, by the second as two, if it shares out so few."""
     ways = engines if batch.batch >= MIN_SEQUENCES else engines[:1]
@@ -175,6 +187,7 @@ def _remote_point(
         model_s=middle.model_s,
         attention_s=middle.attention_s,
         in_turns=best == 1,
+        at_home=at_home,
         other_s=middles[1 - best].step_s if len(ways) == 2 else 0.0,
         limit_s=median(limits[1:]),
     )
@@ -210,18 +223,20 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
 def _verdict(result: CapacityResult, curve: Curve) -> Iterator[str]:
     """What a full crew costs, and what of that no faster message would save."""
     full, limit_s = curve.points[-1], curve.points[-1].limit_s
+    for point in curve.points[:-1]:
+        if point.requests == 2 * result.requests_each:
+            yield f"{curve.words}: twice the requests take {point.times:.2f} times as long"
     yield (
-        f"{curve.words} hold {curve.capacity / result.requests_each:.0f}"
+        f"{curve.words}: room for {curve.capacity / result.requests_each:.0f}"
         f" times the requests, all of them at {full.times:.2f} times the"
         f" {limit_s * 1e3:.1f} ms of {result.requests_each} without, and"
         f" {result.within(curve)} within these"
     )
-    busy_s = (full.model_s, full.attention_s)
-    bound_s = max(busy_s) if full.in_turns else sum(busy_s)
     side = "the model's part" if full.model_s > full.attention_s else "attention"
-    order = "in turns" if full.in_turns else "one after the other"
+    overlap = full.in_turns or full.at_home
+    order = "at once" if overlap else "one after the other"
     crowded = f"; {curve.workers} workers share {result.cores} cores"
     yield (
-        f"    {order}, {side} leading, both sides take {bound_s / limit_s:.2f} times"
+        f"    {order}, {side} leading, both sides take {full.bound_s / limit_s:.2f} times"
         f" that time{crowded if 1 + curve.workers > result.cores else ''}"
     )

@@ -74,7 +74,7 @@ def attention(
 def _plot_capacity(result: CapacityResult, plot: str) -> None:
     from moonpool.report.offload_curve import plot_offload
 
-    drawn = [(c.words, [(p.requests, p.tbt_s) for p in c.points]) for c in result.curves]
+    drawn = [(c.words, [(p.requests, p.times) for p in c.points]) for c in result.curves]
     title = f"{result.model}, {result.context_tokens} tokens a request"
     try:
         plot_offload(drawn, result.limit_s, title, Path(plot))
