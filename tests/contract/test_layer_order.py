@@ -190,6 +190,7 @@ class Still:
     """A connection whose slices are in their places already."""
 
     transport = "still"
+    takes_unnamed = False
 
     def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
         unpacked = unpack_offers(offers)

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from moonpool.kvcache.transfers import (
 from moonpool.messenger import shm
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing_table import checksum_slice
+from moonpool.messenger.station import Station
 from moonpool.messenger.transport import Connection, PeerGoneError
 from moonpool.messenger.wire import (
     MAX_FRAME_BYTES,
@@ -36,7 +38,7 @@ from moonpool.messenger.wire import (
     StreamExpected,
     pack_offers,
 )
-from moonpool.types import InstanceId
+from moonpool.types import BlockId, InstanceId
 
 MakeNode = Callable[..., Node]
 
@@ -174,15 +176,18 @@ def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     sender.expect_silence()
 
 
-def test_an_aborted_stream_ends_only_when_its_thread_has_let_go(make_node: MakeNode) -> None:
-    reading, go_on = threading.Event(), threading.Event()
+def test_an_aborted_stream_ends_only_when_its_thread_has_let_go(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on, offer = threading.Event(), threading.Event(), Station.offer
 
-    def slow_checksum(view: memoryview) -> int:
+    def slow_offer(station: Station, *arguments: Any) -> int:
         reading.set()
         go_on.wait(3)
-        return checksum_slice(view)
+        return offer(station, *arguments)
 
-    sender, receiver = make_node("sender", checksum=slow_checksum), make_node("receiver")
+    monkeypatch.setattr(Station, "offer", slow_offer)
+    sender, receiver = make_node("sender"), make_node("receiver")
     receiver.messenger.expect("s", [0], 0, 3.0)
     sender.messenger.open_stream("s", receiver.address, 3.0)
     sender.messenger.send("s", [(0, 0, 0)])
@@ -191,6 +196,38 @@ def test_an_aborted_stream_ends_only_when_its_thread_has_let_go(make_node: MakeN
     sender.expect_silence(0.1)
     go_on.set()
     assert "aborted" in sender.expect_event(SendEnded).error
+
+
+def test_what_a_sender_writes_after_it_has_aborted_is_nobodys_block(make_node: MakeNode) -> None:
+    """Its first send names no sums where the receiver computes them: what is copied while the
+    sender's blocks are used for something else must not count."""
+    layout = make_layout(head_dim=16_384)  # slices of half a MiB: they take a while
+    sender = make_node("sender", layout=layout, num_blocks=4)
+    receiver = make_node("receiver", layout=layout, num_blocks=4)
+    rng, counts = random.Random(5), set()
+    slices = [(i, i, layer) for layer in range(3) for i in range(4)]
+    for number in range(40):
+        name, meant, rubbish = f"s{number}", 1 + 2 * number % 250, 2 + 2 * number % 250
+        sender.arena.sums.forget(range(4))
+        sender.arena.buffer[:] = bytes([meant]) * sender.arena.num_bytes
+        receiver.messenger.expect(name, list(range(4)), 0, 0.2)  # the sender may never come
+        sender.messenger.open_stream(name, receiver.address, 3.0)
+        sender.messenger.send(name, slices)
+        time.sleep(rng.uniform(0, 0.003))
+        sender.messenger.abort_stream(name)
+        sender.expect_event(SendEnded)
+        sender.arena.sums.forget(range(4))
+        sender.arena.buffer[:] = bytes([rubbish]) * sender.arena.num_bytes
+        ended = receiver.expect_event(ReceiveEnded)
+        whole = set(range(4)) - set(ended.corrupt)
+        counts.add(len(whole))
+        for index in whole:
+            assert receiver.block(index) == bytes([meant]) * layout.block_bytes
+        for block in range(4):
+            for layer in range(3):
+                told = receiver.arena.sums.get(BlockId(block), layer)
+                assert told in (0, checksum_slice(receiver.arena.slice(block, layer)))
+    assert 0 in counts
 
 
 def test_a_second_grant_changes_nothing(make_node: MakeNode) -> None:

@@ -20,6 +20,8 @@ from moonpool.kvcache.transfers import (
     SendEnded,
 )
 from moonpool.messenger.landing_table import checksum_slice
+from moonpool.messenger.transport import FrameSocket
+from moonpool.types import BlockId
 
 MakeNode = Callable[..., Node]
 
@@ -123,9 +125,9 @@ def test_indices_the_receiver_has_are_not_sent(pair: tuple[Node, Node]) -> None:
 
 
 def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> None:
-    sender = make_node("sender", checksum=lambda view: checksum_slice(view) ^ (view[0] == 99))
-    receiver = make_node("receiver")
-    sender.arena.slice(5, 2)[0] = 99
+    sender, receiver = make_node("sender"), make_node("receiver")
+    sender.arena.sums.set(BlockId(5), 2, checksum_slice(sender.arena.slice(5, 2)))
+    sender.arena.slice(5, 2)[0] ^= 99
     receiver.messenger.expect("s", list(range(4)), 4, 3.0)
     sender.messenger.open_stream("s", receiver.address, 3.0)
     lost = (6, 6, 0)
@@ -133,6 +135,49 @@ def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> N
     sender.messenger.finish_stream("s")
     assert receiver.expect_event(ReceiveEnded).corrupt == (5, 6)
     assert "2 blocks arrived corrupt" in sender.expect_event(SendEnded).error
+
+
+def test_a_first_send_gives_both_sides_the_sums(pair: tuple[Node, Node]) -> None:
+    """Whoever computed them: what changes in either memory from then on is seen."""
+    sender, receiver = pair
+    sender.arena.sums.set(BlockId(1), 0, checksum_slice(sender.arena.slice(1, 0)))
+    for stream, first in (("s", 4), ("t", 8)):
+        receiver.messenger.expect(stream, list(range(first, first + 4)), 0, 3.0)
+        sender.messenger.open_stream(stream, receiver.address, 3.0)
+        sender.messenger.send(stream, all_slices(sender, 4))
+        sender.messenger.finish_stream(stream)
+        ended = receiver.expect_event(ReceiveEnded)
+        assert (ended.corrupt, ended.error) == ((2,) if first == 8 else (), "")
+        sender.expect_event(SendEnded)
+        for block in range(4):
+            for layer in range(sender.layout.num_layers):
+                there = receiver.arena.sums.get(BlockId(first + block), layer)
+                here = sender.arena.sums.get(BlockId(block), layer)
+                changed = first == 8 and (block, layer) == (2, 1)
+                assert here == checksum_slice(receiver.arena.slice(4 + block, layer))
+                assert there == (0 if changed else here)
+        sender.arena.slice(2, 1)[5] ^= 1
+
+
+def test_a_sender_that_hung_up_while_its_slices_were_copied_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without sums nobody could tell that it has used its blocks for something else since."""
+    sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
+    try:
+        monkeypatch.setattr(FrameSocket, "hung_up", lambda frames: True)
+        receiver.messenger.expect("s", [4, 5], 0, 3.0)
+        sender.messenger.open_stream("s", receiver.address, 3.0)
+        sender.messenger.send("s", all_slices(sender, 2))
+        sender.messenger.finish_stream("s")
+        ended = receiver.expect_event(ReceiveEnded)
+        assert ended.corrupt == (0, 1)
+        assert "let go" in ended.error
+        assert receiver.arena.sums.get(BlockId(4), 0) == 0
+        assert sender.expect_event(SendEnded).error
+    finally:
+        sender.close()
+        receiver.close()
 
 
 def test_a_stream_may_be_expected_after_its_sender_came(pair: tuple[Node, Node]) -> None:

@@ -9,7 +9,8 @@ from moonpool.messenger.arena import Arena
 from moonpool.messenger.counters import Counters
 from moonpool.messenger.cut import NOWHERE, Cut, passage
 from moonpool.messenger.landing_table import VERIFIED, LandingTable
-from moonpool.messenger.transport import Connection, ProtocolError
+from moonpool.messenger.transport import Connection, PeerGoneError, ProtocolError
+from moonpool.messenger.unnamed import Unnamed, has_unnamed
 from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, OFFER, unpack_offers
 from moonpool.types import BlockId
 
@@ -29,13 +30,17 @@ class Landing:
         first_index: int,
         counters: Counters,
         group_bytes: int = GROUP_BYTES,
+        takes_unnamed: bool = False,
     ) -> None:
+        """`takes_unnamed`: the peer may leave sums of slices to us, as long as it keeps them."""
         self.first_index = first_index
         self.num_indices = len(block_ids)
         self.num_bytes = 0
         self.corrupt_slices = 0
         self.num_layers = arena.layout.num_layers
         self._table = LandingTable(arena, block_ids, first_index)
+        self.unnamed = Unnamed(arena)
+        self._takes_unnamed = takes_unnamed
         self.slice_bytes = arena.slice_bytes
         self._num_verified = 0
         self._whole_layers = 0
@@ -96,7 +101,12 @@ class Landing:
             num_slices = len(group) // OFFER.size
             if self._left_out:
                 self._table.places(unpack_offers(group))  # none that others get is among them
+            unnamed = connection.takes_unnamed and has_unnamed(group)
+            if unnamed and not self._takes_unnamed:
+                raise ProtocolError("slices were offered without their checksums")
             num_corrupt = connection.take(group, self._table, deadline_s)
+            if unnamed:
+                self._check_kept(connection, group)
             num_bytes = size * num_slices
             self.num_bytes += num_bytes
             self.corrupt_slices += num_corrupt
@@ -104,6 +114,14 @@ class Landing:
             self._counters.received(connection.transport, num_slices, num_bytes, num_corrupt)
             if after_group is not None:
                 after_group()
+
+    def _check_kept(self, connection: Connection, offers: bytes) -> None:
+        """Where no sum tells, the peer's word counts: it closes the connection before it lets go of
+        what it offered, so what was copied until now is what it meant."""
+        if connection.hung_up():
+            self._table.doubt(unpack_offers(offers))
+            raise PeerGoneError("the peer let go of slices while they were copied")
+        self.unnamed.landed(offers, self._table)
 
     def whole_layers(self, num_rows: int) -> int:
         """Layers from the first on of which the first `num_rows` blocks are here and verified."""

@@ -39,6 +39,12 @@ class LandingTable:
         self.num_layers = arena.layout.num_layers
         self.cells = bytearray(len(block_ids) * self.num_layers)
 
+    def doubt(self, offers: Sequence[SliceOffer]) -> None:
+        """These have not arrived after all."""
+        for (index, layer, _, _), place in zip(offers, self.places(offers), strict=True):
+            self.cells[(index - self.first) * self.num_layers + layer] = CORRUPT
+            self.arena.sums.set_slice(place // self.arena.slice_bytes, 0)
+
     # The two loops below run once per slice: they call as little as they can.
 
     def places(self, offers: Sequence[SliceOffer]) -> list[int]:
@@ -58,8 +64,11 @@ class LandingTable:
             places.append(blocks[row] * block_bytes + layer * size)
         return places
 
-    def verify(self, offers: Sequence[SliceOffer], places: Sequence[int]) -> int:
-        """Hashes the slices where they lie, and tells how many are not what their sender named."""
+    def verify(
+        self, offers: Sequence[SliceOffer], places: Sequence[int], takes_unnamed: bool = False
+    ) -> int:
+        """Hashes the slices where they lie, and tells how many are not what their sender named; one
+        that has no sum is, if `takes_unnamed`."""
         buffer, size, remember = (
             self.arena.buffer,
             self.arena.slice_bytes,
@@ -76,7 +85,7 @@ class LandingTable:
                 checksum = checksum_slice(memoryview(b"".join(parts)))
             else:
                 checksum = checksum_slice(buffer[place : place + size])
-            same = checksum == named
+            same = checksum == named or (takes_unnamed and not named)
             cells[(index - first) * layers + layer] = VERIFIED if same else CORRUPT
             remember(place // size, checksum if same and whole else 0)
             num_corrupt += not same

@@ -285,7 +285,7 @@ class Messenger:
         """Index `first_index + i` of the stream goes to `block_ids[i]`. Ends with ReceiveEnded."""
         if first_index < 0:
             raise ValueError(f"first_index {first_index} is negative")
-        landing = self._landing(block_ids, first_index)
+        landing = self._landing(block_ids, first_index, takes_unnamed=True)
         self._receptions.expect(stream_id, landing, _deadline_s(timeout_s))
         self._inbound.wake()
 
@@ -307,10 +307,12 @@ class Messenger:
 
     # Threads and connections
 
-    def _landing(self, block_ids: Sequence[BlockId], first_index: int) -> Landing:
+    def _landing(
+        self, block_ids: Sequence[BlockId], first_index: int, takes_unnamed: bool = False
+    ) -> Landing:
         station = self._station
-        group_bytes = station.mover.group_bytes
-        return Landing(station.arena, block_ids, first_index, station.counters, group_bytes)
+        sizes = station.mover.group_bytes, takes_unnamed
+        return Landing(station.arena, block_ids, first_index, station.counters, *sizes)
 
     def _spawn(self, what: str, run: Callable[[], None]) -> threading.Thread:
         def tracked() -> None:

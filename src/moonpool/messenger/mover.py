@@ -26,7 +26,8 @@ class Mover(Protocol):
     def name(self, arena: Arena, offers: bytearray, start: int, end: int, most_bytes: int) -> int:
         """Fills the checksums of our own slices in, of the offers number `start` to `end` - 1: that
         which is remembered, or the hash of the bytes, which is remembered from now on. Returns
-        where it stopped: at the end, or when `most_bytes` had been hashed."""
+        where it stopped: at the end, or when `most_bytes` had been hashed. If that is 0 nothing is
+        hashed, and what is not remembered stays 0."""
         ...
 
     def send(
@@ -39,7 +40,9 @@ class Mover(Protocol):
         self, frames: FrameSocket, offers: bytes, table: LandingTable, deadline_s: float
     ) -> int: ...
 
-    def copy(self, source: PeerArena, offers: bytes, table: LandingTable) -> int: ...
+    def copy(self, source: PeerArena, offers: bytes, table: LandingTable) -> int:
+        """Slices without a sum are taken as they are, and summed."""
+        ...
 
 
 class PlainMover:
@@ -56,12 +59,12 @@ class PlainMover:
         for number in range(start, end):
             index, layer, block_id, _ = OFFER.unpack_from(offers, number * OFFER.size)
             checksum = arena.sums.get(block_id, layer)
-            if not checksum:
+            if not checksum and most_bytes:
                 checksum = self._checksum(arena.slice(block_id, layer))
                 arena.sums.set(block_id, layer, checksum)
                 hashed_bytes += arena.slice_bytes
             OFFER.pack_into(offers, number * OFFER.size, index, layer, block_id, checksum)
-            if hashed_bytes >= most_bytes:
+            if most_bytes and hashed_bytes >= most_bytes:
                 return number + 1
         return end
 
@@ -111,4 +114,4 @@ class PlainMover:
                 start, target, length = place, goal, 0
             length += size  # neighbours on both sides are copied as one
         source.copy(start, arena, target, length)
-        return table.verify(unpacked, places)
+        return table.verify(unpacked, places, takes_unnamed=True)

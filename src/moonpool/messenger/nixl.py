@@ -28,6 +28,7 @@ class NixlConnection:
     """See `transport.Connection`."""
 
     transport = "nixl"
+    takes_unnamed = False
 
     def __init__(self, frames: FrameSocket, peer: InstanceId, lane: Lane, num_bytes: int) -> None:
         frames.read_ahead()
@@ -40,6 +41,7 @@ class NixlConnection:
         self.flush = frames.flush
         self.fileno = frames.fileno
         self.has_input = frames.has_input
+        self.hung_up = frames.hung_up
         self.interrupt = frames.interrupt
 
     @property

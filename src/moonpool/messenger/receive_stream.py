@@ -172,7 +172,8 @@ class Receptions:
             landing.land(connection, message.offers, deadline_s)
             if message.last:
                 break
-        connection.send(StreamReceived(corrupt=landing.incomplete()), deadline_s)
+        received = StreamReceived(corrupt=landing.incomplete(), sums=landing.unnamed.sums())
+        connection.send(received, deadline_s)
 
     def _post_end(self, stream_id: str, reception: _Reception, error: str) -> None:
         landing = reception.landing

@@ -29,6 +29,7 @@ from moonpool.messenger.transport import (
     ProtocolError,
     TransportError,
 )
+from moonpool.messenger.unnamed import Unnamed
 from moonpool.messenger.wire import (
     Elsewhere,
     OpenStream,
@@ -231,18 +232,19 @@ class SendStream:
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.register(self._wake_fd, select.POLLIN)
-        finished = False
+        finished, unnamed = False, Unnamed(arena)
         while not finished:
             batch, finished = self._next_batch(connection, poll)
             wanted = self._wanted(batch, expected)
             self._num_bytes += self._station.offer(
-                connection, wanted, lambda: deadline_s, finished, expected.cut
+                connection, wanted, lambda: deadline_s, finished, expected.cut, unnamed
             )
         if not wanted:
             connection.send(SlicesEnd(), deadline_s)
         received = _expect(connection, StreamReceived, deadline_s)
         if received.corrupt:
             raise TransportError(f"{len(received.corrupt)} blocks arrived corrupt or incomplete")
+        unnamed.told(received.sums)
 
     def _next_batch(self, connection: Connection, poll: select.poll) -> tuple[list[SliceRef], bool]:
         """Waits for slices or the finish; fails when the peer hangs up meanwhile."""

@@ -33,6 +33,7 @@ class ShmConnection:
     """See `transport.Connection`. A user of the peer's arena until it is closed."""
 
     transport = "shm"
+    takes_unnamed = True
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class ShmConnection:
         self.receive = frames.receive
         self.fileno = frames.fileno
         self.has_input = frames.has_input
+        self.hung_up = frames.hung_up
         self.interrupt = frames.interrupt
 
     @property

@@ -13,6 +13,7 @@ from moonpool.messenger.cut import Cut
 from moonpool.messenger.landing_table import Checksum, checksum_slice
 from moonpool.messenger.mover import Mover
 from moonpool.messenger.transport import Connection
+from moonpool.messenger.unnamed import Unnamed
 from moonpool.messenger.wire import MAX_SLICES_PER_FRAME, OFFER, Slices, pack_offers
 from moonpool.types import BlockId, InstanceId
 
@@ -48,22 +49,28 @@ class Station:
         deadline_s: Callable[[], float],
         mark_last: bool = False,
         cut: Cut | None = None,
+        unnamed: Unnamed | None = None,
     ) -> int:
         """Sends slices, each (index, block id, layer), and returns their bytes. `deadline_s` is
-        asked anew for each frame. `cut`: what the peer keeps."""
+        asked anew for each frame. `cut`: what the peer keeps. `unnamed`: those without a sum may go
+        so, and are noted there."""
         if cut is not None and cut != self.arena.cut:
             return self._offer_cut(connection, slices, deadline_s, mark_last, cut)
         arena = self.arena
         size, count, start = arena.slice_bytes, len(slices), 0
         most = max(1, min(MAX_SLICES_PER_FRAME, FRAME_BYTES // size))
         offers = bytearray(pack_offers((i, layer, block, 0) for i, block, layer in slices))
-        most_hashed = FIRST_BYTES
+        if not connection.takes_unnamed:
+            unnamed = None
+        most_hashed = FIRST_BYTES if unnamed is None else 0
         while start < count:
             # What had to be hashed goes out early: the peer copies while the rest is hashed.
             limit = min(count, start + most)
             end = self.mover.name(arena, offers, start, limit, most_hashed)
             part = bytes(offers[start * OFFER.size : end * OFFER.size])
             last = mark_last and end == count
+            if unnamed is not None:
+                unnamed.sent(part)
             connection.offer(Slices(offers=part, last=last), arena, deadline_s())
             self.counters.sent(connection.transport, end - start, size * (end - start))
             start, most_hashed = end, 2 * most_hashed

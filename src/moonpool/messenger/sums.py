@@ -12,6 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+import numpy as np
+
 from moonpool.types import BlockId
 
 _UNKNOWN = 0  # a slice whose sum is 0 in truth is merely hashed each time
@@ -41,6 +43,14 @@ class Sums:
     def set_slice(self, number: int, checksum: int) -> None:
         """The same, by the slice's number in the arena."""
         self._sums[number] = checksum
+
+    def get_many(self, numbers: np.ndarray) -> np.ndarray:
+        """By the slices' numbers in the arena: int64 in, uint64 out."""
+        found: np.ndarray = np.frombuffer(self._sums, np.uint64)[numbers]
+        return found
+
+    def set_many(self, numbers: np.ndarray, checksums: np.ndarray) -> None:
+        np.frombuffer(self._sums, np.uint64)[numbers] = checksums
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
         """These blocks are about to be written."""

@@ -18,6 +18,7 @@ class TcpConnection:
     """See `transport.Connection`."""
 
     transport = "tcp"
+    takes_unnamed = False
 
     def __init__(self, frames: FrameSocket, peer: InstanceId, mover: Mover) -> None:
         frames.read_ahead()
@@ -31,6 +32,7 @@ class TcpConnection:
         self.receive = frames.receive
         self.fileno = frames.fileno
         self.has_input = frames.has_input
+        self.hung_up = frames.hung_up
         self.interrupt = frames.interrupt
         self.close = frames.close
 

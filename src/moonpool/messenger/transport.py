@@ -57,6 +57,8 @@ class Connection(Protocol):
 
     transport: str
     peer: InstanceId
+    takes_unnamed: bool
+    """Slices of a stream may be offered without their sums: who takes them computes these."""
 
     @property
     def closed(self) -> bool: ...
@@ -94,6 +96,10 @@ class Connection(Protocol):
 
     def has_input(self) -> bool:
         """A message, or the end of the connection, is there already."""
+        ...
+
+    def hung_up(self) -> bool:
+        """The other side has closed it, or is gone, whatever it sent before."""
         ...
 
     def interrupt(self) -> None:
@@ -150,6 +156,11 @@ class FrameSocket:
             return True
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def hung_up(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def send(self, message: Message, deadline_s: float) -> None:

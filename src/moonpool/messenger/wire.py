@@ -29,15 +29,20 @@ from moonpool.types import BlockKey, Struct
 MAX_FRAME_BYTES = 1 << 20
 MAX_SLICES_PER_FRAME = 256
 MAX_KEEPERS = 64  # of one instance's blocks
+MAX_TOLD_SUMS = 1 << 16  # half a frame; what goes beyond is hashed by its sender, next time
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+_Sums = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_TOLD_SUMS)]
+"""Little-endian xxh3_64, one after the other: of the first MAX_TOLD_SUMS slices that were offered
+without theirs."""
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=100_000)]
 
 
 SliceOffer = tuple[int, int, int, int]
 """One slice: index and layer, its place in the receiver's table; the block where the sender keeps
-it; its xxh3_64."""
+it; its xxh3_64. In a stream within a host 0 if it is not known: who copies the slice sums it, and
+tells."""
 OFFER = struct.Struct("<qqqQ")
 
 
@@ -102,6 +107,7 @@ class StreamReceived(Struct, frozen=True, tag=True):
     """`corrupt` are the indices of which a slice was wrong or is missing."""
 
     corrupt: tuple[_Count, ...]
+    sums: _Sums = b""
 
 
 class Elsewhere(Struct, frozen=True, tag=True):

@@ -125,3 +125,12 @@ def test_interrupt_wakes_the_thread_that_waits(ends: tuple[FrameSocket, FrameSoc
     right.interrupt()  # harmless afterwards
     with pytest.raises(PeerGoneError):
         right.receive(soon())
+
+
+def test_who_has_hung_up_is_seen_behind_what_it_sent(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    ours, theirs = ends
+    theirs.send(SlicesEnd(), time.monotonic() + 1.0)
+    assert ours.has_input() and not ours.hung_up()
+    theirs.interrupt()
+    assert ours.hung_up()
+    assert isinstance(ours.receive(time.monotonic() + 1.0), SlicesEnd)

@@ -10,13 +10,14 @@ import pytest
 from moonpool.engine.native.library import ISAS
 from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger import native_mover
+from moonpool.messenger import native_mover, unnamed
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.landing_table import CORRUPT, VERIFIED, LandingTable, checksum_slice
 from moonpool.messenger.mover import Mover, PlainMover
 from moonpool.messenger.native_mover import NativeMover, fits
 from moonpool.messenger.peer_arena import PeerArena, PeerArenas
 from moonpool.messenger.transport import ProtocolError
+from moonpool.messenger.unnamed import Unnamed
 from moonpool.messenger.wire import OFFER, pack_offers, unpack_offers
 from moonpool.types import BlockId
 
@@ -101,6 +102,46 @@ def test_what_is_not_as_named_is_corrupt_and_not_remembered(native: NativeMover)
     assert list(table.cells) == [VERIFIED] * 3 + [0, 0, CORRUPT] + [VERIFIED, 0, 0]
     assert target.sums.get(BlockId(0), 2) == 0
     assert target.sums.get(BlockId(5), 1) == checksum_slice(target.slice(5, 1))
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_slices_without_a_sum_are_summed_by_who_copies_them(
+    native: NativeMover, use_native: bool
+) -> None:
+    mover: Mover = native if use_native else PlainMover()
+    source, target = make_arena(8, 1), make_arena(8, 2)
+    source.sums.set(BlockId(1), 2, 77)  # remembered, and wrong
+    offers = bytearray(pack_offers((index, layer, block, 0) for index, block, layer in CELLS))
+    assert mover.name(source, offers, 0, 5, 0) == 5
+    assert [checksum for *_, checksum in unpack_offers(bytes(offers))] == [0, 0, 77, 0, 0]
+    table = LandingTable(target, [BlockId(5), BlockId(0), BlockId(2)], 7)
+    assert mover.copy(adopt(source), bytes(offers), table) == 1
+    assert list(table.cells) == [VERIFIED] * 3 + [0, 0, CORRUPT] + [VERIFIED, 0, 0]
+    there, here = Unnamed(target), Unnamed(source)
+    there.landed(bytes(offers), table)
+    here.sent(bytes(offers))
+    here.told(there.sums())
+    for _, block, layer in CELLS:
+        expected = 77 if (block, layer) == (1, 2) else checksum_slice(source.slice(block, layer))
+        assert source.sums.get(BlockId(block), layer) == expected
+
+
+def test_sums_of_other_slices_than_were_sent_are_refused() -> None:
+    here = Unnamed(make_arena(8, 1))
+    here.sent(pack_offers([(7, 0, 4, 0), (7, 1, 4, 5)]))
+    for sums in (b"", bytes(16), bytes(7)):
+        with pytest.raises(ProtocolError, match="of 1 slices"):
+            here.told(sums)
+
+
+def test_no_more_sums_are_told_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unnamed, "MAX_TOLD_SUMS", 2)
+    arena = make_arena(8, 1)
+    here = Unnamed(arena)
+    for block in (1, 2, 3):
+        here.sent(pack_offers([(0, 0, block, 0)]))
+    here.told(b"\x09" + bytes(7) + b"\x08" + bytes(7))
+    assert [arena.sums.get(BlockId(block), 0) for block in (1, 2, 3)] == [9, 8, 0]
 
 
 def test_a_remembered_sum_is_told_and_not_computed_anew(native: NativeMover) -> None:

@@ -178,9 +178,10 @@ int64_t number_of(const Table& t, const Offer& offer) {
     return t.blocks[offer.index - t.first] * t.layers + offer.layer;
 }
 
-// Whether what lies there is what its sender named. Only then its sum is remembered.
-bool verify(const Table& t, const Offer& offer, uint64_t found) {
-    const bool same = found == offer.sum;
+// Whether what lies there is what its sender named. Only then its sum is remembered. One without a
+// sum is, if `takes_unnamed`.
+bool verify(const Table& t, const Offer& offer, uint64_t found, bool takes_unnamed = false) {
+    const bool same = found == offer.sum || (takes_unnamed && !offer.sum);
     const int64_t cell = (offer.index - t.first) * t.layers + offer.layer;
     t.cells[cell] = same ? VERIFIED : CORRUPT;
     t.sums[number_of(t, offer)] = same ? found : 0;
@@ -224,16 +225,17 @@ using namespace moonpool;
 
 // Fills in the sums of our own slices: those remembered, and computed from the bytes the others,
 // which are remembered from now on. Stops behind the offer with which `most_bytes` have been
-// summed. `named` says how many it did. 1: one is outside the arena.
+// summed; if that is 0, nothing is, and what is not remembered stays 0. `named` says how many it did.
+// 1: one is outside the arena.
 MP_EXPORT(moonpool_slices_name)(Offer* offers, int64_t count, const char* base, uint64_t* sums,
                                 int64_t blocks, int64_t layers, int64_t slice_bytes,
                                 int64_t most_bytes, int64_t* named) {
     int64_t summed = 0, i = 0;
-    for (; i < count && summed < most_bytes; ++i) {
+    for (; i < count && (!most_bytes || summed < most_bytes); ++i) {
         Offer& offer = offers[i];
         if (!within(offer.block, blocks) || !within(offer.layer, layers)) return OUTSIDE;
         const int64_t number = offer.block * layers + offer.layer;
-        if (!sums[number]) {
+        if (!sums[number] && most_bytes) {
             sums[number] = sum_slice(base + number * slice_bytes, slice_bytes);
             summed += slice_bytes;
         }
@@ -243,7 +245,8 @@ MP_EXPORT(moonpool_slices_name)(Offer* offers, int64_t count, const char* base, 
     return DONE;
 }
 
-// From a peer's arena, mapped at `from`, into ours. `corrupt` counts what was not as named.
+// From a peer's arena, mapped at `from`, into ours. `corrupt` counts what was not as named; slices
+// without a sum are taken as they are, and summed.
 MP_EXPORT(moonpool_slices_copy)(const Offer* offers, int64_t count, const Table* table,
                                 const char* from, int64_t from_blocks, int64_t* corrupt) {
     const Table& t = *table;
@@ -261,7 +264,8 @@ MP_EXPORT(moonpool_slices_copy)(const Offer* offers, int64_t count, const Table*
             pass<STREAM, 2>(pair, t.slice_bytes);
         else
             pass<STREAM, 1>(pair, t.slice_bytes);
-        for (int64_t n = 0; n < width; ++n) *corrupt += !verify(t, offers[i + n], pair[n].sum);
+        for (int64_t n = 0; n < width; ++n)
+            *corrupt += !verify(t, offers[i + n], pair[n].sum, true);
     }
     _mm_sfence();
     return DONE;
