@@ -57,7 +57,7 @@ def test_a_second_memory_holds_twice_the_requests() -> None:
 
 
 def test_a_larger_memory_holds_more_in_one_batch_or_in_two() -> None:
-    result = bench_attention_capacity(f"{TINY},kv_heads=2", (1,), 4, 200, 2, "float32", holds=3)
+    result = bench_attention_capacity(f"{TINY},kv_heads=2", (1,), 4, 200, 2, "float32", 3, 60.0)
     assert [p.requests for p in result.curves[0].points] == [1, 2, 3, 4]
     assert [p.requests for p in result.curves[1].points] == list(range(1, 13))
     full = result.curves[0].points[-1]
@@ -68,4 +68,5 @@ def test_a_larger_memory_holds_more_in_one_batch_or_in_two() -> None:
             assert not point.in_turns and not point.other_s
         else:
             assert 0.0 < point.tbt_s <= point.other_s, "the faster way counts"
+    assert [result.promised(curve) for curve in result.curves] == [4, 12, 16]
     assert "1 attention worker: room for 3 times the requests" in "\n".join(capacity_lines(result))

@@ -91,6 +91,7 @@ class CapacityResult(Struct, frozen=True):
     holds: int
     cores: int
     curves: tuple[Curve, ...]
+    slo_tbt_s: float = 0.0  # 0: none was asked about
 
     @property
     def limit_s(self) -> float:
@@ -101,6 +102,11 @@ class CapacityResult(Struct, frozen=True):
         """Most requests at no longer than what it takes beside them."""
         return max((point.requests for point in curve.points if point.times <= 1.0), default=0)
 
+    def promised(self, curve: Curve) -> int:
+        """Most requests within the SLO, as many as memory holds or fewer."""
+        kept = [point.requests for point in curve.points if point.tbt_s <= self.slo_tbt_s]
+        return max(kept, default=0)
+
 
 def bench_attention_capacity(
     model_name: str,
@@ -110,6 +116,7 @@ def bench_attention_capacity(
     repeats: int,
     dtype: str,
     holds: int = 1,
+    slo_tbt_s: float = 0.0,
 ) -> CapacityResult:
     """Without attention workers first; a worker's memory holds `holds` times `requests_each`.
     Raises AttentionError or ValueError."""
@@ -122,7 +129,8 @@ def bench_attention_capacity(
     kinds = [(0, True), *((workers, home) for workers in sorted(crews) for home in (False, True))]
     curves = [_curve(own, workers, home, holds, repeats) for workers, home in kinds]
     cores = usable_cores()
-    return CapacityResult(model_name, context, requests_each, holds, cores, tuple(curves))
+    sizes = (context, requests_each, holds, cores)
+    return CapacityResult(model_name, *sizes, tuple(curves), slo_tbt_s)
 
 
 class _Own(NamedTuple):
@@ -218,6 +226,9 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
             )
     for curve in result.curves[1:]:
         yield from _verdict(result, curve)
+    if result.slo_tbt_s:
+        kept = (f"{curve.words} {result.promised(curve)}" for curve in result.curves)
+        yield f"requests at once within {result.slo_tbt_s * 1e3:g} ms: {', '.join(kept)}"
 
 
 def _verdict(result: CapacityResult, curve: Curve) -> Iterator[str]:

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 @click.option(
     "--holds", type=COUNT, default=1, help="With --capacity: a worker's, times the instance's own."
 )
+@click.option(
+    "--slo-tbt",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="With --capacity: seconds; how many requests at once keep it.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False), help="With --capacity: a PNG of it.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
 def attention(
@@ -39,6 +45,7 @@ def attention(
     capacity: bool,
     requests: int,
     holds: int,
+    slo_tbt: float,
     plot: str | None,
     json_file: str | None,
 ) -> None:
@@ -55,7 +62,7 @@ def attention(
         if capacity:
             crews = range(1, workers + 1)
             result = held.bench_attention_capacity(
-                model, crews, requests, contexts[-1], repeats, dtype, holds
+                model, crews, requests, contexts[-1], repeats, dtype, holds, slo_tbt
             )
             said = held.capacity_lines(result)
         else:
