@@ -17,6 +17,7 @@ from moonpool.engine import native
 from moonpool.engine.ops import Ops
 from moonpool.engine.reference import ReferenceOps
 from moonpool.messenger import station
+from moonpool.messenger.shm import ShmConnection
 from moonpool.types import Role, SamplingParams, Slo
 from moonpool.workers.messages import Work, WorkId
 from tests.differential.cluster import MiniCluster, Outcome
@@ -175,8 +176,9 @@ def test_prefix_from_another_instance(
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 def test_damaged_slices_are_computed_again(
-    build: Lab, alone: list[Outcome], shared_memory: bool
+    build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ShmConnection, "takes_unnamed", False)  # so that liars name all they send
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory, liars={"p"})
     for i, prompt in enumerate(build.prompts):
@@ -218,8 +220,11 @@ def test_computed_while_the_prefix_arrives(
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
-def test_damaged_while_computed_with(build: Lab, alone: list[Outcome], shared_memory: bool) -> None:
+def test_damaged_while_computed_with(
+    build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every few slices one is wrong: steps are computed for nothing, and no token is wrong."""
+    monkeypatch.setattr(ShmConnection, "takes_unnamed", False)
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     cluster = build(roles, liars={"p"}, **options)

@@ -50,6 +50,7 @@ class Member:
         self.in_dram: set[BlockKey] = set()
         self.on_ssd: set[BlockKey] = set()  # and nowhere else
         self.flipped: dict[int, BlockKey] = {}  # slots that hold a flip nobody has met yet
+        self.doubtful: set[int] = set()  # the same, unless a write that did not end well undid it
         self.tainted: set[BlockKey] = set()  # flipped in memory, and maybe written to the SSD so
         self.counters: dict[str, float] = {}  # of this life
         self.before: Counter[str] = Counter()  # of the lives before it
@@ -239,8 +240,11 @@ class Cluster:
                 member.answers.append(message)
             case orders.FlipFound():
                 self.seen["disk flips found"] += message.read
-                if message.gone:
+                if message.state != "there":
                     member.flipped.pop(message.slot, None)
+                    member.doubtful.add(message.slot)
+                if message.state == "gone":
+                    member.doubtful.discard(message.slot)
                     self.seen["disk flips overwritten"] += 1
             case BlocksSnapshot():
                 member.in_dram, member.on_ssd = set(message.keys), set(message.demoted)

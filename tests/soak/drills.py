@@ -110,6 +110,7 @@ class Drills:
         assert isinstance(answer, orders.Flipped)
         if answer.done:
             member.flipped[answer.slot] = key
+            member.doubtful.discard(answer.slot)
             self.seen["disk flips"] += 1
         return answer.done
 

@@ -106,6 +106,7 @@ class SoakInstance:
         self._instance = Instance(config, LAYOUT, plan.num_blocks, Role.MIXED, cost, (), stored)
         self._engine = FillingEngine(self._arena, self._messenger, plan.seed, post, self.wrong)
         self._flipped = set(plan.flipped)
+        self._overwriting: set[int] = set()  # slots that held a flip when their write began
         self._loads: dict[str, tuple[int, ...]] = {}
         self._stores: dict[str, tuple[int, ...]] = {}
         self._num_events = 0
@@ -188,6 +189,11 @@ class SoakInstance:
             self._loads[action.load_id] = action.slots
         elif isinstance(action, StoreBlocks):
             self._stores[action.store_id] = action.slots
+            for slot in self._flipped.intersection(action.slots):
+                # A write that fails in the middle, or dies with us, may have got as far as there.
+                self._flipped.discard(slot)
+                self._overwriting.add(slot)
+                self.tell(FlipFound(slot=slot, read=False, state="unknown"))
 
     def _judge_load(self, event: LoadEnded) -> None:
         slots = self._loads.pop(event.load_id)
@@ -198,16 +204,16 @@ class SoakInstance:
             read = event.corrupt_slices > 0
             if not read and not event.error:
                 self.wrong(f"load {event.load_id} met a flipped slot and counted nothing")
-            self.tell(FlipFound(slot=slots[event.num_blocks], read=read, gone=False))
+            self.tell(FlipFound(slot=slots[event.num_blocks], read=read, state="there"))
 
     def _judge_store(self, event: StoreEnded) -> None:
         """What was flipped stays so until it is written anew: a kill may bring a slot back that was
         given up."""
-        for slot in self._flipped.intersection(
+        for slot in self._overwriting.intersection(
             self._stores.pop(event.store_id)[: event.num_blocks]
         ):
-            self._flipped.discard(slot)
-            self.tell(FlipFound(slot=slot, read=False, gone=True))
+            self._overwriting.discard(slot)
+            self.tell(FlipFound(slot=slot, read=False, state="gone"))
 
     def _order(self, order: FlipMemory | FlipDisk | orders.FillDisk | orders.HangDisk) -> None:
         match order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Literal
 
 import msgspec
 
@@ -71,12 +72,12 @@ class Flipped(Struct, frozen=True, tag=True):
 
 
 class FlipFound(Struct, frozen=True, tag=True):
-    """A load met a flipped slot, and failed there (`read`: because of it); or the slot was written
-    anew, so that the flip is no more."""
+    """A load met a flipped slot, and failed there (`read`: because of it). Or the slot is being
+    written anew, and until that has ended well, nobody knows; then the flip is gone."""
 
     slot: int
     read: bool
-    gone: bool
+    state: Literal["there", "unknown", "gone"]
 
 
 class Checked(Struct, frozen=True, tag=True):
