@@ -56,6 +56,8 @@ class EarlyStart:
         if not rests:
             return False
         run = self._run(active)
+        if not run:  # what comes begins behind a gap: there is nothing to begin with
+            return False
         if max(rest.due_s for rest in rests) > self._first_step_s(active, len(run)):
             return False
         return self._hold(active, run)
