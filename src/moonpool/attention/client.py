@@ -61,6 +61,20 @@ class Wanted(Struct, frozen=True):
     spin_s: float = SHORT_SPIN_S
     kv_heads: HeadRange | None = None  # of all blocks; None: all heads
 
+    def attach(self, token: str) -> Attach:
+        """`token` opens the connection for the steps."""
+        return Attach(
+            owner=self.owner,
+            layout=self.layout,
+            num_heads=self.heads,
+            kv_heads=self.kv_heads,
+            scale=self.scale,
+            num_blocks=self.num_blocks,
+            threads=self.threads,
+            token=token,
+            ring_bytes=self.ring_bytes,
+        )
+
 
 def spin_s(num_workers: int, threads: int, cores: int) -> float:
     """How long model worker and attention workers of one host look for each other's messages
@@ -141,18 +155,7 @@ def receive_any(frames: FrameSocket) -> bytes:
 
 def _attach(frames: FrameSocket, wanted: Wanted, token: str) -> Attached:
     by_s = time.monotonic() + ATTACH_S
-    attach = Attach(
-        owner=wanted.owner,
-        layout=wanted.layout,
-        num_heads=wanted.heads,
-        kv_heads=wanted.kv_heads,
-        scale=wanted.scale,
-        num_blocks=wanted.num_blocks,
-        threads=wanted.threads,
-        token=token,
-        ring_bytes=wanted.ring_bytes,
-    )
-    frames.send_frame(ENCODER.encode(attach), by_s)
+    frames.send_frame(ENCODER.encode(wanted.attach(token)), by_s)
     answer: Attached | Refused = ANSWER.decode(frames.receive_frame(MAX_FRAME_BYTES, by_s))
     if isinstance(answer, Refused):
         raise PortError(answer.reason)

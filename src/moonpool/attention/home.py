@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.attention.client import AttentionError, Wanted
-from moonpool.attention.control import Attach, Attached, Order, Received, Told
+from moonpool.attention.control import Attached, Order, Received, Told
 from moonpool.attention.hand import Hand
 from moonpool.attention.keeper import AttachError, Keeper
 from moonpool.kvcache.transfers import (
@@ -50,20 +50,9 @@ class HomeClient:
 
 def keep_at_home(keeper: Keeper, wanted: Wanted) -> HomeClient:
     """Raises AttentionError."""
-    attach = Attach(
-        owner=wanted.owner,
-        layout=wanted.layout,
-        num_heads=wanted.heads,
-        kv_heads=wanted.kv_heads,
-        scale=wanted.scale,
-        num_blocks=wanted.num_blocks,
-        threads=wanted.threads,
-        token="",
-        ring_bytes=wanted.ring_bytes,
-    )
     told: list[HomeClient] = []
     try:
-        attached = keeper.attach(attach, lambda event: told[0].tell(event))
+        attached = keeper.attach(wanted.attach(""), lambda event: told[0].tell(event))
     except (AttachError, ArenaError, OSError) as error:
         raise AttentionError(f"the instance's own memory: {error}") from error
     hand = keeper.hand()
