@@ -70,27 +70,17 @@ class MeasuredOffload:
     def hop_s(self, num_tokens: int) -> float:
         return 0.0
 
-    def attention_s(self, batch: float, context_tokens: float) -> float:
-        """Of a batch shared out to the workers, which compute at once as far as there are cores."""
-        return self._attention_s(self._workers, batch, context_tokens)
-
-    def _attention_s(self, num_workers: int, batch: float, context_tokens: float) -> float:
-        e, f, g = self._parts.attention
-        each_s = e + (f * batch + g * context_tokens) / num_workers
-        return each_s * max(num_workers / self._parts.cores, 1.0)
-
-    def _both_s(
+    def _attention_s(
         self, num_workers: int, own_tokens: int, batch: float, context_tokens: float
     ) -> tuple[float, float]:
-        """What each worker is busy, and what the instance itself is, which then needs a core."""
-        if not own_tokens:
-            return self._attention_s(num_workers, batch, context_tokens), 0.0
+        """What each worker is busy, and what the instance itself is with what it keeps; they
+        compute at once as far as there are cores."""
         e, f, g = self._parts.attention
-        places = num_workers + 1
+        places = num_workers + (own_tokens > 0)
         own_context = min(context_tokens / places, own_tokens)
-        own_s = e + f * batch / places + g * own_context
-        each_s = e + f * batch / places + g * (context_tokens - own_context) / num_workers
         crowd = max(places / self._parts.cores, 1.0)
+        each_s = e + f * batch / places + g * (context_tokens - own_context) / num_workers
+        own_s = e + f * batch / places + g * own_context if own_tokens else 0.0
         return each_s * crowd, own_s * crowd
 
     def _decode_s(self, batch: int, context_tokens: float) -> float:
@@ -113,13 +103,13 @@ class MeasuredOffload:
         self, num_workers: int, own_tokens: int, batch: int, context_tokens: float
     ) -> float:
         """All layers, one side after the other."""
-        attention_s, own_s = self._both_s(num_workers, own_tokens, batch, context_tokens)
+        attention_s, own_s = self._attention_s(num_workers, own_tokens, batch, context_tokens)
         return self._model_s(batch) + max(self._parts.message_s + attention_s, own_s)
 
     def _staggered_s(self, batch: int, context_tokens: float) -> float:
         """All layers of two halves that wait for each other."""
         half = ceil(batch / 2)
-        attention_s, own_s = self._both_s(
+        attention_s, own_s = self._attention_s(
             self._workers, -(-self._own_tokens // 2), half, context_tokens / 2
         )
         model_s = self._model_s(half) + own_s

@@ -61,7 +61,8 @@ def test_a_step_is_the_instance_without_contexts_the_messages_and_attention() ->
     assert one.step_s((), 0, 0) == 0.0
     # Four workers on two cores take turns.
     four = MeasuredOffload(ALONE, PARTS, 4, staggered=False)
-    assert four.attention_s(4, 1000) == pytest.approx(2 * (0.001 + 1e-4 + 2.5e-4))
+    turns_s = 2 * (0.001 + 1e-4 + 2.5e-4)
+    assert four.step_s((), 4, 1000) == pytest.approx(base_s + turns_s)
 
 
 def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
