@@ -50,7 +50,6 @@ MAX_GROWTHS = 8
 CACHE_STRIDE = 2
 """Steps of cache by which a cluster that misses is given more."""
 MAX_MOVES = 40
-MAX_CONFIRMATIONS = 6
 SEARCH_SHARE = 0.6
 """Of the runs allowed, for all before confirming: a choice that was not compared with its
 neighbours is worth less than one that was not compared with every mix."""
@@ -345,10 +344,11 @@ class Planner:
     # Confirming
 
     def _confirm(self) -> tuple[NeighbourFound, ...]:
-        """Moves on while a neighbour is cheaper, or as cheap and better; then names them all."""
+        """Moves on while a neighbour is cheaper, or as cheap and better; then names them all. Each
+        move is one or the other, and the runs allowed bound them."""
         if self._best is None:
             return ()
-        for _ in range(MAX_CONFIRMATIONS):
+        while True:
             self._assessor.doing = "neighbours"
             better = self._better_of(self._assessor.judge(self._rivals(self._best)))
             if better is None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.plan.made_up import MadeUpWorkforce, Truth
 
@@ -72,6 +72,7 @@ def planned(workforce: MadeUpWorkforce, price: Priced, **goal: object) -> tuple[
     cache=st.floats(0.0, 1.0),
     b=st.floats(1.0, 6.0),
 )
+@example(prefill=1.5, decode=4.4375, faster=1.0, cache=0.0, b=1.0)  # seven steps of cache down
 def test_nothing_next_to_the_choice_is_cheaper_and_meets(
     prefill: float, decode: float, faster: float, cache: float, b: float
 ) -> None:
