@@ -18,6 +18,7 @@ namespace moonpool {
 // At the beginning of the memory; the bytes follow from DATA on.
 struct Ring {
     alignas(64) std::atomic<uint64_t> written;
+    uint64_t read_seen;  // the writer's own note
     alignas(64) std::atomic<uint64_t> read;
     alignas(64) std::atomic<uint32_t> reader_sleeps;
     alignas(64) std::atomic<uint32_t> writer_sleeps;
@@ -103,29 +104,32 @@ inline void wake(const std::atomic<uint64_t>& counter, std::atomic<uint32_t>& sl
 }
 
 // Moves what is left after `done` bytes of head and body; returns how many are done then: not all
-// only if the other side did nothing for `timeout_ns`, -1 if its counter is wrong.
+// only if the other side did nothing for `timeout_ns`, -1 if its counter is wrong. The reader's
+// counter is looked up only when what was seen of it leaves no room: each look costs a cache miss.
 inline int64_t ring_write(char* memory, int64_t capacity, Piece head, Piece body, int64_t done,
                           Waiter& waiter, int64_t timeout_ns) {
     Ring& ring = *(Ring*)memory;
     const int64_t total = head.size + body.size;
     while (done < total) {
         const uint64_t written = ring.written.load(std::memory_order_relaxed);
-        const uint64_t read = ring.read.load(std::memory_order_acquire);
+        uint64_t read = ring.read_seen;
+        if (written - read + (uint64_t)(total - done) > (uint64_t)capacity)
+            ring.read_seen = read = ring.read.load(std::memory_order_acquire);
         if (written - read > (uint64_t)capacity) return -1;
         const int64_t room = capacity - (int64_t)(written - read);
         if (!room) {
             if (!wait_for(ring.read, read, ring.writer_sleeps, waiter, timeout_ns)) return done;
             continue;
         }
-        int64_t moved = 0;
+        int64_t moved = 0, at = (int64_t)(written % (uint64_t)capacity);
         while (moved < room && done < total) {
             const bool first = done < head.size;
             const char* from = first ? head.at + done : body.at + (done - head.size);
             const int64_t left = (first ? head.size : total) - done;
-            const int64_t at = (int64_t)((written + moved) % (uint64_t)capacity);
             const int64_t size = least(least(left, room - moved), capacity - at);
             memcpy(memory + DATA + at, from, size);
             moved += size, done += size;
+            if ((at += size) == capacity) at = 0;
         }
         ring.written.store(written + moved);
         wake(ring.written, ring.reader_sleeps);
@@ -133,15 +137,17 @@ inline int64_t ring_write(char* memory, int64_t capacity, Piece head, Piece body
     return done;
 }
 
-// As `ring_write`. If `head` is a Header, the body is read only if it has the size that is told.
+// How much is to be read: if `head` is a Header, the body only if it has the size that is told.
+inline int64_t expected(Piece head, Piece body, int64_t done) {
+    const bool told = head.size && done >= head.size;
+    return told && ((Header*)head.at)->num_bytes != body.size ? head.size : head.size + body.size;
+}
+
+// As `ring_write`; the writer is told once for all that was there.
 inline int64_t ring_read(char* memory, int64_t capacity, Piece head, Piece body, int64_t done,
                          Waiter& waiter, int64_t timeout_ns) {
     Ring& ring = *(Ring*)memory;
-    int64_t total = head.size + body.size;
-    for (;;) {
-        if (head.size && done >= head.size && ((Header*)head.at)->num_bytes != body.size)
-            total = head.size;
-        if (done >= total) return done;
+    while (done < expected(head, body, done)) {
         const uint64_t read = ring.read.load(std::memory_order_relaxed);
         const uint64_t written = ring.written.load(std::memory_order_acquire);
         const int64_t there = (int64_t)(written - read);
@@ -151,16 +157,20 @@ inline int64_t ring_read(char* memory, int64_t capacity, Piece head, Piece body,
                 return done;
             continue;
         }
-        const bool first = done < head.size;
-        char* to = first ? head.at + done : body.at + (done - head.size);
-        const int64_t left = (first ? head.size : total) - done;
-        const int64_t at = (int64_t)(read % (uint64_t)capacity);
-        const int64_t size = least(least(there, left), capacity - at);
-        memcpy(to, memory + DATA + at, size);
-        ring.read.store(read + size);
+        int64_t moved = 0, at = (int64_t)(read % (uint64_t)capacity);
+        while (moved < there && done < expected(head, body, done)) {
+            const bool first = done < head.size;
+            char* to = first ? head.at + done : body.at + (done - head.size);
+            const int64_t left = (first ? head.size : head.size + body.size) - done;
+            const int64_t size = least(least(there - moved, left), capacity - at);
+            memcpy(to, memory + DATA + at, size);
+            moved += size, done += size;
+            if ((at += size) == capacity) at = 0;
+        }
+        ring.read.store(read + moved);
         wake(ring.read, ring.writer_sleeps);
-        done += size;
     }
+    return done;
 }
 
 }  // namespace moonpool
