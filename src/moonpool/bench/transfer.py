@@ -36,6 +36,7 @@ from moonpool.bench.transfer_far import (
     run_far,
     transports,
 )
+from moonpool.bench.transfer_flows import flows_table, measure_flows
 from moonpool.engine.native.slices import open_slices
 from moonpool.kvcache.transfers import FetchEnded, MessengerEvent, SendEnded
 from moonpool.messenger.arena import Arena
@@ -246,7 +247,10 @@ def bench_transfer(
             pools.close()
     for size, figures in found.items():
         say(_table(int(size), figures))
-    return {"rounds": rounds, "sizes": found, "absent": pools.absent if pools else {}}
+    flows = measure_flows(rounds)
+    say(flows_table(flows))
+    absent = pools.absent if pools else {}
+    return {"rounds": rounds, "sizes": found, "flows": flows, "absent": absent}
 
 
 def _measure(size: int, rounds: int, pools: Pools | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress, ReadRequested, ReceiveEnded
 from moonpool.messenger.arena import Arena
 from moonpool.messenger.courier import Courier, has_nixl
-from moonpool.messenger.messenger import Messenger
+from moonpool.messenger.messenger import TCP_CONNECTIONS, Messenger
 from moonpool.types import BlockId, InstanceId, Struct
 
 SECRET = b"benchmark"
@@ -50,7 +50,11 @@ def make_layout(block_bytes: int) -> BlockLayout:
 
 
 def make_messenger(
-    name: str, transport: str, arena: Arena, post: Callable[[MessengerEvent], None]
+    name: str,
+    transport: str,
+    arena: Arena,
+    post: Callable[[MessengerEvent], None],
+    tcp_connections: int = TCP_CONNECTIONS,
 ) -> Messenger:
     return Messenger(
         arena,
@@ -62,6 +66,7 @@ def make_messenger(
         lease_s=TIMEOUT_S,
         native=open_slices(),
         courier=Courier(arena, "127.0.0.1") if transport == "nixl" else None,
+        tcp_connections=tcp_connections,
     )
 
 

@@ -1,7 +1,7 @@
 """One fetch: pulls cached blocks of another instance into blocks of our own, in a link's thread.
 
-One layer of all blocks comes after the other, and whoever waits for a layer at the fetch's gate is
-let through as soon as it is verified; for the last one only when the end has been told.
+One layer of all blocks comes after the other, and whoever waits for a layer is let through as soon
+as it is verified; for the last one only when the end has been told.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 
-from moonpool.kvcache.transfers import FetchEnded, FetchProgress, PeerAddress
+from moonpool.kvcache.transfers import FetchEnded, PeerAddress
 from moonpool.messenger.auth import AuthError
-from moonpool.messenger.gate import LayerGate, tells_progress
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.line import Line
 from moonpool.messenger.peering import Route
+from moonpool.messenger.progress import Progress
 from moonpool.messenger.station import Station
 from moonpool.messenger.transport import Connection, ProtocolError, TransportError
 from moonpool.messenger.wire import (
@@ -41,23 +41,23 @@ class Fetch:
         keys: tuple[BlockKey, ...],
         landing: Landing,
         deadline_s: float,
-        gate: LayerGate | None = None,
+        progress: Progress | None = None,
+        part: int = 0,
     ) -> None:
-        """With a `gate`, it is told how far the fetch has come."""
+        """`progress` is told how far it, as that `part` of a fetch, has come."""
         self.line = Line()
         self.fetch_id = fetch_id
         self.landing = landing
         self._source = source
         self._keys = keys
         self._deadline_s = deadline_s
-        self._gate = gate
+        self._progress = progress
+        self._part = part
         self._answered = False
         self._sent_on = False
         self._shares: tuple[Fetch, ...] = ()
         self._started_s = time.monotonic()
         self._granted: int | None = None
-        self._granted_s = 0.0
-        self._told_layers = 0
 
     def share(self, landing: Landing) -> Fetch:
         """A fetch of what one of several places has of these blocks. Nobody waits at its gate."""
@@ -77,7 +77,7 @@ class Fetch:
         """Addresses: go on there, with another route; with several, a share at each."""
         error = "failed unexpectedly; see the log"
         try:
-            self._pull_by_any_way(route, station)
+            self._pull_by_any_way(route)
             error = ""
         except _ElsewhereError as elsewhere:
             error = ""
@@ -100,12 +100,7 @@ class Fetch:
             error=error,
         )
 
-    def tell_end(self, ended: FetchEnded, station: Station) -> None:
-        station.post(ended)
-        if self._gate is not None:
-            self._gate.end(not ended.error and ended.num_blocks == self._granted)
-
-    def _pull_by_any_way(self, route: Route, station: Station) -> None:
+    def _pull_by_any_way(self, route: Route) -> None:
         """What arrived by a way that failed midway is not asked for again by the next."""
         failure: TransportError | None = None
         while True:
@@ -115,7 +110,7 @@ class Fetch:
                 self.line.hold(connection)
                 if not route.opened:
                     connection.send(self.opening(), self._deadline_s)
-                self._pull(connection, station)
+                self._pull(connection)
                 return
             except _RefusedError:
                 raise
@@ -140,7 +135,7 @@ class Fetch:
             return 0
         return min(self.landing.whole_layers(self._granted), self.landing.num_layers - 1)
 
-    def _pull(self, connection: Connection, station: Station) -> None:
+    def _pull(self, connection: Connection) -> None:
         deadline_s = self._deadline_s
         granted = connection.receive(deadline_s)
         self._answered = True
@@ -159,7 +154,9 @@ class Fetch:
         self.landing.leave_out(granted.absent)
         if granted.num_blocks:
             self.landing.come_from(granted.cut)
-        self._begin(granted.num_blocks, station)
+        self._granted = granted.num_blocks
+        if self._progress is not None:
+            self._progress.granted(self._part, granted.num_blocks)
         lease = _Lease(connection, granted.lease_s, deadline_s)
         last = not granted.num_blocks
         while not last:
@@ -168,38 +165,15 @@ class Fetch:
                 raise ProtocolError(f"unexpected {type(message).__name__} during a read")
             self.landing.land(connection, message.offers, deadline_s, lease.renew)
             last = message.last
-            if self._gate is not None and not last:
-                self._tell_progress(self._gate, station)
+            if self._progress is not None and not last:
+                self._tell(self._progress, granted.num_blocks)
         # All is here. The link sends this when the end has been told, or with the next request.
         connection.hold(ReadReleased(corrupt_slices=self.landing.corrupt_slices))
 
-    def _begin(self, num_blocks: int, station: Station) -> None:
-        if self._gate is None:
-            self._granted = num_blocks
-            return
-        if self._granted is None:
-            self._granted_s = time.monotonic()
-        elif num_blocks < self._granted:
-            self._gate.break_off()  # somebody may have counted on all of them
-        self._granted = num_blocks
-        station.post(FetchProgress(fetch_id=self.fetch_id, num_blocks=num_blocks))
-
-    def _tell_progress(self, gate: LayerGate, station: Station) -> None:
+    def _tell(self, progress: Progress, granted: int) -> None:
         if self.landing.corrupt_slices:
-            gate.break_off()
-        assert self._granted is not None
-        all_layers = station.arena.layout.num_layers
-        num_layers = min(self.landing.whole_layers(self._granted), all_layers - 1)
-        if num_layers == self._told_layers:
-            return
-        gate.open(num_layers)
-        for layers in range(num_layers, self._told_layers, -1):
-            if tells_progress(layers, all_layers):
-                seconds = time.monotonic() - self._granted_s
-                event = FetchProgress(self.fetch_id, self._granted, num_layers, seconds)
-                station.post(event)
-                break
-        self._told_layers = num_layers
+            progress.doubt()
+        progress.arrived(self._part, self.landing.whole_layers(granted))
 
 
 class _ElsewhereError(Exception):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from moonpool.kvcache.transfers import PeerAddress
-from moonpool.messenger.peering import Credentials, Route
+from moonpool.messenger.peering import Credentials, Route, by_memory, by_nixl
 from moonpool.messenger.transport import Connection, TransportError
 from moonpool.messenger.wire import Message
 
@@ -125,6 +125,10 @@ class Links:
                 os.eventfd_write(link.wake_fd, 1)
         finally:
             link.opening.release()
+
+    def only_tcp(self, peer: PeerAddress) -> bool:
+        """Whether there is no better way to it."""
+        return not by_memory(self._own, peer) and not by_nixl(self._own, peer)
 
     def close(self) -> None:
         """Ends the idle links, and the others as soon as their operation has ended."""

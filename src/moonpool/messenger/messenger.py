@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import FetchEnded, MessengerEvent, PeerAddress, SendEnded
@@ -22,16 +23,18 @@ from moonpool.messenger.auth import AuthError, Identity
 from moonpool.messenger.counters import TransferCounts
 from moonpool.messenger.courier import Courier
 from moonpool.messenger.fetch import Fetch
+from moonpool.messenger.fetch_parts import FetchParts, split
 from moonpool.messenger.fetch_shares import FetchShares
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.inbound import Inbound
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.landing_table import Checksum, checksum_slice
-from moonpool.messenger.links import Links, Operation
+from moonpool.messenger.links import Links, Operation, Tell
 from moonpool.messenger.mover import Mover, PlainMover
 from moonpool.messenger.native_mover import NativeMover, SliceCalls, fits
 from moonpool.messenger.peer_arena import PeerArenas
 from moonpool.messenger.peering import HANDSHAKE_TIMEOUT_S, Credentials, Route
+from moonpool.messenger.progress import Progress
 from moonpool.messenger.read import Reads
 from moonpool.messenger.receive_stream import Receptions
 from moonpool.messenger.send_stream import SendStream, SliceRef
@@ -39,6 +42,7 @@ from moonpool.messenger.station import Station
 from moonpool.types import BlockId, BlockKey, InstanceId
 
 PARK_S = 5.0
+TCP_CONNECTIONS = 4
 _CLOSE_TIMEOUT_S = HANDSHAKE_TIMEOUT_S + 1.0
 _CLOSED = "this messenger was closed"
 _MAX_TIMEOUT_S = 86400.0  # sockets and polls overflow on what is near to infinity
@@ -66,8 +70,10 @@ class Messenger:
         checksum: Checksum = checksum_slice,
         courier: Courier | None = None,
         native: SliceCalls | None = None,
+        tcp_connections: int = TCP_CONNECTIONS,
     ) -> None:
-        """With `native`, slices are moved by it, if it takes those of this layout."""
+        """With `native`, slices are moved by it, if it takes those of this layout. A large fetch
+        from another machine goes over up to `tcp_connections` at once."""
         if arena.cut is None and layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
         if not secret:
@@ -83,6 +89,7 @@ class Messenger:
         self._host_id = host_id
         self._block_tokens = layout.block_tokens
         self._tcp_address = (tcp_host, tcp_port)
+        self._tcp_connections = tcp_connections
         self._receptions = Receptions(self._station, park_s)
         self._reads = Reads(self._station, lease_s)
         own = Credentials(secret, identity, host_id, arena, PeerArenas(), mover, courier)
@@ -91,7 +98,7 @@ class Messenger:
         self._inbound = Inbound(self._station, own, self._reads, self._receptions, self._spawn)
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()  # guards what follows
-        self._fetches: dict[str, Fetch] = {}
+        self._fetches: dict[str, FetchParts] = {}
         self._sends: dict[str, SendStream] = {}
         self._threads: set[threading.Thread] = set()
         self._closing = False
@@ -173,22 +180,52 @@ class Messenger:
         `gate`, FetchProgress tells how far it is."""
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys but {len(block_ids)} blocks to fetch them into")
-        deadline_s = _deadline_s(timeout_s)
-        landing = self._landing(block_ids, 0)
-        fetch = Fetch(fetch_id, source.instance_id, tuple(keys), landing, deadline_s, gate)
+        station = self._station
+        most = self._tcp_connections if self._links.only_tcp(source) else 1
+        rows = split(len(keys), station.arena.layout.block_bytes, most)
+        progress = None if gate is None else Progress(fetch_id, [*map(len, rows)], gate, station)
+        parts = FetchParts(
+            fetch_id,
+            source.instance_id,
+            keys,
+            rows,
+            lambda part: self._landing(block_ids[part.start : part.stop], 0),
+            _deadline_s(timeout_s),
+            progress,
+        )
         with self._lock:
             if fetch_id in self._fetches:
                 raise ValueError(f"fetch {fetch_id!r} is in progress already")
-            self._fetches[fetch_id] = fetch
+            self._fetches[fetch_id] = parts
             if self._closing:
-                fetch.break_off(_CLOSED)
+                parts.break_off(_CLOSED)
 
-        def end(ended: FetchEnded) -> Callable[[], None]:
+        def end(part: int, ended: FetchEnded) -> Tell:
+            whole = parts.end(part, ended)
+            if whole is None:
+                return _nothing
             with self._lock:
                 del self._fetches[fetch_id]
-            return lambda: fetch.tell_end(ended, self._station)
 
-        def operate(route: Route) -> Callable[[], None]:
+            def tell() -> None:
+                station.post(whole)
+                if progress is not None:
+                    progress.end(whole)
+
+            return tell
+
+        for number, part in enumerate(rows):
+            blocks = block_ids[part.start : part.stop]
+            self._run_fetch(source, parts.parts[number], blocks, partial(end, number))
+
+    def _run_fetch(
+        self,
+        source: PeerAddress,
+        fetch: Fetch,
+        block_ids: Sequence[BlockId],
+        end: Callable[[FetchEnded], Tell],
+    ) -> None:
+        def operate(route: Route) -> Tell:
             ended = fetch.run(route, self._station)
             if isinstance(ended, FetchEnded):
                 return end(ended)
@@ -204,17 +241,17 @@ class Messenger:
         fetch: Fetch,
         addresses: Sequence[PeerAddress],
         block_ids: Sequence[BlockId],
-        end: Callable[[FetchEnded], Callable[[], None]],
+        end: Callable[[FetchEnded], Tell],
     ) -> None:
         with self._lock:  # `close` breaks off what it finds
             shares = FetchShares(fetch, len(addresses), lambda: self._landing(block_ids, 0))
 
         def operation(share: Fetch) -> Operation:
-            def operate(route: Route) -> Callable[[], None]:
+            def operate(route: Route) -> Tell:
                 ended = share.run(route, self._station)
                 assert isinstance(ended, FetchEnded), "a share is not sent on"
                 whole = shares.end(ended)
-                return (lambda: None) if whole is None else end(whole)
+                return _nothing if whole is None else end(whole)
 
             return operate
 
@@ -328,6 +365,10 @@ class Messenger:
             self._threads.add(thread)
         thread.start()
         return thread
+
+
+def _nothing() -> None:
+    """Others are still under way."""
 
 
 def _deadline_s(timeout_s: float) -> float:

@@ -46,6 +46,15 @@ class Credentials:
     courier: Courier | None = None
 
 
+def by_memory(own: Credentials, peer: PeerAddress) -> bool:
+    """It runs on this host, and both take part."""
+    return bool(own.host_id and own.host_id == peer.host_id and peer.unix_name)
+
+
+def by_nixl(own: Credentials, peer: PeerAddress) -> bool:
+    return own.courier is not None and bool(peer.nixl_port)
+
+
 class Route:
     """The way of one operation to a peer. Used by one thread. `opened` tells whether the first
     message of the operation has been sent on the present connection."""
@@ -64,9 +73,9 @@ class Route:
         self._own = own
         self._is_kept = kept is not None
         self._ways: list[Callable[[float], Connection]] = [self._dial_tcp]
-        if own.courier is not None and peer.nixl_port:
+        if by_nixl(own, peer):
             self._ways.insert(0, self._dial_nixl)
-        if own.host_id and own.host_id == peer.host_id and peer.unix_name:
+        if by_memory(own, peer):
             self._ways.insert(0, self._dial_shm)
 
         self._num_ways = len(self._ways)

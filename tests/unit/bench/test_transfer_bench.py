@@ -24,6 +24,7 @@ def test_every_way_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(rate > 0 for rate in figures["gb_per_s"].values())
     assert figures["speed_over"]["tcp put"].keys() == {"tcp socket put"}
     assert "blocks of 64 KiB" in said[0]
+    assert found["flows"]["limited flows"]["4"] > 2 * found["flows"]["limited flows"]["1"]
 
 
 def test_a_peer_python_that_cannot_run_is_named(tmp_path: Path) -> None:
