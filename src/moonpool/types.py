@@ -73,6 +73,7 @@ class SamplingParams(Struct, frozen=True):
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # divides what favours a token of prompt or answer
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely

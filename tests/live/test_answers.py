@@ -21,6 +21,7 @@ from tests.live.conftest import MODEL, SMALL
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11, "max_tokens": 24, "ignore_eos": True}
 PENALISED = SAMPLED | {"presence_penalty": 0.7, "frequency_penalty": 0.3, "min_p": 0.001}
+PENALISED |= {"repetition_penalty": 1.3}
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:

@@ -70,6 +70,7 @@ def _is_plainly_greedy(draw: Draw) -> bool:
         and len(draw.generated) >= params.min_tokens
         and params.presence_penalty == 0
         and params.frequency_penalty == 0
+        and params.repetition_penalty == 1
         and not params.logit_bias
     )
 
@@ -90,11 +91,16 @@ def _draw(raw: Row, draw: Draw, position: int) -> Token:
 
 
 def _penalised(raw: Row, draw: Draw) -> Row:
-    """With biases, penalties for what was generated, and no end before `min_tokens`."""
+    """With biases, penalties for what was seen, and no end before `min_tokens`."""
     params = draw.params
     row = raw.copy()
     for token_id, bias in params.logit_bias:
         row[token_id] += bias
+    if params.repetition_penalty != 1:
+        seen = np.fromiter(draw.prompt_ids.union(draw.generated), dtype=np.int64)
+        seen = seen[(seen >= 0) & (seen < len(row))]
+        factor = params.repetition_penalty
+        row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
     if params.presence_penalty or params.frequency_penalty:
         for token_id, count in Counter(draw.generated).items():
             row[token_id] -= params.presence_penalty + params.frequency_penalty * count

@@ -30,11 +30,13 @@ class SequenceStep:
 @dataclass(frozen=True, slots=True)
 class Draw:
     """How to draw the next token. `generated` are the tokens generated so far (for the penalties,
-    `min_tokens`), the new ones of this step included."""
+    `min_tokens`), the new ones of this step included; `prompt_ids` the prompt's tokens, each once,
+    if there is a penalty for them."""
 
     params: SamplingParams
     generated: Sequence[int]
     eos_token_ids: Sequence[int]
+    prompt_ids: frozenset[int] = frozenset()
 
 
 LayerDone = Callable[[int], None]

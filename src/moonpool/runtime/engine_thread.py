@@ -120,7 +120,7 @@ def sequence_step(entry: StepEntry, eos_token_ids: Sequence[int]) -> SequenceSte
     """What the state machine plans, in the engine's words."""
     draw = None
     if entry.draw is not None:
-        draw = Draw(entry.draw, entry.generated, eos_token_ids)
+        draw = Draw(entry.draw, entry.generated, eos_token_ids, entry.prompt_ids)
     return SequenceStep(
         RequestId(entry.work_id), entry.new_token_ids, entry.start, entry.block_ids, draw
     )

@@ -45,6 +45,8 @@ class StepEntry(NamedTuple):
     generated: Sequence[int]
     sends: tuple[tuple[int, BlockId], ...]
     arriving: Arriving | None = None
+    prompt_ids: frozenset[int] = frozenset()
+    """The prompt's tokens, each once, where the draw looks at them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,7 @@ class Batch:
         work, tokens = active.work, active.tokens
         start, end = active.num_scheduled, active.num_scheduled + num_tokens
         last = end == tokens.size
+        looks_back = last and work.sampling.repetition_penalty != 1
         active.num_scheduled = end
         active.steps_pending += 1
         sends: tuple[tuple[int, BlockId], ...] = ()
@@ -256,6 +257,7 @@ class Batch:
             generated=tokens.generated if last else (),
             sends=sends,
             arriving=self._early.arriving(active) if active.early_blocks else None,
+            prompt_ids=tokens.prompt_ids if looks_back else frozenset(),
         )
 
     def _make_room_for_decodes(self) -> None:

@@ -10,13 +10,14 @@ class Tokens(Sequence[int]):
     """Prompt and generated tokens as one sequence that grows at its end. A prompt may be a million
     tokens long, or a `range` that stands for tokens nobody needs to know: it is only sliced."""
 
-    __slots__ = ("_first_generated", "_generated", "_prompt", "size")
+    __slots__ = ("_first_generated", "_generated", "_prompt", "_prompt_ids", "size")
 
     def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
         """`prompt` may hold generated tokens after its first `num_prompt_tokens` (a fault came)."""
         self._prompt = prompt
         self._first_generated = num_prompt_tokens
         self._generated: list[int] = []
+        self._prompt_ids: frozenset[int] | None = None
         self.size = len(prompt)  # as `len`, for those who ask at every step
 
     def __len__(self) -> int:
@@ -68,6 +69,13 @@ class Tokens(Sequence[int]):
         if self._first_generated == len(self._prompt):
             return self._generated
         return (*self._prompt[self._first_generated :], *self._generated)
+
+    @property
+    def prompt_ids(self) -> frozenset[int]:
+        """Each token of the prompt once; made when it is first asked for."""
+        if self._prompt_ids is None:
+            self._prompt_ids = frozenset(self._prompt)
+        return self._prompt_ids
 
     @property
     def num_generated(self) -> int:

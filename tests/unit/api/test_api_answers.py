@@ -295,6 +295,7 @@ def test_sampling_fields_reach_the_head() -> None:
         ignore_eos=True,
         presence_penalty=1,
         frequency_penalty=-1,
+        repetition_penalty=1.2,
     )
     assert response.status_code == 200
     sampling = head.requests[0].sampling
@@ -302,6 +303,7 @@ def test_sampling_fields_reach_the_head() -> None:
     assert (sampling.min_p, sampling.seed, sampling.max_tokens) == (0.1, 7, 9)
     assert (sampling.min_tokens, sampling.ignore_eos) == (2, True)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+    assert sampling.repetition_penalty == 1.2
     assert sampling.logprobs is None
 
 

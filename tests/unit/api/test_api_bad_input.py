@@ -49,6 +49,7 @@ def assert_error(
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"seed": 2**64}, "seed"),
         ({"seed": 1.5}, "seed"),
@@ -81,7 +82,7 @@ def assert_error(
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"best_of": 3}, "best_of"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"length_penalty": 1.2}, "length_penalty"),
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )

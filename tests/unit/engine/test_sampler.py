@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from moonpool.engine.sampler import NonFiniteLogitsError, sample, uniform
 from moonpool.engine.step import Draw
@@ -98,6 +99,20 @@ def test_penalties_count_what_was_generated() -> None:
     assert greedy([0, 0], presence_penalty=0.9) == 0
     assert greedy([0, 0], frequency_penalty=0.6) == 1
     assert greedy([], frequency_penalty=2.0) == 0
+
+
+def test_a_repetition_penalty_is_what_transformers_makes_of_it() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2)) * 5
+    prompt, generated = [3, 7, 7, 12, 40], [5, 3, 48]
+    for penalty in (0.5, 1.3, 4.0):
+        theirs = RepetitionPenaltyLogitsProcessor(penalty=penalty)(
+            torch.tensor([prompt + generated] * 6), logits
+        )
+        params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+        asked = Draw(params, generated, (), frozenset(prompt))
+        drawn = sample(logits, [asked] * 6, range(6))
+        assert [token.token_id for token in drawn] == theirs.argmax(-1).tolist()
+    assert theirs.argmax(-1).tolist() != logits.argmax(-1).tolist()
 
 
 def test_biases_are_added_to_the_logits_of_any_draw() -> None:

@@ -123,6 +123,17 @@ def test_penalties_and_least_lengths_are_known_to_the_last_stage(pair: Pair) -> 
         assert pair.stages.step(step).tokens == pair.one.step(step).tokens
 
 
+def test_what_the_prompt_holds_is_known_to_the_last_stage(pair: Pair) -> None:
+    def first_token(prompt_ids: frozenset[int]) -> Any:
+        draw = Draw(SamplingParams(temperature=0.0, repetition_penalty=9.0), (), (), prompt_ids)
+        step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], draw)]
+        assert pair.stages.step(step).tokens == pair.one.step(step).tokens
+        return pair.one.step(step).tokens[0]
+
+    best = first_token(frozenset())
+    assert first_token(frozenset({best.token_id})) != best
+
+
 def test_a_step_larger_than_the_ring_goes_through(pair: Pair) -> None:
     rows = 3 * 64 * 4  # chunk_tokens is 64
     tokens = [(7 * i) % 300 for i in range(rows)]

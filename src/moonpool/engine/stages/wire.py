@@ -79,6 +79,7 @@ class StageDraw(Struct, frozen=True):
     generated: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     position: int
+    prompt_ids: tuple[int, ...] = ()
 
 
 class StageStep(Struct, frozen=True, tag=True):
@@ -216,13 +217,16 @@ def unpack_wanted(step: StageStep) -> Tensor | None:
 
 
 def unpack_draws(step: StageStep) -> list[Draw]:
-    return [Draw(draw.params, draw.generated, draw.eos_token_ids) for draw in step.draws]
+    return [
+        Draw(draw.params, draw.generated, draw.eos_token_ids, frozenset(draw.prompt_ids))
+        for draw in step.draws
+    ]
 
 
 def _pack_draw(draw: Draw, position: int) -> StageDraw:
     """Tokens generated so far go along only where the draw looks at them: they may be many."""
     params, generated = draw.params, tuple(draw.generated)
-    looked_at = params.presence_penalty or params.frequency_penalty
+    looked_at = params.presence_penalty or params.frequency_penalty or draw.prompt_ids
     if not looked_at and len(generated) >= params.min_tokens:
         params, generated = msgspec.structs.replace(params, min_tokens=0), ()
     return StageDraw(
@@ -230,6 +234,7 @@ def _pack_draw(draw: Draw, position: int) -> StageDraw:
         generated=generated,
         eos_token_ids=tuple(draw.eos_token_ids),
         position=position,
+        prompt_ids=tuple(draw.prompt_ids),
     )
 
 
