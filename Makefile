@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types check swarm soak bench clean
+.PHONY: setup setup-dev demo test lint types check long swarm soak bench clean
 
 setup: $(VENV)/.installed
 
@@ -28,7 +28,11 @@ demo: setup
 	$(BIN)/moonpool demo
 
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+
+# What takes long and says little that `make test` does not.
+long: setup-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 lint: setup-dev
 	$(BIN)/ruff check .

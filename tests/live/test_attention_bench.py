@@ -46,6 +46,7 @@ def test_each_partition_is_timed_beside_local_attention(kv_heads: int, ways: str
     assert len(list(partition_lines(costs))) == 2 + len(costs)
 
 
+@pytest.mark.long
 def test_a_second_memory_holds_twice_the_requests() -> None:
     result = bench_attention_capacity(f"{TINY},kv_heads=2", (1, 2), 2, 200, 2, "float32")
     assert [curve.capacity for curve in result.curves] == [2, 2, 4, 4, 6]

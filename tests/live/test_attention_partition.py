@@ -35,7 +35,7 @@ def expected() -> list[str]:
 
 
 @pytest.mark.parametrize("partition", ["head", "tokens"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_answers_are_those_without(partition: str, count: int, expected: list[str]) -> None:
     arguments = ["--attention", str(count), "--attention-partition", partition]
     with LocalServer([*BASE, *arguments]) as server:

@@ -150,14 +150,10 @@ class SurvivalForecast:
             return
         while self._said and self._said[0][0] < bucket:
             self.error.note(self._said.popleft()[1], self._num_decoding)
-        for passed in range(self._now, min(bucket, self._now + NUM_BUCKETS)):
-            place = passed % NUM_BUCKETS
-            self._overdue += self._coming[:, place]
-            self._coming[:, place] = 0.0
-            # The next bucket takes the place of the oldest.
-            place = (passed + 1) % NUM_BUCKETS
-            self._old += self._decoding[:, place]
-            self._decoding[:, place] = 0.0
+        num_passed = min(bucket - self._now, NUM_BUCKETS)
+        _pour(self._coming, self._now, num_passed, self._overdue)
+        # The next buckets take the places of the oldest.
+        _pour(self._decoding, self._now + 1, num_passed, self._old)
         self._now = bucket
 
     def _share(self, ahead: int) -> tuple[Floats, Floats]:
@@ -172,6 +168,14 @@ class SurvivalForecast:
         lasting = np.cumsum(self._lasted[::-1])[::-1]
         survival: Floats = (lasting / lasting[0] + RARE) / (1.0 + RARE)
         return survival
+
+
+def _pour(ring: Floats, start: int, count: int, rest: Floats) -> None:
+    """So many of the ring's columns from `start` on into the rest: at once, since a silence may
+    have lasted for all of them."""
+    places = np.arange(start, start + count) % NUM_BUCKETS
+    rest += ring[:, places].sum(axis=1)
+    ring[:, places] = 0.0
 
 
 def _weigh(ring: Floats, start: int, shares: Floats) -> Floats:

@@ -142,6 +142,7 @@ def test_belady_shows_the_head_room() -> None:
 
 
 @needs_trace
+@pytest.mark.long
 def test_predictive_beats_lru_at_small_capacities_and_loses_nothing_at_large_ones() -> None:
     lru = PUBLISHED["lru"]
     for capacity, least in ((5_859, 0.18), (10_000, 0.23)):
@@ -166,6 +167,7 @@ FIG_9 = {  # FAST'25 Fig 9, conversation: capacity in tokens -> hit ratio, digit
 
 
 @needs_trace
+@pytest.mark.long
 def test_token_hit_ratios_are_near_those_of_the_paper() -> None:
     ours = []
     for capacity_tokens, paper in FIG_9.items():

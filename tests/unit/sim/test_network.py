@@ -167,7 +167,7 @@ def changes(draw: st.DrawFn) -> list[Change]:
     return made
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=NUM_LINKS, max_size=NUM_LINKS), changes())
 @example(  # nothing to send, and given up before it would have begun
     [1] * NUM_LINKS,
