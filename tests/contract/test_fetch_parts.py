@@ -55,7 +55,7 @@ def test_every_block_is_in_one_part_and_small_fetches_are_not_split() -> None:
         for most in (1, 3, 4):
             parts = split(blocks, 1 << 20, most)
             assert [row for part in parts for row in part] == list(range(blocks))
-            assert len(parts) == max(1, min(most, blocks // 8))
+            assert len(parts) == max(1, min(most, blocks // 4))
     assert split(0, 1 << 20, 4) == [range(0)]
     assert split(3, 1 << 30, 4) == [range(1), range(1, 2), range(2, 3)]
 

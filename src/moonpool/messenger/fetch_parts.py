@@ -1,7 +1,7 @@
 """A fetch over several connections at once: each brings some of the blocks, in all layers.
 
 Between machines one TCP connection gets what a core can take, or what the network grants a flow
-(clouds: 5 or 10 Gbit/s), not what the line gives.
+(clouds: 5 or 10 Gbit/s), not what the line gives; and on a loopback one waits where two do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moonpool.messenger.landing import Landing
 from moonpool.messenger.progress import Progress
 from moonpool.types import BlockKey, InstanceId
 
-PART_BYTES = 8 << 20
+PART_BYTES = 4 << 20
 """Less than this is not worth a connection of its own."""
 
 
