@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from moonpool.messenger import tcp
 from moonpool.messenger.transport import (
     DeadlineError,
     FrameSocket,
@@ -134,3 +135,21 @@ def test_who_has_hung_up_is_seen_behind_what_it_sent(ends: tuple[FrameSocket, Fr
     theirs.interrupt()
     assert ours.hung_up()
     assert isinstance(ours.receive(time.monotonic() + 1.0), SlicesEnd)
+
+
+@pytest.mark.parametrize("chosen", ["bbr", "cubic", "reno"])
+def test_a_near_peer_is_not_paced_by_bbr(chosen: str) -> None:
+    """Whatever else was chosen stays."""
+    with tcp.listen("127.0.0.1", 0) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+        for sock in (near, far):
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, chosen.encode())
+            except OSError:
+                pytest.skip(f"{chosen} cannot be had here")
+            tcp.prepare(sock)
+            kept = tcp.congestion_control(sock)
+            assert kept == chosen if chosen != "bbr" else kept in ("cubic", "reno")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            sock.close()
