@@ -12,6 +12,7 @@ from messenger_harness import Node, keys, make_layout
 from moonpool.bench.flow_limit import FlowLimit
 from moonpool.kvcache.transfers import FetchEnded, FetchProgress, ReadEnded, ReadRequested
 from moonpool.messenger import fetch_parts
+from moonpool.messenger.cut import NOWHERE
 from moonpool.messenger.fetch_parts import split
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.messenger import TCP_CONNECTIONS
@@ -185,3 +186,25 @@ def test_where_flows_are_limited_several_bring_more(make_node: MakeNode) -> None
     assert limit.num_accepted == TCP_CONNECTIONS
     assert taken_s < 0.7 * 6 * layout.block_bytes / 20e6
     assert all(reader.block(n) == source.block(n) for n in range(6))
+
+
+def test_parts_go_to_who_keeps_the_blocks(pair: tuple[Node, Node], make_node: MakeNode) -> None:
+    """Each for itself: here, at another peer, at several that have some of the blocks each."""
+    front, reader = pair
+    keeper, one, other = make_node("keeper"), make_node("one"), make_node("other")
+    for number, node in enumerate((keeper, one, other)):
+        node.fill(3 + number)
+    reader.messenger.fetch("f", front.address, keys(8), list(range(8)), 3.0)
+    here, there, shared, last = asked(front)
+    grant_all(front, [here, last])
+    front.messenger.send_read_on(there.read_id, keeper.address)
+    front.messenger.send_read_on(shared.read_id, one.address, other.address)
+    grant_all(keeper, asked(keeper, 1))
+    one.messenger.grant(one.expect_event(ReadRequested).read_id, [4, NOWHERE])
+    other.messenger.grant(other.expect_event(ReadRequested).read_id, [NOWHERE, 5])
+    ended = reader.expect_event(FetchEnded)
+    assert (ended.num_blocks, ended.error) == (8, "")
+    sources = [front, front, keeper, keeper, one, other, front, front]
+    assert [reader.block(n) for n in range(8)] == [s.block(n) for n, s in enumerate(sources)]
+    assert ended.num_bytes == 8 * front.layout.block_bytes
+    reader.expect_silence()
