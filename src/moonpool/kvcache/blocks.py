@@ -300,16 +300,26 @@ class BlockPool:
                     self._withdrawn.remove(block_id)
                     self._take_names((block_id,))
                 if keys[block_id] is not None:
+                    if run and not self._may_precede(block_id, run[-1]):
+                        self._evictable.add(run[::-1], None)
+                        run = []
                     run.append(block_id)
                     continue
                 self._free.append(block_id)
             if run:
-                self._evictable.add(run[::-1], self._named(block_id))
+                precedes = self._may_precede(block_id, run[-1])
+                self._evictable.add(run[::-1], self._named(block_id) if precedes else None)
                 run = []
             if self._twin_key and not holds[block_id]:
                 self._twin_key.pop(block_id, None)
         if run:
             self._evictable.add(run[::-1], None)
+
+    def _may_precede(self, block_id: BlockId, later: BlockId) -> bool:
+        """Whether `later`, next to it among its owner's blocks, may continue it in a prompt: who
+        took blocks twice has the beginning of a prompt behind a block of its middle."""
+        before = self._depth_of[block_id]
+        return not before or self._depth_of[later] > before
 
     @property
     def has_changes(self) -> bool:

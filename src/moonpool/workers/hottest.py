@@ -40,15 +40,15 @@ def hottest(
 
 def _chain(holdings: Holdings, block_id: BlockId) -> list[BlockId]:
     """From the prompt's first block to this one; empty if some is missing, or not known."""
-    chain: list[BlockId] = []
+    chain: dict[BlockId, None] = {}
     place: BlockId | None = block_id
     while place is not None:
-        chain.append(place)
+        if place in chain:
+            return []  # what was adopted has no known place, so links may contradict each other
+        chain[place] = None
         place = holdings.spares.parent_of(place)
-    if holdings.pool.depth_of(chain[-1]):
-        return []
-    chain.reverse()
-    return chain
+    first_to_last = list(reversed(chain))
+    return [] if holdings.pool.depth_of(first_to_last[0]) else first_to_last
 
 
 def _key(pool: BlockPool, block_id: BlockId) -> BlockKey:
