@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from moonpool.kvcache.transfers import FetchEnded, PeerAddress
 from moonpool.messenger.auth import AuthError
@@ -174,6 +175,18 @@ class Fetch:
         if self.landing.corrupt_slices:
             progress.doubt()
         progress.arrived(self._part, self.landing.whole_layers(granted))
+
+
+def together(ended: Sequence[FetchEnded], num_blocks: int) -> FetchEnded:
+    """How a fetch ended of which these are all pieces; together they brought so many blocks."""
+    return FetchEnded(
+        fetch_id=ended[0].fetch_id,
+        num_blocks=num_blocks,
+        corrupt_slices=sum(e.corrupt_slices for e in ended),
+        num_bytes=sum(e.num_bytes for e in ended),
+        seconds=max(e.seconds for e in ended),
+        error=next((e.error for e in ended if e.error), ""),
+    )
 
 
 class _ElsewhereError(Exception):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moonpool.kvcache.transfers import FetchEnded
-from moonpool.messenger.fetch import Fetch
+from moonpool.messenger.fetch import Fetch, together
 from moonpool.messenger.landing import Landing
 from moonpool.messenger.progress import Progress
 from moonpool.types import BlockKey, InstanceId
@@ -70,14 +70,7 @@ class FetchParts:
             if len(self._ended) < len(self.parts):
                 return None
         in_order = [self._ended[part] for part in range(len(self.parts))]
-        return FetchEnded(
-            fetch_id=ended.fetch_id,
-            num_blocks=self._num_blocks(in_order),
-            corrupt_slices=sum(e.corrupt_slices for e in in_order),
-            num_bytes=sum(e.num_bytes for e in in_order),
-            seconds=max(e.seconds for e in in_order),
-            error=next((e.error for e in in_order if e.error), ""),
-        )
+        return together(in_order, self._num_blocks(in_order))
 
     def _num_blocks(self, in_order: Sequence[FetchEnded]) -> int:
         """Up to the first that did not come."""

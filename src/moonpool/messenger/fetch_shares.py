@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moonpool.kvcache.transfers import FetchEnded
-from moonpool.messenger.fetch import Fetch
+from moonpool.messenger.fetch import Fetch, together
 from moonpool.messenger.landing import Landing
 
 
@@ -27,14 +27,8 @@ class FetchShares:
             self._ended.append(ended)
             if len(self._ended) < len(self.shares):
                 return None
-        return FetchEnded(
-            fetch_id=self._whole.fetch_id,
-            num_blocks=num_whole_blocks([share.landing for share in self.shares]),
-            corrupt_slices=sum(e.corrupt_slices for e in self._ended),
-            num_bytes=sum(e.num_bytes for e in self._ended),
-            seconds=max(e.seconds for e in self._ended),
-            error=next((e.error for e in self._ended if e.error), ""),
-        )
+        num_blocks = num_whole_blocks([share.landing for share in self.shares])
+        return together(self._ended, num_blocks)
 
 
 def num_whole_blocks(landings: Sequence[Landing]) -> int:
