@@ -172,10 +172,11 @@ class Degree(Struct, frozen=True):
 
 class EngineConfig(Struct, frozen=True):
     """`device`: what computes. On "cuda", weights and KVCache are in the memory of the first GPU
-    that a worker sees; the arena, which the messenger moves, stays in the host's. "auto" is "cuda"
-    if the head sees a GPU. `pipeline_parallel_size`: stages of a prefill or mixed instance, each a
-    process (in a simulation a node) with a share of the layers. `tensor_parallel_size`: ranks of
-    one, each with a share of every layer."""
+    that a worker sees, those of its stages on one GPU after the other; the arena, which the
+    messenger moves, stays in the host's. "auto" is "cuda" if the head sees a GPU.
+    `pipeline_parallel_size`: stages of a prefill or mixed instance, each a process (in a simulation
+    a node) with a share of the layers. `tensor_parallel_size`: ranks of one, each with a share of
+    every layer."""
 
     chunk_tokens: int = 512
     max_sequences: int = 128
@@ -271,7 +272,7 @@ def parse_config(
         config = msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the config has a bad value: {error}") from None
-    _check_ranges(config)
+    check_values(config)
     return config
 
 
@@ -295,7 +296,8 @@ def _nearest(name: str, known: Any) -> str:
     return f"; known are {', '.join(known)}"
 
 
-def _check_ranges(config: Config) -> None:
+def check_values(config: Config) -> None:
+    """Raises ConfigError for a value out of range, or that does not go with another."""
     cluster = config.cluster
     _require(min(cluster.prefill, cluster.decode, cluster.mixed) >= 0, "cluster", ">= 0")
     _require(
@@ -362,11 +364,6 @@ def _check_stages(config: Config) -> None:
     engine = config.engine
     for name in ("pipeline_parallel_size", "decode_pipeline_parallel_size"):
         _require(1 <= getattr(engine, name) <= 64, f"engine.{name}", "1 to 64")
-        _require(
-            engine.device != "cuda" or getattr(engine, name) == 1,
-            f"engine.{name}",
-            '1 while engine.device is "cuda": stages compute on CPUs',
-        )
     _require(
         config.hardware.nodes_per_prefill == 1 or engine.pipeline_parallel_size == 1,
         "hardware.nodes_per_prefill",

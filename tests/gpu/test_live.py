@@ -52,3 +52,5 @@ def test_disaggregated_and_cached_equals_one_instance_without_cache() -> None:
     alone = answers(["--mixed", "1", "--no-enable-prefix-caching", "--dtype", "bfloat16"])
     split = answers(["--prefill", "2", "--decode", "2"])  # bfloat16 is what a GPU does by itself
     assert split == alone
+    stages = ["--pipeline-parallel-size", "2", "--decode-pipeline-parallel-size", "2"]
+    assert answers(["--prefill", "1", "--decode", "1", *stages]) == alone

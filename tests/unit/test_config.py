@@ -50,10 +50,6 @@ def test_tables_and_overrides() -> None:
         ),
         ("[engine]\npipeline_parallel_size = 0", "engine.pipeline_parallel_size must be 1 to 64"),
         (
-            '[engine]\ndevice = "cuda"\ndecode_pipeline_parallel_size = 2',
-            "engine.decode_pipeline_parallel_size must be 1 while engine.device",
-        ),
-        (
             "[engine]\npipeline_parallel_size = 2\n[hardware]\nnodes_per_prefill = 2",
             "each stage is a node",
         ),

@@ -19,6 +19,7 @@ from moonpool.bench.solo import FREE
 from moonpool.config import InstanceConfig
 from moonpool.cost.model import StepCost
 from moonpool.engine.builtin import DTYPES, open_model
+from moonpool.engine.cuda.mirror import mirrored
 from moonpool.engine.ops import KvCache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.stages.pipeline import Outcome, PipelineEngine, StageOptions
@@ -93,9 +94,10 @@ class PipedInstance:
         chunk_tokens: int,
         block_tokens: int = 64,
         threads: int = 1,
+        device: str = "cpu",
     ) -> None:
         loaded = open_model(model, dtype)
-        ops = choose_ops(loaded.dtype)
+        ops = choose_ops(loaded.dtype, device)
         self.spec = loaded.spec
         self.layout = make_layout(loaded, block_tokens, ops)
         self.num_stages = num_stages
@@ -106,9 +108,10 @@ class PipedInstance:
         cache = KvCache(flat.view(shape), self.layout)
         self.engine: Engine | PipelineEngine
         if num_stages == 1:
-            self.engine = Engine(loaded, ops, cache)
+            mirror = None if device == "cpu" else mirrored(cache, ops.device)
+            self.engine = Engine(loaded, ops, cache if mirror is None else mirror.cache, mirror)
         else:
-            options = StageOptions(num_stages, threads, chunk_tokens)
+            options = StageOptions(num_stages, threads, chunk_tokens, device=device)
             fd = self.arena.fd
             self.engine = PipelineEngine(loaded, ops, cache, fd, options, "bench", _ignore)
         self.arena.seal()

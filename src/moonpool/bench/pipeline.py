@@ -74,6 +74,7 @@ def bench_pipeline(
     seed: int,
     parts: Sequence[str],
     say: Say,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """The figures of these parts, in bfloat16, each stage with one thread. Raises ValueError for
     what the model cannot be, StageLostError, ArenaError."""
@@ -81,8 +82,10 @@ def bench_pipeline(
     mix = MIX_JOBS * (MIX_PROMPT_TOKENS[1] + MIX_OUTPUT_TOKENS[1])
     kv_tokens = max(prompt_tokens, mix) + 64 * MIX_JOBS
     with (
-        PipedInstance(model, "bfloat16", 1, kv_tokens, chunk_tokens) as one,
-        PipedInstance(model, "bfloat16", num_stages, kv_tokens, chunk_tokens) as several,
+        PipedInstance(model, "bfloat16", 1, kv_tokens, chunk_tokens, device=device) as one,
+        PipedInstance(
+            model, "bfloat16", num_stages, kv_tokens, chunk_tokens, device=device
+        ) as several,
     ):
         say("measuring one process, and fitting the cost model")
         samples = measure_samples(one.engine, FIT_S)

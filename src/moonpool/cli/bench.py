@@ -147,6 +147,7 @@ def sarathi(model: str, repeats: int, seed: int, json_file: str | None) -> None:
     type=click.Choice(["long", "short", "mixed", "decode"]),
     help="Only these; all unless given.",
 )
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @JSON
 def pipeline(
     model: str,
@@ -157,16 +158,19 @@ def pipeline(
     repeats: int,
     seed: int,
     parts: tuple[str, ...],
+    device: str,
     json_file: str | None,
 ) -> None:
     """An instance of several stages beside one of one: a long prompt, a short one, prompts with
     decodes, decodes; measured, and simulated for up to 8. One thread a stage, three minutes."""
     from moonpool.bench.pipeline import PARTS, bench_pipeline
+    from moonpool.engine.cuda.choice import check_device
     from moonpool.engine.stages.fellows import StageLostError
     from moonpool.messenger.arena import ArenaError
 
     chunk_tokens = max_num_batched_tokens
     try:
+        check_device(device)
         found = bench_pipeline(
             model,
             stages,
@@ -177,6 +181,7 @@ def pipeline(
             seed,
             parts or PARTS,
             click.echo,
+            device,
         )
     except (ArenaError, StageLostError, ValueError) as error:
         fail(str(error))

@@ -52,13 +52,15 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The block arena as the engine sees it: `blocks[b, layer]` is one contiguous slice.
+    """The block arena as the engine sees it: `blocks[b, layer - first_layer]` is one contiguous
+    slice. Only a stage's cache on a GPU has not all layers.
 
     blocks: [num_blocks, num_layers, slice_elements], of the layout's dtype.
     """
 
     blocks: Tensor
     layout: BlockLayout
+    first_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +224,14 @@ class SplitOps(Ops, Protocol):
 
 
 def empty_cache(
-    layout: BlockLayout, num_blocks: int, device: torch.device | None = None
+    layout: BlockLayout,
+    num_blocks: int,
+    device: torch.device | None = None,
+    layers: range | None = None,
 ) -> KvCache:
-    """Zeroed blocks of the engine's own, not shared with the messenger; on the CPU by default."""
+    """Zeroed blocks of the engine's own, not shared with the messenger; on the CPU, and with all
+    layers, by default."""
+    layers = range(layout.num_layers) if layers is None else layers
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
-    shape = (num_blocks, layout.num_layers, layout.slice_elements)
-    return KvCache(torch.zeros(shape, dtype=dtype, device=device), layout)
+    shape = (num_blocks, len(layers), layout.slice_elements)
+    return KvCache(torch.zeros(shape, dtype=dtype, device=device), layout, layers.start)

@@ -128,7 +128,7 @@ class Engine:
             wanted = torch.from_numpy(rows.last[drawing]).to(self._device)
         layer_done = on_layer
         if self.mirror is not None:
-            layer_done = self.mirror.begin(sequences, announced=on_layer is not None)
+            layer_done = self.mirror.begin(rows.meta, announced=on_layer is not None)
         with torch.inference_mode():
             token_ids = rows.token_ids.to(self._device)
             logits = self._model.forward(

@@ -15,7 +15,7 @@ from moonpool.api.app import make_app
 from moonpool.api.frontend import ModelCard
 from moonpool.api.options import ApiOptions
 from moonpool.api.server import PortError, http_server, listen
-from moonpool.config import Config
+from moonpool.config import Config, ConfigError, check_values
 from moonpool.engine.builtin import open_model
 from moonpool.engine.cuda.choice import resolve_device
 from moonpool.engine.dtype import resolve_dtype
@@ -67,7 +67,7 @@ async def running_cluster(
     config: Config, secret: bytes, launch: bool, stop: asyncio.Event, nursery: Nursery | None
 ) -> AsyncIterator[str]:
     """Yields the API's URL once all instances are up (or `stop` was set before)."""
-    config = _resolved(config)
+    config = resolved(config)
     try:
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
@@ -150,13 +150,19 @@ async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.E
         raise ClusterError(f"the workers did not come up within {START_S:.0f} s; see the log above")
 
 
-def _resolved(config: Config) -> Config:
-    """Device and dtype are settled here, so that all instances agree on them."""
+def resolved(config: Config) -> Config:
+    """Device and dtype are settled here, so that all instances agree on them. Raises
+    ClusterError where the rest does not go with the device that was found."""
     device = resolve_device(config.engine.device)
     engine = msgspec.structs.replace(config.engine, device=device)
     dtype = resolve_dtype(config.model.dtype, device)
     model = msgspec.structs.replace(config.model, dtype=dtype)
-    return msgspec.structs.replace(config, model=model, engine=engine)
+    settled = msgspec.structs.replace(config, model=model, engine=engine)
+    try:
+        check_values(settled)
+    except ConfigError as error:
+        raise ClusterError(str(error)) from None
+    return settled
 
 
 def _make_head(config: Config, secret: bytes) -> Head:

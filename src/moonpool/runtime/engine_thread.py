@@ -33,7 +33,9 @@ from moonpool.workers.actions import (
 
 log = logging.getLogger("moonpool.engine")
 
-_Order = tuple[RunStep, Sequence[Sequence[LayerGate]]] | FetchBlocks | ExpectStream | LoadBlocks
+Arrival = FetchBlocks | ExpectStream | LoadBlocks
+"""What lets others write blocks of the arena."""
+_Order = tuple[RunStep, Sequence[Sequence[LayerGate]]] | Arrival
 
 
 class EngineThread:
@@ -72,7 +74,7 @@ class EngineThread:
         the arena, the engine learns of it before any step that is submitted later."""
         if self._engine.mirror is None:
             return
-        if isinstance(action, FetchBlocks | ExpectStream | LoadBlocks):
+        if isinstance(action, Arrival):
             self._steps.put(action)
 
     def stop(self, timeout_s: float) -> None:

@@ -18,10 +18,10 @@ from moonpool.cost.belief import pipelined
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.calibrate import measure_samples
-from moonpool.engine.cuda.choice import check_device, free_bytes
-from moonpool.engine.cuda.mirror import Mirror, lock_pages
+from moonpool.engine.cuda.choice import check_device, free_bytes, stages_of_fullest
+from moonpool.engine.cuda.mirror import mirrored
 from moonpool.engine.native.slices import open_slices
-from moonpool.engine.ops import KvCache, Ops, empty_cache
+from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.sampler import NonFiniteLogitsError
 from moonpool.engine.stages.fellows import StageLostError
@@ -240,10 +240,9 @@ def _in_one_line(error: RuntimeError) -> Exception:
 
 def _stage_options(setup: Setup, num_stages: int, threads: int, share: CoreShare) -> StageOptions:
     """The caller's thread, which measures as the first stage, goes to that stage's cores."""
-    if setup.engine.device != "cpu":
-        raise BootError("stages compute on CPUs: use --pipeline-parallel-size 1")
     chunk_tokens, quantization = setup.engine.chunk_tokens, setup.model.quantization
-    options = StageOptions(num_stages, threads, chunk_tokens, quantization, share.engine)
+    device = setup.engine.device
+    options = StageOptions(num_stages, threads, chunk_tokens, quantization, share.engine, device)
     pin_thread(options.cores_of(0))
     return options
 
@@ -359,10 +358,8 @@ def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
     """On the CPU the engine works in the arena itself; on a GPU, in blocks of its own there."""
     if ops.device.type == "cpu":
         return Engine(model, ops, arena)
-    cache = empty_cache(arena.layout, len(arena.blocks), ops.device)
-    if not lock_pages(arena.blocks):
-        log.warning("the arena cannot be page-locked: copies between it and the GPU are slow")
-    return Engine(model, ops, cache, Mirror(cache, arena.blocks))
+    mirror = mirrored(arena, ops.device)
+    return Engine(model, ops, mirror.cache, mirror)
 
 
 def _own_engine(
@@ -380,7 +377,8 @@ def _own_engine(
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
     layout = make_layout(model, setup.pool.block_tokens, ops, num_shards)
     several, nixl = degree.num_processes > 1, setup.network.nixl
-    arena = Arena(layout, _num_blocks(setup, layout, model), sealed=not several and not nixl)
+    num_blocks = _num_blocks(setup, layout, model, degree.num_stages)
+    arena = Arena(layout, num_blocks, sealed=not several and not nixl)
     cache = _cache_over(arena, layout)
     if not several:
         if num_shards > 1:
@@ -416,11 +414,12 @@ def _measured_cost(
     return refine_profile(spread, threads, only_if_new=bool(parts.crew.named))
 
 
-def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel) -> int:
+def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel, num_stages: int) -> int:
     most_bytes = float("inf")
     if setup.engine.device == "cuda":
         weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
-        most_bytes = GPU_SHARE * free_bytes() / setup.num_instances - weights_bytes
+        share = stages_of_fullest(num_stages) / num_stages  # of the model, on one GPU
+        most_bytes = GPU_SHARE * free_bytes() / setup.num_instances / share - weights_bytes
     return pool_blocks(setup, layout, most_bytes)
 
 

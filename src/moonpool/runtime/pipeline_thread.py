@@ -15,7 +15,7 @@ from moonpool.engine.stages.pipeline import Outcome, PipelineEngine
 from moonpool.messenger.gate import LayerGate
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import pin_thread
-from moonpool.runtime.engine_thread import sequence_step
+from moonpool.runtime.engine_thread import Arrival, sequence_step
 from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.workers.actions import RunStep, StepEnded, StepFailed, WorkerAction
 
@@ -40,7 +40,7 @@ class PipelineThread:
         self._eos = eos_token_ids
         self._num_threads = num_threads
         self._post = post
-        self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[RunStep | Arrival | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -53,7 +53,9 @@ class PipelineThread:
         self._steps.put(step)
 
     def before_transfer(self, action: WorkerAction) -> None:
-        """The stages work in the arena itself."""
+        """As `EngineThread.before_transfer`."""
+        if self._engine.mirror is not None and isinstance(action, Arrival):
+            self._steps.put(action)
 
     def stop(self, timeout_s: float) -> None:
         self._steps.put(None)
@@ -65,10 +67,14 @@ class PipelineThread:
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
         while (step := self._steps.get()) is not None:
             try:
-                self._begin(step)
+                if isinstance(step, RunStep):
+                    self._begin(step)
+                else:
+                    self._engine.arriving(step.block_ids)
             except StageLostError:
                 return  # the engine has told its owner
             except Exception as error:
+                assert isinstance(step, RunStep), "the rest raises nothing else"
                 log.exception("a step of %d works failed", len(step.entries))
                 self._post(StepFailed(_reason(error)))
 

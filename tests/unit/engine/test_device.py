@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moonpool.config import parse_config
 from moonpool.engine.cuda.choice import DeviceError, check_device, resolve_device
 from moonpool.engine.cuda.torch_ops import TorchOps
 from moonpool.engine.dtype import resolve_dtype
 from moonpool.engine.runner import choose_ops
+from moonpool.runtime.cluster import ClusterError, resolved
 
 
 def test_auto_takes_the_gpu_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +42,13 @@ def test_without_triton_torch_s_operations_stand_in(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert isinstance(choose_ops("bfloat16", "meta"), TorchOps)
     assert not isinstance(choose_ops("float32", "cpu"), TorchOps)
+
+
+def test_what_does_not_go_with_the_gpu_that_was_found_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_config('[engine]\ndevice = "auto"\ntensor_parallel_size = 2\n')
+    assert resolved(config).engine.device == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ClusterError, match="tensor_parallel_size must be 1 while"):
+        resolved(config)

@@ -1,16 +1,18 @@
-"""The engine's thread: a mirror learns of arriving blocks in the order of the actions, and the
-messenger of the blocks that a step is about to write."""
+"""The engine's thread, and that of several stages: a mirror learns of arriving blocks in the order
+of the actions, and the messenger of the blocks that a step is about to write."""
 
 from __future__ import annotations
 
 import queue
 from typing import Any, cast
 
-from moonpool.engine.runner import Engine
+import pytest
+
 from moonpool.engine.step import StepResult
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.engine_thread import EngineThread
+from moonpool.runtime.pipeline_thread import PipelineThread
 from moonpool.types import BlockId, InstanceId, SamplingParams, Token
 from moonpool.workers.actions import (
     ExpectStream,
@@ -43,11 +45,23 @@ class Recorder:
         self.heard.append("step")
         return StepResult([Token(1)], 0.0)
 
+    # As the first of several stages
 
-def heard_by(mirrored: bool) -> list[Any]:
+    cores = ()
+
+    def begin(self, sequences: Any, on_layer: Any, on_end: Any) -> None:
+        on_end(self.step(sequences, on_layer, None))
+
+    def interrupt(self) -> None:
+        """Nobody waits here."""
+
+
+Thread = type[EngineThread] | type[PipelineThread]
+
+
+def heard_by(kind: Thread, mirrored: bool) -> list[Any]:
     recorder, ended = Recorder(mirrored), queue.SimpleQueue[Any]()
-    engine, messenger = cast(Engine, recorder), cast(Messenger, recorder)
-    thread = EngineThread(engine, messenger, (), 1, ended.put)
+    thread = kind(cast(Any, recorder), cast(Messenger, recorder), (), 1, ended.put)
     entry = StepEntry(WorkId("w"), (5,), 0, (BlockId(3),), SamplingParams(), (), ())
     thread.start()
     thread.before_transfer(FetchBlocks("f", PEER, (), (BlockId(7), BlockId(8)), 1.0))
@@ -61,9 +75,11 @@ def heard_by(mirrored: bool) -> list[Any]:
     return recorder.heard
 
 
-def test_arrivals_come_before_the_steps_submitted_after_them() -> None:
-    assert heard_by(mirrored=True) == [[7, 8], *STEP, [2], *STEP]
+@pytest.mark.parametrize("kind", [EngineThread, PipelineThread])
+def test_arrivals_come_before_the_steps_submitted_after_them(kind: Thread) -> None:
+    assert heard_by(kind, mirrored=True) == [[7, 8], *STEP, [2], *STEP]
 
 
-def test_an_engine_that_works_in_the_arena_hears_of_no_arrivals() -> None:
-    assert heard_by(mirrored=False) == [*STEP, *STEP]
+@pytest.mark.parametrize("kind", [EngineThread, PipelineThread])
+def test_an_engine_that_works_in_the_arena_hears_of_no_arrivals(kind: Thread) -> None:
+    assert heard_by(kind, mirrored=False) == [*STEP, *STEP]

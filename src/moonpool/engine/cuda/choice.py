@@ -36,9 +36,21 @@ def check_device(device: str) -> None:
         raise DeviceError(f"engine.device is cuda, but the torch here {why}; or use --device cpu")
 
 
+def stage_device(device: str, stage: int) -> str:
+    """Stages take the GPUs that are visible in turn, the first stage the first."""
+    return f"cuda:{stage % torch.cuda.device_count()}" if device == "cuda" else device
+
+
+def stages_of_fullest(num_stages: int) -> int:
+    """How many of an instance's stages share the GPU that most of them share."""
+    return -(-num_stages // torch.cuda.device_count())
+
+
 def choose_device_ops(device: torch.device) -> Ops:
     """Own kernels, by which rows do not see each other; torch's, which do not promise it, where
-    Triton is missing."""
+    Triton is missing. The device becomes this thread's own: kernels run on that."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from moonpool.engine.cuda.triton_ops import TritonOps
 

@@ -6,21 +6,29 @@ copies between them, and the knowledge of which GPU blocks are behind. Two rules
 * What a step completes is in the arena before anyone is told of it: complete blocks before the step
   ends, and, where layers are announced, each layer's slices before its announcement.
 * What the messenger may have written into the arena is loaded before a step first reads it. The
-  driver says so with `arriving`, before the messenger begins.
+  driver says so with `arriving`, before any step that reads it is begun.
 
-Never decides what is computed or sent. Where the engine's blocks are host memory too (in tests),
-the same copies are made at once.
+A stage has some of the layers on its GPU, and mirrors these. Never decides what is computed or
+sent. Where the engine's blocks are host memory too (in tests), the same copies are made at once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from moonpool.engine.ops import KvCache
-from moonpool.engine.step import LayerDone, SequenceStep
+from moonpool.engine.ops import KvCache, StepMeta, empty_cache
+from moonpool.engine.step import LayerDone
+
+log = logging.getLogger("moonpool.engine")
+
+_Place = tuple[int, int, NDArray[np.int32]]
+"""A sequence's: from which token to before which the step computes, and its blocks."""
 
 
 def lock_pages(arena: Tensor) -> bool:
@@ -31,15 +39,27 @@ def lock_pages(arena: Tensor) -> bool:
     return int(status) == 0
 
 
+def mirrored(arena: KvCache, device: torch.device, layers: range | None = None) -> Mirror:
+    """Blocks on `device` for each of the arena's (for its slices of `layers`), and their mirror."""
+    if device.type == "cuda" and not lock_pages(arena.blocks):
+        log.warning("the arena cannot be page-locked: copies between it and the GPU are slow")
+    cache = empty_cache(arena.layout, len(arena.blocks), device, layers)
+    return Mirror(cache, arena.blocks)
+
+
 class Mirror:
     """Of `cache`, in `arena` [num_blocks, num_layers, slice_elements], which should be page-locked:
     the copies are right without, but wait for each other."""
 
     def __init__(self, cache: KvCache, arena: Tensor) -> None:
-        if arena.shape != cache.blocks.shape or arena.dtype != cache.blocks.dtype:
+        first, count = cache.first_layer, cache.blocks.shape[1]
+        own = arena[:, first : first + count]
+        if own.shape != cache.blocks.shape or own.dtype != cache.blocks.dtype:
             raise ValueError("the arena and the engine's blocks must have one shape and dtype")
-        self._gpu, self._arena = cache.blocks, arena
+        self.cache = cache
+        self._gpu, self._arena = cache.blocks, own
         self._layout = cache.layout
+        self._first_layer = first
         self._behind: set[int] = set()
         self._done: list[int] = []
         self._events: list[torch.cuda.Event] = []
@@ -51,10 +71,17 @@ class Mirror:
         """The messenger is about to write these blocks of the arena."""
         self._behind.update(block_ids)
 
-    def begin(self, sequences: Sequence[SequenceStep], announced: bool) -> LayerDone | None:
+    def begin(self, meta: StepMeta, announced: bool) -> LayerDone | None:
         """Loads what the step reads, and returns what to call once a layer's work is queued."""
-        self._load(sequences)
-        self._done = self._completed(sequences, tails=announced)
+        starts = meta.context_starts.tolist()
+        counts = meta.row_starts.diff().tolist()
+        tables = meta.block_tables.numpy()
+        places = [
+            (start, start + count, table)
+            for start, count, table in zip(starts, counts, tables, strict=True)
+        ]
+        self._load(places)
+        self._done = self._completed(places, tails=announced)
         self._events = []
         return self._save_layer if announced else None
 
@@ -62,51 +89,51 @@ class Mirror:
         """Waits for the copies; announces each layer as its own have arrived."""
         if on_layer is None:
             self._save(self._done, slice(None))
-        for layer in range(self._layout.num_layers if on_layer is not None else 0):
-            if self._events:
-                self._events[layer].synchronize()
-            assert on_layer is not None
-            on_layer(layer)
+        else:
+            for place in range(self._gpu.shape[1]):
+                if self._events:
+                    self._events[place].synchronize()
+                on_layer(self._first_layer + place)
         if self._stream is not None:
             self._stream.synchronize()
             torch.cuda.current_stream(self._gpu.device).synchronize()
 
     def _save_layer(self, layer: int) -> None:
-        self._save(self._done, layer)
+        self._save(self._done, layer - self._first_layer)
         if self._stream is not None:
             self._events.append(self._stream.record_event())
 
-    def _save(self, block_ids: Sequence[int], layers: int | slice) -> None:
+    def _save(self, block_ids: Sequence[int], places: int | slice) -> None:
         """Copies after all that is queued on the engine's stream; each copy is contiguous."""
         if self._stream is None:
             for block_id in block_ids:
-                self._arena[block_id, layers] = self._gpu[block_id, layers]
+                self._arena[block_id, places] = self._gpu[block_id, places]
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu.device))
         with torch.cuda.stream(self._stream):
             for block_id in block_ids:
-                self._arena[block_id, layers].copy_(self._gpu[block_id, layers], non_blocking=True)
+                there, here = self._arena[block_id, places], self._gpu[block_id, places]
+                there.copy_(here, non_blocking=True)
 
-    def _load(self, sequences: Sequence[SequenceStep]) -> None:
+    def _load(self, places: Iterable[_Place]) -> None:
         """On the engine's stream, so that whatever the step does comes after."""
         if not self._behind:
             return
         size = self._layout.block_tokens
-        for sequence in sequences:
-            end = sequence.start + len(sequence.new_token_ids)
-            for index, block_id in enumerate(sequence.block_ids[: self._layout.blocks_for(end)]):
+        for start, end, table in places:
+            for index, block_id in enumerate(table[: self._layout.blocks_for(end)].tolist()):
                 if block_id not in self._behind:
                     continue
                 self._behind.discard(block_id)
-                if index * size < sequence.start:  # else the step writes all that is ever read
+                if index * size < start:  # else the step writes all that is ever read
                     self._gpu[block_id].copy_(self._arena[block_id], non_blocking=True)
 
-    def _completed(self, sequences: Sequence[SequenceStep], tails: bool) -> list[int]:
+    def _completed(self, places: Iterable[_Place], tails: bool) -> list[int]:
         """Blocks that end full, and with `tails` also those that the step leaves part full."""
         size = self._layout.block_tokens
         done: list[int] = []
-        for sequence in sequences:
-            end = sequence.start + len(sequence.new_token_ids)
+        for start, end, table in places:
             last = self._layout.blocks_for(end) if tails else end // size
-            done += sequence.block_ids[sequence.start // size : last]
+            if start // size < last:
+                done += table[start // size : last].tolist()
         return done

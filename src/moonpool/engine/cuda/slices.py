@@ -12,12 +12,16 @@ from moonpool.engine.ops import KvCache
 
 def key_rows(cache: KvCache, layer: int) -> Tensor:
     """K of all blocks, shared: [num_blocks, block_tokens, kv_heads, head_dim]."""
-    return _rows(cache, cache.blocks[:, layer, : cache.layout.slice_elements // 2])
+    return _rows(cache, _slices(cache, layer)[:, : cache.layout.slice_elements // 2])
 
 
 def value_rows(cache: KvCache, layer: int) -> Tensor:
     """V of all blocks, shared: [num_blocks, block_tokens, kv_heads, head_dim]."""
-    return _rows(cache, cache.blocks[:, layer, cache.layout.slice_elements // 2 :])
+    return _rows(cache, _slices(cache, layer)[:, cache.layout.slice_elements // 2 :])
+
+
+def _slices(cache: KvCache, layer: int) -> Tensor:
+    return cache.blocks[:, layer - cache.first_layer]
 
 
 def _rows(cache: KvCache, half: Tensor) -> Tensor:

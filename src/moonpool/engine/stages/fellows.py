@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +29,15 @@ from moonpool.engine.stages.wire import (
 
 READY_S = 300.0
 END_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """What a stage has of the model, and what it computes on."""
+
+    layers: range
+    cores: tuple[int, ...]
+    device: str
 
 
 class StageLostError(Exception):
@@ -105,18 +115,18 @@ def start_fellow(
 
 def start_fellows(
     setup: StageSetup,
-    stages: Sequence[tuple[range, tuple[int, ...]]],
+    stages: Sequence[StagePlace],
     arena_fd: int,
     owner: str,
 ) -> tuple[list[Fellow], int, socket.socket]:
-    """The stages that have these layers, and cores, in a row; and memory and socket of the ring to
+    """The stages at these places, in a row; and memory and socket of the ring to
     the first of them. They load their weights while the caller goes on."""
     fellows: list[Fellow] = []
     size = RingSize(setup.slot_bytes, setup.num_slots)
     first_fd = create_ring(size)
     first_sock, before_sock = socket.socketpair()
     before_fd = os.dup(first_fd)
-    for number, (layers, cores) in enumerate(stages, 2):
+    for number, place in enumerate(stages, 2):
         name = f"stage {number} of {len(stages) + 1}"
         command = ["stage", "--of", owner, "--number", str(number)]
         fds = [arena_fd, before_fd, before_sock.fileno()]
@@ -126,7 +136,11 @@ def start_fellows(
             after_sock, next_sock = socket.socketpair()
             fds += [after_fd, after_sock.fileno()]
         own = msgspec.structs.replace(
-            setup, first_layer=layers.start, end_layer=layers.stop, cores=cores
+            setup,
+            first_layer=place.layers.start,
+            end_layer=place.layers.stop,
+            cores=place.cores,
+            device=place.device,
         )
         fellows.append(start_fellow(name, command, own, fds, setup.threads))
         os.close(before_fd)

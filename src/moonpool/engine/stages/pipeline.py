@@ -3,7 +3,8 @@
 Chunks of a prompt, and micro-batches, are in different stages at the same time: `begin` returns as
 soon as the first stage is done with a step, and steps end in the order in which they began. All
 stages write their layers' slices into the one arena, so that blocks are whole blocks to everyone
-else. Never decides what runs; holds nothing between steps but the weights of its layers.
+else; on GPUs, each by way of its layers' blocks there. Never decides what runs; holds nothing
+between steps but the weights of its layers.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ import torch
 
 from moonpool.config import Quantization
 from moonpool.engine.builtin import DTYPES, LoadedModel
+from moonpool.engine.cuda.choice import stage_device
+from moonpool.engine.cuda.mirror import Mirror, mirrored
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.rows import Rows, plan_rows
-from moonpool.engine.stages.fellows import END_S, Fellow, StageLostError, start_fellows
+from moonpool.engine.stages.fellows import (
+    END_S,
+    Fellow,
+    StageLostError,
+    StagePlace,
+    start_fellows,
+)
 from moonpool.engine.stages.ring import RingEnd, RingError, RingSize
 from moonpool.engine.stages.wire import (
     FromOther,
     Inbox,
     LayerDone,
+    StageArriving,
     StageSetup,
     StepDone,
     pack_step,
@@ -96,6 +106,7 @@ class StageOptions:
     chunk_tokens: int
     quantization: Quantization = "none"
     cores: tuple[int, ...] = ()
+    device: str = "cpu"
 
     def cores_of(self, stage: int) -> tuple[int, ...]:
         """None of another stage's, if there are enough."""
@@ -125,10 +136,11 @@ class PipelineEngine:
         self.num_stages = num_stages
         self.cores = options.cores_of(0)  # for the thread that calls `begin`
         self.ops_name = f"{ops.name}, {num_stages} stages"
-        self.mirror = None
+        self.mirror: Mirror | None = None
         self.times = StageTimes([0.0] * num_stages)
         self._cache = cache
         self._dtype = DTYPES[model.dtype]
+        self._device = ops.device
         self._on_lost = on_lost
         self._lock = threading.Lock()  # guards what follows
         self._under_way: dict[int, _UnderWay] = {}
@@ -149,12 +161,18 @@ class PipelineEngine:
             slot_bytes=SLOT_BYTES,
             num_slots=_num_slots(options.chunk_tokens, model),
         )
-        own = [(layers[stage], options.cores_of(stage)) for stage in range(1, num_stages)]
+        own = [
+            StagePlace(layers[k], options.cores_of(k), stage_device(options.device, k))
+            for k in range(1, num_stages)
+        ]
         fellows, fd, sock = start_fellows(setup, own, arena_fd, owner)
         self._fellows: list[Fellow] = fellows
         size = RingSize(setup.slot_bytes, setup.num_slots)
         self._after = RingEnd(fd, sock, size, writes=True)
         try:
+            if options.device != "cpu":
+                self.mirror = mirrored(cache, ops.device, layers[0])
+                self._cache = self.mirror.cache
             with torch.inference_mode():
                 self._model = DecoderModel(model.spec, model.weights, ops, layers[0])
             for fellow in self._fellows:
@@ -190,6 +208,17 @@ class PipelineEngine:
             self._send_step(number, rows, sequences, on_layer is not None)
             self._run_first(number, rows, on_layer, began_s)
         except (RingError, OSError) as error:
+            raise StageLostError(self._lost or f"a stage is gone: {error}") from None
+
+    def arriving(self, block_ids: Sequence[int]) -> None:
+        """The messenger is about to write these blocks of the arena; to be told, between two
+        `begin`, where there is a `mirror`. Raises StageLostError."""
+        assert self.mirror is not None
+        self.mirror.arriving(block_ids)
+        try:
+            for fellow in self._fellows:
+                fellow.send(StageArriving(block_ids=tuple(block_ids)))
+        except OSError as error:
             raise StageLostError(self._lost or f"a stage is gone: {error}") from None
 
     def step(
@@ -231,15 +260,20 @@ class PipelineEngine:
         self._fellows[-1].send(with_draws(step, rows.last[drawing], draws, ends))
 
     def _run_first(self, number: int, rows: Rows, on_layer: OnLayer | None, began_s: float) -> None:
+        mirror, layer_done = self.mirror, on_layer
         shape = (rows.meta.num_rows, self.spec.hidden_size)
         done = (torch.zeros(shape, dtype=self._dtype), torch.zeros(shape, dtype=self._dtype))
         error = ""
         try:
             with torch.inference_mode():
-                embedded = self._model.embed(rows.token_ids)
-                through = self._model.advance(*embedded, self._cache, rows.meta, None, on_layer)
+                if mirror is not None:
+                    layer_done = mirror.begin(rows.meta, announced=on_layer is not None)
+                embedded = self._model.embed(rows.token_ids.to(self._device))
+                through = self._model.advance(*embedded, self._cache, rows.meta, None, layer_done)
                 assert through is not None
                 done = through
+                if mirror is not None:
+                    mirror.end(on_layer)
         except Exception as broken:
             log.exception("a step of %d rows failed", rows.meta.num_rows)
             error = f"{type(broken).__name__}: {broken}"

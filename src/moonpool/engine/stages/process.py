@@ -1,7 +1,8 @@
 """A stage's own process: its layers, on the rows that the stage before it hands on.
 
-It writes its layers' slices of the blocks into the one arena of the instance, which it has mapped.
-It decides nothing, and ends when the first stage does, however that ends.
+It writes its layers' slices of the blocks into the one arena of the instance, which it has mapped;
+on a GPU, by way of blocks of its own there. It decides nothing, and ends when the first stage does,
+however that ends.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moonpool.engine.builtin import DTYPES, open_model
+from moonpool.engine.cuda.mirror import Mirror, mirrored
 from moonpool.engine.model import DecoderModel
-from moonpool.engine.ops import KvCache
+from moonpool.engine.ops import KvCache, StepMeta
 from moonpool.engine.runner import choose_ops, make_layout
 from moonpool.engine.sampler import sample
 from moonpool.engine.stages.ring import RingEnd, RingSize
 from moonpool.engine.stages.wire import (
     LayerDone,
+    StageArriving,
     StageFailed,
     StageReady,
     StageSetup,
     StageStep,
     StepDone,
     frame,
+    receive_order,
     receive_setup,
-    receive_step,
     unpack_draws,
     unpack_meta,
     unpack_wanted,
@@ -59,7 +63,7 @@ def run_stage(control: socket.socket) -> None:
         gc.collect()
         gc.freeze()
         while True:
-            stage.run(receive_step(control))
+            stage.obey(receive_order(control))
     except ConnectionError:  # a RingError, too
         return
 
@@ -79,13 +83,19 @@ class Stage:
         pin(setup.cores)
         torch.set_num_threads(setup.threads)
         model = open_model(setup.model, setup.dtype)
-        ops = choose_ops(model.dtype, quantization=setup.quantization)
+        ops = choose_ops(model.dtype, setup.device, setup.quantization)
         layout = make_layout(model, setup.block_tokens, ops)
         if layout.fingerprint != setup.fingerprint:
             raise ValueError("the stages do not compute alike: are they one installation?")
         size = RingSize(setup.slot_bytes, setup.num_slots)
         arena_fd, *ring_fds = fds
+        layers = range(setup.first_layer, setup.end_layer)
         self._cache = map_arena(arena_fd, layout, setup.num_blocks)
+        self._mirror: Mirror | None = None
+        if setup.device != "cpu":
+            self._mirror = mirrored(self._cache, ops.device, layers)
+            self._cache = self._mirror.cache
+        self._device = ops.device
         self._before = RingEnd(ring_fds[0], socket.socket(fileno=ring_fds[1]), size, writes=False)
         self._after: RingEnd | None = None
         if len(ring_fds) > 2:
@@ -93,11 +103,17 @@ class Stage:
             self._after = RingEnd(ring_fds[2], after, size, writes=True)
         self._control = control
         self._dtype = DTYPES[model.dtype]
-        layers = range(setup.first_layer, setup.end_layer)
         with torch.inference_mode():
             self._model = DecoderModel(model.spec, model.weights, ops, layers)
 
-    def run(self, step: StageStep) -> None:
+    def obey(self, order: StageStep | StageArriving) -> None:
+        """Raises ConnectionError when another stage is gone."""
+        if isinstance(order, StageStep):
+            self._run(order)
+        elif self._mirror is not None:
+            self._mirror.arriving(order.block_ids)
+
+    def _run(self, step: StageStep) -> None:
         """One step. Whatever becomes of it here, the next stage gets what it waits for. Raises
         ConnectionError when another stage is gone."""
         meta = unpack_meta(step)
@@ -116,9 +132,7 @@ class Stage:
 
         try:
             with torch.inference_mode():
-                wanted = unpack_wanted(step)
-                announce = on_layer if step.announced else None
-                done = self._model.advance(residual, normed, self._cache, meta, wanted, announce)
+                done = self._advance(residual, normed, step, meta, on_layer)
                 if step.draws and done is not None:
                     positions = [draw.position for draw in step.draws]
                     logits = self._model.logits(done[1])
@@ -134,6 +148,27 @@ class Stage:
                 self._after.write(tensor)
         answer = StepDone(number=step.number, seconds=seconds, tokens=tokens, error=error)
         self._control.sendall(frame(answer))
+
+    def _advance(
+        self,
+        residual: Tensor,
+        normed: Tensor,
+        step: StageStep,
+        meta: StepMeta,
+        on_layer: Callable[[int], None],
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `DecoderModel.advance`; all it has written is in the arena when it returns."""
+        wanted = unpack_wanted(step)
+        if wanted is not None:
+            wanted = wanted.to(self._device)
+        announce = layer_done = on_layer if step.announced else None
+        if self._mirror is not None:
+            layer_done = self._mirror.begin(meta, step.announced)
+        rows = residual.to(self._device), normed.to(self._device)
+        done = self._model.advance(*rows, self._cache, meta, wanted, layer_done)
+        if self._mirror is not None:
+            self._mirror.end(announce)
+        return done
 
 
 def pin(cores: tuple[int, ...]) -> None:

@@ -53,8 +53,8 @@ class RingEnd:
         self._next = 0
 
     def write(self, tensor: Tensor) -> None:
-        """Raises RingError."""
-        for piece in self._pieces(tensor):
+        """Of any device. Raises RingError."""
+        for piece in self._pieces(tensor.cpu()):
             slot = self._take()
             np.copyto(slot[: len(piece)], piece)
             self._give()

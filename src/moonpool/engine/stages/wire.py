@@ -5,6 +5,7 @@ first stage                                   stage k
   | -- StageSetup, and the descriptors ---------> |
   |                            loads its layers   |
   | <------------ StageReady or StageFailed ----- |
+  | -- StageArriving (on GPUs only) ------------> |
   | -- StageStep (rows, what to draw) ----------> |   activations: stage k-1, through a ring
   | <------------ LayerDone, one per layer ------ |
   | <------------ StepDone (tokens of the last) - |   activations: to stage k+1
@@ -45,6 +46,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     cores: tuple[int, ...]  # on which it computes; (): any
     slot_bytes: int
     num_slots: int
+    device: str = "cpu"  # on another one, it has blocks of its own there, beside the arena's
 
 
 class RankSetup(Struct, frozen=True, tag=True):
@@ -96,6 +98,12 @@ class StageStep(Struct, frozen=True, tag=True):
     draws: tuple[StageDraw, ...] = ()
 
 
+class StageArriving(Struct, frozen=True, tag=True):
+    """Others are about to write these blocks of the arena. Only for stages that mirror it."""
+
+    block_ids: tuple[int, ...]
+
+
 class LayerDone(Struct, frozen=True, tag=True):
     number: int
     layer: int
@@ -110,7 +118,7 @@ class StepDone(Struct, frozen=True, tag=True):
     error: str = ""
 
 
-FromFirst = StageSetup | RankSetup | StageStep
+FromFirst = StageSetup | RankSetup | StageStep | StageArriving
 FromOther = StageReady | StageFailed | LayerDone | StepDone
 _TO_OTHER: msgspec.msgpack.Decoder[FromFirst] = msgspec.msgpack.Decoder(FromFirst)
 _TO_FIRST: msgspec.msgpack.Decoder[FromOther] = msgspec.msgpack.Decoder(FromOther)
@@ -138,9 +146,16 @@ def receive_setup(
 
 def receive_step(sock: socket.socket) -> StageStep:
     """Raises ConnectionError once the first stage is gone."""
-    step = _TO_OTHER.decode(_receive(sock, _length(_receive(sock, _LENGTH.size))))
+    step = receive_order(sock)
     assert isinstance(step, StageStep)
     return step
+
+
+def receive_order(sock: socket.socket) -> StageStep | StageArriving:
+    """Raises ConnectionError once the first stage is gone."""
+    order = _TO_OTHER.decode(_receive(sock, _length(_receive(sock, _LENGTH.size))))
+    assert isinstance(order, StageStep | StageArriving)
+    return order
 
 
 def _length(head: bytes) -> int:
