@@ -77,6 +77,7 @@ class SamplingParams(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
+    grammar: str = ""  # that the answer must keep (see `engine.grammar`); "": it may be anything
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

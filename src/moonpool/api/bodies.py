@@ -8,7 +8,7 @@ for nothing.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,30 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # usage so far in every chunk, as vLLM has it
     include_obfuscation: bool | None = None  # padding against eavesdroppers; none is sent
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema that all answers keep, whatever `strict` says. Its name is for the client."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's field: one of them. `grammar` is in Lark's notation."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +71,8 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     return_token_ids: bool | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Documented by OpenAI, without effect on what a self-hosted model answers.
     user: Any = None
     metadata: Any = None
@@ -56,7 +82,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     # Accepted only where they ask for nothing (see `_NEUTRAL`).
-    response_format: Any = None
     best_of: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
@@ -66,7 +91,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: Any = None
     return_tokens_as_token_ids: Any = None
     spaces_between_special_tokens: Any = None
-    structured_outputs: Any = None
     kv_transfer_params: Any = None
 
 
@@ -122,7 +146,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "best_of": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
@@ -132,7 +155,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True, False),
-    "structured_outputs": (),
     "kv_transfer_params": ({},),
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
+
+import msgspec
 
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Struct, Token
@@ -17,6 +19,8 @@ class ModelCard(Struct, frozen=True):
     max_model_tokens: int  # prompt + answer
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """How tokens are drawn where a request does not say, by the names of `SamplingParams`."""
 
 
 class Output(Struct, frozen=True):

@@ -7,6 +7,7 @@ is awaited before the status line is sent, so that a refusal still has its own s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
@@ -22,6 +23,7 @@ from moonpool.api.bodies import ChatBody, CompletionBody, check_unsupported, dec
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.exchange import Exchange
+from moonpool.api.forms import grammar_of, has_form
 from moonpool.api.frontend import Frontend, Refused
 from moonpool.api.options import ApiOptions
 from moonpool.api.prompts import Prompt, PromptReader
@@ -123,7 +125,8 @@ class Generator:
         request_id = exchange.request_id
         if request_id in self._active:  # two calls may bear one X-Request-Id; requests may not
             request_id = f"{request_id}-{secrets.token_hex(4)}"
-        choices = self._choices(exchange, request_id, body, prompts, arrived_s)
+        grammar = await self._grammar(body)
+        choices = self._choices(exchange, request_id, body, grammar, prompts, arrived_s)
         options = body.stream_options
         call = _Call(
             head=AnswerHead(prefix + request_id, int(time.time()), body.model or self._names[0]),
@@ -152,6 +155,7 @@ class Generator:
         exchange: Exchange,
         request_id: str,
         body: ChatBody | CompletionBody,
+        grammar: str,
         prompts: Sequence[Prompt],
         arrived_s: float,
     ) -> list[Choice]:
@@ -166,7 +170,7 @@ class Generator:
             max_tokens = max_tokens_of(body, len(prompt.token_ids), card.max_model_tokens)
             for offset in range(body.n or 1):
                 index = len(choices)
-                sampling = sampling_of(body, ending, max_tokens, seed + offset, card.vocab_size)
+                sampling = sampling_of(body, ending, grammar, max_tokens, seed + offset, card)
                 request = Request(
                     request_id=RequestId(f"{request_id}-{index}" if index else request_id),
                     token_ids=prompt.token_ids,
@@ -178,6 +182,12 @@ class Generator:
                 )
                 choices.append(Choice(index, prompt, request, ending, frontend.tokenizer))
         return choices
+
+    async def _grammar(self, body: ChatBody | CompletionBody) -> str:
+        """Of the form that the answer must have, "" if it may be anything."""
+        if not has_form(body):
+            return ""
+        return await asyncio.to_thread(grammar_of, body, bool(self._frontend.card.eos_token_ids))
 
     async def _answer_at_once(self, exchange: Exchange, call: _Call) -> None:
         texts: list[list[str]] = [[] for _ in call.choices]

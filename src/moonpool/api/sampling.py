@@ -94,27 +94,39 @@ def ending_of(body: GenerationBody, card: ModelCard) -> Ending:
 
 
 def sampling_of(
-    body: ChatBody | CompletionBody, ending: Ending, max_tokens: int, seed: int, vocab_size: int
+    body: ChatBody | CompletionBody,
+    ending: Ending,
+    grammar: str,
+    max_tokens: int,
+    seed: int,
+    card: ModelCard,
 ) -> SamplingParams:
-    top_p = 1.0 if body.top_p is None else body.top_p
-    top_k = max(body.top_k or 0, 0)
+    def wanted(name: str, otherwise: float) -> float:
+        """The request's word, the model's, or else what changes nothing."""
+        value: float | None = getattr(body, name)
+        return card.sampling.get(name, otherwise) if value is None else value
+
+    vocab_size = card.vocab_size
+    top_p = wanted("top_p", 1.0)
+    top_k = max(int(wanted("top_k", 0)), 0)
     if top_p == 0.0:  # OpenAI allows it: only the most likely token is left
         top_p, top_k = 1.0, 1
     return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=wanted("temperature", 1.0),
         top_p=top_p,
         top_k=top_k if top_k < vocab_size else 0,
-        min_p=body.min_p or 0.0,
+        min_p=wanted("min_p", 0.0),
         seed=seed % _SEED_MODULUS,
         max_tokens=max_tokens,
         min_tokens=ending.min_tokens,
         ignore_eos=bool(body.ignore_eos),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=wanted("repetition_penalty", 1.0),
         stop_token_ids=tuple(sorted(ending.stop_token_ids)),
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         logprobs=num_logprobs(body),
+        grammar=grammar,
     )
 
 

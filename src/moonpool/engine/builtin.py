@@ -7,12 +7,13 @@ Built in are `moonpool/induction` (the default, see `engine.induction`) and `ran
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from moonpool.engine import induction
-from moonpool.engine.checkpoint import open_checkpoint
+from moonpool.engine.checkpoint import open_checkpoint, sampling_defaults
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.model import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
@@ -32,6 +33,7 @@ class LoadedModel:
     fingerprint: names what is computed, whatever the dtype; equal in every process.
     tokenizer: `BYTE_TOKENIZER` (bytes 0..255, then bos 256, eos 257, pad 258), or the folder whose
     tokeniser files go with the weights.
+    sampling: how tokens are drawn where a request does not say, by the names of `SamplingParams`.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LoadedModel:
     dtype: str
     fingerprint: str
     tokenizer: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def open_model(name: str, dtype: str) -> LoadedModel:
@@ -61,7 +64,14 @@ def open_model(name: str, dtype: str) -> LoadedModel:
     checkpoint = open_checkpoint(name, wanted)
     for note in checkpoint.spec.notes:
         logger.warning("model %s: %s", name, note)
-    folder = str(checkpoint.folder)
+    folder = checkpoint.folder
+    sampling = sampling_defaults(folder)
     return LoadedModel(
-        name, checkpoint.spec, checkpoint.weights, dtype, checkpoint.fingerprint, folder
+        name,
+        checkpoint.spec,
+        checkpoint.weights,
+        dtype,
+        checkpoint.fingerprint,
+        str(folder),
+        sampling,
     )

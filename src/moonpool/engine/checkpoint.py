@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,14 @@ SAMPLES_PER_TENSOR = 8
 # Tensors some exporters add and no computation needs.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 NAMED_AT_MOST = 5
+_SAMPLING_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,24 @@ def _config(folder: Path) -> dict[str, Any]:
         ends = [*_as_list(eos), *_as_list(config.get("eos_token_id"))]
         config["eos_token_id"] = list(dict.fromkeys(ends))
     return config
+
+
+def sampling_defaults(folder: Path) -> dict[str, float]:
+    """How those who made the model want it drawn from, where a request does not say; as vLLM reads
+    generation_config.json. What is no number in its range is left out, with a warning."""
+    if not (folder / "generation_config.json").exists():
+        return {}
+    found: dict[str, float] = {}
+    for name, value in _json(folder / "generation_config.json").items():
+        if name not in _SAMPLING_RANGES or value is None:
+            continue
+        least, most = _SAMPLING_RANGES[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and least <= value <= most and (name != "top_k" or value == int(value)):
+            found[name] = value
+        else:
+            log.warning("generation_config.json: %s %r is left out", name, value)
+    return found
 
 
 def _as_list(ids: object) -> list[object]:

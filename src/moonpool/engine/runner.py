@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from moonpool.engine import native
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.cuda.choice import Model, choose_device_ops, with_graphs
 from moonpool.engine.cuda.mirror import Mirror
+from moonpool.engine.grammar import Grammars
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops
 from moonpool.engine.reference import ReferenceOps
@@ -30,6 +32,7 @@ from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
 from moonpool.engine.step import BeforeAttend, LayerDone, SequenceStep, StepResult
 from moonpool.engine.tensor.model import ShardedModel
+from moonpool.engine.tokenizers.registry import open_tokenizer
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import Token
 
@@ -64,6 +67,7 @@ class Engine:
                 f"the KVCache is laid out as {cache.layout}, the model needs {expected}"
             )
         check_layout(cache.layout)
+        self.grammars = grammars_of(model)
         self._cache = cache
         self._device = ops.device
         self.mirror = mirror
@@ -105,7 +109,7 @@ class Engine:
         if logits is not None and drawing:
             draws = [draw for i in drawing if (draw := sequences[i].draw) is not None]
             ends = [sequences[i].start + len(sequences[i].new_token_ids) for i in drawing]
-            for i, token in zip(drawing, sample(logits, draws, ends), strict=True):
+            for i, token in zip(drawing, sample(logits, draws, ends, self.grammars), strict=True):
                 tokens[i] = token
         return StepResult(tokens, time.perf_counter() - began_s)
 
@@ -137,6 +141,12 @@ class Engine:
         if self.mirror is not None:
             self.mirror.end(on_layer)
         return logits
+
+
+def grammars_of(model: LoadedModel) -> Grammars:
+    """For answers that must have a form; opens the model's tokenizer when that is first asked."""
+    vocab_size = model.spec.vocab_size
+    return Grammars(partial(open_tokenizer, model.tokenizer, vocab_size), vocab_size)
 
 
 def make_layout(

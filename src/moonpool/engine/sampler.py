@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moonpool.engine.grammar import Grammars, Mask
 from moonpool.engine.step import Draw
 from moonpool.types import SamplingParams, Token, TokenLogprobs
 
@@ -28,8 +29,14 @@ class NonFiniteLogitsError(ArithmeticError):
     """The model's output holds NaN or infinity where a token was to be drawn."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Token]:
-    """One token per row. logits [rows, vocab] float32; positions: where the new tokens will stand.
+def sample(
+    logits: Tensor,
+    draws: Sequence[Draw],
+    positions: Sequence[int],
+    grammars: Grammars | None = None,
+) -> list[Token]:
+    """One token per row. logits [rows, vocab] float32; positions: where the new tokens will stand;
+    grammars: for draws that have one.
 
     Raises `NonFiniteLogitsError`.
     """
@@ -46,7 +53,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
             tokens.append(Token(best[i]))
         else:
             row = logits[i].cpu().numpy().astype(np.float64)
-            tokens.append(_draw(row, draw, positions[i]))
+            tokens.append(_draw(row, draw, positions[i], _allowed(draw, grammars)))
     return tokens
 
 
@@ -72,12 +79,24 @@ def _is_plainly_greedy(draw: Draw) -> bool:
         and params.frequency_penalty == 0
         and params.repetition_penalty == 1
         and not params.logit_bias
+        and not params.grammar
     )
 
 
-def _draw(raw: Row, draw: Draw, position: int) -> Token:
+def _allowed(draw: Draw, grammars: Grammars | None) -> Mask | None:
+    """None: any."""
+    grammar = draw.params.grammar
+    if not grammar:
+        return None
+    assert grammars is not None, "whoever draws for requests has them"
+    return grammars.allowed(grammar, draw.generated, draw.eos_token_ids)
+
+
+def _draw(raw: Row, draw: Draw, position: int, allowed: Mask | None) -> Token:
     params = draw.params
     row = _penalised(raw, draw)
+    if allowed is not None:
+        row[~allowed] = -np.inf
     if params.temperature == 0:
         token_id = int(row.argmax())
     else:

@@ -29,6 +29,8 @@ class ChatTemplateError(ValueError):
 class Tokenizer(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    special_token_ids: frozenset[int]
+    """Those that stand for no text."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -185,6 +185,7 @@ def _make_head(config: Config, secret: bytes) -> Head:
         max_model_tokens=wanted or longest,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=model.spec.eos_token_ids,
+        sampling=dict(model.sampling),
     )
     return Head(config, card, tokenizer, secret)
 

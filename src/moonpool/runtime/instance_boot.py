@@ -27,6 +27,7 @@ from moonpool.engine.sampler import NonFiniteLogitsError
 from moonpool.engine.stages.fellows import StageLostError
 from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
 from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
+from moonpool.engine.tokenizer import TokenizerError
 from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
 from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
 from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
@@ -152,8 +153,12 @@ def boot_instance(
     layout = arena.layout
     try:
         cost = _measured_cost(engine, threads, degree.num_stages, parts)
+        if isinstance(engine, Engine):  # of several stages, the last draws
+            engine.grammars.prepare()
     except NonFiniteLogitsError as error:
         raise BootError(f"weights or config.json are damaged: {error}") from None
+    except TokenizerError as error:
+        raise BootError(str(error)) from None
     pin_thread(share.others)  # and so all threads that are started from here on
     messenger = Messenger(
         arena,

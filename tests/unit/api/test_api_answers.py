@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from scripted_head import (
     ScriptedHead,
@@ -381,6 +384,45 @@ def test_parts_and_roles_become_one_text() -> None:
     ]
     assert chat(head, messages=messages).status_code == 200
     assert bytes(head.requests[0].token_ids) == b"ab\nc"
+
+
+def test_what_a_request_leaves_open_is_drawn_as_the_model_says() -> None:
+    head = ScriptedHead()
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    head.card = msgspec.structs.replace(head.card, sampling=said)
+    assert complete(head).status_code == 200
+    assert complete(head, temperature=0, top_k=-1, top_p=1, min_p=0.1).status_code == 200
+    left_open, said_so = (request.sampling for request in head.requests)
+    assert (left_open.temperature, left_open.top_k, left_open.top_p) == (0.6, 20, 0.95)
+    assert left_open.repetition_penalty == said_so.repetition_penalty == 1.1
+    assert (said_so.temperature, said_so.top_k, said_so.top_p, said_so.min_p) == (0, 0, 1, 0.1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"structured_outputs": {"json": '{"type": "array"}'}},
+        {"structured_outputs": {"regex": "a+b"}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
+        {"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
+    ],
+)
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_a_form_goes_to_who_draws(ask: Any, fields: dict[str, Any]) -> None:
+    head = ScriptedHead()
+    assert ask(head, **fields).status_code == 200
+    assert head.requests[0].sampling.grammar
+
+
+def test_a_model_that_cannot_end_an_answer_keeps_no_form() -> None:
+    head = ScriptedHead()
+    head.card = msgspec.structs.replace(head.card, eos_token_ids=())
+    answer = complete(head, response_format={"type": "json_object"})
+    assert answer.status_code == 400
+    assert "no token that ends" in answer.json()["error"]["message"]
 
 
 def test_fields_without_effect_are_ignored() -> None:

@@ -39,6 +39,10 @@ def assert_error(
     return error["message"]  # type: ignore[no-any-return]
 
 
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -79,7 +83,26 @@ def assert_error(
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": [5, 1]}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": json_schema({"type": "no type"})}, "response_format"),
+        ({"response_format": json_schema({"$ref": "http://x/y"})}, "response_format"),
+        ({"response_format": json_schema({"enum": ["x" * 140_000]})}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 4}, "min_tokens"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a("}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"best_of": 3}, "best_of"),
         ({"length_penalty": 1.2}, "length_penalty"),

@@ -121,3 +121,13 @@ def test_generation_config_adds_ends(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert set(open_model(str(folder), "float32").spec.eos_token_ids) == {2, 5}
+
+
+def test_generation_config_says_how_to_draw(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert open_model(str(folder), "float32").sampling == {}
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "max_length": 9}
+    wrong = {"min_p": 7, "repetition_penalty": "much"}
+    (folder / "generation_config.json").write_text(json.dumps(said | wrong))
+    found = open_model(str(folder), "float32").sampling
+    assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert "min_p 7 is left out" in caplog.text and "'much' is left out" in caplog.text

@@ -24,7 +24,7 @@ from moonpool.engine.builtin import DTYPES, open_model
 from moonpool.engine.cuda.mirror import Mirror, mirrored
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, StepMeta
-from moonpool.engine.runner import choose_ops, make_layout
+from moonpool.engine.runner import choose_ops, grammars_of, make_layout
 from moonpool.engine.sampler import sample
 from moonpool.engine.stages.ring import RingEnd, RingSize
 from moonpool.engine.stages.wire import (
@@ -103,6 +103,9 @@ class Stage:
             self._after = RingEnd(ring_fds[2], after, size, writes=True)
         self._control = control
         self._dtype = DTYPES[model.dtype]
+        self._grammars = grammars_of(model)
+        if setup.end_layer == model.spec.num_layers:
+            self._grammars.prepare()
         with torch.inference_mode():
             self._model = DecoderModel(model.spec, model.weights, ops, layers)
 
@@ -136,7 +139,7 @@ class Stage:
                 if step.draws and done is not None:
                     positions = [draw.position for draw in step.draws]
                     logits = self._model.logits(done[1])
-                    tokens = tuple(sample(logits, unpack_draws(step), positions))
+                    tokens = tuple(sample(logits, unpack_draws(step), positions, self._grammars))
         except ConnectionError:
             raise
         except Exception as broken:

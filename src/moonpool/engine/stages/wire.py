@@ -241,7 +241,8 @@ def unpack_draws(step: StageStep) -> list[Draw]:
 def _pack_draw(draw: Draw, position: int) -> StageDraw:
     """Tokens generated so far go along only where the draw looks at them: they may be many."""
     params, generated = draw.params, tuple(draw.generated)
-    looked_at = params.presence_penalty or params.frequency_penalty or draw.prompt_ids
+    penalties = params.presence_penalty or params.frequency_penalty or draw.prompt_ids
+    looked_at = penalties or params.grammar
     if not looked_at and len(generated) >= params.min_tokens:
         params, generated = msgspec.structs.replace(params, min_tokens=0), ()
     return StageDraw(

@@ -40,7 +40,7 @@ class HfTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(True).values(), default=-1)
         self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, special_tokens)
         self._bytes_of = bytes_function(json.loads(source).get("decoder"))
@@ -80,7 +80,7 @@ class HfTokenizer:
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         if self._bytes_of is None:
             return DiffTextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped)
 
     def render_chat(
