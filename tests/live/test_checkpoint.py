@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from moonpool.bench.local_server import LocalServer
 from tests.live.test_faults import run_command
 
 TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} say <tool_call>{}</tool_call>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -109,3 +111,47 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, tmp_path: Pat
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "model.layers.1.mlp.down_proj.weight" in done.stderr.strip().splitlines()[-1]
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_model_that_must_call_a_tool_does(server: LocalServer, choice: Any) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "waves", "messages": MESSAGES, "tools": [WEATHER]}
+    asked |= {"tool_choice": choice, "seed": 3, "max_tokens": 600}
+    whole = client.chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls[:1]
+    assert whole.finish_reason == "tool_calls" and call.function.name == "weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Oslo", "Rome") and arguments["days"] in (1, 2, 3)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    pieces = [
+        piece for chunk in chunks for piece in chunk.delta.tool_calls or () if not piece.index
+    ]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    # What came of it goes back to the model.
+    turn: Any = whole.message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    asked |= {
+        "messages": [*MESSAGES, turn, result],
+        "tool_choice": "auto",
+        "tools": [WEATHER, CLOCK],
+    }
+    again = client.chat.completions.create(**asked | {"max_tokens": 8})
+    assert again.choices[0].finish_reason in ("length", "stop")

@@ -159,7 +159,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
-    "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
     "audio": (),
     "chat_template": (),

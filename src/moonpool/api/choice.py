@@ -15,6 +15,7 @@ from moonpool.api.frontend import Frontend, Output, Refused
 from moonpool.api.prompts import Prompt
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
+from moonpool.api.tools import Piece, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token
 
@@ -26,14 +27,22 @@ class Delta(NamedTuple):
     text: str
     tokens: Sequence[Token]
     finish_reason: FinishReason | None  # as of this increment; the choice itself may be further
+    calls: Sequence[Piece] = ()  # of tools
 
 
 class Choice:
     """`deltas()` runs the request; the other attributes say how far it has come."""
 
     def __init__(
-        self, index: int, prompt: Prompt, request: Request, ending: Ending, tokenizer: Tokenizer
+        self,
+        index: int,
+        prompt: Prompt,
+        request: Request,
+        ending: Ending,
+        tokenizer: Tokenizer,
+        tools: ToolReader | None = None,
     ):
+        """`tools` finds the calls in its text."""
         self.index = index
         self.prompt = prompt
         self.request = request
@@ -42,6 +51,8 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
+        self._tools = tools
+        self._called = False
         self._ending = ending
         self._text_stream = tokenizer.stream(ending.skip_special_tokens)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
@@ -51,7 +62,7 @@ class Choice:
         outputs = frontend.submit(self.request)
         try:
             async for output in outputs:
-                yield self._take(output)
+                yield self._read_calls(self._take(output))
                 if self.finish_reason is not None:
                     return
         finally:
@@ -61,6 +72,22 @@ class Choice:
             else:
                 await close()
         raise RuntimeError(f"request {self.request.request_id} ended without a finish reason")
+
+    @property
+    def finish_word(self) -> str | None:
+        """`finish_reason`, as OpenAI says it."""
+        called = self._called and self.finish_reason is FinishReason.STOP
+        return "tool_calls" if called else self.finish_reason
+
+    def _read_calls(self, delta: Delta) -> Delta:
+        if self._tools is None:
+            return delta
+        text, calls = self._tools.push(delta.text)
+        if delta.finish_reason is not None:
+            rest, last = self._tools.flush()
+            text, calls = text + rest, [*calls, *last]
+        self._called = self._called or bool(calls)
+        return delta._replace(text=text, calls=calls)
 
     def _take(self, output: Output) -> Delta:
         if output.finish_reason is FinishReason.ABORT:

@@ -1,5 +1,6 @@
-"""The form that an answer must have: from `response_format` (OpenAI's) or `structured_outputs`
-(vLLM's) to a grammar in llguidance's words, which travels with the request.
+"""The form that an answer must have: from `response_format` (OpenAI's), `structured_outputs`
+(vLLM's), or tools of which one must be called, to a grammar in llguidance's words, which travels
+with the request.
 
 Forms are outside data: they are only ever given to llguidance, which bounds its own work.
 """
@@ -33,12 +34,21 @@ def has_form(body: ChatBody | CompletionBody) -> bool:
     return body.structured_outputs is not None or (wanted is not None and wanted.type != "text")
 
 
-def grammar_of(body: ChatBody | CompletionBody, can_end: bool) -> str:
+def grammar_of(
+    body: ChatBody | CompletionBody, can_end: bool, must_call: dict[str, Any] | None = None
+) -> str:
     """ "" if the answer may be anything. Takes milliseconds for large schemas, without the GIL.
-    `can_end`: the model has a token that ends an answer. Raises `ApiError`."""
-    if not has_form(body):
+    `can_end`: the model has a token that ends an answer. `must_call`: the schema of the calls that
+    it must make. Raises `ApiError`."""
+    if must_call is not None:
+        if has_form(body):
+            text = "A call that is required has a form already; leave 'response_format' out."
+            raise ApiError(text, param="tool_choice")
+        name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
+    elif has_form(body):
+        name, grammar = _read(body)
+    else:
         return ""
-    name, grammar = _read(body)
     if len(grammar) > LONGEST_FORM_CHARS:
         text = f"'{name}' is too large: {len(grammar)} characters, of {LONGEST_FORM_CHARS} allowed."
         raise ApiError(text, param=name)

@@ -45,6 +45,7 @@ from moonpool.api.shapes import (
     usage_of,
     whole_answer,
 )
+from moonpool.api.tools import Piece, Tools
 from moonpool.types import Request, RequestId, Slo, Token
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,9 @@ class Generator:
         arrived_s = self._frontend.now()
         body = decode_body(_CHAT, await self._read(exchange))
         self._check(body)
+        tools = Tools(body)
         prompts = await self._prompts.read_chat(body)
-        await self._answer(exchange, "chatcmpl-", body, prompts, self._chat_shape, arrived_s)
+        await self._answer(exchange, body, prompts, self._chat_shape, arrived_s, tools)
 
     async def complete(self, exchange: Exchange) -> None:
         arrived_s = self._frontend.now()
@@ -95,7 +97,7 @@ class Generator:
         most_prompts = max(1, self._options.max_choices // (body.n or 1))
         prompts = await self._prompts.read_completion(body, most_prompts)
         shape = CompletionShape(self._frontend.tokenizer, bool(body.echo))
-        await self._answer(exchange, "cmpl-", body, prompts, shape, arrived_s)
+        await self._answer(exchange, body, prompts, shape, arrived_s)
 
     async def _read(self, exchange: Exchange) -> bytes:
         options = self._options
@@ -116,20 +118,22 @@ class Generator:
     async def _answer(
         self,
         exchange: Exchange,
-        prefix: str,
         body: ChatBody | CompletionBody,
         prompts: Sequence[Prompt],
         shape: Shape,
         arrived_s: float,
+        tools: Tools | None = None,
     ) -> None:
         request_id = exchange.request_id
         if request_id in self._active:  # two calls may bear one X-Request-Id; requests may not
             request_id = f"{request_id}-{secrets.token_hex(4)}"
-        grammar = await self._grammar(body)
-        choices = self._choices(exchange, request_id, body, grammar, prompts, arrived_s)
+        grammar = await self._grammar(body, tools)
+        choices = self._choices(exchange, request_id, body, (grammar, tools), prompts, arrived_s)
         options = body.stream_options
         call = _Call(
-            head=AnswerHead(prefix + request_id, int(time.time()), body.model or self._names[0]),
+            head=AnswerHead(
+                shape.id_prefix + request_id, int(time.time()), body.model or self._names[0]
+            ),
             shape=shape,
             choices=choices,
             num_per_prompt=body.n or 1,
@@ -155,12 +159,13 @@ class Generator:
         exchange: Exchange,
         request_id: str,
         body: ChatBody | CompletionBody,
-        grammar: str,
+        wanted: tuple[str, Tools | None],
         prompts: Sequence[Prompt],
         arrived_s: float,
     ) -> list[Choice]:
         frontend = self._frontend
-        card = frontend.card
+        card, tokenizer, (grammar, tools) = frontend.card, frontend.tokenizer, wanted
+        reader = None if tools is None else tools.reader(tokenizer.tool_template)
         ending = ending_of(body, card)
         slo, timeout_s = limits_of(exchange, frontend)
         tenant = tenant_of(exchange.tenant, body.cache_salt)
@@ -180,18 +185,22 @@ class Generator:
                     deadline_s=arrived_s + timeout_s,
                     tenant=tenant,
                 )
-                choices.append(Choice(index, prompt, request, ending, frontend.tokenizer))
+                calls = None if reader is None else reader()
+                choices.append(Choice(index, prompt, request, ending, tokenizer, calls))
         return choices
 
-    async def _grammar(self, body: ChatBody | CompletionBody) -> str:
+    async def _grammar(self, body: ChatBody | CompletionBody, tools: Tools | None) -> str:
         """Of the form that the answer must have, "" if it may be anything."""
-        if not has_form(body):
+        must_call = tools.schema() if tools is not None and tools.must_call else None
+        if must_call is None and not has_form(body):
             return ""
-        return await asyncio.to_thread(grammar_of, body, bool(self._frontend.card.eos_token_ids))
+        can_end = bool(self._frontend.card.eos_token_ids)
+        return await asyncio.to_thread(grammar_of, body, can_end, must_call)
 
     async def _answer_at_once(self, exchange: Exchange, call: _Call) -> None:
         texts: list[list[str]] = [[] for _ in call.choices]
         tokens: list[list[Token]] = [[] for _ in call.choices]
+        calls: list[list[Piece]] = [[] for _ in call.choices]
         keep_tokens = call.with_logprobs or call.with_token_ids
         async with (
             exchange.watch(),
@@ -200,9 +209,12 @@ class Generator:
             async for delta in deltas:
                 index = delta.choice.index
                 texts[index].append(delta.text)
+                calls[index].extend(delta.calls)
                 if keep_tokens:
                     tokens[index].extend(delta.tokens)
-        results = [(c, "".join(texts[c.index]), tokens[c.index]) for c in call.choices]
+        results = [
+            (c, "".join(texts[c.index]), tokens[c.index], calls[c.index]) for c in call.choices
+        ]
         payload = whole_answer(
             call.head,
             call.shape,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from moonpool.api.choice import Choice, Delta
+from moonpool.api.tools import Piece, together
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 
@@ -34,6 +35,7 @@ class Shape(Protocol):
 
     object: str
     chunk_object: str
+    id_prefix: str
 
     def opening(self, choice: Choice) -> bytes:
         """What begins a choice's stream: the fields of one chunk's choice, or nothing."""
@@ -41,18 +43,25 @@ class Shape(Protocol):
 
     def text_field(self, text: str) -> bytes: ...
 
+    def calls_field(self, calls: Sequence[Piece]) -> bytes: ...
+
     def closing_field(self) -> bytes: ...
 
     def logprobs(self, tokens: Sequence[Token], text_offset: int) -> dict[str, Any]: ...
 
     def whole(
-        self, choice: Choice, text: str, logprobs: dict[str, Any] | None
+        self,
+        choice: Choice,
+        text: str,
+        calls: Sequence[Piece],
+        logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]: ...
 
 
 class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -62,6 +71,17 @@ class ChatShape:
 
     def text_field(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}"
+
+    def calls_field(self, calls: Sequence[Piece]) -> bytes:
+        written = []
+        for call in calls:
+            head: dict[str, Any] = {"index": call.number}
+            function = {"arguments": call.arguments}
+            if call.name is not None:
+                head |= {"id": call.call_id, "type": "function"}
+                function = {"name": call.name, **function}
+            written.append({**head, "function": function})
+        return b'"delta":{"tool_calls":' + _encode(written) + b"}"
 
     def closing_field(self) -> bytes:
         return b'"delta":{}'
@@ -82,14 +102,23 @@ class ChatShape:
             "bytes": list(token_bytes),
         }
 
-    def whole(self, choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def whole(
+        self,
+        choice: Choice,
+        text: str,
+        calls: Sequence[Piece],
+        logprobs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": together(calls)}
         return {"message": message, "logprobs": logprobs}
 
 
 class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
+    id_prefix = "cmpl-"
 
     def __init__(self, tokenizer: Tokenizer, echo: bool):
         self._tokenizer = tokenizer
@@ -100,6 +129,9 @@ class CompletionShape:
 
     def text_field(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
+
+    def calls_field(self, calls: Sequence[Piece]) -> bytes:
+        raise AssertionError("completions call no tools")
 
     def closing_field(self) -> bytes:
         return b'"text":""'
@@ -129,7 +161,13 @@ class CompletionShape:
             "text_offset": offsets,
         }
 
-    def whole(self, choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def whole(
+        self,
+        choice: Choice,
+        text: str,
+        calls: Sequence[Piece],
+        logprobs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
         if self._echo:
             text = self._echoed(choice) + text
         return {"text": text, "logprobs": logprobs}
@@ -198,12 +236,20 @@ class ChunkWriter:
                 b',"finish_reason":null',
                 self._end(),
             )
+        if delta.calls:
+            parts += (
+                self._starts[index],
+                self._shape.calls_field(delta.calls),
+                self._no_logprobs,
+                b',"finish_reason":null',
+                self._end(),
+            )
         if delta.finish_reason is not None:
             parts += (
                 self._starts[index],
                 self._shape.closing_field(),
-                b',"logprobs":null,"finish_reason":"%b","stop_reason":%b'
-                % (delta.finish_reason.encode(), _encode(choice.stop_reason)),
+                b',"logprobs":null,"finish_reason":%b,"stop_reason":%b'
+                % (_encode(choice.finish_word), _encode(choice.stop_reason)),
                 self._end(),
             )
         return b"".join(parts)
@@ -249,19 +295,19 @@ class ChunkWriter:
 def whole_answer(
     head: AnswerHead,
     shape: Shape,
-    results: Sequence[tuple[Choice, str, Sequence[Token]]],
+    results: Sequence[tuple[Choice, str, Sequence[Token], Sequence[Piece]]],
     *,
     with_logprobs: bool,
     with_token_ids: bool,
     usage: dict[str, Any],
 ) -> bytes:
     choices = []
-    for choice, text, tokens in results:
+    for choice, text, tokens, calls in results:
         logprobs = shape.logprobs(tokens, 0) if with_logprobs else None
         written = {
             "index": choice.index,
-            **shape.whole(choice, text, logprobs),
-            "finish_reason": choice.finish_reason,
+            **shape.whole(choice, text, calls, logprobs),
+            "finish_reason": choice.finish_word,
             "stop_reason": choice.stop_reason,
         }
         if with_token_ids:

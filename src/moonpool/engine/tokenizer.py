@@ -31,6 +31,8 @@ class Tokenizer(Protocol):
     eos_token_ids: tuple[int, ...]
     special_token_ids: frozenset[int]
     """Those that stand for no text."""
+    tool_template: str
+    """The source of the chat template that tells the model of tools."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

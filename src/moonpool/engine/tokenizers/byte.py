@@ -31,6 +31,7 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids: tuple[int, ...] = (EOS_ID,)
         self.special_token_ids = frozenset(_SPECIALS)
+        self.tool_template = CONTINUATION_TEMPLATE
         self._chat = ChatTemplate(CONTINUATION_TEMPLATE)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -46,6 +46,7 @@ class HfTokenizer:
         self._bytes_of = bytes_function(json.loads(source).get("decoder"))
         self._bytes: dict[int, bytes] = {}
         default, for_tools = _chat_templates(folder, config)
+        self.tool_template = for_tools or default or ROLES_TEMPLATE
         try:
             self._chat = ChatTemplate(default or ROLES_TEMPLATE, for_tools, special_tokens)
         except ChatTemplateError as error:

@@ -1,0 +1,208 @@
+"""Calls of tools: found in what the model says, in whatever pieces it says it; what is no call
+stays text; who must call is held to it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_head import ScriptedHead, chat, served, spoken
+
+from moonpool.api.bodies import ChatBody
+from moonpool.api.errors import ApiError
+from moonpool.api.tools import Piece, Tools, together
+from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.engine.tokenizers.chat_template import ChatTemplate
+
+TAGGED = "{% if tools %}Say <tool_call>{}</tool_call>. {% endif %}{{ messages[0].content }}"
+PLAIN_JSON = "{% if tools %}Answer with JSON. {% endif %}{{ messages[0].content }}"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+            "$defs": {"City": {"enum": ["Oslo", "Rome"]}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+
+
+class ToolTokenizer(ByteTokenizer):
+    """Of a model that was taught tools by this template."""
+
+    def __init__(self, template: str) -> None:
+        super().__init__()
+        self.tool_template = template
+        self._chat = ChatTemplate(template)
+
+
+def head_saying(text: str, template: str = TAGGED) -> ScriptedHead:
+    return ScriptedHead(lambda _: spoken(*text), ToolTokenizer(template))
+
+
+def read(template: str, *texts: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
+    """What is said and called by an answer that comes in these pieces."""
+    body = msgspec.convert({"messages": [], "tools": TOOLS} | fields, ChatBody)
+    make = Tools(body).reader(template)
+    assert make is not None
+    reader, said, pieces = make(), "", list[Piece]()
+    for text in texts:
+        more, found = reader.push(text)
+        said, pieces = said + more, pieces + found
+    more, found = reader.flush()
+    return said + more, together(pieces + found)
+
+
+def functions(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+
+
+TEXTS = [
+    ("hello", "hello", []),
+    ("a < b <tool", "a < b <tool", []),
+    (f"<tool_call>\n{CALL}\n</tool_call>", "", ["weather"]),
+    (f"Well.\n<tool_call>{CALL}</tool_call>\n<tool_call>{{\"name\": \"clock\"}}</tool_call>",
+     "Well.\n", ["weather", "clock"]),
+    (f"<tool_call>{CALL}</tool_call>\n\nSo.\n", "So.\n", ["weather"]),
+    (f"<tool_call>{CALL}", "", ["weather"]),
+    ("<tool_call>{no json}</tool_call> x", "<tool_call>{no json}</tool_call> x", []),
+    ('<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
+    ("<tool_call>{", "<tool_call>{", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said", "called"), TEXTS)
+@given(data=st.data())
+def test_tagged_calls_are_found_however_they_are_cut(
+    text: str, said: str, called: list[str], data: st.DataObject
+) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    got_said, calls = read(TAGGED, *parts)
+    assert (got_said, [name for name, _ in functions(calls)]) == (said, called)
+    if "weather" in called:
+        assert functions(calls)[0][1] == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        (LLAMA_CALL, ["weather"]),
+        (f" [{CALL}, {LLAMA_CALL}]", ["weather", "weather"]),
+        ('{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}', ["weather"]),
+        ('{"answer": 42}', []),
+        ("[1, 2]", []),
+        ("{", []),
+        ("[]", []),
+        ("It is 42.", []),
+        ("", []),
+    ],
+)
+@given(cut=st.integers(0, 60))
+def test_an_answer_that_is_json_is_a_call_if_it_names_a_tool(
+    text: str, called: list[str], cut: int
+) -> None:
+    said, calls = read(PLAIN_JSON, text[:cut], text[cut:])
+    assert [name for name, _ in functions(calls)] == called
+    assert said == ("" if called else text)
+
+
+def test_one_call_at_a_time_where_that_is_asked() -> None:
+    two = f"<tool_call>{CALL}</tool_call>" * 2
+    assert len(read(TAGGED, two)[1]) == 2
+    assert len(read(TAGGED, two, parallel_tool_calls=False)[1]) == 1
+
+
+def test_calls_in_an_answer_and_in_a_stream() -> None:
+    text = f"Let me see.\n<tool_call>{CALL}</tool_call>"
+    body = chat(head_saying(text), tools=TOOLS).json()
+    (choice,) = body["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Let me see.\n"
+    assert functions(message["tool_calls"]) == [("weather", {"city": "Oslo"})]
+    with served(head_saying(text)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": "?"}]
+        stream = client.chat.completions.create(
+            model="fake", messages=messages, tools=TOOLS, stream=True
+        )
+        chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see.\n"
+    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert call.index == 0 and call.id and call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_without_a_call_and_without_tools_nothing_changes() -> None:
+    for text, fields in (("hello", {"tools": TOOLS}), (CALL, {}), (CALL, {"tool_choice": "none"})):
+        (choice,) = chat(head_saying(text), **fields).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+        assert choice["finish_reason"] == "stop"
+
+
+def test_who_must_call_is_held_to_it() -> None:
+    head = head_saying(f"[{LLAMA_CALL}]")
+    (choice,) = chat(head, tools=TOOLS, tool_choice="required").json()["choices"]
+    assert functions(choice["message"]["tool_calls"]) == [("weather", {"city": "Oslo"})]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert head.requests[0].sampling.grammar
+
+    head = head_saying('{"city": "Rome"}')
+    named = {"type": "function", "function": {"name": "weather"}}
+    with served(head) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": "?"}]
+        stream = client.chat.completions.create(
+            model="fake", messages=messages, tools=TOOLS, tool_choice=named, stream=True
+        )
+        calls = [c for chunk in stream for c in chunk.choices[0].delta.tool_calls or ()]
+    assert len(calls) > 3 and calls[0].function.name == "weather"
+    assert json.loads("".join(c.function.arguments for c in calls)) == {"city": "Rome"}
+    assert "Rome" in head.requests[0].sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        Tools(msgspec.convert({"messages": []} | fields, ChatBody))
+    assert caught.value.param == param
+    response = chat(head_saying("x"), **fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+def test_a_call_that_is_required_goes_with_no_other_form() -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    response = chat(head_saying("x"), **fields)
+    assert response.json()["error"]["param"] == "tool_choice"
