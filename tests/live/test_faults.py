@@ -50,15 +50,18 @@ def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
 
 
 def answer_while_killing(
-    client: httpx.Client, role: str, victim: Callable[[int], int] = lambda pid: pid
+    client: httpx.Client,
+    role: str,
+    victim: Callable[[int], int] = lambda pid: pid,
+    body: dict[str, Any] = LONG,
 ) -> Any:
-    """Sends the long request, and kills the instance of `role` that serves it on its way, or the
+    """Sends the `body`, and kills the instance of `role` that serves it on its way, or the
     `victim` that goes with its process."""
     got: dict[str, Any] = {}
 
     def ask() -> None:
         headers = {"X-Request-Id": f"killed-{role}"}
-        got.update(client.post("/v1/completions", json=LONG, headers=headers).json())
+        got.update(client.post("/v1/completions", json=body, headers=headers).json())
 
     thread = threading.Thread(target=ask)
     thread.start()

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
+from moonpool.api.forms import check_kept
 from moonpool.api.frontend import Frontend, Output, Refused
 from moonpool.api.prompts import Prompt
 from moonpool.api.sampling import Ending
@@ -53,6 +54,7 @@ class Choice:
         self.timings_s: dict[str, float] | None = None
         self._tools = tools
         self._called = False
+        self._formed: list[str] | None = [] if request.sampling.grammar else None
         self._ending = ending
         self._text_stream = tokenizer.stream(ending.skip_special_tokens)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
@@ -62,7 +64,10 @@ class Choice:
         outputs = frontend.submit(self.request)
         try:
             async for output in outputs:
-                yield self._read_calls(self._take(output))
+                delta = self._take(output)
+                if self._formed is not None:
+                    await self._check_form(delta)
+                yield self._read_calls(delta)
                 if self.finish_reason is not None:
                     return
         finally:
@@ -78,6 +83,14 @@ class Choice:
         """`finish_reason`, as OpenAI says it."""
         called = self._called and self.finish_reason is FinishReason.STOP
         return "tool_calls" if called else self.finish_reason
+
+    async def _check_form(self, delta: Delta) -> None:
+        """Raises `Refused` where an answer has ended by itself, and not in the form it must have:
+        what the engine could not follow must not look like a right answer."""
+        assert self._formed is not None
+        self._formed.append(delta.text)
+        if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
+            await check_kept(self.request.sampling.grammar, "".join(self._formed))
 
     def _read_calls(self, delta: Delta) -> Delta:
         if self._tools is None:

@@ -2,11 +2,13 @@
 (vLLM's), or tools of which one must be called, to a grammar in llguidance's words, which travels
 with the request.
 
-Forms are outside data: they are only ever given to llguidance, which bounds its own work.
+Forms are outside data: they are only ever given to llguidance, which bounds its own work. One that
+it gives up in the middle of an answer ends that answer, which is then an error, not a 200.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,15 @@ from llguidance import LLMatcher
 
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
+from moonpool.api.frontend import Refused
+from moonpool.engine.grammar import LIMITS, keeps
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 LONGEST_FORM_CHARS = 128 << 10
 MOST_CHOICES = 1024
+_INLINE_CHARS = 2048  # longer answers are checked off the event loop
 _ANY_OBJECT = {"type": "object"}
 # White space between JSON's tokens is free, but not without end: weak models never leave it.
 _JSON_OPTIONS: JsonCompileOptions = {
@@ -52,7 +57,7 @@ def grammar_of(
     if len(grammar) > LONGEST_FORM_CHARS:
         text = f"'{name}' is too large: {len(grammar)} characters, of {LONGEST_FORM_CHARS} allowed."
         raise ApiError(text, param=name)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if is_error:
         raise _unusable(name, messages[0])
     if body.ignore_eos or body.min_tokens:
@@ -63,6 +68,17 @@ def grammar_of(
         text = f"This model has no token that ends an answer, so '{name}' cannot be kept."
         raise ApiError(text, param=name, code="unsupported_parameter")
     return grammar
+
+
+async def check_kept(grammar: str, text: str) -> None:
+    """Raises `Refused` if an answer that has ended is not of that form."""
+    if len(text) > _INLINE_CHARS:
+        kept = await asyncio.to_thread(keeps, grammar, text)
+    else:
+        kept = keeps(grammar, text)
+    if not kept:
+        message = "The answer could not keep the form that was asked for: make that simpler."
+        raise Refused(400, "form_lost", message)
 
 
 def _read(body: ChatBody | CompletionBody) -> tuple[str, str]:

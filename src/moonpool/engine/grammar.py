@@ -13,13 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from moonpool.engine.tokenizer import Tokenizer
 
 MAX_KEPT = 256
 """Answers whose state is kept; more at a time are read anew for each token."""
+LIMITS = LLParserLimits(max_items_in_row=500, verbose_errors=False)
+"""Of a form that clients send. An ambiguous grammar costs as many items squared: with these 10 ms
+for a token, where llguidance's own 2,000 cost half a second. JSON schemas have tens."""
 log = logging.getLogger("moonpool.engine")
 
 Mask = NDArray[np.bool_]
@@ -51,8 +54,9 @@ class Grammars:
             mask[: len(found)] = found
         may_end = matcher.is_accepting() or not mask.any()
         mask[[end for end in ends if end < self._vocab_size]] = may_end
-        if matcher.is_error():
-            log.error("an answer ends, as its form cannot be followed: %s", matcher.get_error())
+        if matcher.is_error():  # the head tells the client (see `api.forms`)
+            why = matcher.get_error().partition("\n")[0]
+            log.warning("an answer ends, as its form cannot be followed: %s", why)
         return mask
 
     def _matcher(self, grammar: str, generated: tuple[int, ...]) -> LLMatcher:
@@ -63,12 +67,18 @@ class Grammars:
         else:
             self.prepare()
             assert self._words is not None
-            matcher = LLMatcher(self._words, grammar, log_level=0)
+            matcher = LLMatcher(self._words, grammar, log_level=0, limits=LIMITS)
             matcher.consume_tokens(list(generated))
         self._kept[grammar, generated] = matcher
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
         return matcher
+
+
+def keeps(grammar: str, text: str) -> bool:
+    """Whether a whole answer has that form."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
 class _Vocabulary:

@@ -412,9 +412,25 @@ def test_what_a_request_leaves_open_is_drawn_as_the_model_says() -> None:
 )
 @pytest.mark.parametrize("ask", [chat, complete])
 def test_a_form_goes_to_who_draws(ask: Any, fields: dict[str, Any]) -> None:
-    head = ScriptedHead()
+    head = ScriptedHead(lambda _: spoken("{", finish=FinishReason.LENGTH))
     assert ask(head, **fields).status_code == 200
     assert head.requests[0].sampling.grammar
+
+
+@pytest.mark.parametrize("text", ["", "aab", "aa", "aabb"])
+def test_an_answer_that_lost_its_form_is_an_error(text: str) -> None:
+    fields: dict[str, Any] = {"structured_outputs": {"regex": "a+b"}}
+    head = ScriptedHead(lambda _: spoken(*text))
+    answer = complete(head, **fields)
+    if text == "aab":
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "form_lost"
+    cut = ScriptedHead(lambda _: spoken(*text, finish=FinishReason.LENGTH))
+    assert complete(cut, **fields).json()["choices"][0]["finish_reason"] == "length"
+    stopped = complete(ScriptedHead(lambda _: spoken(*text, "c")), stop="c", **fields)
+    assert stopped.json()["choices"][0]["stop_reason"] == "c"
 
 
 def test_a_model_that_cannot_end_an_answer_keeps_no_form() -> None:

@@ -26,7 +26,7 @@ from tokenizers.decoders import ByteLevel
 from moonpool.api.bodies import CompletionBody as Body
 from moonpool.api.bodies import ResponseFormat, StructuredOutputs
 from moonpool.api.forms import grammar_of
-from moonpool.engine.grammar import MAX_KEPT, Grammars
+from moonpool.engine.grammar import MAX_KEPT, Grammars, keeps
 from moonpool.engine.sampler import sample
 from moonpool.engine.step import Draw
 from moonpool.engine.tokenizers.byte import EOS_ID, ByteTokenizer
@@ -119,6 +119,20 @@ def test_the_end_is_allowed_where_the_form_is_complete_and_only_there() -> None:
 def test_a_form_that_cannot_be_followed_ends_the_answer() -> None:
     grammars, grammar = byte_grammars(), LLMatcher.grammar_from_regex("ab?")
     assert np.flatnonzero(grammars.allowed(grammar, [120], (EOS_ID,))).tolist() == [EOS_ID]
+
+
+def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    grammars = byte_grammars()
+    grammar = LLMatcher.grammar_from_lark('start: a\na: a a | "x" | a a a')
+    generated: list[int] = []
+    while not caplog.records:
+        mask = grammars.allowed(grammar, generated, (EOS_ID,))
+        assert len(generated) < 400 and mask[EOS_ID] == bool(generated)
+        generated.append(ord("x"))
+    assert "cannot be followed" in caplog.text and "\n" not in caplog.records[0].getMessage()
+    assert not keeps(grammar, "x" * len(generated)) and keeps(grammar, "xxx")
 
 
 def test_more_answers_than_are_kept_are_still_right() -> None:
