@@ -43,6 +43,7 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
         routes=[
             route("/v1/chat/completions", generator.chat, "POST"),
             route("/v1/completions", generator.complete, "POST"),
+            route("/v1/responses", generator.respond, "POST"),
             route("/v1/models", inspector.models),
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),

@@ -1,4 +1,4 @@
-"""The two endpoints that answer prompts: `/v1/chat/completions` and `/v1/completions`.
+"""The endpoints that answer prompts: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`.
 
 A call's life: the body is read and checked, becomes one `Request` per prompt and `n`, these run
 side by side, and their increments become one JSON answer or a stream of chunks. The first increment
@@ -12,8 +12,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from moonpool.api.forms import grammar_of, has_form
 from moonpool.api.frontend import Frontend, Refused
 from moonpool.api.options import ApiOptions
 from moonpool.api.prompts import Prompt, PromptReader
+from moonpool.api.responses import ResponseWriter, whole_response
+from moonpool.api.responses_body import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
     check_logprobs,
     check_ranges,
@@ -36,11 +38,11 @@ from moonpool.api.sampling import (
     sampling_of,
 )
 from moonpool.api.shapes import (
-    DONE,
     AnswerHead,
     ChatShape,
     ChunkWriter,
     CompletionShape,
+    EventWriter,
     Shape,
     usage_of,
     whole_answer,
@@ -51,6 +53,7 @@ from moonpool.types import Request, RequestId, Slo, Token
 logger = logging.getLogger(__name__)
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
+_RESPONSES = msgspec.json.Decoder(ResponsesBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,29 @@ class Generator:
         shape = CompletionShape(self._frontend.tokenizer, bool(body.echo))
         await self._answer(exchange, body, prompts, shape, arrived_s)
 
+    async def respond(self, exchange: Exchange) -> None:
+        arrived_s = self._frontend.now()
+        body = decode_body(_RESPONSES, await self._read(exchange))
+        chat = as_chat(body)
+        self._check(chat)
+        tools = Tools(chat)
+        try:
+            prompts = await self._prompts.read_chat(chat)
+        except ApiError as error:
+            raise of_input(error) from None
+        async with self._asked(exchange, chat, prompts, arrived_s, tools) as (request_id, choices):
+            model = body.model or self._names[0]
+            writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0])
+            if body.stream:
+                await self._stream(exchange, choices, writer)
+                return
+            async with (
+                exchange.watch(),
+                aclosing(run_choices(choices, self._frontend)) as deltas,
+            ):
+                payload = whole_response(writer, [delta async for delta in deltas])
+            await exchange.respond(200, payload, headers=_timing_headers(choices[0]))
+
     async def _read(self, exchange: Exchange) -> bytes:
         options = self._options
         return await exchange.read_body(options.max_body_bytes, options.body_timeout_s)
@@ -124,33 +150,44 @@ class Generator:
         arrived_s: float,
         tools: Tools | None = None,
     ) -> None:
+        options = body.stream_options
+        with_usage = bool(options and options.include_usage)
+        async with self._asked(exchange, body, prompts, arrived_s, tools) as (request_id, choices):
+            answer_id, model = shape.id_prefix + request_id, body.model or self._names[0]
+            call = _Call(
+                head=AnswerHead(answer_id, int(time.time()), model),
+                shape=shape,
+                choices=choices,
+                num_per_prompt=body.n or 1,
+                stream=bool(body.stream),
+                with_usage=with_usage,
+                usage_in_chunks=bool(with_usage and options and options.continuous_usage_stats),
+                with_logprobs=num_logprobs(body) is not None,
+                with_token_ids=bool(body.return_token_ids),
+            )
+            if call.stream:
+                await self._stream(exchange, choices, _chunk_writer(call))
+            else:
+                await self._answer_at_once(exchange, call)
+
+    @asynccontextmanager
+    async def _asked(
+        self,
+        exchange: Exchange,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Prompt],
+        arrived_s: float,
+        tools: Tools | None,
+    ) -> AsyncIterator[tuple[str, list[Choice]]]:
+        """The call's name, and its choices, which nobody has begun yet."""
         request_id = exchange.request_id
         if request_id in self._active:  # two calls may bear one X-Request-Id; requests may not
             request_id = f"{request_id}-{secrets.token_hex(4)}"
         grammar = await self._grammar(body, tools)
         choices = self._choices(exchange, request_id, body, (grammar, tools), prompts, arrived_s)
-        options = body.stream_options
-        call = _Call(
-            head=AnswerHead(
-                shape.id_prefix + request_id, int(time.time()), body.model or self._names[0]
-            ),
-            shape=shape,
-            choices=choices,
-            num_per_prompt=body.n or 1,
-            stream=bool(body.stream),
-            with_usage=bool(options and options.include_usage),
-            usage_in_chunks=bool(
-                options and options.include_usage and options.continuous_usage_stats
-            ),
-            with_logprobs=num_logprobs(body) is not None,
-            with_token_ids=bool(body.return_token_ids),
-        )
         self._active.add(request_id)
         try:
-            if call.stream:
-                await self._answer_in_events(exchange, call)
-            else:
-                await self._answer_at_once(exchange, call)
+            yield request_id, choices
         finally:
             self._active.discard(request_id)
 
@@ -225,60 +262,56 @@ class Generator:
         )
         await exchange.respond(200, payload, headers=_timing_headers(call.choices[0]))
 
-    async def _answer_in_events(self, exchange: Exchange, call: _Call) -> None:
-        writer = ChunkWriter(
-            call.head,
-            call.shape,
-            call.choices,
-            with_logprobs=call.with_logprobs,
-            with_token_ids=call.with_token_ids,
-            with_usage=call.with_usage,
-            num_per_prompt=call.num_per_prompt,
-            usage_in_chunks=call.usage_in_chunks,
-        )
+    async def _stream(
+        self, exchange: Exchange, choices: Sequence[Choice], writer: EventWriter
+    ) -> None:
         try:
             async with (
                 exchange.watch(),
-                aclosing(run_choices(call.choices, self._frontend)) as deltas,
+                aclosing(run_choices(choices, self._frontend)) as deltas,
             ):
                 await _send_deltas(exchange, writer, deltas)
         except Refused as refused:
-            await _end_with_error(exchange, from_refused(refused))
+            await _end_with_error(exchange, writer, from_refused(refused))
         except (ApiError, ClientGoneError):
             raise
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
-            await _end_with_error(exchange, internal_error(exchange.request_id))
+            await _end_with_error(exchange, writer, internal_error(exchange.request_id))
         else:
-            await exchange.end_events(_last_events(writer, call))
+            await exchange.end_events(writer.end())
 
 
 async def _send_deltas(
-    exchange: Exchange, writer: ChunkWriter, deltas: AsyncGenerator[Delta, None]
+    exchange: Exchange, writer: EventWriter, deltas: AsyncGenerator[Delta, None]
 ) -> None:
     async for delta in deltas:
-        events = writer.events(delta)
-        if not exchange.started:
+        begins = not exchange.started
+        events = (writer.begin() if begins else b"") + writer.events(delta)
+        if begins:
             await exchange.start_events()
         if events:
             await exchange.send_events(events)
 
 
-def _last_events(writer: ChunkWriter, call: _Call) -> bytes:
-    if not call.with_usage:
-        return DONE
-    extra = {
-        "request_id": call.choices[0].request.request_id,
-        "timings_s": call.choices[0].timings_s or {},
-    }
-    return writer.usage_event(call.usage(), extra) + DONE
+def _chunk_writer(call: _Call) -> ChunkWriter:
+    return ChunkWriter(
+        call.head,
+        call.shape,
+        call.choices,
+        with_logprobs=call.with_logprobs,
+        with_token_ids=call.with_token_ids,
+        with_usage=call.with_usage,
+        num_per_prompt=call.num_per_prompt,
+        usage_in_chunks=call.usage_in_chunks,
+    )
 
 
-async def _end_with_error(exchange: Exchange, error: ApiError) -> None:
+async def _end_with_error(exchange: Exchange, writer: EventWriter, error: ApiError) -> None:
     """Before the first byte an error has its own status; later it can only be an event."""
     if not exchange.started:
         raise error
-    await exchange.end_events(b"data: " + error.payload() + b"\n\n")
+    await exchange.end_events(writer.error(error))
 
 
 def check_model(name: str | None, served_names: Sequence[str]) -> None:

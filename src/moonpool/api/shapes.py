@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from moonpool.api.choice import Choice, Delta
+from moonpool.api.errors import ApiError
 from moonpool.api.tools import Piece, together
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
@@ -56,6 +57,22 @@ class Shape(Protocol):
         calls: Sequence[Piece],
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]: ...
+
+
+class EventWriter(Protocol):
+    """How an answer is streamed."""
+
+    def begin(self) -> bytes: ...
+
+    def events(self, delta: Delta) -> bytes:
+        """Of one increment; empty when there is nothing to tell yet."""
+        ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes:
+        """In the place of the end."""
+        ...
 
 
 class ChatShape:
@@ -217,7 +234,11 @@ class ChunkWriter:
         ]
         self._text_offsets = [0] * len(choices)
         self._opened = [False] * len(choices)
+        self._with_usage = with_usage
         self._usage_in_chunks = usage_in_chunks
+
+    def begin(self) -> bytes:
+        return b""
 
     def events(self, delta: Delta) -> bytes:
         """The chunks of one increment; empty when there is nothing to tell yet."""
@@ -254,12 +275,18 @@ class ChunkWriter:
             )
         return b"".join(parts)
 
-    def usage_event(self, usage: dict[str, Any], extra: dict[str, Any]) -> bytes:
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        first = self._choices[0]
+        extra = {"request_id": first.request.request_id, "timings_s": first.timings_s or {}}
+        usage = usage_of(self._choices, self._num_per_prompt)
         top = self._top.replace(b',"usage":null', b"")
-        return top + b',"choices":[],"usage":%b,"moonpool":%b}\n\n' % (
-            _encode(usage),
-            _encode(extra),
-        )
+        told = b',"choices":[],"usage":%b,"moonpool":%b}\n\n' % (_encode(usage), _encode(extra))
+        return top + told + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + error.payload() + b"\n\n"
 
     def _open(self, choice: Choice, parts: list[bytes]) -> None:
         opening = self._shape.opening(choice)

@@ -1,0 +1,191 @@
+"""`/v1/responses`, as OpenAI's client sends and reads it: text, calls of tools, forms, streams,
+errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from scripted_head import ScriptedHead, call, served, spoken
+from test_api_tools import CALL, TAGGED, ToolTokenizer, head_saying
+
+from moonpool.api.frontend import Refused
+from moonpool.types import FinishReason
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+
+
+@contextmanager
+def client_of(head: ScriptedHead) -> Iterator[openai.OpenAI]:
+    with served(head) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def ask(head: ScriptedHead, **fields: Any) -> httpx.Response:
+    return call(head, "/v1/responses", {"model": "fake", "input": "Hi"} | fields)
+
+
+def test_text_comes_back_with_what_it_cost() -> None:
+    head = ScriptedHead(lambda _: spoken("Hel", "lo", cached_tokens=3))
+    with client_of(head) as client:
+        found = client.responses.create(
+            model="fake", input="Hi", instructions="Be kind. ", max_output_tokens=9, temperature=0.5
+        )
+    assert found.output_text == "Hello" and found.status == "completed"
+    assert found.usage is not None
+    assert found.usage.input_tokens == len(b"Be kind. Hi") and found.usage.output_tokens == 5
+    assert found.usage.input_tokens_details.cached_tokens == 3
+    (request,) = head.requests
+    assert bytes(request.token_ids) == b"Be kind. Hi"
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (9, 0.5)
+    assert found.model_dump()["output"][0]["role"] == "assistant"
+
+
+def test_an_answer_that_was_cut_is_incomplete() -> None:
+    head = ScriptedHead(lambda _: spoken("Hel", finish=FinishReason.LENGTH))
+    with client_of(head) as client:
+        found = client.responses.create(model="fake", input="Hi")
+    assert found.status == "incomplete" and found.output[0].status == "incomplete"
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_ends_in_what_would_have_come_at_once() -> None:
+    text = f"Well.\n<tool_call>{CALL}</tool_call>"
+    with client_of(head_saying(text)) as client:
+        asked: dict[str, Any] = {"model": "fake", "input": "Hi", "tools": [WEATHER]}
+        events = list(client.responses.create(**asked, stream=True))
+        whole = client.responses.create(**asked)
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-5:] == [
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    said = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(said) == "Well.\n"
+    final = events[-1].response
+    for found in (final, whole):
+        message, made = found.output
+        assert message.content[0].text == "Well.\n"
+        assert made.name == "weather" and json.loads(made.arguments) == {"city": "Oslo"}
+        assert found.usage == whole.usage
+
+
+def test_an_empty_answer_has_an_empty_message() -> None:
+    with client_of(ScriptedHead(lambda _: spoken(""))) as client:
+        assert client.responses.create(model="fake", input="Hi").output_text == ""
+
+
+class Pet(BaseModel):
+    name: str
+
+
+def test_forms_and_required_calls_go_to_who_draws() -> None:
+    head = ScriptedHead(lambda _: spoken('{"name": "Ida"}'))
+    with client_of(head) as client:
+        found = client.responses.parse(model="fake", input="Hi", text_format=Pet)
+    assert found.output_parsed == Pet(name="Ida")
+    assert "name" in head.requests[0].sampling.grammar
+    head = head_saying('{"city": "Oslo"}')
+    with client_of(head) as client:
+        named: Any = {"type": "function", "name": "weather"}
+        found = client.responses.create(
+            model="fake", input="Hi", tools=[WEATHER], tool_choice=named
+        )
+    assert found.output[0].type == "function_call"
+    assert head.requests[0].sampling.grammar
+
+
+def test_what_was_said_and_called_before_is_told_to_the_model() -> None:
+    template = (
+        "{% if tools %}{% endif %}{% for m in messages %}[{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments.city }}"
+        "{% endfor %}]{% endfor %}"
+    )
+    head = ScriptedHead(tokenizer=ToolTokenizer(template))
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "b", "annotations": []}],
+        },
+        {
+            "type": "function_call",
+            "id": "fc_1",
+            "call_id": "c1",
+            "name": "weather",
+            "arguments": '{"city": "Oslo"}',
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]
+    assert ask(head, input=given, tools=[WEATHER]).status_code == 200
+    (request,) = head.requests
+    assert bytes(request.token_ids) == b"[user:a][assistant:b!weatherOslo][tool:sunny]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call"}]}, "input[0].name"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 9}, "temperature"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"model": "other"}, "model"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+def test_what_cannot_be_served_is_named(fields: dict[str, Any], param: str) -> None:
+    head = ScriptedHead(tokenizer=ToolTokenizer(TAGGED))
+    response = ask(head, **fields)
+    assert response.status_code in (400, 404), response.text
+    assert response.json()["error"]["param"] == param
+    assert head.requests == []
+
+
+def test_a_refusal_has_its_status_and_a_late_failure_is_an_event() -> None:
+    busy = ScriptedHead(lambda _: [Refused(429, "ttft_slo", "too busy", retry_after_s=2)])
+    for stream in (False, True):
+        response = ask(busy, stream=stream)
+        assert response.status_code == 429 and response.headers["retry-after"] == "2"
+    lost = ScriptedHead(lambda _: [*spoken("Hel", finish=None), Refused(503, "lost", "gone")])
+    lines = ask(lost, stream=True).text.strip().split("\n")
+    assert lines[-2] == "event: error"
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert (last["code"], last["message"]) == ("lost", "gone")
+    with client_of(lost) as client, pytest.raises(openai.APIError):
+        client.responses.create(model="fake", input="Hi")
