@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moonpool.bench.cached import bench_cached
 
 
+@pytest.mark.long
 def test_a_prefix_is_fetched_by_who_has_lost_it() -> None:
     found = bench_cached("random:m30", prefix_tokens=1024, repeats=1)
     assert found["fetched_tokens"] >= 1024 - 256

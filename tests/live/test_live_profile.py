@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from moonpool.bench.live_profile import LiveProfiler
 from moonpool.bench.local_server import LocalServer
 
 
+@pytest.mark.long
 def test_a_cluster_is_measured_through_its_front_door(cluster: LocalServer) -> None:
     profile = asyncio.run(LiveProfiler(cluster.url, longest_tokens=1024).measure())
     cost = profile.cost

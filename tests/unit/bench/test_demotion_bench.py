@@ -11,6 +11,7 @@ from moonpool.bench.demotion import DemotionBenchError, bench_demotion
 MODEL = "random:m30,layers=2"
 
 
+@pytest.mark.long
 def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonpool.bench.demotion.MIN_STEPS", 3)  # plain torch is slow
     lines: list[str] = []

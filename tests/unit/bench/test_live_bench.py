@@ -203,6 +203,7 @@ class NoServer:
     def __exit__(self, *_: object) -> None: ...
 
 
+@pytest.mark.long
 def test_a_sweep_of_lengths_is_simulated_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "LocalServer", NoServer)
     slower = tuple(20 * x for x in COST.prefill)  # fewer requests to simulate

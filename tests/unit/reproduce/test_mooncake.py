@@ -231,6 +231,7 @@ def test_a_trace_that_is_not_the_papers_is_not_taken_for_it(options: Options) ->
 
 
 @needs_trace
+@pytest.mark.long
 def test_hit_ratios_are_fast_25s_within_four_hundredths() -> None:
     options = Options(folders=(TRACES,))
     workload = read_workload(options, "conversation")
