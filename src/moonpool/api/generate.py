@@ -180,10 +180,10 @@ class Generator:
         tools: Tools | None,
     ) -> AsyncIterator[tuple[str, list[Choice]]]:
         """The call's name, and its choices, which nobody has begun yet."""
+        grammar = await self._grammar(body, tools)
         request_id = exchange.request_id
         if request_id in self._active:  # two calls may bear one X-Request-Id; requests may not
             request_id = f"{request_id}-{secrets.token_hex(4)}"
-        grammar = await self._grammar(body, tools)
         choices = self._choices(exchange, request_id, body, (grammar, tools), prompts, arrived_s)
         self._active.add(request_id)
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -77,8 +78,13 @@ class Grammars:
 
 def keeps(grammar: str, text: str) -> bool:
     """Whether a whole answer has that form."""
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(_single_bytes(), grammar, log_level=0, limits=LIMITS)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+@cache
+def _single_bytes() -> LLTokenizer:
+    return LLTokenizer("byte")  # takes 2 ms
 
 
 class _Vocabulary:

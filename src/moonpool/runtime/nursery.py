@@ -169,10 +169,13 @@ def _nurse(control: socket.socket, head_pid: int) -> list[str]:
     setproctitle.setproctitle("moonpool nursery")
     gc.collect()
     gc.freeze()  # a collection would write to, and so copy, all pages
-    while line := control.recv(MAX_LINE_BYTES):
-        if _fork_twice(control):
-            _be_adopted(control, head_pid)
-            return msgspec.json.decode(line, type=list[str])
+    try:
+        while line := control.recv(MAX_LINE_BYTES):
+            if _fork_twice(control):
+                _be_adopted(control, head_pid)
+                return msgspec.json.decode(line, type=list[str])
+    except ConnectionError:
+        pass  # the head has ended without having read the last answer
     os._exit(0)
 
 

@@ -163,3 +163,18 @@ def test_where_there_are_threads_nothing_is_forked() -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
     ends.set()
     thread.join()
+
+
+def test_a_head_that_ends_without_the_last_answer_is_no_error() -> None:
+    """Its unread answer resets the connection."""
+    said = run_head("""
+import select
+from moonpool.runtime.nursery import adopt_orphans
+adopt_orphans(True)
+nursery._control.setblocking(True)
+nursery._control.send(json.dumps(["end", "0"]).encode())
+assert select.select([nursery._control], [], [], 10)[0]
+nursery._control.close()
+said["status"] = os.waitpid(nursery.pid, 0)[1]
+""")
+    assert said["status"] == 0
