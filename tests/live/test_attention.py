@@ -63,7 +63,9 @@ def counters_of(client: httpx.Client, name: str) -> dict[str, float]:
     return next((i["counters"] for i in instances if i["instance_id"] == name), {})
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 2, 4])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_answers_are_those_without_attention_workers(count: int, expected: list[str]) -> None:
     command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", str(count), *SMALL]
     with LocalServer(command) as server:

@@ -29,13 +29,8 @@ def test_segments_alternate_between_workers_and_share_no_block() -> None:
         Decodes(2, 2 * SEGMENT, (segment, segment), BLOCK, segment)
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "ways"),
-    [
-        (2, "request tokens head"),
-        pytest.param(1, "request tokens", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kv_heads", "ways"), [(2, "request tokens head"), (1, "request tokens")])
 def test_each_partition_is_timed_beside_local_attention(kv_heads: int, ways: str) -> None:
     model = open_model(f"{TINY},kv_heads={kv_heads}", "float32")
     layout = make_layout(model, BLOCK, choose_split_ops())
