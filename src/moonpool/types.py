@@ -80,6 +80,16 @@ class SamplingParams(Struct, frozen=True):
     grammar: str = ""  # that the answer must keep (see `engine.grammar`); "": it may be anything
 
 
+SAMPLING_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Least and most of what a request, or the model for it, may ask for."""
+
+
 class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log-probability of the chosen token, and of the most likely ones as (token id, logprob)."""
 

@@ -42,18 +42,16 @@ def has_form(body: ChatBody | CompletionBody) -> bool:
 def grammar_of(
     body: ChatBody | CompletionBody, can_end: bool, must_call: dict[str, Any] | None = None
 ) -> str:
-    """ "" if the answer may be anything. Takes milliseconds for large schemas, without the GIL.
-    `can_end`: the model has a token that ends an answer. `must_call`: the schema of the calls that
-    it must make. Raises `ApiError`."""
+    """Of a body that has a form, or tools of which one must be called: `must_call` is then the
+    schema of the calls. Takes milliseconds for large schemas, without the GIL. `can_end`: the model
+    has a token that ends an answer. Raises `ApiError`."""
     if must_call is not None:
         if has_form(body):
             text = "A call that is required has a form already; leave 'response_format' out."
             raise ApiError(text, param="tool_choice")
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
-    elif has_form(body):
-        name, grammar = _read(body)
     else:
-        return ""
+        name, grammar = _read(body)
     if len(grammar) > LONGEST_FORM_CHARS:
         text = f"'{name}' is too large: {len(grammar)} characters, of {LONGEST_FORM_CHARS} allowed."
         raise ApiError(text, param=name)

@@ -48,7 +48,7 @@ class ResponseWriter:
         if delta.finish_reason is not None:
             if not self._items:
                 self._say("", parts)
-            self._close(parts)
+            self._close(parts, cut=delta.finish_reason is FinishReason.LENGTH)
         return b"".join(parts)
 
     def end(self) -> bytes:
@@ -147,13 +147,12 @@ class ResponseWriter:
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.added", output_index=index, item=item))
 
-    def _close(self, parts: list[bytes]) -> None:
-        """The last item is whole."""
+    def _close(self, parts: list[bytes], cut: bool = False) -> None:
+        """The last item grows no more."""
         if not self._open:
             return
         self._open = False
         item = self._items[-1]
-        cut = self._choice.finish_reason is FinishReason.LENGTH
         item["status"] = "incomplete" if cut else "completed"
         if item["type"] == "message":
             part = item["content"][0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moonpool.api.bodies import ChatBody, CompletionBody, GenerationBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ModelCard
-from moonpool.types import SamplingParams
+from moonpool.types import SAMPLING_RANGES, SamplingParams
 
 _SEED_MODULUS = 1 << 63
 _MOST_STOPS = 16
@@ -21,13 +21,9 @@ _MOST_BIASES = 1024
 _LARGEST_BIAS = 100
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 2.0),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
+    *((name, least, most) for name, (least, most) in SAMPLING_RANGES.items()),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.01, 100.0),
-    ("top_k", -1, 2**31 - 1),
     ("n", 1, 128),
     ("max_tokens", 1, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),

@@ -121,7 +121,7 @@ class _Calls:
 
     def __init__(self, names: Collection[str], one: bool) -> None:
         self._names = names
-        self._most = 1 if one else _MOST_CALLS
+        self._one = one
         self._count = 0
 
     def read(self, source: str) -> list[Piece] | None:
@@ -131,23 +131,21 @@ class _Calls:
         except (msgspec.DecodeError, RecursionError):
             return None
         calls = found if isinstance(found, list) else [found]
-        pieces = []
+        pieces: list[Piece] = []
         for call in calls:
             name = call.get("name") if isinstance(call, dict) else None
-            if name not in self._names:
+            if not isinstance(name, str) or name not in self._names:
                 return None
             arguments = call.get("arguments", call.get("parameters", {}))
-            if isinstance(arguments, str):  # some write them as JSON in JSON
-                pieces.append(Piece(0, _new_id(), name, arguments))
-            else:
-                text = msgspec.json.encode(arguments).decode()
-                pieces.append(Piece(0, _new_id(), name, text))
+            if not isinstance(arguments, str):  # some write them as JSON in JSON
+                arguments = msgspec.json.encode(arguments).decode()
+            pieces.append(Piece(self._count + len(pieces), _new_id(), name, arguments))
         if not pieces:
             return None
-        left = pieces[: self._most - self._count]
-        numbered = [piece._replace(number=self._count + i) for i, piece in enumerate(left)]
-        self._count += len(numbered)
-        return numbered
+        if self._one:  # the others are not wanted
+            pieces = pieces[: 1 - self._count]
+        self._count += len(pieces)
+        return pieces
 
 
 class _JsonCalls:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moonpool.engine.spec import ModelError, ModelSpec, parse_config
 from moonpool.engine.tensors import tensor_shapes
+from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,13 +34,6 @@ SAMPLES_PER_TENSOR = 8
 # Tensors some exporters add and no computation needs.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 NAMED_AT_MOST = 5
-_SAMPLING_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-}
 log = logging.getLogger(__name__)
 
 
@@ -152,9 +146,9 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         return {}
     found: dict[str, float] = {}
     for name, value in _json(folder / "generation_config.json").items():
-        if name not in _SAMPLING_RANGES or value is None:
+        if name not in SAMPLING_RANGES or value is None:
             continue
-        least, most = _SAMPLING_RANGES[name]
+        least, most = SAMPLING_RANGES[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and least <= value <= most and (name != "top_k" or value == int(value)):
             found[name] = value

@@ -30,23 +30,27 @@ Mask = NDArray[np.bool_]
 
 
 class Grammars:
-    """Of one model. Used by one thread. `open_tokenizer` is called when first needed, or by
-    `prepare`."""
+    """Of one model, whose answers end with one of `ends`. Used by one thread. `open_tokenizer` is
+    called when first needed, or by `prepare`."""
 
-    def __init__(self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
+    def __init__(
+        self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, ends: Collection[int]
+    ) -> None:
         self._open_tokenizer = open_tokenizer
         self._vocab_size = vocab_size
+        self._ends = [end for end in ends if end < vocab_size]
         self._words: LLTokenizer | None = None
         self._kept: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
 
     def prepare(self) -> None:
-        """Does now what takes up to a second, for large vocabularies. Raises `TokenizerError`."""
-        if self._words is None:
-            self._words = _words_of(self._open_tokenizer(), self._vocab_size)
+        """Does now what takes up to a second, for large vocabularies. Nothing for a model that
+        cannot end an answer: the head promises no form of its. Raises `TokenizerError`."""
+        if self._words is None and self._ends:
+            self._words = _words_of(self._open_tokenizer(), self._vocab_size, self._ends)
 
-    def allowed(self, grammar: str, generated: Sequence[int], ends: Collection[int]) -> Mask:
-        """[vocab_size]: what may follow `generated`. `ends` are the tokens that end an answer: they
-        may where its form is complete, and must where nothing else can follow."""
+    def allowed(self, grammar: str, generated: Sequence[int]) -> Mask:
+        """[vocab_size]: what may follow `generated`. What ends an answer may where its form is
+        complete, and must where nothing else can follow."""
         matcher = self._matcher(grammar, tuple(generated))
         mask = np.zeros(self._vocab_size, np.bool_)
         if not matcher.is_stopped():
@@ -54,7 +58,7 @@ class Grammars:
             found = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
             mask[: len(found)] = found
         may_end = matcher.is_accepting() or not mask.any()
-        mask[[end for end in ends if end < self._vocab_size]] = may_end
+        mask[self._ends] = may_end
         if matcher.is_error():  # the head tells the client (see `api.forms`)
             why = matcher.get_error().partition("\n")[0]
             log.warning("an answer ends, as its form cannot be followed: %s", why)
@@ -92,16 +96,16 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         self.special_token_ids = [i for i in tokenizer.special_token_ids if i < vocab_size]
-        self.eos_token_id = tokenizer.eos_token_ids[0]
+        self.eos_token_id = ends[0]
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
 
 
-def _words_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
-    ends = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)), eos_token=ends)
+def _words_of(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LLTokenizer:
+    vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
+    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends)

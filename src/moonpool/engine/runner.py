@@ -145,8 +145,9 @@ class Engine:
 
 def grammars_of(model: LoadedModel) -> Grammars:
     """For answers that must have a form; opens the model's tokenizer when that is first asked."""
-    vocab_size = model.spec.vocab_size
-    return Grammars(partial(open_tokenizer, model.tokenizer, vocab_size), vocab_size)
+    spec = model.spec
+    reader = partial(open_tokenizer, model.tokenizer, spec.vocab_size)
+    return Grammars(reader, spec.vocab_size, spec.eos_token_ids)
 
 
 def make_layout(

@@ -89,7 +89,7 @@ def _allowed(draw: Draw, grammars: Grammars | None) -> Mask | None:
     if not grammar:
         return None
     assert grammars is not None, "whoever draws for requests has them"
-    return grammars.allowed(grammar, draw.generated, draw.eos_token_ids)
+    return grammars.allowed(grammar, draw.generated)
 
 
 def _draw(raw: Row, draw: Draw, position: int, allowed: Mask | None) -> Token:

@@ -104,6 +104,7 @@ def test_tagged_calls_are_found_however_they_are_cut(
         ('{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}', ["weather"]),
         ('{"answer": 42}', []),
         ("[1, 2]", []),
+        ('{"name": ["weather"], "parameters": {}}', []),
         ("{", []),
         ("[]", []),
         ("It is 42.", []),
@@ -123,6 +124,7 @@ def test_one_call_at_a_time_where_that_is_asked() -> None:
     two = f"<tool_call>{CALL}</tool_call>" * 2
     assert len(read(TAGGED, two)[1]) == 2
     assert len(read(TAGGED, two, parallel_tool_calls=False)[1]) == 1
+    assert len(read(TAGGED, two * 20)[1]) == 40, "no call is lost"
 
 
 def test_calls_in_an_answer_and_in_a_stream() -> None:

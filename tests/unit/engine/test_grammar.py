@@ -56,7 +56,7 @@ def as_format(wanted: dict[str, Any]) -> ResponseFormat:
 
 
 def byte_grammars() -> Grammars:
-    return Grammars(partial(ByteTokenizer, VOCAB), VOCAB)
+    return Grammars(partial(ByteTokenizer, VOCAB), VOCAB, (EOS_ID, VOCAB + 5))
 
 
 def answer(grammars: Sequence[Grammars], grammar: str, seed: int, most: int = 400) -> list[int]:
@@ -110,15 +110,15 @@ def test_choices_and_regular_expressions_are_kept() -> None:
 
 def test_the_end_is_allowed_where_the_form_is_complete_and_only_there() -> None:
     grammars, grammar = byte_grammars(), LLMatcher.grammar_from_regex("ab?")
-    masks = [grammars.allowed(grammar, tokens, (EOS_ID, VOCAB + 5)) for tokens in ([], [97])]
+    masks = [grammars.allowed(grammar, tokens) for tokens in ([], [97])]
     assert np.flatnonzero(masks[0]).tolist() == [97]
     assert np.flatnonzero(masks[1]).tolist() == [98, EOS_ID]
-    assert np.flatnonzero(grammars.allowed(grammar, [97, 98], (EOS_ID,))).tolist() == [EOS_ID]
+    assert np.flatnonzero(grammars.allowed(grammar, [97, 98])).tolist() == [EOS_ID]
 
 
 def test_a_form_that_cannot_be_followed_ends_the_answer() -> None:
     grammars, grammar = byte_grammars(), LLMatcher.grammar_from_regex("ab?")
-    assert np.flatnonzero(grammars.allowed(grammar, [120], (EOS_ID,))).tolist() == [EOS_ID]
+    assert np.flatnonzero(grammars.allowed(grammar, [120])).tolist() == [EOS_ID]
 
 
 def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(
@@ -128,7 +128,7 @@ def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(
     grammar = LLMatcher.grammar_from_lark('start: a\na: a a | "x" | a a a')
     generated: list[int] = []
     while not caplog.records:
-        mask = grammars.allowed(grammar, generated, (EOS_ID,))
+        mask = grammars.allowed(grammar, generated)
         assert len(generated) < 400 and mask[EOS_ID] == bool(generated)
         generated.append(ord("x"))
     assert "cannot be followed" in caplog.text and "\n" not in caplog.records[0].getMessage()
@@ -139,9 +139,9 @@ def test_more_answers_than_are_kept_are_still_right() -> None:
     grammars = byte_grammars()
     forms = [LLMatcher.grammar_from_regex(f"x{i}") for i in range(MAX_KEPT + 20)]
     for form in forms:
-        grammars.allowed(form, [], (EOS_ID,))
+        grammars.allowed(form, [])
     for i, form in enumerate(forms):
-        (allowed,) = np.flatnonzero(grammars.allowed(form, [120], (EOS_ID,)))
+        (allowed,) = np.flatnonzero(grammars.allowed(form, [120]))
         assert allowed == ord(str(i)[0])
 
 
@@ -178,7 +178,7 @@ def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
     tokenizer = HfTokenizer(folder)
     (end,) = tokenizer.eos_token_ids
     size = tokenizer.vocab_size + 7  # models pad their vocabularies
-    grammars = Grammars(partial(HfTokenizer, folder), size)
+    grammars = Grammars(partial(HfTokenizer, folder), size, (end,))
     grammar = schema_grammar({"type": "object", "properties": {"name": {"type": "string"}}})
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -195,3 +195,11 @@ def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
             generated.append(token.token_id)
         assert not tokenizer.special_token_ids.intersection(generated)
         assert all(token_id < tokenizer.vocab_size for token_id in generated)
+
+
+def test_a_model_that_cannot_end_an_answer_boots_all_the_same(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    tokenizer = HfTokenizer(tmp_path)
+    assert tokenizer.eos_token_ids == ()
+    for ends in ((), (tokenizer.vocab_size + 1,)):
+        Grammars(partial(HfTokenizer, tmp_path), tokenizer.vocab_size, ends).prepare()
