@@ -27,6 +27,7 @@ Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
+EngineKind = Literal["moonpool", "vllm"]
 
 
 ATTENTION_SEGMENT_TOKENS = 2048
@@ -171,13 +172,16 @@ class Degree(Struct, frozen=True):
 
 
 class EngineConfig(Struct, frozen=True):
-    """`device`: what computes. On "cuda", weights and KVCache are in the memory of the first GPU
-    that a worker sees, those of its stages on one GPU after the other; the arena, which the
-    messenger moves, stays in the host's. "auto" is "cuda" if the head sees a GPU.
+    """`kind`: whose engines the instances are; "vllm": ones that run already, and each instance
+    only stands before one (see `VllmConfig`). `device`: what computes. On "cuda", weights and
+    KVCache are in the memory of the first GPU that a worker sees, those of its stages on one GPU
+    after the other; the arena, which the messenger moves, stays in the host's. "auto" is "cuda" if
+    the head sees a GPU.
     `pipeline_parallel_size`: stages of a prefill or mixed instance, each a process (in a simulation
     a node) with a share of the layers. `tensor_parallel_size`: ranks of one, each with a share of
     every layer."""
 
+    kind: EngineKind = "moonpool"
     chunk_tokens: int = 512
     max_sequences: int = 128
     batching: Batching = "chunked"
@@ -200,6 +204,24 @@ class EngineConfig(Struct, frozen=True):
     def num_shards(self) -> int:
         """In which all instances compute, whatever their ranks, so that they exchange blocks."""
         return max(self.tensor_parallel_size, self.decode_tensor_parallel_size)
+
+
+class VllmPlace(Struct, frozen=True):
+    """A vLLM: where its HTTP server listens; where it publishes the KV events of its prefix cache,
+    and repeats them, "" if nowhere."""
+
+    url: str
+    events: str = ""
+    replay: str = ""
+
+
+class VllmConfig(Struct, frozen=True):
+    """The vLLMs that serve as instances, by role, each as "URL", "URL,EVENTS" or
+    "URL,EVENTS,REPLAY" (see `vllm_place`)."""
+
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    mixed: tuple[str, ...] = ()
 
 
 class HardwareConfig(Struct, frozen=True):
@@ -243,6 +265,7 @@ class Config(Struct, frozen=True):
     slo: SloConfig = SloConfig()
     conductor: ConductorConfig = ConductorConfig()
     engine: EngineConfig = EngineConfig()
+    vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
 
@@ -268,12 +291,39 @@ def parse_config(
     _check_names(tables)
     for table, values in (defaults or {}).items():
         tables[table] = values | tables.get(table, {})
+    _count_vllms(tables)
     try:
         config = msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the config has a bad value: {error}") from None
     check_values(config)
     return config
+
+
+def vllm_place(text: str) -> VllmPlace:
+    """From "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
+    url, *others = text.split(",")
+    web = url.startswith(("http://", "https://")) and len(url.partition("://")[2]) > 0
+    if not web or len(others) > 2 or not all(o.startswith(("tcp://", "ipc://")) for o in others):
+        raise ConfigError(
+            f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
+            " where it publishes KV events and repeats them, such as"
+            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
+        )
+    return VllmPlace(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))
+
+
+def _count_vllms(tables: dict[str, Any]) -> None:
+    """Where vLLMs are named, the instances are as many as these (mutates)."""
+    named = tables.get("vllm")
+    if not isinstance(named, dict) or not any(named.values()):
+        return
+    tables.setdefault("engine", {}).setdefault("kind", "vllm")
+    counts = tables.setdefault("cluster", {})
+    for role in ("prefill", "decode", "mixed"):
+        places = named.get(role, ())
+        if isinstance(places, list | tuple):
+            counts.setdefault(role, len(places))
 
 
 def _check_names(tables: dict[str, Any]) -> None:
@@ -357,7 +407,31 @@ def check_values(config: Config) -> None:
     _require(0 <= number <= 64, "hardware.decode_devices_per_node", "0 to 64 (0: as the others)")
     _check_attention(config)
     _check_stages(config)
+    _check_vllm(config)
     _require(1 <= config.conductor.max_attempts <= 10, "conductor.max_attempts", "1 to 10")
+
+
+def _check_vllm(config: Config) -> None:
+    cluster = config.cluster
+    named = {name: getattr(config.vllm, name) for name in ("prefill", "decode", "mixed")}
+    for place in (place for places in named.values() for place in places):
+        vllm_place(place)
+    if config.engine.kind != "vllm":
+        _require(not any(named.values()), "engine.kind", '"vllm" where [vllm] names any')
+        return
+    for role, places in named.items():
+        number = getattr(cluster, role)
+        _require(
+            not any(named.values()) or number == len(places),
+            f"cluster.{role}",
+            f"{len(places)}, as many as [vllm] names: an instance is a vLLM, or all are moonpool's",
+        )
+    _require(not cluster.attention, "cluster.attention", '0 with engine.kind "vllm"')
+    _require(
+        config.conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with engine.kind "vllm": a vLLM stays what it was started as',
+    )
 
 
 def _check_stages(config: Config) -> None:

@@ -29,6 +29,7 @@ LEVELS = (
     {"api"},
     {"trace"},
     {"runtime", "sim"},
+    {"vllm"},
     {"replay"},
     {"report"},
     {"plan"},

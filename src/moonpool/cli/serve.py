@@ -23,13 +23,16 @@ from moonpool.config import (
     Admission,
     AttentionPartition,
     Config,
+    ConfigError,
     Device,
     Dtype,
+    EngineKind,
     Pinning,
     Placement,
     Quantization,
     RoleBalance,
     choices,
+    vllm_place,
 )
 from moonpool.runtime.cores import threads_per_process
 from moonpool.runtime.launcher import THREAD_VARIABLES, worker_environment
@@ -74,6 +77,10 @@ FLAG_KEYS = {
     "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
     "tensor_parallel_size": ("engine", "tensor_parallel_size"),
     "decode_tensor_parallel_size": ("engine", "decode_tensor_parallel_size"),
+    "engine": ("engine", "kind"),
+    "vllm": ("vllm", "mixed"),
+    "vllm_prefill": ("vllm", "prefill"),
+    "vllm_decode": ("vllm", "decode"),
     "pinning": ("engine", "pinning"),
     "device": ("engine", "device"),
     "host": ("api", "host"),
@@ -220,13 +227,25 @@ def _how_it_is_served() -> list[Any]:
 @click.option("--decode", type=int, help="Decode instances.")
 @click.option("--mixed", type=int, help="Instances that do both.")
 @click.option("--attention", type=int, help="Workers that keep the KVCache for decoding.")
+@click.option(
+    "--vllm",
+    multiple=True,
+    metavar="URL[,EVENTS[,REPLAY]]",
+    help="A vLLM that runs already, to be an instance that does both; and where it publishes KV"
+    " events and repeats them.",
+)
+@click.option("--vllm-prefill", multiple=True, metavar="URL...", help="The same, for prefill.")
+@click.option("--vllm-decode", multiple=True, metavar="URL...", help="The same, for decoding.")
 @click.option("--head-port", type=int, hidden=True)
 def serve(config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
     MODEL is a Hugging Face folder or id, or a built-in: moonpool/induction (the default, needs no
-    download) or random:m150.
+    download) or random:m150. With --vllm it is what the first of these serves.
     """
+    places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
+    if places and flags["model"] is None:
+        flags["model"] = _model_of(places[0])
     if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
         flags["prefill"] = flags["decode"] = 0
     config = read_config(config_file, flags, FLAG_KEYS)
@@ -238,6 +257,11 @@ def serve(config_file: str | None, **flags: Any) -> None:
 
 @click.command()
 @config_options
+@click.option(
+    "--engine",
+    type=click.Choice(choices(EngineKind)),
+    help="Of the workers; vllm: each stands before a vLLM (worker --vllm).",
+)
 @click.option("--head-host", help="Address for workers to join at (default 127.0.0.1).")
 @click.option("--head-port", type=int, help=f"Port for workers to join at (default {HEAD_PORT}).")
 def head(config_file: str | None, **flags: Any) -> None:
@@ -252,6 +276,24 @@ def head(config_file: str | None, **flags: Any) -> None:
         network = msgspec.structs.replace(config.network, head_port=HEAD_PORT)
         config = msgspec.structs.replace(config, network=network)
     _run(config, launch=False, secret=cluster_secret())
+
+
+def _model_of(place: str) -> str:
+    """What a vLLM serves, by its own word."""
+    from moonpool.cli.worker import API_KEY_VARIABLE
+    from moonpool.vllm.client import VllmClient, VllmError
+
+    async def ask() -> str:
+        client = VllmClient(vllm_place(place).url, os.environ.get(API_KEY_VARIABLE, ""))
+        try:
+            return (await client.facts()).root
+        finally:
+            await client.close()
+
+    try:
+        return asyncio.run(ask())
+    except (ConfigError, VllmError) as error:
+        fail(str(error))
 
 
 def _open_nursery(config: Config, secret: bytes) -> Nursery | None:

@@ -14,6 +14,7 @@ import click
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
+from moonpool.config import ConfigError, VllmPlace, vllm_place
 from moonpool.messenger.parent import end_with
 from moonpool.runtime.settle import settle_threads
 from moonpool.types import InstanceId, Role
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.cores import CoreShare
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+API_KEY_VARIABLE = "VLLM_API_KEY"
 ATTENTION = "attention"
 GRACE_S = 2.0
 """So long after its time a worker waits for the head's word that it may go."""
@@ -66,6 +68,13 @@ def cluster_secret() -> bytes:
     show_default=True,
     help="At SIGTERM, let requests end and hand over what is cached, for so long; 0: end at once.",
 )
+@click.option(
+    "--vllm",
+    "place",
+    metavar="URL[,EVENTS[,REPLAY]]",
+    help="Stand before this vLLM instead of computing; and where it publishes KV events and repeats"
+    " them. Its API key: VLLM_API_KEY in the environment.",
+)
 @click.option("--cores", default="", help="Of the engine's threads, such as 0-3 (default: any).")
 @click.option("--other-cores", default="", help="Of all other threads, likewise.")
 @click.option("--exit-with-head", is_flag=True, help="End when the head does.")
@@ -77,6 +86,7 @@ def worker(
     num_stages: int | None,
     num_ranks: int | None,
     drain_seconds: float,
+    place: str | None,
     cores: str,
     other_cores: str,
     exit_with_head: bool,
@@ -94,13 +104,18 @@ def worker(
     from moonpool.runtime.attention_worker import AttentionWorker
     from moonpool.runtime.head_link import WorkerError
     from moonpool.runtime.worker import HungError, Worker
+    from moonpool.vllm.worker import VllmWorker
 
     share = _core_share(cores, other_cores)
+    vllm = None if place is None else _place(place, role)
 
     async def run() -> None:
         machine = socket.gethostname()
-        this: Worker | AttentionWorker
-        if role == ATTENTION:
+        this: Worker | AttentionWorker | VllmWorker
+        if vllm is not None:
+            key = os.environ.get(API_KEY_VARIABLE, "")
+            this = VllmWorker(Role(role), InstanceId(name), machine, secret, vllm, key)
+        elif role == ATTENTION:
             this = AttentionWorker(InstanceId(name), machine, host, secret)
         else:
             me = (Role(role), InstanceId(name), machine, host, secret, share)
@@ -112,8 +127,10 @@ def worker(
         def end_in_order() -> None:
             """A second signal ends it at once."""
             loop.add_signal_handler(signal.SIGTERM, task.cancel)
-            asked = drain_seconds and isinstance(this, Worker) and this.ask_to_leave(drain_seconds)
-            if not asked:
+            if isinstance(this, AttentionWorker) or not drain_seconds:
+                task.cancel()
+                return
+            if not this.ask_to_leave(drain_seconds):
                 task.cancel()
                 return
             loop.call_later(drain_seconds + GRACE_S, task.cancel)
@@ -133,6 +150,15 @@ def worker(
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+def _place(text: str, role: str) -> VllmPlace:
+    if role == ATTENTION:
+        fail("--vllm does not go with --role attention")
+    try:
+        return vllm_place(text)
+    except ConfigError as error:
+        fail(f"--vllm: {error}")
 
 
 def _core_share(cores: str, other_cores: str) -> CoreShare:

@@ -452,13 +452,14 @@ class Conductor:
         assert attempt.decode is not None
         attempt.stage = Stage.HANDOVER
         attempt.first_token = report.token
-        self._send(attempt.decode, StartDecode(work_id=attempt.work_id, token=report.token))
+        command = StartDecode(work_id=attempt.work_id, token=report.token, handle=report.handle)
+        self._send(attempt.decode, command)
 
     def _end_prefill(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
         """It ended well, whatever comes of it."""
         tracked.record.prefill_done_s = now
         self.beliefs.end_prefill(self.instances.get(attempt.prefill), attempt, now)
-        self._unbook_prefill(tracked, attempt, now)
+        self.books.end_prefill(tracked, attempt, now)
 
     def _begin_decoding(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
         tracked.record.decode_started_s = now
@@ -584,7 +585,7 @@ class Conductor:
         attempt = tracked.attempt
         if attempt is None:
             return
-        self._unbook_prefill(tracked, attempt, now)
+        self.books.end_prefill(tracked, attempt, now)
         self.books.unbook(tracked, attempt, now)
         for instance_id in sorted({attempt.prefill, attempt.decoder}):
             reserved = instance_id == attempt.decode and attempt.stage is not Stage.DECODE
@@ -592,9 +593,6 @@ class Conductor:
                 self._send(instance_id, Abort(work_id=attempt.work_id))
         del self._works[attempt.work_id]
         tracked.attempt = None
-
-    def _unbook_prefill(self, tracked: Tracked, attempt: Attempt, now: float) -> None:
-        self.books.end_prefill(tracked, attempt, now)
 
     def _send(self, instance_id: InstanceId, command: Command) -> None:
         self._actions.append(Send(instance_id, command))

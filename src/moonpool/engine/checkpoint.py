@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges*"]
+WORD_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges*"]
+HUB_PATTERNS = [*WORD_PATTERNS, "*.safetensors"]
 STORED_DTYPES = {"F32", "BF16", "F16"}
 FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".safetensors"}
 SAMPLE_BYTES = 4096
@@ -47,8 +48,8 @@ class Checkpoint:
 
 def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     """Opens and checks the checkpoint in folder `name`, or of the Hub id `name`."""
-    folder = _folder(name)
-    spec = parse_config(_config(folder))
+    folder = find_folder(name, HUB_PATTERNS)
+    spec = parse_config(read_config(folder))
     files = _tensor_files(folder)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     _check_tensors(spec, files, headers)
@@ -92,7 +93,8 @@ class _Header:
         return cls(path, tensors, 8 + length)
 
 
-def _folder(name: str) -> Path:
+def find_folder(name: str, patterns: Sequence[str]) -> Path:
+    """A folder here, or of the Hub what matches. Raises `ModelError`."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -100,15 +102,15 @@ def _folder(name: str) -> Path:
         raise ModelError(f"{name} is a file: give the folder that holds config.json")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise ModelError(f"model folder {name} does not exist")
-    return _download(name)
+    return _download(name, patterns)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelError(
@@ -129,7 +131,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with the ends of answers that generation_config.json adds (chat models do)."""
     config = _json(folder / "config.json")
     if (folder / "generation_config.json").exists():

@@ -27,7 +27,7 @@ from moonpool.messenger.transport import (
 )
 from moonpool.types import InstanceId, Struct
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_HANDSHAKE_FRAME_BYTES = 2048
 _NONCE_BYTES = 32
 _Short = Annotated[str, msgspec.Meta(max_length=200)]

@@ -16,9 +16,9 @@ from moonpool.api.frontend import ModelCard
 from moonpool.api.options import ApiOptions
 from moonpool.api.server import PortError, http_server, listen
 from moonpool.config import Config, ConfigError, check_values
-from moonpool.engine.builtin import open_model
 from moonpool.engine.cuda.choice import resolve_device
 from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.outline import outline_of, outline_without_weights
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.engine.tokenizers.registry import open_tokenizer
@@ -39,6 +39,8 @@ from moonpool.runtime.settle import settle_memory
 log = logging.getLogger("moonpool")
 
 START_S = 300.0
+UNKNOWN_TOKENS = 1 << 30
+"""The context of a model whose files do not say; what its instances have room for limits it."""
 
 
 class ClusterError(Exception):
@@ -88,7 +90,9 @@ async def running_cluster(
         if launch:
             shares = _shares(config)
             threads = threads_per_process(config)
-            launcher = LocalLauncher(config.cluster, head_port, secret, threads, shares, nursery)
+            launcher = LocalLauncher(
+                config.cluster, head_port, secret, threads, shares, nursery, config.vllm
+            )
             head.on_silent = launcher.kill
             launcher.start()
             pin_thread(shares[0].others if shares else ())
@@ -167,24 +171,25 @@ def resolved(config: Config) -> Config:
 
 def _make_head(config: Config, secret: bytes) -> Head:
     try:
-        model = open_model(config.model.name, config.model.dtype)
-        tokenizer = open_tokenizer(model.tokenizer, model.spec.vocab_size)
+        read = outline_without_weights if config.engine.kind == "vllm" else outline_of
+        model = read(config.model.name, config.model.dtype)
+        tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
     except (ModelError, TokenizerError) as error:
         raise ClusterError(str(error)) from None
-    for note in model.spec.notes:
+    for note in model.notes:
         log.info("%s", note)
-    longest = model.spec.max_positions
+    longest = model.max_positions
     wanted = config.model.max_model_tokens
-    if wanted > longest:
+    if longest and wanted > longest:
         raise ClusterError(
             f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name} supports"
         )
     card = ModelCard(
         model_id=config.model.served_name or config.model.name,
         created_s=int(time.time()),
-        max_model_tokens=wanted or longest,
-        vocab_size=model.spec.vocab_size,
-        eos_token_ids=model.spec.eos_token_ids,
+        max_model_tokens=wanted or longest or UNKNOWN_TOKENS,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         sampling=dict(model.sampling),
     )
     return Head(config, card, tokenizer, secret)
@@ -201,7 +206,10 @@ def _api_options(config: Config) -> ApiOptions:
 
 def _shares(config: Config) -> list[CoreShare]:
     """Of this machine's cores, for every worker; none where they are not to be pinned."""
-    if config.engine.pinning == "off" or config.engine.device != "cpu" or config.cluster.attention:
+    engine = config.engine
+    if engine.pinning == "off" or engine.device != "cpu" or engine.kind == "vllm":
+        return []
+    if config.cluster.attention:
         return []
     threads = threads_per_process(config)
     degrees = [config.engine.degree(role) for role in config.cluster.roles]

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from moonpool.config import ClusterConfig
+from moonpool.config import ClusterConfig, VllmConfig
 from moonpool.runtime.cores import CoreShare, format_cores
 from moonpool.runtime.nursery import ForkedProcess, Nursery, NurseryError
 from moonpool.types import Role
@@ -52,16 +52,23 @@ class LocalLauncher:
         threads: int,
         shares: Sequence[CoreShare] = (),
         nursery: Nursery | None = None,
+        vllm: VllmConfig | None = None,
     ) -> None:
         """`shares` of the cores, one per worker as in `cluster.roles`; none: nothing is pinned.
-        Workers are forked from `nursery`, or else are interpreters of their own."""
+        Workers are forked from `nursery`, or else are interpreters of their own. `vllm`: those that
+        they stand before, if any."""
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
         self._nursery = nursery
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
+        self._places: dict[str, tuple[str, ...]] = {}
         for role in cluster.roles:
-            self._wanted.append((role.value, f"{role.value}-{counts[role]}"))
+            instance_id = f"{role.value}-{counts[role]}"
+            self._wanted.append((role.value, instance_id))
+            places = () if vllm is None else getattr(vllm, role.value)
+            if places:
+                self._places[instance_id] = ("--vllm", places[counts[role]])
             counts[role] += 1
         self.num_instances = len(self._wanted)
         self._cores: dict[str, tuple[str, ...]] = {}
@@ -131,6 +138,7 @@ class LocalLauncher:
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-head", *self._cores.get(instance_id, ())]
+        line += self._places.get(instance_id, ())
         if self._nursery is not None:
             try:
                 return await self._nursery.fork(line)

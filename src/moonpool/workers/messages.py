@@ -71,10 +71,12 @@ class ReserveDecode(Struct, frozen=True, tag=True):
 
 
 class StartDecode(Struct, frozen=True, tag=True):
-    """The prefill is done and has drawn this token: decode on as soon as the KVCache is here."""
+    """The prefill is done and has drawn this token: decode on as soon as the KVCache is here.
+    `handle`: where it is, if the engine is to fetch it itself."""
 
     work_id: WorkId
     token: Token
+    handle: bytes = b""
 
 
 class Abort(Struct, frozen=True, tag=True):
@@ -185,11 +187,13 @@ class PrefillStarted(Struct, frozen=True, tag=True):
 
 
 class PrefillDone(Struct, frozen=True, tag=True):
-    """The prompt is computed and its first token drawn; `finish` is set if that token ends it."""
+    """The prompt is computed and its first token drawn; `finish` is set if that token ends it.
+    `handle` is passed on to who decodes."""
 
     work_id: WorkId
     token: Token
     finish: FinishReason | None = None
+    handle: bytes = b""
 
 
 class DecodeAccepted(Struct, frozen=True, tag=True):

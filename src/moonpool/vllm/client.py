@@ -1,0 +1,126 @@
+"""HTTP to one vLLM: asks for answers, which come piece by piece, and whether it is well."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import httpx
+
+from moonpool.vllm.dialect import DialectError, Facts, read_facts
+
+CONNECT_S = 5.0
+ASK_S = 10.0
+MAX_EVENT_BYTES = 16 << 20
+MAX_ERROR_BYTES = 64 << 10
+MAX_METRICS_BYTES = 16 << 20
+_DONE = b"[DONE]"
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of each request
+
+
+class VllmError(Exception):
+    """It cannot be asked, or did not answer; one line says why."""
+
+
+class VllmClient:
+    """Of the vLLM at `url`. `api_key`: what it was started with, if anything."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        # An answer takes as long as its request has time: who waits for it ends it.
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def is_well(self) -> bool:
+        """By its own word, within ASK_S."""
+        try:
+            return (await self._http.get("/health", timeout=ASK_S)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def facts(self) -> Facts:
+        """Raises VllmError."""
+        try:
+            models = await self._get("/v1/models")
+            metrics = await self._get("/metrics")
+            return read_facts(models, metrics.decode(errors="replace"))
+        except DialectError as error:
+            raise VllmError(f"the server at {self.url}: {error}") from None
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            async with self._http.stream("GET", path, timeout=ASK_S) as response:
+                body = await _read(response, MAX_METRICS_BYTES)
+                _check(response, body)
+                return body
+        except httpx.HTTPError as error:
+            raise VllmError(f"vLLM at {self.url}: {_why(error)}") from None
+
+    async def answer(self, body: bytes, streamed: bool) -> AsyncGenerator[bytes]:
+        """The events of a completion, or the whole of one. Raises VllmError. Closing the iterator
+        ends the request there, too."""
+        try:
+            async with self._http.stream("POST", "/v1/completions", content=body) as response:
+                if response.status_code != 200 or not streamed:
+                    whole = await _read(response, MAX_EVENT_BYTES)
+                    _check(response, whole)
+                    yield whole
+                    return
+                async for event in _events(response):
+                    if event == _DONE:
+                        return
+                    yield event
+        except httpx.HTTPError as error:
+            raise VllmError(f"vLLM at {self.url}: {_why(error)}") from None
+        raise VllmError(f"vLLM at {self.url} broke off in the middle of an answer")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Of a stream of server-sent events, what follows `data: `."""
+    buffer = bytearray()
+    async for piece in response.aiter_raw():
+        buffer += piece
+        while (end := buffer.find(b"\n\n")) >= 0:
+            event = bytes(buffer[:end]).strip()
+            del buffer[: end + 2]
+            if event.startswith(b"data:"):
+                yield event[5:].strip()
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise VllmError(f"vLLM sends events of more than {MAX_EVENT_BYTES} bytes")
+
+
+async def _read(response: httpx.Response, most_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > most_bytes:
+            raise VllmError(f"vLLM answers with more than {most_bytes} bytes")
+    return bytes(body)
+
+
+def _check(response: httpx.Response, body: bytes) -> None:
+    if response.status_code == 401:
+        raise VllmError(
+            "vLLM wants an API key: set VLLM_API_KEY to the one that it was started with"
+        )
+    if response.status_code != 200:
+        text = body[:MAX_ERROR_BYTES].decode(errors="replace")
+        said = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
+        what = (said.group(1) if said else text).strip().replace("\n", " ")[:300]
+        raise VllmError(f"vLLM answered with {response.status_code}: {what or 'nothing'}")
+
+
+def _why(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return "nobody answers there"
+    return str(error).strip() or type(error).__name__

@@ -1,0 +1,218 @@
+"""vLLM's words: what to ask of its `/v1/completions`, and what its answers say.
+
+Prompts go as token ids and answers come as token ids (`return_token_ids`), so that both sides mean
+the same tokens; text is the head's business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from moonpool.kvcache.foreign import salt_of
+from moonpool.types import FinishReason, SamplingParams, Slo, Token, TokenLogprobs
+from moonpool.workers.guest import Ask, Piece
+from moonpool.workers.messages import Work, WorkId
+
+_TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
+_SEED_MASK = (1 << 63) - 1
+_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class DialectError(ValueError):
+    """It does not say what is needed; one line tells what."""
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a vLLM is. `root`: the folder or id that its weights came from."""
+
+    model_id: str
+    root: str
+    max_model_tokens: int
+    block_tokens: int
+    num_blocks: int
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+    kv_transfer_params: dict[str, Any] | None = None
+    error: Any = None
+
+
+_MODELS = msgspec.json.Decoder(_Models)
+_COMPLETION = msgspec.json.Decoder(_Completion)
+_encode = msgspec.json.encode
+
+
+def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes:
+    """The request for a work. What was generated before a fault is part of the prompt, and draws
+    of a seed go on with another one: they are as random, but not the same."""
+    work, sampling = ask.work, ask.work.sampling
+    num_done = len(work.token_ids) - work.num_prompt_tokens
+    body: dict[str, Any] = {
+        "model": model_id,
+        "prompt": list(work.token_ids),
+        "stream": not ask.hands_over,
+        "return_token_ids": True,
+        "max_tokens": 1 if ask.hands_over else max(sampling.max_tokens - num_done, 1),
+        "min_tokens": 0 if ask.hands_over else max(sampling.min_tokens - num_done, 0),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": (sampling.seed + num_done) & _SEED_MASK,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "add_special_tokens": False,
+        "skip_special_tokens": False,
+    }
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.logprobs is not None:
+        body["logprobs"] = sampling.logprobs
+        body["return_tokens_as_token_ids"] = True
+    if sampling.grammar:
+        body["structured_outputs"] = {"grammar": sampling.grammar}
+    salt = salt_of(layout_fingerprint, work.tenant) if work.use_cache else f"alone-{work.work_id}"
+    if salt is not None:
+        body["cache_salt"] = salt
+    if ask.hands_over:
+        body["kv_transfer_params"] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    elif ask.handle:
+        body["kv_transfer_params"] = msgspec.json.decode(ask.handle)
+    return _encode(body)
+
+
+def read_piece(work: Work, event: bytes) -> Piece:
+    """Of one event of a streamed answer, or a whole one. Raises `DialectError`."""
+    try:
+        found = _COMPLETION.decode(event)
+    except msgspec.DecodeError as error:
+        raise DialectError(f"its answer is not as vLLM's are: {error}") from None
+    if found.error is not None:
+        raise DialectError(f"it gave up: {str(found.error)[:200]}")
+    if not found.choices:
+        return Piece(work.work_id, ())
+    choice = found.choices[0]
+    if choice.token_ids is None and choice.finish_reason is None:
+        raise DialectError("it returns no token ids: moonpool needs vLLM 0.10.2 or newer")
+    handle = b"" if found.kv_transfer_params is None else _encode(found.kv_transfer_params)
+    return Piece(work.work_id, _tokens(work, choice), _finish(choice.finish_reason), handle)
+
+
+def _tokens(work: Work, choice: _Choice) -> tuple[Token, ...]:
+    ids = choice.token_ids or []
+    most, told = work.sampling.logprobs, choice.logprobs
+    if most is None or told is None:
+        return tuple(Token(token_id=i) for i in ids)
+    if len(told.token_logprobs) != len(ids):
+        raise DialectError("it sends log-probabilities of other tokens than it sends")
+    tops = told.top_logprobs or [None] * len(ids)
+    return tuple(
+        Token(token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=_top(top, most)))
+        for i, logprob, top in zip(ids, told.token_logprobs, tops, strict=True)
+    )
+
+
+def _least(logprob: float | None) -> float:
+    return -9999.0 if logprob is None else logprob  # vLLM's word for minus infinity
+
+
+def _top(top: Mapping[str, float] | None, most: int) -> tuple[tuple[int, float], ...]:
+    """The most likely ones first; the one that was drawn may be listed beyond them."""
+    found = []
+    for name, logprob in (top or {}).items():
+        number = name.removeprefix(_TOKEN_PREFIX)
+        if number.isdigit():
+            found.append((int(number), logprob))
+    return tuple(sorted(found, key=lambda pair: -pair[1])[:most])
+
+
+def _finish(reason: str | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    if reason == "abort":
+        raise DialectError("it ended the answer before its end")
+    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+
+
+def read_facts(models: bytes, metrics: str) -> Facts:
+    """From `/v1/models` and `/metrics`. Raises `DialectError`."""
+    try:
+        listed = _MODELS.decode(models).data
+    except msgspec.DecodeError as error:
+        raise DialectError(f"its /v1/models is not as vLLM's is: {error}") from None
+    if not listed or not listed[0].max_model_len:
+        raise DialectError("its /v1/models names no model with a max_model_len")
+    match = _CACHE_INFO.search(metrics)
+    labels = dict(_LABEL.findall(match.group(1))) if match else {}
+    block_tokens, num_blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+    if not (block_tokens.isdigit() and num_blocks.isdigit() and int(block_tokens)):
+        raise DialectError("its /metrics has no vllm:cache_config_info: is it vLLM, with metrics?")
+    model = listed[0]
+    return Facts(
+        model_id=model.id,
+        root=model.root or model.id,
+        max_model_tokens=listed[0].max_model_len,
+        block_tokens=int(block_tokens),
+        num_blocks=int(num_blocks),
+    )
+
+
+def same_model(wanted: str, facts: Facts) -> bool:
+    """Whether a head's model is the one it serves: by its name, its root, or a folder's name."""
+    names = {facts.model_id, facts.root}
+    last = wanted.rstrip("/").rpartition("/")[2]
+    return wanted in names or last in {name.rstrip("/").rpartition("/")[2] for name in names}
+
+
+def lone_work(work_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Work:
+    """One that measures: greedy, to the last token, and nobody's cache."""
+    return Work(
+        work_id=WorkId(work_id),
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, min_tokens=max_tokens
+        ),
+        slo=Slo(ttft_s=float("inf"), tbt_s=float("inf")),
+        tenant="",
+        use_cache=False,
+        timeout_s=600.0,
+    )
