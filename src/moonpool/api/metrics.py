@@ -113,6 +113,7 @@ class ServerMetrics(Collector):
         self._role_loads: dict[str, float] = {}
         self._advised: dict[str, int] = {}
         self._switches: dict[str, int] = {}
+        self._cache = (0, 0)
         self._tier_blocks: dict[str, int] = {}
         self._tier_cached: dict[str, int] = {}
         self._ssd_bytes: Counter[str] = Counter()
@@ -199,6 +200,10 @@ class ServerMetrics(Collector):
         """Writes and reads of the disk that failed; a damaged block is no failure."""
         self._totals["ssd_failures"] += count
 
+    def set_cache(self, block_tokens: int, num_blocks: int) -> None:
+        """What all instances together have for KVCache; vLLM tells as much of itself."""
+        self._cache = block_tokens, num_blocks
+
     def set_tiers(self, blocks: Mapping[str, int], cached: Mapping[str, int]) -> None:
         """By tier ("dram", "ssd"): the blocks of all instances, and how many of them hold
         something that has a name."""
@@ -282,6 +287,13 @@ class ServerMetrics(Collector):
         ):
             text = f"Predicted over actual, {part} of all predictions; 1 is right."
             yield self._gauge(f"moonpool:prediction_ratio_{part}", text, "quantity", ratios)
+        if self._cache[0]:
+            text = "The KVCache of all instances together."
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info", text, labels=["block_size", "num_gpu_blocks"]
+            )
+            info.add_metric([str(number) for number in self._cache], 1.0)
+            yield info
         for kind, factors in self._learned.items():
             text = f"Time of {kind} as it was learned, over what the profile says."
             yield self._gauge(f"moonpool:learned_{kind}_factor", text, "instance", factors)

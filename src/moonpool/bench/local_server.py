@@ -24,8 +24,9 @@ class ServerError(RuntimeError):
 class LocalServer:
     """Starts with `with`, and is gone with all its processes after it."""
 
-    def __init__(self, arguments: Sequence[str], start_s: float = 180.0) -> None:
-        self.port = free_port()
+    def __init__(self, arguments: Sequence[str], start_s: float = 180.0, port: int = 0) -> None:
+        """`port` 0: any free one."""
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = [sys.executable, "-m", "moonpool", "serve", *arguments]
         self._arguments += ["--host", "127.0.0.1", "--port", str(self.port)]

@@ -85,6 +85,8 @@ class Observer:
         held = sum(load.held_blocks for load in loads)
         blocks = sum(s.info.num_blocks for s in conductor.instances.values())
         self._metrics.set_load(len(attempts) - waiting, waiting, held / blocks if blocks else 0.0)
+        layouts = [s.info.layout for s in conductor.instances.values()]
+        self._metrics.set_cache(layouts[0].block_tokens if layouts else 0, blocks)
         tiers = [load.ssd for load in loads if load.ssd is not None]
         self._metrics.set_tiers(
             {"dram": blocks, "ssd": sum(tier.blocks for tier in tiers if not tier.error)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Literal
 
 import httpx
 
@@ -17,6 +18,10 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 _DONE = b"[DONE]"
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of each request
+
+
+Health = Literal["well", "unwell", "gone"]
+"""Gone: nobody listens there."""
 
 
 class VllmError(Exception):
@@ -41,12 +46,15 @@ class VllmClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def is_well(self) -> bool:
+    async def health(self) -> Health:
         """By its own word, within ASK_S."""
         try:
-            return (await self._http.get("/health", timeout=ASK_S)).status_code == 200
+            found = await self._http.get("/health", timeout=ASK_S)
+        except httpx.ConnectError:
+            return "gone"
         except httpx.HTTPError:
-            return False
+            return "unwell"
+        return "well" if found.status_code == 200 else "unwell"
 
     async def facts(self) -> Facts:
         """Raises VllmError."""

@@ -54,6 +54,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    text: str = ""
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
@@ -65,6 +66,7 @@ class _Completion(msgspec.Struct):
     error: Any = None
 
 
+_FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MODELS = msgspec.json.Decoder(_Models)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
@@ -101,7 +103,7 @@ def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes
         body["logprobs"] = sampling.logprobs
         body["return_tokens_as_token_ids"] = True
     if sampling.grammar:
-        body["structured_outputs"] = {"grammar": sampling.grammar}
+        body["structured_outputs"] = _structured_outputs(sampling.grammar)
     salt = salt_of(layout_fingerprint, work.tenant) if work.use_cache else f"alone-{work.work_id}"
     if salt is not None:
         body["cache_salt"] = salt
@@ -119,6 +121,18 @@ def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes
     return _encode(body)
 
 
+def _structured_outputs(grammar: str) -> dict[str, Any]:
+    """A form in llguidance's words (see `api.forms`) in vLLM's: a grammar in Lark's as it is, and
+    what llguidance wraps."""
+    if not grammar.startswith("{"):
+        return {"grammar": grammar}
+    form = msgspec.json.decode(grammar)["grammars"][0]
+    if form.get("json_schema") is not None:
+        return {"json": form["json_schema"]}
+    expression = form["lark_grammar"].removeprefix("start: /").removesuffix("/")
+    return {"regex": expression.replace("\\/", "/")}
+
+
 def read_piece(work: Work, event: bytes) -> Piece:
     """Of one event of a streamed answer, or a whole one. Raises `DialectError`."""
     try:
@@ -130,7 +144,7 @@ def read_piece(work: Work, event: bytes) -> Piece:
     if not found.choices:
         return Piece(work.work_id, ())
     choice = found.choices[0]
-    if choice.token_ids is None and choice.finish_reason is None:
+    if choice.token_ids is None and choice.text:
         raise DialectError("it returns no token ids: moonpool needs vLLM 0.10.2 or newer")
     handle = b"" if found.kv_transfer_params is None else _encode(found.kv_transfer_params)
     return Piece(work.work_id, _tokens(work, choice), _finish(choice.finish_reason), handle)
@@ -167,9 +181,9 @@ def _top(top: Mapping[str, float] | None, most: int) -> tuple[tuple[int, float],
 def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
-    if reason == "abort":
-        raise DialectError("it ended the answer before its end")
-    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+    if reason not in _FINISHES:  # such as abort, or error where no KVCache could be fetched
+        raise DialectError(f"it ended the answer before its end ({reason[:50]})")
+    return _FINISHES[reason]
 
 
 def read_facts(models: bytes, metrics: str) -> Facts:

@@ -293,8 +293,9 @@ class VllmWorker:
             assert self._link is not None
             if self._joined:
                 self._link.send(self._engine.guest.load())
-            unwell = 0 if await self._client.is_well() else unwell + 1
-            if unwell == MAX_UNWELL:
+            health = await self._client.health()
+            unwell = 0 if health == "well" else unwell + 1
+            if health == "gone" or unwell == MAX_UNWELL:
                 self._gone = f"vLLM at {self._place.url} is gone"
                 log.warning("%s; the instance leaves until it is back", self._gone)
                 self._joined = False

@@ -50,6 +50,7 @@ from moonpool.workers.messages import (
 )
 
 SHOWN_OWNERS = 1024
+NO_HANDLE = "vLLM keeps no KVCache for others: start it with a --kv-transfer-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +333,9 @@ class GuestInstance:
             return
         # Its answer ends here only if that is its own end, not the one token it was asked for.
         ends = piece.finish is FinishReason.STOP or guest.work.sampling.max_tokens <= 1
+        if not ends and not piece.handle:  # else who decodes would quietly compute it all again
+            self._fail(piece.work_id, NO_HANDLE)
+            return
         self._end(guest)
         self._tell(
             PrefillDone(

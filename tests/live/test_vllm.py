@@ -1,0 +1,246 @@
+"""`serve --vllm`: engines that run already are instances. Here these are moonpools, which speak as
+much of vLLM's HTTP as is needed; with MOONPOOL_VLLM_PYTHON, the Python of a vLLM installation, and
+MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` has real ones, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.bench.local_server import LocalServer, ServerError, free_port
+from moonpool.bench.vllm_server import VllmServer
+from tests.live.conftest import SMALL
+
+PROMPT = [(7 * i) % 250 for i in range(200)]
+ASKED = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+MODEL = "moonpool/induction"  # its answers can end, and have a form
+ENGINE = [MODEL, "--mixed", "1", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[LocalServer]]:
+    with LocalServer(ENGINE) as one, LocalServer(ENGINE) as other:
+        yield [one, other]
+
+
+@pytest.fixture(scope="module")
+def front(engines: list[LocalServer]) -> Iterator[LocalServer]:
+    with LocalServer([word for e in engines for word in ("--vllm", e.url)]) as server:
+        yield server
+
+
+def complete(url: str, **others: Any) -> dict[str, Any]:
+    body = ASKED | {"return_token_ids": True} | others
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def wait_until(holds: Callable[[], bool], wait_s: float = 30.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer) -> None:
+    for others in (
+        {},
+        {"temperature": 1, "seed": 3, "top_p": 0.9, "top_k": 40},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"logit_bias": {"5": 20}, "min_tokens": 3},
+        {"ignore_eos": False, "structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}},
+        {"ignore_eos": False, "structured_outputs": {"choice": ["yes", "no"]}},
+        {"max_tokens": 1},
+    ):
+        assert tokens(complete(front.url, **others)) == tokens(
+            complete(engines[0].url, **others)
+        ), others
+
+
+def test_a_prompt_goes_where_it_has_been_computed(front: LocalServer) -> None:
+    prompts = [[(i * n + 3) % 250 for i in range(200)] for n in (11, 13, 17, 19)]
+    for prompt in prompts:
+        complete(front.url, prompt=prompt)
+    for prompt in prompts:
+        cached = complete(front.url, prompt=prompt)["usage"]["prompt_tokens_details"]
+        assert cached["cached_tokens"] >= 176
+
+
+def test_tenants_find_nothing_of_each_others(front: LocalServer) -> None:
+    prompt = [(i * 23 + 1) % 250 for i in range(200)]
+    for salt in ("a", "b"):
+        answer = complete(front.url, prompt=prompt, cache_salt=salt)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert tokens(complete(front.url, prompt=prompt, cache_salt="b")) == tokens(answer)
+
+
+def test_many_at_once_stream_to_their_ends(engines: list[LocalServer], front: LocalServer) -> None:
+    prompts = [[(i * n + 5) % 250 for i in range(40 + n)] for n in range(3, 15)]
+    expected = [tokens(complete(engines[0].url, prompt=p)) for p in prompts]
+    found: dict[int, list[int]] = {}
+
+    def stream(number: int) -> None:
+        found[number] = streamed(front.url, prompt=prompts[number])
+
+    threads = [threading.Thread(target=stream, args=(n,)) for n in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[n] for n in range(len(prompts))] == expected
+    instances = httpx.get(f"{front.url}/cluster").json()["instances"]
+    assert all(each["booked_decodes"] == 0 for each in instances)
+
+
+def streamed(url: str, **others: Any) -> list[int]:
+    body = ASKED | {"stream": True, "return_token_ids": True} | others
+    found: list[int] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                found += event["choices"][0].get("token_ids") or [] if event["choices"] else []
+    return found
+
+
+def test_who_goes_away_ends_it_at_the_engine_too(
+    engines: list[LocalServer], front: LocalServer
+) -> None:
+    body = ASKED | {"stream": True, "max_tokens": 4000}
+    with httpx.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    wait_until(lambda: all(busy(engine) == 0 for engine in engines))
+
+
+def busy(server: LocalServer) -> int:
+    found: int = httpx.get(f"{server.url}/cluster").json()["requests_under_way"]
+    return found
+
+
+def test_an_engine_that_is_killed_costs_no_answer_and_comes_back() -> None:
+    port = free_port()
+    with LocalServer(ENGINE) as stays, LocalServer(ENGINE, port=port) as goes:
+        places = ["--vllm", goes.url, "--vllm", stays.url]
+        with LocalServer(places) as front:
+            long = {"max_tokens": 900}
+            expected = tokens(complete(stays.url, **long))
+            found: list[list[int]] = []
+            ask = [
+                threading.Thread(target=lambda: found.append(streamed(front.url, **long)))
+                for _ in range(4)
+            ]
+            for thread in ask:
+                thread.start()
+            wait_until(lambda: busy(goes) > 0)
+            time.sleep(0.3)
+            assert busy(goes) > 0
+            for pid in (goes.pid, *goes.worker_pids()):
+                os.kill(pid, signal.SIGKILL)
+            for thread in ask:
+                thread.join()
+            assert found == [expected] * 4
+            wait_until(lambda: len(front.instances()) == 1)
+            with LocalServer(ENGINE, port=port):
+                wait_until(lambda: len(front.instances()) == 2)
+                assert tokens(complete(front.url, **long)) == expected
+
+
+def test_what_is_no_vllm_is_one_line() -> None:
+    with (
+        pytest.raises(ServerError, match="nobody answers there"),
+        LocalServer(["--vllm", f"http://127.0.0.1:{free_port()}"]),
+    ):
+        pass
+    with pytest.raises(ServerError, match="names no vLLM"), LocalServer(["--vllm", "localhost"]):
+        pass
+
+
+def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
+    with (
+        pytest.raises(ServerError, match="give both the same model"),
+        LocalServer(["random:m30", "--vllm", engines[0].url]),
+    ):
+        pass
+
+
+EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+
+
+@contextmanager
+def real_ones(hand_over: bool) -> Iterator[list[str]]:
+    """Two, a core each, and how to name them."""
+    python, model = (os.environ.get(f"MOONPOOL_VLLM_{name}") for name in ("PYTHON", "MODEL"))
+    if not python or not model:
+        pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL")
+    with ExitStack() as stack:
+        places = []
+        for core in range(2):
+            events, replay, side = (free_port() for _ in range(3))
+            told = EVENTS | {
+                "endpoint": f"tcp://*:{events}",
+                "replay_endpoint": f"tcp://*:{replay}",
+            }
+            flags = ["--enforce-eager", "--kv-events-config", json.dumps(told)]
+            if hand_over:
+                flags += ["--kv-transfer-config", json.dumps(NIXL)]
+            side_channel = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side),
+            }
+            options = {"--block-size": 32, "--max-model-len": 1024}
+            server = VllmServer(python, model, str(core), options, flags, side_channel)
+            stack.enter_context(server)
+            where = f"tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}"
+            places.append(f"{server.url},{where}")
+        yield places
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_real_vllms_answer_and_say_what_they_cache() -> None:
+    with real_ones(hand_over=False) as places:
+        words = [word for place in places for word in ("--vllm", place)]
+        with LocalServer(words) as front:
+            url = places[0].split(",")[0]
+            for others in ({}, {"temperature": 1, "seed": 3}, {"prompt": PROMPT[:70]}):
+                model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+                expected = tokens(complete(url, model=model, **others))
+                assert tokens(complete(front.url, **others)) == expected
+            wait_until(lambda: sum(i["pool"].get("cached", 0) for i in front.instances()) >= 6)
+            answer = complete(front.url)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_real_vllms_hand_their_kvcache_over() -> None:
+    with real_ones(hand_over=True) as places:
+        words = ["--vllm-prefill", places[0], "--vllm-decode", places[1]]
+        with LocalServer(words) as front:
+            url = places[0].split(",")[0]
+            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            expected = tokens(complete(url, model=model))
+            assert tokens(complete(front.url)) == expected
+            fetched = httpx.get(f"{places[1].split(',')[0]}/metrics").text
+            (moved,) = re.findall(r"nixl_bytes_transferred_sum\{.*\} (\S+)", fetched)
+            assert float(moved) > 0

@@ -1,0 +1,215 @@
+"""vLLM's words: requests as it reads them, answers and facts as it says them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from moonpool.kvcache.hashing import root_key
+from moonpool.types import FinishReason, SamplingParams, Slo
+from moonpool.vllm.dialect import (
+    DialectError,
+    Facts,
+    completion_body,
+    read_facts,
+    read_piece,
+    same_model,
+)
+from moonpool.workers.guest import Ask
+from moonpool.workers.messages import Work, WorkId
+
+FINGERPRINT = b"layout"
+
+
+def work(sampling: SamplingParams | None = None, done: int = 0, **others: Any) -> Work:
+    values: dict[str, Any] = {
+        "work_id": WorkId("w"),
+        "token_ids": (5, 6, 7, *range(done)),
+        "num_prompt_tokens": 3,
+        "sampling": sampling or SamplingParams(),
+        "slo": Slo(ttft_s=1.0, tbt_s=1.0),
+        "tenant": "",
+        "use_cache": True,
+        "timeout_s": 10.0,
+    }
+    return Work(**(values | others))
+
+
+def body(ask: Ask) -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(completion_body(ask, "m", FINGERPRINT))
+    return decoded
+
+
+def test_every_way_to_draw_is_passed_on() -> None:
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=11,
+        max_tokens=20,
+        min_tokens=4,
+        ignore_eos=True,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        stop_token_ids=(9,),
+        logit_bias=((3, -2.0),),
+        logprobs=2,
+    )
+    sent = body(Ask(work(sampling)))
+    special = {"logit_bias": {"3": -2.0}, "stop_token_ids": [9]}
+    for name in set(SamplingParams.__struct_fields__) - {"grammar"}:
+        assert sent[name] == special.get(name, getattr(sampling, name)), name
+    assert sent["prompt"] == [5, 6, 7]
+    assert sent["return_token_ids"] is True
+    assert sent["return_tokens_as_token_ids"] is True
+    assert "cache_salt" not in sent
+
+
+def test_what_was_generated_before_a_fault_is_not_generated_again() -> None:
+    sampling = SamplingParams(max_tokens=20, min_tokens=4, seed=11)
+    sent = body(Ask(work(sampling, done=5)))
+    assert (sent["max_tokens"], sent["min_tokens"], sent["seed"]) == (15, 0, 16)
+    assert len(sent["prompt"]) == 8
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_seeds_fit_its_64_bits_with_a_sign(seed: int) -> None:
+    assert 0 <= body(Ask(work(SamplingParams(seed=seed))))["seed"] < 2**63
+
+
+def test_tenants_and_those_who_want_no_cache_are_kept_apart() -> None:
+    salted = body(Ask(work(tenant="key0")))["cache_salt"]
+    assert salted == root_key(FINGERPRINT, "key0").hex()
+    alone = body(Ask(work(use_cache=False)))["cache_salt"]
+    other = body(Ask(work(use_cache=False, work_id=WorkId("x"))))["cache_salt"]
+    assert len({salted, alone, other}) == 3
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        (LLMatcher.grammar_from_regex(r"a/b\d+"), {"regex": r"a/b\d+"}),
+        (LLMatcher.grammar_from_lark('start: "a" | "b"'), {"grammar": 'start: "a" | "b"'}),
+        (LLMatcher.grammar_from_json_schema({"type": "object"}), {"json": {"type": "object"}}),
+    ],
+)
+def test_forms_are_said_in_its_words(grammar: str, expected: dict[str, Any]) -> None:
+    sent = body(Ask(work(SamplingParams(grammar=grammar))))["structured_outputs"]
+    if "json" in sent:
+        sent["json"].pop("x-guidance", None)
+    assert sent == expected
+
+
+def test_a_prefill_is_one_token_and_asks_to_keep_the_kvcache() -> None:
+    sent = body(Ask(work(SamplingParams(max_tokens=9, min_tokens=3)), hands_over=True))
+    assert (sent["stream"], sent["max_tokens"], sent["min_tokens"]) == (False, 1, 0)
+    assert sent["kv_transfer_params"]["do_remote_decode"] is True
+
+
+def test_a_handle_comes_back_as_it_was_given() -> None:
+    told = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}
+    event = {"choices": [{"token_ids": [4], "finish_reason": "length"}], "kv_transfer_params": told}
+    piece = read_piece(work(), json.dumps(event).encode())
+    assert body(Ask(work(), handle=piece.handle))["kv_transfer_params"] == told
+
+
+def test_pieces_of_an_answer() -> None:
+    said = b'{"id":"x","choices":[{"index":0,"text":"a","token_ids":[4,5],"finish_reason":null}]}'
+    piece = read_piece(work(), said)
+    assert [t.token_id for t in piece.tokens] == [4, 5]
+    assert piece.finish is None
+    last = read_piece(work(), b'{"choices":[{"token_ids":[1],"finish_reason":"stop"}]}')
+    assert last.finish is FinishReason.STOP
+    usage = read_piece(work(), b'{"choices":[],"usage":{"prompt_tokens":3}}')
+    assert usage.tokens == ()
+    assert usage.finish is None
+
+
+def test_log_probabilities_go_to_their_tokens_the_likeliest_first() -> None:
+    told = {
+        "tokens": ["token_id:4", "token_id:5"],
+        "token_logprobs": [-1.5, None],
+        "top_logprobs": [
+            {"token_id:4": -1.5, "token_id:8": -0.5, "token_id:9": -0.7},
+            None,
+        ],
+    }
+    event = {"choices": [{"token_ids": [4, 5], "finish_reason": None, "logprobs": told}]}
+    first, second = read_piece(work(SamplingParams(logprobs=2)), json.dumps(event).encode()).tokens
+    assert first.logprobs is not None
+    assert first.logprobs.logprob == -1.5
+    assert first.logprobs.top == ((8, -0.5), (9, -0.7))
+    assert second.logprobs is not None
+    assert second.logprobs.top == ()
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        (b"{}x", "not as vLLM's"),
+        (b'{"choices":[{"text":"a"}]}', "0.10.2"),
+        (b'{"error":{"message":"no room"}}', "no room"),
+        (b'{"choices":[{"token_ids":[],"finish_reason":"abort"}]}', "before its end"),
+        (b'{"choices":[{"token_ids":[],"finish_reason":"error"}]}', "before its end"),
+        (b'{"choices":[{"token_ids":["a"]}]}', "not as vLLM's"),
+    ],
+)
+def test_what_is_no_answer_is_one_line(event: bytes, says: str) -> None:
+    with pytest.raises(DialectError, match=says) as raised:
+        read_piece(work(), event)
+    assert "\n" not in str(raised.value)
+
+
+METRICS = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="32",num_cpu_blocks="None",num_gpu_blocks="8192"} 1.0
+"""
+MODELS = {"data": [{"id": "served", "root": "/models/m30", "max_model_len": 2048, "x": 1}]}
+
+
+def facts(models: Any = MODELS, metrics: str = METRICS) -> Facts:
+    return read_facts(msgspec.json.encode(models), metrics)
+
+
+def test_facts_of_a_vllm() -> None:
+    expected = Facts("served", "/models/m30", 2048, 32, 8192)
+    assert facts() == expected
+
+
+@pytest.mark.parametrize(
+    ("models", "metrics", "says"),
+    [
+        (MODELS, "", "cache_config_info"),
+        (MODELS, METRICS.replace('"8192"', '"None"'), "cache_config_info"),
+        ({"data": []}, METRICS, "no model"),
+        ({"data": [{"id": "x"}]}, METRICS, "max_model_len"),
+        ({"object": "error"}, METRICS, "/v1/models"),
+    ],
+)
+def test_what_is_no_vllm_is_one_line(models: Any, metrics: str, says: str) -> None:
+    with pytest.raises(DialectError, match=says):
+        facts(models, metrics)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "same"),
+    [
+        ("served", True),
+        ("/models/m30", True),
+        ("/elsewhere/m30/", True),
+        ("m30", True),
+        ("m3", False),
+        ("/models", False),
+        ("org/other", False),
+    ],
+)
+def test_a_model_is_known_by_its_name_or_where_it_lies(wanted: str, same: bool) -> None:
+    assert same_model(wanted, facts()) is same

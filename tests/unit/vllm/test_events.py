@@ -1,0 +1,259 @@
+"""KV events as vLLM publishes them: of a real one (golden), of older releases, and damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.kvcache.foreign import (
+    ForeignCleared,
+    ForeignNames,
+    ForeignRemoved,
+    ForeignStored,
+)
+from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.types import BlockKey
+from moonpool.vllm.events import EventReader, EventsError, read_batch
+from moonpool.workers.guest import NamesTold
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "vllm_events.json").read_text())
+BATCHES = [bytes.fromhex(text) for text in GOLDEN["batches"]]
+encode = msgspec.msgpack.encode
+
+
+def test_a_real_ones_events_name_the_blocks_of_its_prompts() -> None:
+    names = ForeignNames(b"layout", GOLDEN["block_tokens"])
+    for batch in BATCHES:
+        for event in read_batch(batch):
+            names.hear(event)
+    prompt = GOLDEN["prompt"]
+    size, root = GOLDEN["block_tokens"], root_key(b"layout", "")
+    expected = set(block_keys(prompt, size, root))
+    expected |= set(block_keys(prompt[:64] + [7] * 40, size, root))
+    salted = BlockKey(bytes.fromhex(GOLDEN["salt"]))
+    expected |= set(block_keys(prompt[:40], size, salted))
+    assert set(names.keys) == expected
+    assert len(expected) == 4
+
+
+def test_older_releases_rely_on_the_order_of_fields() -> None:
+    events = [
+        ["BlockStored", [b"h1", b"h2"], None, [1, 2, 3, 4], 2, None],
+        ["BlockStored", [b"h3"], b"h2", [5, 6], 2, None, "CPU"],
+        ["BlockRemoved", [b"h1"]],
+        ["BlockRemoved", [b"h1"], "CPU"],
+        ["AllBlocksCleared"],
+    ]
+    assert read_batch(encode([1.0, events])) == (
+        ForeignStored(hashes=(b"h1", b"h2"), parent=None, token_ids=(1, 2, 3, 4)),
+        ForeignStored(hashes=(b"h3",), parent=b"h2", token_ids=(5, 6), medium="CPU"),
+        ForeignRemoved(hashes=(b"h1",)),
+        ForeignRemoved(hashes=(b"h1",), medium="CPU"),
+        ForeignCleared(),
+    )
+
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [1],
+    "parent_block_hash": None,
+    "token_ids": [1, 2],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"lora_id": 3},
+        {"lora_name": "mine"},
+        {"extra_keys": [["image", 3]]},
+        {"extra_keys": [[["image", 3]]]},
+        {"group_idx": 1},
+        {"token_ids": [1, -2]},
+        {"token_ids": [1, 1 << 40]},
+        {"token_ids": "ab"},
+        {"block_hashes": [1.5]},
+        {"block_hashes": None},
+        {"parent_block_hash": [1]},
+        {"type": "Other"},
+        {"type": ["BlockStored"]},
+    ],
+)
+def test_what_is_not_the_models_own_or_makes_no_sense_is_left_out(other: dict[str, Any]) -> None:
+    good = read_batch(encode([1.0, [STORED], 0]))
+    assert len(good) == 1
+    assert read_batch(encode([1.0, [STORED | other, STORED], 0])) == good
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_refused_with_a_value_error(payload: bytes) -> None:
+    try:
+        read_batch(payload)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017 - or it happened to be a batch
+
+
+@given(st.lists(st.recursive(st.none() | st.integers(0, 9) | st.text(max_size=3), st.lists)))
+def test_batches_of_rubbish_hold_no_events(events: list[Any]) -> None:
+    assert all(isinstance(e, ForeignCleared) for e in read_batch(encode([1.0, events])))
+
+
+class Publisher:
+    """Publishes and repeats as vLLM does, on ports of its own."""
+
+    def __init__(self, zmq: Any) -> None:
+        context = zmq.asyncio.Context.instance()
+        self.zmq, self.sent = zmq, list[tuple[int, bytes]]()
+        self.out, self.again = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.events = f"tcp://127.0.0.1:{self.out.bind_to_random_port('tcp://127.0.0.1')}"
+        self.replay = f"tcp://127.0.0.1:{self.again.bind_to_random_port('tcp://127.0.0.1')}"
+        self.kept = 1000
+
+    async def publish(self, number: int, tokens: list[int], loses: bool = False) -> None:
+        stored = STORED | {"block_hashes": [number], "token_ids": tokens}
+        payload = encode([1.0, [stored], 0])
+        self.sent.append((number, payload))
+        if not loses:
+            await self.out.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    async def repeat(self) -> None:
+        while True:
+            client, _, first = await self.again.recv_multipart()
+            for number, payload in self.sent[-self.kept :]:
+                if number >= int.from_bytes(first, "big"):
+                    named = number.to_bytes(8, "big")
+                    await self.again.send_multipart([client, b"", b"", named, payload])
+            await self.again.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+
+    def close(self) -> None:
+        self.out.close(linger=0)
+        self.again.close(linger=0)
+
+
+def follow(
+    scenario: Callable[[Publisher, Callable[[int], Any]], Any], replay: bool = True
+) -> list[NamesTold]:
+    """What a reader was told while the scenario ran; that is given a wait for so many words."""
+    zmq = pytest.importorskip("zmq")
+    pytest.importorskip("zmq.asyncio")
+    told: list[NamesTold] = []
+
+    async def run() -> None:
+        publisher = Publisher(zmq)
+        repeating = asyncio.create_task(publisher.repeat())
+        reader = EventReader(publisher.events, publisher.replay if replay else "", told.append)
+        await scenario(publisher, lambda n: None)  # before the reader comes
+        following = asyncio.create_task(reader.run())
+
+        async def wait_for(count: int) -> None:
+            async with asyncio.timeout(10):
+                while len(told) < count:
+                    await asyncio.sleep(0.01)
+
+        try:
+            await asyncio.sleep(0.3)  # a subscription takes a moment
+            await scenario(publisher, wait_for)
+        finally:
+            following.cancel()
+            repeating.cancel()
+            await asyncio.gather(following, repeating, return_exceptions=True)
+            publisher.close()
+
+    asyncio.run(run())
+    return told
+
+
+def words(told: list[NamesTold]) -> list[int | str]:
+    """The hashes told of, in order, and where all was to be forgotten."""
+    found: list[int | str] = []
+    for each in told:
+        found += ["anew"] if each.anew else []
+        found += [e.hashes[0] for e in each.events if isinstance(e, ForeignStored)]  # type: ignore[misc]
+    return found
+
+
+def test_what_was_said_before_the_reader_came_is_repeated() -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+        if not publisher.sent:
+            await publisher.publish(0, [1, 2])
+            await publisher.publish(1, [3, 4])
+            return
+        await wait_for(2)
+        await publisher.publish(2, [5, 6])
+        await wait_for(3)
+
+    assert words(follow(scenario)) == [0, 1, 2]
+
+
+def test_what_was_lost_on_the_way_is_repeated_in_order() -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+        if not publisher.sent:
+            await publisher.publish(0, [1, 2])
+            return
+        await wait_for(1)
+        await publisher.publish(1, [1, 2], loses=True)
+        await publisher.publish(2, [1, 2], loses=True)
+        await publisher.publish(3, [1, 2])
+        await wait_for(4)
+
+    assert words(follow(scenario)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_what_cannot_be_repeated_makes_it_forget(replay: bool) -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+        if not publisher.sent:
+            await publisher.publish(0, [1, 2])
+            return
+        await publisher.publish(1, [1, 2])
+        await wait_for(1)
+        before = len(publisher.sent)
+        publisher.kept = 1
+        await publisher.publish(2, [1, 2], loses=True)
+        await publisher.publish(3, [1, 2])
+        await wait_for(before)
+        await publisher.publish(4, [1, 2])
+        await asyncio.sleep(0.3)
+
+    found = words(follow(scenario, replay))
+    assert found[-1] == 4
+    assert "anew" in found
+    assert 2 not in found[found.index("anew") :]
+    assert found[found.index("anew") :].count(3) == 1
+
+
+def test_a_publisher_that_begins_anew_is_another_one() -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+        if not publisher.sent:
+            await publisher.publish(0, [1, 2])
+            await publisher.publish(1, [1, 2])
+            return
+        await wait_for(2)
+        await publisher.publish(0, [7, 8])
+        await wait_for(3)
+        await publisher.publish(1, [7, 8])
+        await asyncio.sleep(0.3)
+
+    assert words(follow(scenario)) == [0, 1, "anew", 0, 1]
+
+
+def test_a_bad_address_is_one_line() -> None:
+    pytest.importorskip("zmq")
+
+    async def run() -> None:
+        await EventReader("tcp://nowhere", "", lambda told: None).run()
+
+    with pytest.raises(EventsError, match="tcp://nowhere"):
+        asyncio.run(run())
