@@ -6,6 +6,7 @@ Nothing here touches a disk: the edges read the file and hand over its text.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -29,6 +30,8 @@ Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
 
+
+_WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 
 ATTENTION_SEGMENT_TOKENS = 2048
 """After so many attention begins anew: a request's segments may lie at several workers."""
@@ -303,8 +306,13 @@ def parse_config(
 def vllm_place(text: str) -> VllmPlace:
     """From "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
     url, *others = text.split(",")
-    web = url.startswith(("http://", "https://")) and len(url.partition("://")[2]) > 0
-    if not web or len(others) > 2 or not all(o.startswith(("tcp://", "ipc://")) for o in others):
+    web = _WEB.fullmatch(url)
+    if (
+        not web
+        or int((web[2] or ":0")[1:]) > 65535
+        or len(others) > 2
+        or not all(o.startswith(("tcp://", "ipc://")) for o in others)
+    ):
         raise ConfigError(
             f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
             " where it publishes KV events and repeats them, such as"

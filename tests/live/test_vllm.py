@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -141,36 +142,41 @@ def test_an_engine_that_is_killed_costs_no_answer_and_comes_back() -> None:
     with LocalServer(ENGINE) as stays, LocalServer(ENGINE, port=port) as goes:
         places = ["--vllm", goes.url, "--vllm", stays.url]
         with LocalServer(places) as front:
-            long = {"max_tokens": 900}
-            expected = tokens(complete(stays.url, **long))
-            found: list[list[int]] = []
-            ask = [
-                threading.Thread(target=lambda: found.append(streamed(front.url, **long)))
-                for _ in range(4)
-            ]
-            for thread in ask:
+            prompts = [[(i * n + 9) % 250 for i in range(60)] for n in range(7, 13)]
+            expected = [tokens(complete(stays.url, prompt=p, max_tokens=400)) for p in prompts]
+            found: dict[int, list[int]] = {}
+
+            def ask(number: int) -> None:
+                found[number] = streamed(front.url, prompt=prompts[number], max_tokens=400)
+
+            threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(prompts))]
+            for thread in threads:
                 thread.start()
             wait_until(lambda: busy(goes) > 0)
-            time.sleep(0.3)
+            time.sleep(0.2)
             assert busy(goes) > 0
             for pid in (goes.pid, *goes.worker_pids()):
                 os.kill(pid, signal.SIGKILL)
-            for thread in ask:
+            for thread in threads:
                 thread.join()
-            assert found == [expected] * 4
+            assert [found[n] for n in range(len(prompts))] == expected
             wait_until(lambda: len(front.instances()) == 1)
             with LocalServer(ENGINE, port=port):
                 wait_until(lambda: len(front.instances()) == 2)
-                assert tokens(complete(front.url, **long)) == expected
+                assert tokens(complete(front.url, prompt=prompts[0], max_tokens=400)) == expected[0]
 
 
-def test_what_is_no_vllm_is_one_line() -> None:
+def test_what_is_no_vllm_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[engine]\nkind = "vllm"\n')
     with (
         pytest.raises(ServerError, match="nobody answers there"),
         LocalServer(["--vllm", f"http://127.0.0.1:{free_port()}"]),
     ):
         pass
     with pytest.raises(ServerError, match="names no vLLM"), LocalServer(["--vllm", "localhost"]):
+        pass
+    with pytest.raises(ServerError, match="--vllm URL"), LocalServer(["--config", str(config)]):
         pass
 
 

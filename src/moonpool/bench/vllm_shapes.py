@@ -76,7 +76,7 @@ def start_peer(peer: Peer, cluster: LiveCluster, longest_tokens: int) -> Iterato
             ).url
             for role, own in zip(roles, (cores[:half], cores[half : 2 * half]), strict=True)
         ]
-        front = stack.enter_context(_FrontServer(peer.python, [kind, *urls, *boot]))
+        front = stack.enter_context(FrontServer(peer.python, [kind, *urls, *boot]))
         yield front.url
 
 
@@ -108,7 +108,7 @@ def _transfer(shape: Shape, role: str) -> tuple[str, ...]:
     return ("--kv-transfer-config", json.dumps(config))
 
 
-class _FrontServer(LocalServer):
+class FrontServer(LocalServer):
     def __init__(self, python: str, words: list[str]) -> None:
         super().__init__(())
         self._arguments = [python, str(FRONT), str(self.port), *words]

@@ -12,6 +12,7 @@ import msgspec
 from moonpool.cli.attention import attention
 from moonpool.cli.bench_tensor import tensor
 from moonpool.cli.capacity import capacity
+from moonpool.cli.fronts import fronts
 from moonpool.cli.live import agreement, colocated, overload, peers_live
 from moonpool.cli.origin import origin
 from moonpool.cli.output import COUNT, fail, write_json
@@ -32,6 +33,7 @@ bench.add_command(overload)
 bench.add_command(colocated)
 bench.add_command(peers_live)
 bench.add_command(tensor)
+bench.add_command(fronts)
 
 
 @bench.command()

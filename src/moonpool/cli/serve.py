@@ -250,6 +250,8 @@ def serve(config_file: str | None, **flags: Any) -> None:
         flags["prefill"] = flags["decode"] = 0
     config = read_config(config_file, flags, FLAG_KEYS)
     cluster = config.cluster
+    if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
+        fail('engine.kind is "vllm", but none is named: use --vllm URL')
     if cluster.num_workers > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))
@@ -292,8 +294,10 @@ def _model_of(place: str) -> str:
 
     try:
         return asyncio.run(ask())
-    except (ConfigError, VllmError) as error:
-        fail(str(error))
+    except ConfigError as error:
+        fail(f"--vllm: {error}")
+    except VllmError as error:
+        fail(f"vLLM at {vllm_place(place).url}: {error}")
 
 
 def _open_nursery(config: Config, secret: bytes) -> Nursery | None:

@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import click
 import uvloop
@@ -20,6 +20,7 @@ from moonpool.runtime.settle import settle_threads
 from moonpool.types import InstanceId, Role
 
 if TYPE_CHECKING:
+    from moonpool.runtime.attention_worker import AttentionWorker
     from moonpool.runtime.cores import CoreShare
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
@@ -101,42 +102,29 @@ def worker(
     secret = cluster_secret()
     if exit_with_head:
         end_with(os.getppid())
-    from moonpool.runtime.attention_worker import AttentionWorker
-    from moonpool.runtime.head_link import WorkerError
-    from moonpool.runtime.worker import HungError, Worker
-    from moonpool.vllm.worker import VllmWorker
+    from moonpool.runtime.head_link import HungError, WorkerError
 
     share = _core_share(cores, other_cores)
     vllm = None if place is None else _place(place, role)
 
     async def run() -> None:
         machine = socket.gethostname()
-        this: Worker | AttentionWorker | VllmWorker
+        this: Leaver | AttentionWorker
         if vllm is not None:
+            from moonpool.vllm.worker import VllmWorker
+
             key = os.environ.get(API_KEY_VARIABLE, "")
             this = VllmWorker(Role(role), InstanceId(name), machine, secret, vllm, key)
         elif role == ATTENTION:
+            from moonpool.runtime.attention_worker import AttentionWorker
+
             this = AttentionWorker(InstanceId(name), machine, host, secret)
         else:
+            from moonpool.runtime.worker import Worker
+
             me = (Role(role), InstanceId(name), machine, host, secret, share)
             this = Worker(*me, num_stages, num_ranks)
-        task = asyncio.current_task()
-        assert task is not None
-        loop = asyncio.get_running_loop()
-
-        def end_in_order() -> None:
-            """A second signal ends it at once."""
-            loop.add_signal_handler(signal.SIGTERM, task.cancel)
-            if isinstance(this, AttentionWorker) or not drain_seconds:
-                task.cancel()
-                return
-            if not this.ask_to_leave(drain_seconds):
-                task.cancel()
-                return
-            loop.call_later(drain_seconds + GRACE_S, task.cancel)
-
-        loop.add_signal_handler(signal.SIGINT, task.cancel)
-        loop.add_signal_handler(signal.SIGTERM, end_in_order)
+        _end_in_order(None if role == ATTENTION else cast(Leaver, this), drain_seconds)
         await this.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
 
     try:
@@ -150,6 +138,31 @@ def worker(
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+class Leaver(Protocol):
+    """A worker whose instance can be drained before it ends."""
+
+    def ask_to_leave(self, within_s: float) -> bool: ...
+
+    async def run(self, head_host: str, head_port: int, reconnect: bool) -> None: ...
+
+
+def _end_in_order(this: Leaver | None, drain_seconds: float) -> None:
+    """What signals do to the present task: SIGTERM has an instance drained first, if it can be; a
+    second one ends it at once."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def leave() -> None:
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        if this is None or not drain_seconds or not this.ask_to_leave(drain_seconds):
+            task.cancel()
+            return
+        loop.call_later(drain_seconds + GRACE_S, task.cancel)
+
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    loop.add_signal_handler(signal.SIGTERM, leave)
 
 
 def _place(text: str, role: str) -> VllmPlace:

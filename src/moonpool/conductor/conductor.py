@@ -77,6 +77,7 @@ from moonpool.workers.messages import (
 
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a refusal by the decode instance's own check: its prefill was for nothing."""
+REFUSED = "refused_by_engine"
 MAX_RETRY_AFTER_S = 120.0
 DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
 
@@ -434,11 +435,12 @@ class Conductor:
     ) -> None:
         text = f"{instance_id}: {report.message}"
         tracked.failed_on.add(instance_id)
-        if report.reason != "tbt_slo":
+        if report.reason == REFUSED:  # another engine of that kind would, too
+            self._refuse(tracked, Rejection(400, REFUSED, report.message, 0.0), now)
+        elif report.reason != "tbt_slo":
             self._retry(tracked, 503, report.reason, text, now)
         else:
             # Not placed again: the pool is full, and more prefills for nothing would not empty it.
-            tracked.explanation.add(text)
             self._refuse(tracked, Rejection(429, TBT_SLO_LATE, text, self.answers.usual_s), now)
 
     def _on_prefill_done(
@@ -536,8 +538,8 @@ class Conductor:
         is_last = at_fault and tracked.num_attempts >= self.config.max_attempts
         if is_last or now >= tracked.request.deadline_s:
             self._refuse(tracked, Rejection(status, reason, text, 1.0), now)
-            return
-        self._place(tracked, now)
+        else:
+            self._place(tracked, now)
 
     def _refuse(self, tracked: Tracked, rejection: Rejection, now: float) -> None:
         retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)

@@ -77,7 +77,8 @@ class ForeignNames:
         self._root = root_key(layout_fingerprint, "")
         self._block_tokens = block_tokens
         self._keys: dict[ForeignHash, BlockKey] = {}
-        self._media: dict[ForeignHash, frozenset[str]] = {}
+        self._copies: dict[tuple[ForeignHash, str], int] = {}  # by medium
+        self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # hashes of that name
         self._changes = _Changes()
 
@@ -99,6 +100,7 @@ class ForeignNames:
                 for name in event.hashes:
                     self._forget(name, event.medium)
             case ForeignCleared():
+                self._copies.clear()
                 for name in list(self._keys):
                     self._drop(name)
 
@@ -116,12 +118,14 @@ class ForeignNames:
         keys: list[BlockKey] = []
         extend_keys(keys, event.token_ids, self._block_tokens, parent)
         for name, key in zip(event.hashes, keys, strict=True):
-            media = self._media.get(name)
-            if media is None:
-                self._keys[name], self._media[name] = key, frozenset((event.medium,))
+            place = name, event.medium
+            copies = self._copies.get(place, 0)
+            self._copies[place] = copies + 1  # prompts computed side by side leave several
+            if not copies:
+                self._media[name] = self._media.get(name, 0) + 1
+            if name not in self._keys:
+                self._keys[name] = key
                 self._hold(key)
-            elif event.medium not in media:
-                self._media[name] = media | {event.medium}
 
     def _root_of(self, salt: str | None) -> BlockKey | None:
         """None for a salt that is none of ours."""
@@ -134,11 +138,14 @@ class ForeignNames:
         return BlockKey(root) if len(root) == KEY_BYTES else None
 
     def _forget(self, name: ForeignHash, medium: str) -> None:
-        left = self._media.get(name, frozenset()) - {medium}
-        if left:
-            self._media[name] = left
-        elif name in self._keys:
-            self._drop(name)
+        copies = self._copies.get((name, medium), 0)
+        if copies > 1:
+            self._copies[name, medium] = copies - 1
+        elif copies:
+            del self._copies[name, medium]
+            self._media[name] -= 1
+            if not self._media[name]:
+                self._drop(name)
 
     def _drop(self, name: ForeignHash) -> None:
         key = self._keys.pop(name)

@@ -200,6 +200,7 @@ class Head:
     def server_info(self) -> dict[str, Any]:
         config = msgspec.to_builtins(self.config)
         config["api"]["api_keys"] = len(self.config.api.api_keys)
+        config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
         return {"config": config, "model": msgspec.to_builtins(self.card)}
 
     def healthy(self) -> bool:

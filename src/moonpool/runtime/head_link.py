@@ -38,6 +38,10 @@ class WorkerError(Exception):
     """The worker cannot go on; one line for the person who started it."""
 
 
+class HungError(WorkerError):
+    """The same, with a thread that does not come back: nobody may wait for it at exit."""
+
+
 class Follower(Protocol):
     """The worker behind a link. Called on the event loop."""
 
@@ -103,6 +107,8 @@ class HeadLink:
                 raise WorkerError(f"the head at {where} is gone: {reason}")
             log.warning("no connection to the head at %s: %s", where, reason)
             await asyncio.sleep(RETRY_S)
+            if self._is_over():
+                return
 
     def _is_over(self) -> bool:
         if self.fatal and not self.stopping:

@@ -19,7 +19,7 @@ from moonpool.engine.stages.pipeline import PipelineEngine
 from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.engine_thread import EngineThread
-from moonpool.runtime.head_link import HeadChannel, HeadLink, WorkerError
+from moonpool.runtime.head_link import HeadChannel, HeadLink, HungError, WorkerError
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.layer_gates import LayerGates
 from moonpool.runtime.offload import Event, Offload
@@ -58,10 +58,6 @@ log = logging.getLogger("moonpool.worker")
 
 END_S = 15.0
 """How long a worker whose engine hangs may take to end in order."""
-
-
-class HungError(WorkerError):
-    """The same, with a thread that does not come back: nobody may wait for it at exit."""
 
 
 class Worker:
@@ -158,6 +154,9 @@ class Worker:
         """Boots on the first setup; a head that came back must want the same instance."""
         async with self._boot_lock:  # the head may be lost and found again while we boot
             if self._link.fatal:
+                return
+            if setup.engine.kind != "moonpool":
+                self._fail("the head's instances are vLLMs: start this worker with --vllm URL")
                 return
             if self._booted is None:
                 booted = await self._boot(setup)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import httpx
 
-from moonpool.vllm.dialect import DialectError, Facts, read_facts
+from moonpool.vllm.dialect import REFUSALS, DialectError, Facts, read_facts
 
 CONNECT_S = 5.0
 ASK_S = 10.0
@@ -25,7 +25,12 @@ Health = Literal["well", "unwell", "gone"]
 
 
 class VllmError(Exception):
-    """It cannot be asked, or did not answer; one line says why."""
+    """It cannot be asked, or did not answer; one line says why, and not where it is: clients of the
+    API may read it. `refused`: there is something wrong with what it was asked."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class VllmClient:
@@ -57,13 +62,16 @@ class VllmClient:
         return "well" if found.status_code == 200 else "unwell"
 
     async def facts(self) -> Facts:
-        """Raises VllmError."""
+        """Of one that is well. Raises VllmError."""
+        health = await self.health()
+        if health != "well":
+            raise VllmError("nobody answers there" if health == "gone" else "it is not well")
         try:
             models = await self._get("/v1/models")
             metrics = await self._get("/metrics")
             return read_facts(models, metrics.decode(errors="replace"))
         except DialectError as error:
-            raise VllmError(f"the server at {self.url}: {error}") from None
+            raise VllmError(str(error)) from None
 
     async def _get(self, path: str) -> bytes:
         try:
@@ -72,11 +80,12 @@ class VllmClient:
                 _check(response, body)
                 return body
         except httpx.HTTPError as error:
-            raise VllmError(f"vLLM at {self.url}: {_why(error)}") from None
+            raise VllmError(_why(error)) from None
 
     async def answer(self, body: bytes, streamed: bool) -> AsyncGenerator[bytes]:
         """The events of a completion, or the whole of one. Raises VllmError. Closing the iterator
-        ends the request there, too."""
+        ends the request there, too; who reads to the end leaves the connection to the next."""
+        done = False
         try:
             async with self._http.stream("POST", "/v1/completions", content=body) as response:
                 if response.status_code != 200 or not streamed:
@@ -86,11 +95,13 @@ class VllmClient:
                     return
                 async for event in _events(response):
                     if event == _DONE:
-                        return
-                    yield event
+                        done = True
+                    elif not done:
+                        yield event
         except httpx.HTTPError as error:
-            raise VllmError(f"vLLM at {self.url}: {_why(error)}") from None
-        raise VllmError(f"vLLM at {self.url} broke off in the middle of an answer")
+            raise VllmError(_why(error)) from None
+        if not done:
+            raise VllmError("vLLM broke off in the middle of an answer")
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -125,10 +136,11 @@ def _check(response: httpx.Response, body: bytes) -> None:
         text = body[:MAX_ERROR_BYTES].decode(errors="replace")
         said = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
         what = (said.group(1) if said else text).strip().replace("\n", " ")[:300]
-        raise VllmError(f"vLLM answered with {response.status_code}: {what or 'nothing'}")
+        refused = response.status_code in REFUSALS
+        raise VllmError(what or f"vLLM answered with {response.status_code}", refused)
 
 
 def _why(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return "nobody answers there"
-    return str(error).strip() or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__

@@ -6,6 +6,7 @@ the same tokens; text is the head's business.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,11 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class DialectError(ValueError):
-    """It does not say what is needed; one line tells what."""
+    """It does not say what is needed; one line tells what. `refused`: nobody else would say it."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -35,6 +40,7 @@ class Facts(msgspec.Struct, frozen=True):
     max_model_tokens: int
     block_tokens: int
     num_blocks: int
+    caches_prefixes: bool = True
 
 
 class _Model(msgspec.Struct):
@@ -66,6 +72,8 @@ class _Completion(msgspec.Struct):
     error: Any = None
 
 
+REFUSALS = (400, 413, 422)
+"""Of HTTP: there is something wrong with the request itself."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MODELS = msgspec.json.Decoder(_Models)
 _COMPLETION = msgspec.json.Decoder(_Completion)
@@ -77,13 +85,16 @@ def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes
     of a seed go on with another one: they are as random, but not the same."""
     work, sampling = ask.work, ask.work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
+    if sampling.grammar and num_done:
+        raise DialectError("an answer that must have a form cannot go on after a fault")
+    min_tokens = max(sampling.min_tokens - num_done, 0)
     body: dict[str, Any] = {
         "model": model_id,
         "prompt": list(work.token_ids),
         "stream": not ask.hands_over,
         "return_token_ids": True,
         "max_tokens": 1 if ask.hands_over else max(sampling.max_tokens - num_done, 1),
-        "min_tokens": 0 if ask.hands_over else max(sampling.min_tokens - num_done, 0),
+        "min_tokens": min(min_tokens, 1) if ask.hands_over else min_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -104,7 +115,9 @@ def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes
         body["return_tokens_as_token_ids"] = True
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
-    salt = salt_of(layout_fingerprint, work.tenant) if work.use_cache else f"alone-{work.work_id}"
+    salt = salt_of(layout_fingerprint, work.tenant)
+    if not work.use_cache:
+        salt = hashlib.sha256(work.work_id.encode()).hexdigest()
     if salt is not None:
         body["cache_salt"] = salt
     if ask.hands_over:
@@ -129,8 +142,10 @@ def _structured_outputs(grammar: str) -> dict[str, Any]:
     form = msgspec.json.decode(grammar)["grammars"][0]
     if form.get("json_schema") is not None:
         return {"json": form["json_schema"]}
-    expression = form["lark_grammar"].removeprefix("start: /").removesuffix("/")
-    return {"regex": expression.replace("\\/", "/")}
+    lark = form.get("lark_grammar")
+    if form.get("name") == "regex" and lark.startswith("start: /"):
+        return {"regex": lark[len("start: /") : -1].replace("\\/", "/")}
+    return {"grammar": lark}
 
 
 def read_piece(work: Work, event: bytes) -> Piece:
@@ -140,7 +155,9 @@ def read_piece(work: Work, event: bytes) -> Piece:
     except msgspec.DecodeError as error:
         raise DialectError(f"its answer is not as vLLM's are: {error}") from None
     if found.error is not None:
-        raise DialectError(f"it gave up: {str(found.error)[:200]}")
+        said = found.error if isinstance(found.error, dict) else {"message": found.error}
+        why = " ".join(str(said.get("message")).split())[:300]
+        raise DialectError(why, refused=said.get("code") in REFUSALS)
     if not found.choices:
         return Piece(work.work_id, ())
     choice = found.choices[0]
@@ -206,6 +223,7 @@ def read_facts(models: bytes, metrics: str) -> Facts:
         max_model_tokens=listed[0].max_model_len,
         block_tokens=int(block_tokens),
         num_blocks=int(num_blocks),
+        caches_prefixes=labels.get("enable_prefix_caching") != "False",
     )
 
 

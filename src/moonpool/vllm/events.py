@@ -119,10 +119,10 @@ def _are_tokens(found: Any) -> TypeGuard[list[int]]:
 
 
 class EventReader:
-    """Follows one publisher; `tell` is called on the loop. `replay`: where it repeats, "" if
-    nowhere."""
+    """Follows one publisher. `replay`: where it repeats, "" if nowhere."""
 
-    def __init__(self, events: str, replay: str, tell: Callable[[NamesTold], None]) -> None:
+    def __init__(self, events: str, replay: str) -> None:
+        """Raises EventsError."""
         try:
             import zmq.asyncio
         except ImportError:
@@ -130,33 +130,40 @@ class EventReader:
                 "vLLM's KV events need pyzmq: pip install 'moonpool[vllm]', or leave the tcp://"
                 " address out (what is cached there is then assumed)"
             ) from None
-        self._zmq = zmq
-        self._context = zmq.asyncio.Context()
+        self._zmq: Any = zmq
+        self._context = zmq.asyncio.Context.instance()
         self._events, self._replay = events, replay
-        self._tell = tell
+        self._tell: Callable[[NamesTold], None] = lambda told: None
         self._next: int | None = None  # number of the next batch
+        for where in (events, replay):
+            if where:
+                self._connected(self._zmq.SUB, where).close()
 
-    async def run(self) -> None:
-        """Until cancelled. Raises EventsError."""
-        zmq = self._zmq
-        socket = self._context.socket(zmq.SUB)
+    async def run(self, tell: Callable[[NamesTold], None]) -> None:
+        """Until cancelled; `tell` is called on the loop. Raises zmq.ZMQError."""
+        self._tell, self._next = tell, None
+        socket = self._connected(self._zmq.SUB, self._events)
         try:
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.RCVHWM, QUEUED)
-            socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.set(zmq.TCP_KEEPALIVE, 1)
             socket.subscribe(b"")
-            try:
-                socket.connect(self._events)
-            except zmq.ZMQError as error:
-                raise EventsError(f"cannot follow KV events at {self._events}: {error}") from None
             await self._catch_up(0)
             while True:
-                frames = await socket.recv_multipart()
-                await self._on_frames(frames)
+                await self._on_frames(await socket.recv_multipart())
         finally:
             socket.close()
-            self._context.term()
+
+    def _connected(self, kind: int, where: str) -> Any:
+        zmq = self._zmq
+        socket = self._context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVHWM, QUEUED)  # with less, who repeats would drop some
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        try:
+            socket.connect(where)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise EventsError(f"cannot follow KV events at {where}: {error}") from None
+        return socket
 
     async def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
@@ -166,11 +173,15 @@ class EventReader:
         if due is not None and 0 < number < due:
             return  # it was repeated already
         # A publisher that begins anew at 0 is another one.
-        if due is not None and number != due and (number == 0 or not await self._catch_up(due)):
-            self._tell(NamesTold((), anew=True))
+        if due is not None and number != due and number:
+            await self._catch_up(due)
+        if number == 0:
             self._next = None
-        if self._next is None or number >= self._next:  # else it came with what was repeated
-            self._pass_on(number, frames[-1])
+        if self._next is not None and number < self._next:
+            return  # it came with what was repeated
+        if due is not None and number != self._next:
+            self._tell(NamesTold((), anew=True))
+        self._pass_on(number, frames[-1])
 
     def _pass_on(self, number: int, payload: bytes) -> None:
         self._next = number + 1
@@ -184,16 +195,12 @@ class EventReader:
             self._tell(NamesTold(events))
 
     async def _catch_up(self, first: int) -> bool:
-        """Has the batches from `first` on repeated. False if not all of them can be had."""
+        """Has the batches from `first` on repeated. False if those to the latest cannot be had; of
+        a hole among them we tell."""
         if not self._replay:
             return False
-        zmq = self._zmq
-        socket = self._context.socket(zmq.DEALER)  # one question, many answers
-        whole = True
+        socket = self._connected(self._zmq.DEALER, self._replay)  # one question, many answers
         try:
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.connect(self._replay)
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
                 frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
@@ -201,12 +208,13 @@ class EventReader:
                     return False
                 number = int.from_bytes(frames[-2], "big", signed=True)
                 if number == _END:
-                    return whole
+                    return True
                 if self._next is not None and number < self._next:
                     continue
-                whole = whole and number == (first if self._next is None else self._next)
+                if self._next is not None and number > self._next:
+                    self._tell(NamesTold((), anew=True))
                 self._pass_on(number, frames[-1])
-        except (TimeoutError, zmq.ZMQError) as error:
+        except (TimeoutError, self._zmq.ZMQError) as error:
             log.warning("vLLM at %s repeats no KV events: %s", self._replay, error or "no answer")
             return False
         finally:

@@ -9,7 +9,6 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 
 import msgspec
 
@@ -25,6 +24,7 @@ STEPS = 12
 PATIENCE_S = 2.0
 """After a prompt that took so long, none longer is tried."""
 REPEATS = 2
+LEAST_STEP_S = 1e-4
 TOKEN_IDS = range(3, 250)
 """Any model has these; what they mean does not matter."""
 FAR_BYTES_PER_S = 1e-6
@@ -36,8 +36,8 @@ async def measure(client: VllmClient, facts: Facts) -> FittedCost:
     longest = max(facts.max_model_tokens - STEPS - 1, 1)
     prefills: list[PrefillSample] = []
     await _first_token_s(client, facts, min(PREFILL_TOKENS[0], longest))  # warms it up
-    for num_tokens in PREFILL_TOKENS:
-        if num_tokens > longest or (prefills and prefills[-1].seconds > PATIENCE_S):
+    for number, num_tokens in enumerate((min(PREFILL_TOKENS[0], longest), *PREFILL_TOKENS[1:])):
+        if number and (num_tokens > longest or prefills[-1].seconds > PATIENCE_S):
             break
         times_s = [await _first_token_s(client, facts, num_tokens) for _ in range(REPEATS)]
         prefills.append(PrefillSample(num_tokens=num_tokens, cached_tokens=0, seconds=min(times_s)))
@@ -69,15 +69,14 @@ async def _step_s(client: VllmClient, facts: Facts, batch: int, num_tokens: int)
     asked = (_answer(client, facts, num_tokens, STEPS) for _ in range(batch))
     answers = await asyncio.gather(*asked)
     all_in_s = max(times_s[0] for times_s in answers)
-    gaps_s = [
-        after_s - before_s
-        for times_s in answers
-        for before_s, after_s in pairwise(times_s)
-        if before_s >= all_in_s
-    ]
-    if not gaps_s:  # the first ended before the last began
-        gaps_s = [(t[-1] - t[0]) / max(len(t) - 1, 1) for t in answers]
-    return max(statistics.median(gaps_s), 1e-6)
+    # Several tokens may come at once: only the time that all of them took tells.
+    steps_s = []
+    for times_s in answers:
+        late_s = [time_s for time_s in times_s if time_s >= all_in_s]
+        if len(late_s) < 2:  # it ended before the last began
+            late_s = list(times_s)
+        steps_s.append((late_s[-1] - late_s[0]) / max(len(late_s) - 1, 1))
+    return max(statistics.median(steps_s), LEAST_STEP_S)
 
 
 async def _answer(
@@ -92,8 +91,8 @@ async def _answer(
         try:
             piece = read_piece(work, event)
         except DialectError as error:
-            raise VllmError(f"vLLM at {client.url}: {error}") from None
+            raise VllmError(str(error)) from None
         times_s.extend([time.perf_counter()] * len(piece.tokens))
     if not times_s:
-        raise VllmError(f"vLLM at {client.url} answered a prompt of {num_tokens} with no token")
+        raise VllmError(f"it answered a prompt of {num_tokens} tokens with none")
     return times_s

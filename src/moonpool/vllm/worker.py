@@ -12,13 +12,15 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from moonpool.config import VllmPlace
 from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import PeerAddress
-from moonpool.runtime.head_link import HeadLink
+from moonpool.runtime.head_link import HeadChannel, HeadLink, WorkerError
 from moonpool.runtime.protocol import (
     HEARTBEAT_S,
     Apply,
@@ -30,7 +32,7 @@ from moonpool.runtime.protocol import (
 )
 from moonpool.runtime.settle import settle_memory
 from moonpool.types import InstanceId, Role
-from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.client import Health, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, Facts, completion_body, read_piece, same_model
 from moonpool.vllm.events import EventReader, EventsError
 from moonpool.vllm.measure import measure
@@ -43,6 +45,8 @@ from moonpool.workers.guest import (
     GuestAction,
     GuestEvent,
     GuestInstance,
+    NamesTold,
+    Piece,
     StepOver,
 )
 from moonpool.workers.messages import InstanceInfo, WantsToLeave, WorkId
@@ -53,8 +57,9 @@ STEP_S = 1e-3
 """So long after its first word a step's other words are waited for."""
 LOOK_S = 2.0
 """How often a vLLM that is gone is looked for."""
-MAX_UNWELL = 3
-"""Beats in a row at which it does not say that it is well, until it is taken for gone."""
+WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "gone": 3}
+MAX_UNWELL = 6
+"""Of weights, beat after beat, until it is taken for gone: an engine may be slow to answer."""
 
 
 @dataclass(slots=True)
@@ -62,10 +67,10 @@ class _Engine:
     """The vLLM as it is from when it was found until it is gone."""
 
     facts: Facts
-    layout: BlockLayout
-    guest: GuestInstance
     incarnation: int
     cost: FittedCost | None = None
+    layout: BlockLayout | None = None
+    guest: GuestInstance | None = None  # once a head has said what it serves
 
 
 class VllmWorker:
@@ -80,19 +85,25 @@ class VllmWorker:
         place: VllmPlace,
         api_key: str = "",
     ) -> None:
+        """Raises WorkerError."""
         self.role = role
         self.instance_id = instance_id
         self._machine = machine
         self._secret = secret
         self._place = place
         self._client = VllmClient(place.url, api_key)
+        try:
+            self._reader = EventReader(place.events, place.replay) if place.events else None
+        except EventsError as error:
+            raise WorkerError(str(error)) from None
         self._loop = asyncio.get_running_loop()
-        self._link: HeadLink | None = None
+        self._link = HeadLink(instance_id, secret, self)
         self._engine: _Engine | None = None
         self._asks: dict[WorkId, asyncio.Task[None]] = {}
-        self._joining: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._join_lock = asyncio.Lock()
         self._joined = False
-        self._gone = ""  # why the vLLM is taken for gone
+        self._gone = False
         self._leaves_at_s: float | None = None
 
     def ask_to_leave(self, within_s: float) -> bool:
@@ -105,7 +116,6 @@ class VllmWorker:
 
     def _say_it_leaves(self) -> None:
         assert self._leaves_at_s is not None
-        assert self._link is not None
         self._link.send(WantsToLeave(within_s=max(self._leaves_at_s - time.monotonic(), 0.0)))
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
@@ -113,16 +123,14 @@ class VllmWorker:
         try:
             while True:
                 self._engine = await self._found()
-                self._gone = ""
+                self._gone = False
                 self._link = HeadLink(self.instance_id, self._secret, self)
-                follow = [asyncio.create_task(self._beat()), asyncio.create_task(self._listen())]
+                self._spawn(self._beat())
                 try:
                     await self._link.run(head_host, head_port, reconnect)
                 finally:
-                    for task in follow:
-                        task.cancel()
-                    await asyncio.gather(*follow, return_exceptions=True)
-                    await self._drop_asks()
+                    self._joined = False
+                    await self._end_tasks()
                 if not self._gone:
                     return
         finally:
@@ -138,32 +146,36 @@ class VllmWorker:
             except VllmError as error:
                 if str(error) != said:
                     said = str(error)
-                    log.warning("waiting for vLLM: %s", said)
+                    log.warning("waiting for vLLM at %s: %s", self._place.url, said)
             await asyncio.sleep(LOOK_S)
-        # What it computes with is not known: its blocks are its own, and only named here.
-        layout = BlockLayout(
-            model_fingerprint=f"vllm {facts.root}",
-            dtype="bfloat16",
-            block_tokens=facts.block_tokens,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            inner="vllm",
-        )
-        guest = GuestInstance(layout, facts.num_blocks, self.role, bool(self._place.events))
-        settle_memory()
-        return _Engine(facts, layout, guest, secrets.randbits(62))
+        found = _Engine(facts, secrets.randbits(62))
+        before = self._engine
+        if before is not None and before.facts == facts:
+            found.cost = before.cost  # it would be measured while others hurry to it
+        return found
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _end_tasks(self) -> None:
+        self._asks.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # Follower of the link
 
     def on_head(self) -> None:
-        assert self._link is not None
         self._link.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
 
     def on_frame(self, frame: WorkFrame) -> None:
         match frame:
             case Setup():
-                self._joining = asyncio.create_task(self._join(frame))
+                self._spawn(self._join(frame, self._link.channel))
             case AttentionMoved():
                 pass
             case _:
@@ -171,44 +183,64 @@ class VllmWorker:
 
     def on_lost(self) -> None:
         self._joined = False
-        assert self._engine is not None
-        assert self._link is not None
         if self._leaves_at_s is not None and time.monotonic() > self._leaves_at_s:
             self._link.stop("it leaves")
-        else:
+        elif self._engine is not None and self._engine.guest is not None:
             self._perform(self._engine.guest.abort_all())
 
-    async def _join(self, setup: Setup) -> None:
-        engine, link = self._engine, self._link
-        assert engine is not None
-        assert link is not None
-        channel, facts = link.channel, engine.facts
-        problem = ""
+    async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
+        async with self._join_lock:  # the head may be lost and found again while we measure
+            engine = self._engine
+            if engine is None or self._link.stopping:
+                return
+            try:
+                problem = await self._prepare(setup, engine)
+            except Exception as error:
+                log.exception("the instance could not be brought up")
+                problem = f"an unexpected {type(error).__name__}: {error}"
+        if problem:
+            self._link.send(Failed(message=problem))
+            self._link.fail(problem, "it cannot start")
+        elif channel is not None and channel is self._link.channel and not self._link.stopping:
+            self._link.send(Joined(info=self._info(engine)))
+            self._joined = True
+            if self._leaves_at_s is not None:
+                self._say_it_leaves()
+
+    async def _prepare(self, setup: Setup, engine: _Engine) -> str:
+        """Makes the instance what it will be; or says in one line why that cannot be."""
+        url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
-            problem = "the head serves with moonpool's own engine: start it with --engine vllm"
-        elif not same_model(setup.model.name, facts):
-            problem = (
-                f"vLLM at {self._place.url} serves {facts.root}, and the head {setup.model.name}:"
-                " give both the same model"
+            return "the head serves with moonpool's own engine: start it with --engine vllm"
+        if not same_model(setup.model.name, facts):
+            return (
+                f"vLLM at {url} serves {facts.root}, and the head {setup.model.name}: give both the"
+                " same model"
             )
-        elif engine.cost is None:
+        layout = _layout(setup.model.name, facts)
+        if engine.layout not in (None, layout):
+            return "the head came back with another configuration; start this worker anew"
+        if engine.cost is None:
             try:
                 engine.cost = await measure(self._client, facts)
             except VllmError as error:
-                problem = str(error)
-        if problem:
-            link.send(Failed(message=problem))
-            link.fail(problem, "it cannot start")
-            return
-        if channel is None or channel is not link.channel:
-            return  # the head went away meanwhile
-        link.send(Joined(info=self._info(engine)))
-        self._joined = True
-        if self._leaves_at_s is not None:
-            self._say_it_leaves()
+                if await self._client.health() == "well":
+                    return f"vLLM at {url}: {error}"
+                self._leave_gone()
+                return ""
+        if engine.guest is None:
+            engine.layout = layout
+            engine.guest = GuestInstance(
+                layout, facts.num_blocks, self.role, self._reader is not None, facts.caches_prefixes
+            )
+            if self._reader is not None:
+                self._spawn(self._listen(self._reader))
+            settle_memory()
+        return ""
 
     def _info(self, engine: _Engine) -> InstanceInfo:
         assert engine.cost is not None
+        assert engine.layout is not None
         facts = engine.facts
         return InstanceInfo(
             instance_id=self.instance_id,
@@ -228,20 +260,20 @@ class VllmWorker:
     # Events in, actions out
 
     def _post(self, event: GuestEvent) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._engine.guest is not None:
             self._perform(self._engine.guest.handle(event, self._loop.time()))
 
     def _perform(self, actions: list[GuestAction]) -> None:
-        assert self._link is not None
         for action in actions:
             match action:
                 case Tell():
                     self._link.send(action.report)
                 case Ask():
-                    task = asyncio.create_task(self._ask(action))
-                    self._asks[action.work.work_id] = task
+                    self._asks[action.work.work_id] = self._spawn(self._ask(action))
                 case GiveUp():
-                    self._drop_ask(action.work_id)
+                    task = self._asks.pop(action.work_id, None)
+                    if task is not None:
+                        task.cancel()
                 case EndStepSoon():
                     self._loop.call_later(STEP_S, self._post, StepOver())
                 case Depart():
@@ -250,38 +282,31 @@ class VllmWorker:
     async def _ask(self, ask: Ask) -> None:
         """One request, to its end. Whatever goes wrong ends this work alone."""
         work_id = ask.work.work_id
+        failure = AskFailed(work_id, "its vLLM ended an answer without saying why")
+        try:
+            async for piece in self._pieces(ask):
+                if piece.finish is not None:
+                    self._asks.pop(work_id, None)
+                self._post(piece)
+        except (VllmError, DialectError) as error:
+            failure = AskFailed(work_id, str(error), error.refused)
+        except Exception as error:
+            log.exception("asking vLLM at %s", self._place.url)
+            failure = AskFailed(work_id, f"an unexpected {type(error).__name__} at its vLLM")
+        if self._asks.pop(work_id, None) is not None:
+            log.warning("vLLM at %s: %s", self._place.url, failure.message)
+            self._post(failure)
+
+    async def _pieces(self, ask: Ask) -> AsyncIterator[Piece]:
+        """To the end of the answer's last line, so that the connection can serve the next."""
         engine = self._engine
         assert engine is not None
-        error = "vLLM ended an answer without saying why"
-        try:
-            body = completion_body(ask, engine.facts.model_id, engine.layout.fingerprint)
-            answer = self._client.answer(body, streamed=not ask.hands_over)
-            async with contextlib.aclosing(answer):
-                async for event in answer:
-                    piece = read_piece(ask.work, event)
-                    if piece.finish is not None:
-                        self._asks.pop(work_id, None)
-                    self._post(piece)
-                    if piece.finish is not None:
-                        return
-        except (VllmError, DialectError) as failure:
-            error = str(failure)
-        except Exception as failure:
-            log.exception("asking vLLM at %s", self._place.url)
-            error = f"an unexpected {type(failure).__name__} while vLLM was asked"
-        if self._asks.pop(work_id, None) is not None:
-            self._post(AskFailed(work_id, error))
-
-    def _drop_ask(self, work_id: WorkId) -> None:
-        task = self._asks.pop(work_id, None)
-        if task is not None:
-            task.cancel()
-
-    async def _drop_asks(self) -> None:
-        tasks = list(self._asks.values())
-        for work_id in list(self._asks):
-            self._drop_ask(work_id)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        assert engine.layout is not None
+        body = completion_body(ask, engine.facts.model_id, engine.layout.fingerprint)
+        answer = self._client.answer(body, streamed=not ask.hands_over)
+        async with contextlib.aclosing(answer):
+            async for event in answer:
+                yield read_piece(ask.work, event)
 
     # How it is
 
@@ -289,27 +314,38 @@ class VllmWorker:
         unwell = 0
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            assert self._engine is not None
-            assert self._link is not None
-            if self._joined:
+            if self._joined and self._engine is not None and self._engine.guest is not None:
                 self._link.send(self._engine.guest.load())
             health = await self._client.health()
-            unwell = 0 if health == "well" else unwell + 1
-            if health == "gone" or unwell == MAX_UNWELL:
-                self._gone = f"vLLM at {self._place.url} is gone"
-                log.warning("%s; the instance leaves until it is back", self._gone)
-                self._joined = False
-                self._link.stop(self._gone)
+            unwell = 0 if health == "well" else unwell + WEIGHT[health]
+            if unwell >= MAX_UNWELL:
+                self._leave_gone()
                 return
 
-    async def _listen(self) -> None:
+    def _leave_gone(self) -> None:
+        log.warning("vLLM at %s is gone; the instance leaves until it is back", self._place.url)
+        self._gone, self._joined = True, False
+        self._link.stop("its vLLM is gone")
+
+    async def _listen(self, reader: EventReader) -> None:
         """What it says of its cache."""
-        if not self._place.events:
-            return
-        try:
-            await EventReader(self._place.events, self._place.replay, self._post).run()
-        except EventsError as error:
-            assert self._link is not None
-            self._link.fail(str(error), "it cannot start")
-        except Exception:
-            log.exception("KV events of vLLM at %s end", self._place.url)
+        while True:
+            try:
+                await reader.run(self._post)
+            except Exception as error:
+                log.warning("KV events of vLLM at %s: %s", self._place.url, error)
+            self._post(NamesTold((), anew=True))
+            await asyncio.sleep(LOOK_S)
+
+
+def _layout(model: str, facts: Facts) -> BlockLayout:
+    """What it computes with is not known: its blocks are its own, and only named here."""
+    return BlockLayout(
+        model_fingerprint=f"vllm {model}",
+        dtype="bfloat16",
+        block_tokens=facts.block_tokens,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        inner="vllm",
+    )

@@ -66,10 +66,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class AskFailed:
-    """There will be no more pieces of it."""
+    """There will be no more pieces of it. `refused`: there is something wrong with the request."""
 
     work_id: WorkId
     message: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +142,21 @@ class GuestInstance:
     """`num_blocks` of `layout` are what the engine has for KVCache. `tells_names`: it says what it
     caches; if not, that is assumed."""
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, role: Role, tells_names: bool) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        role: Role,
+        tells_names: bool,
+        caches: bool = True,
+    ) -> None:
+        """`caches` False: it keeps nothing of a prompt for the next."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role
         self.counters: dict[str, float] = {}
         self._told = ForeignNames(layout.fingerprint, layout.block_tokens) if tells_names else None
-        self._assumed = None if tells_names else AssumedNames(num_blocks)
+        self._assumed = None if tells_names else AssumedNames(num_blocks if caches else 0)
         self._works: dict[WorkId, _Guest] = {}
         self._line: dict[WorkId, None] = {}  # prompts under way, in the order they were asked for
         self._step: _Step | None = None
@@ -170,7 +179,8 @@ class GuestInstance:
             case Abort():
                 self._on_abort(event.work_id)
             case AskFailed():
-                self._fail(event.work_id, event.message)
+                reason = "refused_by_engine" if event.refused else "engine_error"
+                self._fail(event.work_id, event.message, reason)
             case NamesTold():
                 self._on_names_told(event)
             case Resync():
@@ -274,12 +284,12 @@ class GuestInstance:
             self._actions.append(GiveUp(work_id))
         self._end(guest)
 
-    def _fail(self, work_id: WorkId, message: str) -> None:
+    def _fail(self, work_id: WorkId, message: str, reason: str = "engine_error") -> None:
         guest = self._works.get(work_id)
         if guest is not None:
             self._count("failed_works")
             self._end(guest)
-            self._tell(WorkFailed(work_id=work_id, reason="engine_error", message=message))
+            self._tell(WorkFailed(work_id=work_id, reason=reason, message=message))
 
     # The engine's words
 
@@ -368,7 +378,7 @@ class GuestInstance:
         if not works:
             return
         single = all(len(item.tokens) == 1 for item in works)
-        everybody = len(works) == len(self._works)
+        everybody = len(works) == sum(bool(guest.generated) for guest in self._works.values())
         gap_s = 0.0
         if step.decodes_alone and single and everybody and self._last_step_s is not None:
             gap_s = now - self._last_step_s

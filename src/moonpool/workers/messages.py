@@ -225,7 +225,7 @@ class WorkFailed(Struct, frozen=True, tag=True):
     """This instance gives the work up and has freed, or is freeing, what it held."""
 
     work_id: WorkId
-    reason: str  # no_blocks | tbt_slo | engine_error | blocks_lost
+    reason: str  # no_blocks | tbt_slo | engine_error | blocks_lost | refused_by_engine
     message: str
 
 

@@ -143,3 +143,14 @@ def test_no_more_is_assumed_than_there_is_room_for(uses: list[int], room: int) -
         told = (told | set(gained)) - set(lost)
         assert told == set(held.keys)
         assert len(held) <= room
+
+
+def test_of_two_copies_of_a_block_one_may_go() -> None:
+    held = names()
+    held.hear(stored(0, 1))
+    held.hear(stored(0, 1))  # two prompts were computed side by side
+    held.hear(ForeignRemoved(hashes=(0,), medium="GPU"))
+    held.hear(stored(1, 2))
+    assert held.keys == tuple(keys_of(TOKENS)[:2])
+    held.hear(ForeignRemoved(hashes=(0,), medium="GPU"))
+    assert held.keys == (keys_of(TOKENS)[1],)

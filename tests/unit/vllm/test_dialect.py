@@ -91,6 +91,7 @@ def test_tenants_and_those_who_want_no_cache_are_kept_apart() -> None:
     alone = body(Ask(work(use_cache=False)))["cache_salt"]
     other = body(Ask(work(use_cache=False, work_id=WorkId("x"))))["cache_salt"]
     assert len({salted, alone, other}) == 3
+    assert all(len(salt) <= 128 and salt.isalnum() for salt in (salted, alone, other))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_tenants_and_those_who_want_no_cache_are_kept_apart() -> None:
         (LLMatcher.grammar_from_regex(r"a/b\d+"), {"regex": r"a/b\d+"}),
         (LLMatcher.grammar_from_lark('start: "a" | "b"'), {"grammar": 'start: "a" | "b"'}),
         (LLMatcher.grammar_from_json_schema({"type": "object"}), {"json": {"type": "object"}}),
+        ('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}', {"grammar": 'start: "a"'}),
     ],
 )
 def test_forms_are_said_in_its_words(grammar: str, expected: dict[str, Any]) -> None:
@@ -108,9 +110,23 @@ def test_forms_are_said_in_its_words(grammar: str, expected: dict[str, Any]) -> 
     assert sent == expected
 
 
+def test_a_form_does_not_go_on_elsewhere() -> None:
+    grammar = LLMatcher.grammar_from_regex("[ab]+")
+    with pytest.raises(DialectError, match="after a fault"):
+        body(Ask(work(SamplingParams(grammar=grammar), done=2)))
+
+
+def test_what_it_refuses_is_told_from_what_it_fails_at() -> None:
+    for code, refused in ((400, True), (500, False)):
+        event = json.dumps({"error": {"message": "no", "code": code}}).encode()
+        with pytest.raises(DialectError) as raised:
+            read_piece(work(), event)
+        assert raised.value.refused is refused
+
+
 def test_a_prefill_is_one_token_and_asks_to_keep_the_kvcache() -> None:
     sent = body(Ask(work(SamplingParams(max_tokens=9, min_tokens=3)), hands_over=True))
-    assert (sent["stream"], sent["max_tokens"], sent["min_tokens"]) == (False, 1, 0)
+    assert (sent["stream"], sent["max_tokens"], sent["min_tokens"]) == (False, 1, 1)
     assert sent["kv_transfer_params"]["do_remote_decode"] is True
 
 
@@ -182,6 +198,8 @@ def facts(models: Any = MODELS, metrics: str = METRICS) -> Facts:
 def test_facts_of_a_vllm() -> None:
     expected = Facts("served", "/models/m30", 2048, 32, 8192)
     assert facts() == expected
+    off = METRICS.replace("{", '{enable_prefix_caching="False",')
+    assert not facts(metrics=off).caches_prefixes
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,9 @@ def follow(
     async def run() -> None:
         publisher = Publisher(zmq)
         repeating = asyncio.create_task(publisher.repeat())
-        reader = EventReader(publisher.events, publisher.replay if replay else "", told.append)
+        reader = EventReader(publisher.events, publisher.replay if replay else "")
         await scenario(publisher, lambda n: None)  # before the reader comes
-        following = asyncio.create_task(reader.run())
+        following = asyncio.create_task(reader.run(told.append))
 
         async def wait_for(count: int) -> None:
             async with asyncio.timeout(10):
@@ -252,8 +252,8 @@ def test_a_publisher_that_begins_anew_is_another_one() -> None:
 def test_a_bad_address_is_one_line() -> None:
     pytest.importorskip("zmq")
 
-    async def run() -> None:
-        await EventReader("tcp://nowhere", "", lambda told: None).run()
+    async def make() -> None:
+        EventReader("tcp://nowhere", "")
 
     with pytest.raises(EventsError, match="tcp://nowhere"):
-        asyncio.run(run())
+        asyncio.run(make())
