@@ -137,35 +137,6 @@ def busy(server: LocalServer) -> int:
     return found
 
 
-def test_an_engine_that_is_killed_costs_no_answer_and_comes_back() -> None:
-    port = free_port()
-    with LocalServer(ENGINE) as stays, LocalServer(ENGINE, port=port) as goes:
-        places = ["--vllm", goes.url, "--vllm", stays.url]
-        with LocalServer(places) as front:
-            prompts = [[(i * n + 9) % 250 for i in range(60)] for n in range(7, 13)]
-            expected = [tokens(complete(stays.url, prompt=p, max_tokens=400)) for p in prompts]
-            found: dict[int, list[int]] = {}
-
-            def ask(number: int) -> None:
-                found[number] = streamed(front.url, prompt=prompts[number], max_tokens=400)
-
-            threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(prompts))]
-            for thread in threads:
-                thread.start()
-            wait_until(lambda: busy(goes) > 0)
-            time.sleep(0.2)
-            assert busy(goes) > 0
-            for pid in (goes.pid, *goes.worker_pids()):
-                os.kill(pid, signal.SIGKILL)
-            for thread in threads:
-                thread.join()
-            assert [found[n] for n in range(len(prompts))] == expected
-            wait_until(lambda: len(front.instances()) == 1)
-            with LocalServer(ENGINE, port=port):
-                wait_until(lambda: len(front.instances()) == 2)
-                assert tokens(complete(front.url, prompt=prompts[0], max_tokens=400)) == expected[0]
-
-
 def test_what_is_no_vllm_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[engine]\nkind = "vllm"\n')
@@ -186,6 +157,35 @@ def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
         LocalServer(["random:m30", "--vllm", engines[0].url]),
     ):
         pass
+
+
+def test_an_engine_that_is_killed_costs_no_answer_and_comes_back(
+    engines: list[LocalServer], front: LocalServer
+) -> None:
+    """The last one that uses these engines."""
+    goes, stays = engines
+    prompts = [[(i * n + 9) % 250 for i in range(60)] for n in range(7, 13)]
+    expected = [tokens(complete(stays.url, prompt=p, max_tokens=400)) for p in prompts]
+    found: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = streamed(front.url, prompt=prompts[number], max_tokens=400)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: busy(goes) > 0)
+    time.sleep(0.2)
+    assert busy(goes) > 0
+    for pid in (goes.pid, *goes.worker_pids()):
+        os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert [found[n] for n in range(len(prompts))] == expected
+    wait_until(lambda: len(front.instances()) == 1)
+    with LocalServer(ENGINE, port=goes.port):
+        wait_until(lambda: len(front.instances()) == 2)
+        assert tokens(complete(front.url, prompt=prompts[0], max_tokens=400)) == expected[0]
 
 
 EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq"}

@@ -6,7 +6,9 @@ Each round runs every way once, so that a busy moment hits all alike; ratios are
 and the median over the rounds is told. A put is a block's first send: both sides hash it. A get is
 of a block that was sent or received before, as all are that a pool holds: its sums are remembered,
 the reader hashes. The bare sockets hash nothing; the other pools check nothing either. "verify in
-place" is the hash alone: the least that a verified read without a copy could take.
+place" is the hash alone: the least that a verified read without a copy could take. "read in
+place" is what another process of the same instance, a stage or a rank, does: it has the arena
+mapped, and is told of a block.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ from moonpool.types import BlockId, BlockKey
 ARENA_BYTES = 64 << 20  # larger than most caches: blocks are used in turn
 MAX_OPERATIONS = 128
 MANY = 16
+LOOKS = 16
+"""Each so short that a few would tell nothing."""
 MANY_UP_TO_BYTES = 1 << 20
 LIMITS = {
     "shm": {"get": "memcpy", "put": "memcpy"},
@@ -82,6 +86,9 @@ class Near:
         }
         self._sockets["tcp"].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sockets["unix"].connect(far.bare["unix"])
+        self._inside = socket.socket(socket.AF_UNIX)
+        self._inside.connect(far.bare["inside"])
+        socket.send_fds(self._inside, [b"a"], [self._arena.fd])
         self._events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self._messengers = {
             way: make_messenger("near", way, self._arena, self._events.put) for way in transports()
@@ -94,6 +101,7 @@ class Near:
         ways: dict[str, Callable[[], float]] = {
             "memcpy": self._memcpy,
             "verify in place": self._verify,
+            "read in place": self._look,
         }
         for kind in self._sockets:
             ways[f"{kind} socket get"] = lambda kind=kind: self._bare_get(kind)  # type: ignore[misc]
@@ -109,7 +117,7 @@ class Near:
     def close(self) -> None:
         for messenger in self._messengers.values():
             messenger.close()
-        for sock in self._sockets.values():
+        for sock in (*self._sockets.values(), self._inside):
             sock.close()
         self._pipe.send(None)
 
@@ -139,6 +147,17 @@ class Near:
         for offers in named:
             self._mover.name(self._arena, offers, 0, len(layers), self._size)
         return time.perf_counter() - began_s
+
+    def _look(self) -> float:
+        """Another process of this instance is told of a block, and reads it where it lies."""
+        began_s = time.perf_counter()
+        for _ in range(self._count * LOOKS):
+            block = self._next()
+            self._inside.sendall(block.to_bytes(INDEX_BYTES, "big"))
+            view = self._view(block)
+            if self._inside.recv(2, socket.MSG_WAITALL) != bytes((view[0], view[-1])):
+                raise TransferBenchError("the other process reads something else in place")
+        return (time.perf_counter() - began_s) / LOOKS
 
     def _bare_get(self, kind: str) -> float:
         sock = self._sockets[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import threading
@@ -76,16 +77,20 @@ def run_far(pipe: Pipe, block_bytes: int, num_blocks: int) -> None:
     arena.buffer[:] = os.urandom(1 << 16) * (arena.num_bytes >> 16)
     messengers = {transport: _serve(transport, arena) for transport in transports()}
     listeners = {"tcp": socket.create_server(("127.0.0.1", 0)), "unix": socket.socket(1)}
-    listeners["unix"].bind(f"\0moonpool-benchmark-{os.getpid()}")
-    listeners["unix"].listen()
-    for listener in listeners.values():
-        threading.Thread(target=_answer, args=(listener, arena), daemon=True).start()
+    listeners["inside"] = socket.socket(socket.AF_UNIX)
+    for kind in ("unix", "inside"):
+        listeners[kind].bind(f"\0moonpool-benchmark-{kind}-{os.getpid()}")
+        listeners[kind].listen()
+    for kind, listener in listeners.items():
+        target = _look if kind == "inside" else _answer
+        threading.Thread(target=target, args=(listener, arena), daemon=True).start()
     pipe.send(
         Far(
             messengers={name: messenger.start() for name, messenger in messengers.items()},
             bare={
                 "tcp": ("127.0.0.1", listeners["tcp"].getsockname()[1]),
                 "unix": listeners["unix"].getsockname().decode("latin-1"),
+                "inside": listeners["inside"].getsockname().decode("latin-1"),
             },
         )
     )
@@ -124,6 +129,19 @@ def _answer(listener: socket.socket, arena: Arena) -> None:
         else:
             receive_into(sock, view)
             sock.sendall(TAKEN)
+
+
+def _look(listener: socket.socket, own: Arena) -> None:
+    """As the stages and ranks of an instance read its blocks: its arena is mapped here, too. A
+    block's number is answered with the first and the last byte of it, where it lies."""
+    sock, _ = listener.accept()
+    _, (fd,), _, _ = socket.recv_fds(sock, 1, 1)
+    mapped = memoryview(mmap.mmap(fd, own.num_bytes, prot=mmap.PROT_READ))
+    os.close(fd)
+    size = own.block_bytes
+    while len(head := sock.recv(INDEX_BYTES, socket.MSG_WAITALL)) == INDEX_BYTES:
+        start = int.from_bytes(head, "big") * size
+        sock.sendall(bytes((mapped[start], mapped[start + size - 1])))
 
 
 def receive_into(sock: socket.socket, view: memoryview) -> None:
