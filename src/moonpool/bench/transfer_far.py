@@ -136,7 +136,8 @@ def _look(listener: socket.socket, own: Arena) -> None:
     block's number is answered with the first and the last byte of it, where it lies."""
     sock, _ = listener.accept()
     _, (fd,), _, _ = socket.recv_fds(sock, 1, 1)
-    mapped = memoryview(mmap.mmap(fd, own.num_bytes, prot=mmap.PROT_READ))
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # as whoever computes has touched it
+    mapped = memoryview(mmap.mmap(fd, own.num_bytes, flags=flags, prot=mmap.PROT_READ))
     os.close(fd)
     size = own.block_bytes
     while len(head := sock.recv(INDEX_BYTES, socket.MSG_WAITALL)) == INDEX_BYTES:
