@@ -59,6 +59,7 @@ def test_the_first_request_needs_no_attention_worker(
     assert ask_together(client, [LONG, SHORT]) == expected[:2]  # from cached blocks
 
 
+@pytest.mark.long
 def test_either_memory_may_be_lost(server: LocalServer, expected: list[str]) -> None:
     client = httpx.Client(base_url=server.url, timeout=60)
     before = attention_pids(server)

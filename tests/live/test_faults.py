@@ -183,6 +183,7 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
 
 
+@pytest.mark.long
 def test_workers_come_back_without_the_nursery_they_were_forked_from() -> None:
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         client = httpx.Client(base_url=server.url, timeout=60)

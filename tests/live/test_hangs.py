@@ -83,6 +83,7 @@ def decoder_of(client: httpx.Client, name: str) -> str:
     return str(found.get("decode_instance"))
 
 
+@pytest.mark.long
 def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_path: Path) -> None:
     """A stage that is stopped, a process that is stopped, and an engine's thread caught in a call;
     one instance of each, and a fourth that is sound."""

@@ -79,6 +79,7 @@ def parts() -> Iterator[Parts]:
     made.end()
 
 
+@pytest.mark.long
 def test_parts_join_and_find_back_to_a_new_head(parts: Parts) -> None:
     head = parts.start_head()
     parts.start_worker("prefill", "p")

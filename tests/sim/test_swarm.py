@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moonpool.conductor.bookings import Bookings
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import Tracked
 from moonpool.kvcache.blocks import BlockPool
@@ -163,7 +164,7 @@ DEFECTS: dict[str, tuple[object, str, object]] = {
         lambda self, active: (self.running.remove(active), self.waiting.append(active)),
     ),
     "retries start over": (Conductor, "_deliver", _forget_delivered(Conductor._deliver)),
-    "bookings forgotten": (Conductor, "_unbook_prefill", lambda self, tracked, attempt, now: None),
+    "bookings forgotten": (Bookings, "end_prefill", lambda self, tracked, attempt, now: None),
 }
 
 

@@ -13,6 +13,7 @@ from moonpool.vllm.dialect import REFUSALS, DialectError, Facts, read_facts
 
 CONNECT_S = 5.0
 ASK_S = 10.0
+HEALTH_S = 5.0
 MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
@@ -52,9 +53,9 @@ class VllmClient:
         await self._http.aclose()
 
     async def health(self) -> Health:
-        """By its own word, within ASK_S."""
+        """By its own word, within HEALTH_S."""
         try:
-            found = await self._http.get("/health", timeout=ASK_S)
+            found = await self._http.get("/health", timeout=HEALTH_S)
         except httpx.ConnectError:
             return "gone"
         except httpx.HTTPError:

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,10 +284,11 @@ class VllmWorker:
         work_id = ask.work.work_id
         failure = AskFailed(work_id, "its vLLM ended an answer without saying why")
         try:
-            async for piece in self._pieces(ask):
-                if piece.finish is not None:
-                    self._asks.pop(work_id, None)
-                self._post(piece)
+            async with contextlib.aclosing(self._pieces(ask)) as pieces:
+                async for piece in pieces:
+                    if piece.finish is not None:
+                        self._asks.pop(work_id, None)
+                    self._post(piece)
         except (VllmError, DialectError) as error:
             failure = AskFailed(work_id, str(error), error.refused)
         except Exception as error:
@@ -297,7 +298,7 @@ class VllmWorker:
             log.warning("vLLM at %s: %s", self._place.url, failure.message)
             self._post(failure)
 
-    async def _pieces(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def _pieces(self, ask: Ask) -> AsyncGenerator[Piece]:
         """To the end of the answer's last line, so that the connection can serve the next."""
         engine = self._engine
         assert engine is not None

@@ -93,6 +93,7 @@ def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> 
     assert "give it more with --runs" in text
 
 
+@pytest.mark.long
 def test_for_more_load_and_for_shorter_prompts(
     trace: str, answer: tuple[dict[str, Any], str], tmp_path: Path
 ) -> None:

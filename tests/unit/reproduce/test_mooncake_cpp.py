@@ -59,6 +59,7 @@ def test_the_papers_claims_and_what_does_not_hold(options: Options) -> None:
     assert f"the first {NUM_REQUESTS} requests" in finding.chosen_inputs[0]
 
 
+@pytest.mark.long
 def test_rows_are_ours_alone_but_for_the_papers_one_number(options: Options) -> None:
     finding = run("mooncake-cpp", options)
     printed = [row for row in finding.rows if row.paper is not None]

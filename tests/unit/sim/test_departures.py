@@ -47,6 +47,7 @@ def simulate(
     return simulation, placed
 
 
+@pytest.mark.long
 def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
     requests = sessions(500, 8, 0.05)  # more than all of them can do
     simulation, placed = simulate(requests, restarts={"prefill-1": RESTART_S})

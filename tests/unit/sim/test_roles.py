@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from test_simulation import BLOCK, assert_nothing_left, run
 
 from moonpool.config import Config, parse_config
@@ -31,6 +32,7 @@ def documents(number: int, from_s: float, gap_s: float) -> list[Arrival]:
     ]
 
 
+@pytest.mark.long
 def test_documents_turn_decode_instances_into_prefill_ones() -> None:
     requests = documents(300, 0.0, 1.0)
     fixed, fixed_figures = run(settings("off", 1, 4), requests)
