@@ -136,7 +136,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _json(folder / "config.json")
     if (folder / "generation_config.json").exists():
         eos = _json(folder / "generation_config.json").get("eos_token_id")
-        ends = [*_as_list(eos), *_as_list(config.get("eos_token_id"))]
+        ends = [*as_list(eos), *as_list(config.get("eos_token_id"))]
         config["eos_token_id"] = list(dict.fromkeys(ends))
     return config
 
@@ -159,7 +159,7 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     return found
 
 
-def _as_list(ids: object) -> list[object]:
+def as_list(ids: object) -> list[object]:
     if ids is None:
         return []
     return ids if isinstance(ids, list) else [ids]

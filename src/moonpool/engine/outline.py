@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from moonpool.engine.builtin import DEFAULT_MODEL, open_model
-from moonpool.engine.checkpoint import WORD_PATTERNS, find_folder, read_config, sampling_defaults
+from moonpool.engine.checkpoint import (
+    WORD_PATTERNS,
+    as_list,
+    find_folder,
+    read_config,
+    sampling_defaults,
+)
 from moonpool.engine.random_weights import PREFIX
 from moonpool.engine.spec import ModelError
 
@@ -53,13 +59,11 @@ def outline_without_weights(name: str, dtype: str) -> Outline:
     vocab_size = words.get("vocab_size")
     if not _is_count(vocab_size) or not 0 < vocab_size <= MAX_VOCAB:
         raise ModelError(f"{folder / 'config.json'}: vocab_size {vocab_size!r} is no vocabulary's")
-    ends = config.get("eos_token_id") or words.get("eos_token_id") or []
-    ends = ends if isinstance(ends, list) else [ends]
-    positions = words.get("max_position_embeddings")
+    ends = [*as_list(config.get("eos_token_id")), *as_list(words.get("eos_token_id"))]
     return Outline(
         vocab_size,
-        tuple(end for end in ends if _is_count(end) and 0 <= end < vocab_size),
-        positions if _is_count(positions) and positions > 0 else 0,
+        tuple(end for end in dict.fromkeys(ends) if _is_count(end) and 0 <= end < vocab_size),
+        0,  # who computes says it: scaled positions reach further than config.json's number
         str(folder),
         sampling_defaults(folder),
     )
