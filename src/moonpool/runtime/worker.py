@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 
 import msgspec
 
@@ -22,6 +21,7 @@ from moonpool.runtime.engine_thread import EngineThread
 from moonpool.runtime.head_link import HeadChannel, HeadLink, HungError, WorkerError
 from moonpool.runtime.instance_boot import BootedInstance, BootError, boot_instance
 from moonpool.runtime.layer_gates import LayerGates
+from moonpool.runtime.leaving import Leaving
 from moonpool.runtime.offload import Event, Offload
 from moonpool.runtime.pipeline_thread import PipelineThread
 from moonpool.runtime.protocol import (
@@ -52,7 +52,7 @@ from moonpool.workers.actions import (
     WorkerEvent,
 )
 from moonpool.workers.instance import Instance
-from moonpool.workers.messages import BlocksChanged, Report, WantsToLeave
+from moonpool.workers.messages import BlocksChanged, Report
 
 log = logging.getLogger("moonpool.worker")
 
@@ -94,20 +94,14 @@ class Worker:
         self._joining: asyncio.Task[None] | None = None
         self._boot_lock = asyncio.Lock()
         self._joined = False  # over the connection there is now
-        self._leaves_at_s: float | None = None
+        self._leaving = Leaving()
 
     def ask_to_leave(self, within_s: float) -> bool:
         """Has the head drain this instance, which ends `run`. False if there is no head to ask."""
         if not self._joined:
             return False
-        self._leaves_at_s = time.monotonic() + within_s
-        self._say_it_leaves()
+        self._leaving.begin(within_s, self._link)
         return True
-
-    def _say_it_leaves(self) -> None:
-        assert self._leaves_at_s is not None
-        within_s = max(self._leaves_at_s - time.monotonic(), 0.0)
-        self._link.send(WantsToLeave(within_s=within_s))
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
         """Serves until the head says stop. Raises WorkerError."""
@@ -145,7 +139,7 @@ class Worker:
 
     def on_lost(self) -> None:
         self._joined = False
-        if self._leaves_at_s is not None and time.monotonic() > self._leaves_at_s:
+        if self._leaving.overdue:
             self._link.stop("it leaves")
         elif self._booted is not None:
             self._perform(self._booted.instance.abort_all())
@@ -170,8 +164,7 @@ class Worker:
         if channel is not None and channel is self._link.channel:
             self._link.send(Joined(info=self._booted.info(self._machine, os.getpid())))
             self._joined = True
-            if self._leaves_at_s is not None:
-                self._say_it_leaves()
+            self._leaving.tell(self._link)
 
     async def _boot(self, setup: Setup) -> BootedInstance | None:
         """None after a failure that the head was told."""

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from moonpool.kvcache.foreign import salt_of
-from moonpool.types import FinishReason, SamplingParams, Slo, Token, TokenLogprobs
+from moonpool.types import FinishReason, Token, TokenLogprobs
 from moonpool.workers.guest import Ask, Piece
-from moonpool.workers.messages import Work, WorkId
+from moonpool.workers.messages import Work
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
@@ -232,19 +232,3 @@ def same_model(wanted: str, facts: Facts) -> bool:
     names = {facts.model_id, facts.root}
     last = wanted.rstrip("/").rpartition("/")[2]
     return wanted in names or last in {name.rstrip("/").rpartition("/")[2] for name in names}
-
-
-def lone_work(work_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Work:
-    """One that measures: greedy, to the last token, and nobody's cache."""
-    return Work(
-        work_id=WorkId(work_id),
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        sampling=SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, min_tokens=max_tokens
-        ),
-        slo=Slo(ttft_s=float("inf"), tbt_s=float("inf")),
-        tenant="",
-        use_cache=False,
-        timeout_s=600.0,
-    )

@@ -194,21 +194,21 @@ class EventReader:
         if events:
             self._tell(NamesTold(events))
 
-    async def _catch_up(self, first: int) -> bool:
-        """Has the batches from `first` on repeated. False if those to the latest cannot be had; of
-        a hole among them we tell."""
+    async def _catch_up(self, first: int) -> None:
+        """Has the batches from `first` on repeated, as far as they can be had; of a hole among them
+        we tell."""
         if not self._replay:
-            return False
+            return
         socket = self._connected(self._zmq.DEALER, self._replay)  # one question, many answers
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
                 frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
                 if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
-                    return False
+                    return
                 number = int.from_bytes(frames[-2], "big", signed=True)
                 if number == _END:
-                    return True
+                    return
                 if self._next is not None and number < self._next:
                     continue
                 if self._next is not None and number > self._next:
@@ -216,6 +216,5 @@ class EventReader:
                 self._pass_on(number, frames[-1])
         except (TimeoutError, self._zmq.ZMQError) as error:
             log.warning("vLLM at %s repeats no KV events: %s", self._replay, error or "no answer")
-            return False
         finally:
             socket.close()

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
+from moonpool.types import SamplingParams, Slo
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, Facts, completion_body, lone_work, read_piece
+from moonpool.vllm.dialect import DialectError, Facts, completion_body, read_piece
 from moonpool.workers.guest import Ask
+from moonpool.workers.messages import Work, WorkId
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
 DECODES = ((1, 16), (8, 16), (2, 1024))
@@ -84,7 +86,7 @@ async def _answer(
 ) -> Sequence[float]:
     """When each of its tokens came."""
     token_ids = tuple(random.choice(TOKEN_IDS) for _ in range(num_tokens))
-    work = lone_work(f"measure-{secrets.token_hex(6)}", token_ids, max_tokens)
+    work = _lone_work(f"measure-{secrets.token_hex(6)}", token_ids, max_tokens)
     times_s: list[float] = []
     body = completion_body(Ask(work), facts.model_id, b"")
     async for event in client.answer(body, streamed=True):
@@ -96,3 +98,19 @@ async def _answer(
     if not times_s:
         raise VllmError(f"it answered a prompt of {num_tokens} tokens with none")
     return times_s
+
+
+def _lone_work(work_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Work:
+    """One that measures: greedy, to the last token, and nobody's cache."""
+    return Work(
+        work_id=WorkId(work_id),
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, min_tokens=max_tokens
+        ),
+        slo=Slo(ttft_s=float("inf"), tbt_s=float("inf")),
+        tenant="",
+        use_cache=False,
+        timeout_s=600.0,
+    )

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import secrets
-import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.kvcache.transfers import PeerAddress
 from moonpool.runtime.head_link import HeadChannel, HeadLink, WorkerError
+from moonpool.runtime.leaving import Leaving
 from moonpool.runtime.protocol import (
     HEARTBEAT_S,
     Apply,
@@ -49,7 +49,7 @@ from moonpool.workers.guest import (
     Piece,
     StepOver,
 )
-from moonpool.workers.messages import InstanceInfo, WantsToLeave, WorkId
+from moonpool.workers.messages import InstanceInfo, WorkId
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -104,19 +104,14 @@ class VllmWorker:
         self._join_lock = asyncio.Lock()
         self._joined = False
         self._gone = False
-        self._leaves_at_s: float | None = None
+        self._leaving = Leaving()
 
     def ask_to_leave(self, within_s: float) -> bool:
         """Has the head drain this instance, which ends `run`. False if there is no head to ask."""
         if not self._joined:
             return False
-        self._leaves_at_s = time.monotonic() + within_s
-        self._say_it_leaves()
+        self._leaving.begin(within_s, self._link)
         return True
-
-    def _say_it_leaves(self) -> None:
-        assert self._leaves_at_s is not None
-        self._link.send(WantsToLeave(within_s=max(self._leaves_at_s - time.monotonic(), 0.0)))
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
         """Raises WorkerError."""
@@ -183,7 +178,7 @@ class VllmWorker:
 
     def on_lost(self) -> None:
         self._joined = False
-        if self._leaves_at_s is not None and time.monotonic() > self._leaves_at_s:
+        if self._leaving.overdue:
             self._link.stop("it leaves")
         elif self._engine is not None and self._engine.guest is not None:
             self._perform(self._engine.guest.abort_all())
@@ -204,8 +199,7 @@ class VllmWorker:
         elif channel is not None and channel is self._link.channel and not self._link.stopping:
             self._link.send(Joined(info=self._info(engine)))
             self._joined = True
-            if self._leaves_at_s is not None:
-                self._say_it_leaves()
+            self._leaving.tell(self._link)
 
     async def _prepare(self, setup: Setup, engine: _Engine) -> str:
         """Makes the instance what it will be; or says in one line why that cannot be."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moonpool.kvcache.foreign import AssumedNames, ForeignCleared, ForeignEvent, ForeignNames
-from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.kvcache.hashing import extend_keys, root_key
 from moonpool.kvcache.layout import BlockLayout
 from moonpool.types import BlockKey, FinishReason, Role, Token
 from moonpool.workers.actions import Depart, Tell
@@ -117,7 +117,7 @@ GuestAction = Ask | GiveUp | EndStepSoon | Tell | Depart
 @dataclass(slots=True)
 class _Guest:
     work: Work
-    keys: Sequence[BlockKey]
+    keys: list[BlockKey]
     hands_over: bool
     first_token: Token | None = None  # drawn by who computed the prompt
     asked: bool = False
@@ -236,15 +236,18 @@ class GuestInstance:
     # Commands
 
     def _add(self, work: Work, hands_over: bool) -> _Guest:
-        guest = _Guest(work, self._keys(work, work.token_ids), hands_over)
+        guest = _Guest(work, [], hands_over)
+        self._name_blocks(guest)
         self._works[work.work_id] = guest
         return guest
 
-    def _keys(self, work: Work, token_ids: Sequence[int]) -> list[BlockKey]:
-        if not work.use_cache:
-            return []
-        root = root_key(self.layout.fingerprint, work.tenant)
-        return block_keys(token_ids, self.layout.block_tokens, root)
+    def _name_blocks(self, guest: _Guest) -> None:
+        """Those that have none yet, of its prompt and its answer."""
+        work = guest.work
+        if work.use_cache:
+            root = root_key(self.layout.fingerprint, work.tenant)
+            tokens = (*work.token_ids, *guest.generated)
+            extend_keys(guest.keys, tokens, self.layout.block_tokens, root)
 
     def _on_start_prefill(self, command: StartPrefill) -> None:
         guest = self._add(command.work, hands_over=command.target is not None)
@@ -337,12 +340,12 @@ class GuestInstance:
             self._begin_prefill(self._works[next(iter(self._line))])
 
     def _end_handed_over(self, guest: _Guest, piece: Piece) -> None:
-        if piece.finish is None or not piece.tokens:
-            if piece.finish is not None:
-                self._fail(piece.work_id, "the prefill ended without a token")
+        if piece.finish is None:
             return
-        # Its answer ends here only if that is its own end, not the one token it was asked for.
-        ends = piece.finish is FinishReason.STOP or guest.work.sampling.max_tokens <= 1
+        if not piece.tokens:
+            self._fail(piece.work_id, "the prefill ended without a token")
+            return
+        ends = piece.finish is FinishReason.STOP  # and not by the one token it was asked for
         if not ends and not piece.handle:  # else who decodes would quietly compute it all again
             self._fail(piece.work_id, NO_HANDLE)
             return
@@ -360,7 +363,7 @@ class GuestInstance:
         self, work_id: WorkId, tokens: Sequence[Token], finish: FinishReason | None
     ) -> None:
         if self._step is None:
-            self._step = _Step(decodes_alone=not self._line and self._last_step_s is not None)
+            self._step = _Step(decodes_alone=not self._line)
             self._actions.append(EndStepSoon())
         coming = self._step.pieces.get(work_id, _Coming([], None))
         coming.tokens.extend(tokens)
@@ -403,7 +406,8 @@ class GuestInstance:
         """It is over here, however it ended."""
         work_id = guest.work.work_id
         if self._assumed is not None and guest.generated:
-            self._assumed.use(self._keys(guest.work, (*guest.work.token_ids, *guest.generated)))
+            self._name_blocks(guest)
+            self._assumed.use(guest.keys)
         self._leave_line(work_id)
         del self._works[work_id]
         if self._step is not None:

@@ -184,6 +184,27 @@ def test_attempts_are_bounded() -> None:
     desk.assert_nothing_is_booked()
 
 
+def test_what_an_engine_refuses_is_the_requests_fault_and_not_tried_elsewhere() -> None:
+    desk = Desk("p0", "p1", "d0")
+    desk.ask()
+    name = desk.conductor.requests[RequestId("r")].attempt.prefill  # type: ignore[union-attr]
+    failed = WorkFailed(work_id=WorkId("r/1"), reason="refused_by_engine", message="no such form")
+    actions = desk.report(name, failed)
+    (refuse,) = of(actions, Refuse)
+    assert (refuse.status, refuse.message) == (400, "no such form")
+    assert refuse.retry_after_s is None
+    assert not sent(actions, StartPrefill)
+    desk.assert_nothing_is_booked()
+
+
+def test_the_handle_of_a_kvcache_goes_on_to_who_decodes() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    done = PrefillDone(work_id=WorkId("r/1"), token=Token(token_id=7), handle=b"there")
+    ((decode, start),) = sent(desk.report("p0", done), StartDecode)
+    assert (decode, start.handle) == ("d0", b"there")
+
+
 def test_a_begun_answer_is_not_refused_for_its_slo() -> None:
     desk = Desk("p0", "d0")
     desk.ask(ttft_s=0.05)
