@@ -23,6 +23,7 @@ def run(folder: Path, operations: int, seed: int) -> Soak:
     return soak
 
 
+@pytest.mark.long
 def test_a_short_soak_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_module, "CHECKPOINTS", 3)
     soak = run(tmp_path, 6000, 5)

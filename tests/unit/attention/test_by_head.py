@@ -112,6 +112,7 @@ def test_tokens_and_blocks_are_those_of_one_process(count: int, dtype: str) -> N
                 assert torch.equal(cut, cache.blocks[block, 1].view(torch.uint8))
 
 
+@pytest.mark.long
 def test_a_lost_worker_fails_every_step() -> None:
     with workers(2) as made:
         step = [SequenceStep(RequestId("0"), [1, 2], 0, [0], GREEDY)]
