@@ -1,4 +1,4 @@
-# Every target sets up what it needs first. `make demo` on a fresh clone is the place to begin.
+# Every target sets up what it needs first. Start with `make demo`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ demo: setup
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-# What takes long and says little that `make test` does not.
+# Tests that take long: sweeps, second kinds of a fault, the wheel. CI runs them too.
 long: setup-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
@@ -43,7 +43,7 @@ types: setup-dev
 
 check: lint types test
 
-# PEER_PYTHON=/path/to/python of a vLLM CPU installation (and OPENVINO_PYTHON, LLAMA_PYTHON) adds it to the engine's table.
+# PEER_PYTHON, OPENVINO_PYTHON and LLAMA_PYTHON name Pythons of installations to compare with.
 bench: setup
 	$(BIN)/moonpool bench engine $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) \
 	  $(if $(OPENVINO_PYTHON),--openvino-python $(OPENVINO_PYTHON)) \

@@ -26,9 +26,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moonpool.api.app import make_app
+from moonpool.api.app import http_server, listen, make_app
 from moonpool.api.frontend import ModelCard, Output
-from moonpool.api.server import http_server, listen
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moonpool.engine.native.memory import PackedMemory
+from moonpool.engine.native.linear import PackedMemory
 from moonpool.engine.native.ops import NativeLinear, NativeOps
-from moonpool.engine.ops import HeadShape, KvCache, StepMeta, empty_cache
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.engine.ops import AttendArgs, HeadShape, KvCache, StepMeta, empty_cache
+from moonpool.protocol.block_layout import BlockLayout
 
 READ_BYTES = 256 << 20
 SPILL_BYTES = 96 << 20  # of weights or KVCache, so that no cache holds them
@@ -43,7 +43,7 @@ DECODE_CONTEXT, BATCHES = 4096, (1, 8)
 
 
 @dataclass(frozen=True)
-class Job:
+class OpsJob:
     """Something to time: what it computes and must read each time it is called."""
 
     name: str
@@ -71,16 +71,16 @@ def best_s(run: Callable[[], object], repeats: int) -> float:
     return best
 
 
-def limit_jobs(dtype: torch.dtype) -> dict[str, Job]:
+def limit_jobs(dtype: torch.dtype) -> dict[str, OpsJob]:
     x, y = torch.randn(2, 2048, 2048).to(dtype)
     memory = PackedMemory().take(READ_BYTES).view(torch.float32).normal_()
     return {
-        "gemm": Job("gemm", lambda: x @ y, 2.0 * 2048**3, 0),
-        "memory": Job("memory", memory.sum, 0, READ_BYTES),
+        "gemm": OpsJob("gemm", lambda: x @ y, 2.0 * 2048**3, 0),
+        "memory": OpsJob("memory", memory.sum, 0, READ_BYTES),
     }
 
 
-def linear_jobs(ops: NativeOps, model: str, rows: int, dtype: torch.dtype) -> list[Job]:
+def linear_jobs(ops: NativeOps, model: str, rows: int, dtype: torch.dtype) -> list[OpsJob]:
     """All linears of enough layers, ours and oneDNN's."""
     shapes, _ = MODELS[model]
     size = torch.finfo(dtype).bits // 8
@@ -105,8 +105,8 @@ def linear_jobs(ops: NativeOps, model: str, rows: int, dtype: torch.dtype) -> li
             torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
     flops, num_bytes = 2.0 * rows * layer_elements * layers, float(layer_elements * layers * size)
-    jobs = [Job(f"{model} linears M={rows}", run_ours, flops, num_bytes)]
-    return jobs + ([Job("  oneDNN", run_peers, flops, num_bytes)] if peers else [])
+    jobs = [OpsJob(f"{model} linears M={rows}", run_ours, flops, num_bytes)]
+    return jobs + ([OpsJob("  oneDNN", run_peers, flops, num_bytes)] if peers else [])
 
 
 def make_step(before: int, rows: int, batch: int, blocks: int) -> StepMeta:
@@ -125,7 +125,7 @@ def make_step(before: int, rows: int, batch: int, blocks: int) -> StepMeta:
 
 def attend_job(
     ops: NativeOps, model: str, before: int, rows: int, batch: int, dtype: torch.dtype
-) -> Job:
+) -> OpsJob:
     heads = MODELS[model][1]
     context = before + rows
     token_bytes = 2 * heads.num_kv_heads * heads.head_dim * (torch.finfo(dtype).bits // 8)
@@ -147,15 +147,15 @@ def attend_job(
 
     def run() -> None:
         for layer in range(layers):
-            ops.attend(q, heads, cache, layer, meta, heads.head_dim**-0.5)
+            ops.attend(q, AttendArgs(heads, cache, layer, meta, heads.head_dim**-0.5))
 
     pairs = batch * sum(range(before + 1, context + 1))
     flops = 4.0 * heads.num_heads * heads.head_dim * pairs * layers
     kind = f"decode B={batch} ctx {context}" if rows == 1 else f"attention {rows}x{context}"
-    return Job(f"{model} {kind}", run, flops, float(read_bytes * layers))
+    return OpsJob(f"{model} {kind}", run, flops, float(read_bytes * layers))
 
 
-def all_jobs(ops: NativeOps, dtype: torch.dtype) -> Iterator[list[Job]]:
+def all_jobs(ops: NativeOps, dtype: torch.dtype) -> Iterator[list[OpsJob]]:
     """Made one by one: together they would not fit in memory."""
     for model in MODELS:
         for rows in ROWS:
@@ -171,7 +171,7 @@ def measure(
 ) -> tuple[list[Result], dict[str, float]]:
     limits = limit_jobs(dtype)
     limit_s = dict.fromkeys(limits, float("inf"))
-    taken: list[tuple[Job, float]] = []
+    taken: list[tuple[OpsJob, float]] = []
     for jobs in all_jobs(ops, dtype):
         seconds = [float("inf")] * len(jobs)
         for _ in range(rounds):

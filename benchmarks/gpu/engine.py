@@ -20,15 +20,16 @@ from pathlib import Path
 
 import torch
 
-from moonpool.bench.engine_rows import prefill_flops
+from benchmarks.suite.engine.engine_rows import prefill_flops
 from moonpool.engine.builtin import open_model
-from moonpool.engine.cuda.mirror import Mirror
+from moonpool.engine.cuda.host_sync import HostGpuSync
 from moonpool.engine.cuda.torch_ops import TorchOps
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.spec import ModelSpec
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.types import RequestId, SamplingParams
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import SamplingParams
 
 PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 4.8e12
 # Eight layers of the shape of Llama-3-8B.
@@ -36,15 +37,15 @@ MODEL = "random:hidden=4096,layers=8,heads=32,kv_heads=8,head_dim=128,inter=1433
 MODEL += ",context=131072"
 PREFILLS = ((128, 0), (512, 0), (2048, 0), (8192, 0), (512, 8192), (2048, 30000))
 DECODES = ((1, 512), (1, 8192), (1, 65536), (8, 4096), (32, 4096), (128, 2048))
-GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+GREEDY = SamplingParams(temperature=0.0)
 REPEATS = 8
 
 
-def step_of(engine: Engine, batch: int, new: int, context: int) -> list[SequenceStep]:
+def step_of(engine: Engine, batch: int, new: int, context: int) -> list[StepEntry]:
     blocks = engine.layout.blocks_for(new + context)
     return [
-        SequenceStep(
-            RequestId(str(i)),
+        StepEntry(
+            AttemptId(str(i)),
             [(i + 7 * t) % 999 for t in range(new)],
             context,
             range(i * blocks, (i + 1) * blocks),
@@ -65,7 +66,7 @@ def limit_s(spec: ModelSpec, batch: int, new: int, context: int) -> float:
 
 def measure(engine: Engine, batch: int, new: int, context: int) -> dict[str, float]:
     step = step_of(engine, batch, new, context)
-    on_layer = None if engine.mirror is None else lambda layer: None
+    on_layer = None if engine.host_sync is None else lambda layer: None
     engine.step(step, on_layer)
     engine.step(step, on_layer)
     seconds = min(engine.step(step, on_layer).seconds for _ in range(REPEATS))
@@ -111,7 +112,7 @@ def main() -> None:
         "decode": [measure(engine, batch, 1, context) for batch, context in DECODES],
     }
     arena = torch.empty(cache.blocks.shape, dtype=torch.bfloat16, pin_memory=True)
-    engine.mirror = Mirror(cache, arena)
+    engine.host_sync = HostGpuSync(cache, arena)
     report["prefill_mirrored"] = [measure(engine, 1, new, context) for new, context in PREFILLS]
     for row in (*report["prefill"], *report["decode"], *report["prefill_mirrored"]):
         print(json.dumps(row))

@@ -35,7 +35,7 @@ H100_CONSTANTS = GemmConstants(c0_s=6e-6, mu=0.94, phi=0.74, tile=128, q=2)
 
 
 @dataclass(frozen=True)
-class Gemm:
+class GemmFit:
     """One timed product: [t, k] @ [k, n]."""
 
     t: int
@@ -44,7 +44,7 @@ class Gemm:
     seconds: float
 
 
-def predict(gemms: list[Gemm], c: GemmConstants) -> Array:
+def predict(gemms: list[GemmFit], c: GemmConstants) -> Array:
     t, k, n = (np.array([getattr(g, x) for g in gemms], dtype=np.float64) for x in "tkn")
     return _predict(t, k, n, c)
 
@@ -61,7 +61,7 @@ def mape(predicted: Array, measured: Array) -> float:
     return float(np.mean(np.abs(predicted - measured) / measured))
 
 
-def fit_gemm(gemms: list[Gemm]) -> list[tuple[float, GemmConstants]]:
+def fit_gemm(gemms: list[GemmFit]) -> list[tuple[float, GemmConstants]]:
     """The best constants for each (tile, q), best first, each with its error."""
     t, k, n = (np.array([getattr(g, x) for g in gemms], dtype=np.float64) for x in "tkn")
     measured = np.array([g.seconds for g in gemms])
@@ -98,7 +98,7 @@ def _descend(c: GemmConstants, error: Callable[[GemmConstants], float]) -> GemmC
 
 
 def layer_errors(
-    layers: Iterable[tuple[str, list[tuple[int, int]]]], gemms: list[Gemm], c: GemmConstants
+    layers: Iterable[tuple[str, list[tuple[int, int]]]], gemms: list[GemmFit], c: GemmConstants
 ) -> dict[str, object]:
     """Error of the sum over each layer's products, for each T: mean, 90th percentile, worst."""
     times = {(g.t, g.k, g.n): g.seconds for g in gemms}

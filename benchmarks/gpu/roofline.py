@@ -29,8 +29,8 @@ from fit import (
     H100_CONSTANTS,
     PEAK_BYTES_PER_S,
     PEAK_FLOPS,
-    Gemm,
     GemmConstants,
+    GemmFit,
     as_dict,
     fit_gemm,
     fit_line,
@@ -117,14 +117,14 @@ def cold_sets(set_bytes: int) -> int:
     return max(2, -(-COLD_BYTES // set_bytes))
 
 
-def measure_gemms(rows: tuple[int, ...]) -> list[Gemm]:
+def measure_gemms(rows: tuple[int, ...]) -> list[GemmFit]:
     shapes = sorted({shape for own in layers().values() for shape in own} | set(LM_HEADS))
     done = []
     for k, n in shapes:
         weights = [random(n, k) * k**-0.5 for _ in range(cold_sets(2 * k * n))]
         for t in rows:
             if n <= 60000 or t <= 512:  # only the last rows see the head
-                done.append(Gemm(t, k, n, _time_gemm(t, weights)))
+                done.append(GemmFit(t, k, n, _time_gemm(t, weights)))
     return done
 
 
@@ -345,7 +345,7 @@ def overheads() -> dict[str, float]:
     }
 
 
-def summary(gemms: list[Gemm], decode: list, prefill: list) -> dict[str, object]:
+def summary(gemms: list[GemmFit], decode: list, prefill: list) -> dict[str, object]:
     ranked = fit_gemm(gemms)
     tiles = sorted({c.tile for _, c in ranked})
     result: dict[str, object] = {
@@ -378,7 +378,7 @@ def _fastest(rows: list[dict]) -> list[dict]:
     return [row | {"backend": "fastest"} for row in best.values()]
 
 
-def _score(gemms: list[Gemm], c: GemmConstants) -> dict[str, object]:
+def _score(gemms: list[GemmFit], c: GemmConstants) -> dict[str, object]:
     measured = np.array([g.seconds for g in gemms])
     own_layers = layer_errors(list(layers().items()), gemms, c)
     return as_dict(c) | {"mape": mape(predict(gemms, c), measured), "layers": own_layers}
@@ -453,7 +453,7 @@ def main() -> None:
 
 def refit(path: Path) -> None:
     report = json.loads(path.read_text())
-    report["gemms"] = [Gemm(t, k, n, us / 1e6) for t, k, n, us in report["gemms"]]
+    report["gemms"] = [GemmFit(t, k, n, us / 1e6) for t, k, n, us in report["gemms"]]
     report["fit"] = summary(report["gemms"], report["decode"], report["prefill"])
     _write(path, report)
     print(json.dumps(report["fit"], indent=1))

@@ -1,7 +1,7 @@
-"""The nouns every room shares: identifiers, roles, service levels and the request itself.
+"""Types shared by all packages: identifiers, roles, service levels and the request itself.
 
-All of them are immutable values. They are `msgspec` structs, so the value a state machine handles
-is the very value that travels between processes: there is no second, "wire" version of anything.
+All are immutable `msgspec` structs. State machines handle the same types that travel between
+processes; there are no separate wire types.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
 BlockKey = NewType("BlockKey", bytes)
-"""Content name of one full block: 16 bytes, chained to its parent (see `kvcache.hashing`)."""
+"""Content name of one full block: 16 bytes, chained to its parent (see `protocol.block_hash`)."""
 BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
 
 
 class Role(StrEnum):
-    """What an instance is for. A mixed instance does both halves of a request."""
+    """The part of a request that an instance serves. A mixed instance serves both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -37,7 +37,7 @@ class Role(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a request's answer ended, in OpenAI's words where OpenAI has one."""
+    """Why a request's answer ended, with OpenAI's names where there are any."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -56,11 +56,11 @@ class Slo(Struct, frozen=True):
 
 
 class SamplingParams(Struct, frozen=True):
-    """How the next token is drawn. `temperature == 0` is greedy; the other limits then have no say.
+    """How the next token is drawn. `temperature == 0` is greedy; the other limits are then ignored.
 
-    `seed` is always a number by the time a request exists (the API draws one when the client names
-    none), because each draw is keyed by (seed, position): the same request gives the same answer in
-    any batch, on any instance, before and after a fault.
+    `seed` is always a number: the API draws one if the client sets none. Each draw is keyed by
+    (seed, position), so the same request gives the same answer in any batch, on any instance,
+    before and after a fault.
     """
 
     temperature: float = 1.0
@@ -73,11 +73,11 @@ class SamplingParams(Struct, frozen=True):
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # divides what favours a token of prompt or answer
+    repetition_penalty: float = 1.0  # divides the logits of tokens in prompt or answer
     stop_token_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
-    grammar: str = ""  # that the answer must keep (see `engine.grammar`); "": it may be anything
+    grammar: str = ""  # the answer must match it (see `engine.grammar`); "": no constraint
 
 
 SAMPLING_RANGES = {
@@ -87,7 +87,7 @@ SAMPLING_RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""Least and most of what a request, or the model for it, may ask for."""
+"""Least and greatest value of each parameter, in a request and in a model's defaults."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -105,11 +105,11 @@ class Token(Struct, frozen=True, array_like=True):
 
 
 class Request(Struct, frozen=True):
-    """A prompt with everything needed to answer it. `arrived_s` and `deadline_s` are on one clock.
+    """A prompt and its parameters. `arrived_s` and `deadline_s` are on the driver's clock.
 
     `tenant` salts the block keys: requests of different tenants never share a block.
-    `use_cache` False neither reads nor feeds the KVCache pool. `keys` are the names of the prompt's
-    full blocks where they are known without its tokens (a trace names blocks, and has no text);
+    `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
+    prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
     None: they follow from the tokens.
     """
 

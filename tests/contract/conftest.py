@@ -7,7 +7,7 @@ import pytest
 from messenger_harness import Node, need_nixl
 
 from moonpool.engine.native.slices import open_slices
-from moonpool.messenger import native_mover
+from moonpool.transfer import slice_copier as copiers
 
 
 @pytest.fixture(params=["shm", "tcp", "nixl"])
@@ -18,20 +18,20 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["plain", "native"])
-def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who moves and sums the slices."""
-    monkeypatch.setattr(native_mover, "FEW_SLICES", 0)
+def slice_copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation that copies and hashes slices."""
+    monkeypatch.setattr(copiers, "FEW_SLICES", 0)
     if request.param == "native" and open_slices() is None:
         pytest.skip("the kernels are not built here")
     return str(request.param)
 
 
 @pytest.fixture
-def make_node(transport: str, mover: str) -> Iterator[Callable[..., Node]]:
+def make_node(transport: str, slice_copier: str) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def make(name: str, **options: Any) -> Node:
-        native = mover == "native" and "checksum" not in options
+        native = slice_copier == "native" and "checksum" not in options
         nodes.append(Node(name, transport, native=native, **options))
         return nodes[-1]
 

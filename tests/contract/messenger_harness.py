@@ -12,18 +12,18 @@ from typing import TypeVar
 import pytest
 
 from moonpool.engine.native.slices import open_slices
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
-from moonpool.messenger import nixl, shm, tcp
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.auth import ClientHandshake, Identity, authenticate_frames
-from moonpool.messenger.courier import Courier, has_nixl
-from moonpool.messenger.cut import Cut
-from moonpool.messenger.landing_table import Checksum, checksum_slice
-from moonpool.messenger.messenger import Messenger
-from moonpool.messenger.mover import PlainMover
-from moonpool.messenger.peer_arena import PeerArenas
-from moonpool.messenger.transport import Connection, FrameSocket
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
+from moonpool.transfer import nixl, shm, tcp
+from moonpool.transfer.arena import Arena, PeerArenas
+from moonpool.transfer.auth import ClientHandshake, Identity, authenticate_frames
+from moonpool.transfer.checksums import Checksum, checksum_slice
+from moonpool.transfer.connection import Connection
+from moonpool.transfer.frame_socket import FrameSocket
+from moonpool.transfer.messenger import Messenger
+from moonpool.transfer.nixl_agent import NixlAgent, has_nixl
+from moonpool.transfer.reshard import ShardView
+from moonpool.transfer.slice_copier import PlainSliceCopier
 from moonpool.types import BlockKey, InstanceId
 
 SECRET = b"a secret of the tests"
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def make_layout(head_dim: int = 8, num_layers: int = 3, model: str = "tiny") -> BlockLayout:
-    """256-byte slices unless told otherwise."""
+    """Has slices of 256 bytes by default."""
     return BlockLayout(
         model_fingerprint=model,
         dtype="float32",
@@ -44,7 +44,7 @@ def make_layout(head_dim: int = 8, num_layers: int = 3, model: str = "tiny") -> 
 
 
 class Node:
-    """One instance: arena, messenger and the events it got."""
+    """One instance: arena, messenger and the events it received."""
 
     def __init__(
         self,
@@ -58,16 +58,16 @@ class Node:
         checksum: Checksum = checksum_slice,
         native: bool = False,
         num_blocks: int = NUM_BLOCKS,
-        cut: Cut | None = None,
+        shard_view: ShardView | None = None,
     ) -> None:
-        """With a `cut`, `layout` is of what the arena keeps of slices as `make_layout` has them."""
+        """With a `shard_view`, `layout` is that of the stored part of `make_layout`'s slices."""
         self.layout = layout or make_layout()
-        self.arena = Arena(self.layout, num_blocks, cut, sealed=transport != "nixl")
-        self.courier = Courier(self.arena, "127.0.0.1") if transport == "nixl" else None
+        self.arena = Arena(self.layout, num_blocks, shard_view, sealed=transport != "nixl")
+        self.nixl_agent = NixlAgent(self.arena, "127.0.0.1") if transport == "nixl" else None
         self.events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self.messenger = Messenger(
             self.arena,
-            make_layout() if cut else self.layout,
+            make_layout() if shard_view else self.layout,
             InstanceId(name),
             secret,
             self.events.put,
@@ -75,7 +75,7 @@ class Node:
             park_s=park_s,
             use_shared_memory=transport == "shm",
             checksum=checksum,
-            courier=self.courier,
+            nixl_agent=self.nixl_agent,
             native=open_slices() if native else None,
         )
         self.address: PeerAddress = self.messenger.start()
@@ -121,16 +121,18 @@ def bare_socket(address: PeerAddress, transport: str) -> socket.socket:
 def rogue_connection(
     address: PeerAddress, transport: str, layout: BlockLayout, arena: Arena
 ) -> Connection:
-    """An authenticated connection on which a test can say what no messenger of ours would."""
+    """Returns an authenticated connection on which a test can send invalid messages."""
     by_s = time.monotonic() + 2
     frames = FrameSocket(bare_socket(address, transport))
     me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
     if transport == "shm":
-        return shm.swap_arenas(frames, address.instance_id, arena, PeerArenas(), PlainMover(), by_s)
+        return shm.exchange_arenas(
+            frames, address.instance_id, arena, PeerArenas(), PlainSliceCopier(), by_s
+        )
     if transport == "nixl":
-        courier = Courier(Arena(layout, arena.num_blocks, sealed=False), "127.0.0.1")
-        made = nixl.swap_cards(frames, address.instance_id, courier, time.monotonic() + 2)
-        weakref.finalize(made, courier.close)
+        agent = NixlAgent(Arena(layout, arena.num_blocks, sealed=False), "127.0.0.1")
+        made = nixl.exchange_metadata(frames, address.instance_id, agent, time.monotonic() + 2)
+        weakref.finalize(made, agent.close)
         return made
-    return tcp.TcpConnection(frames, address.instance_id, PlainMover())
+    return tcp.TcpConnection(frames, address.instance_id, PlainSliceCopier())

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moonpool.config import EvictionName, choices
-from moonpool.kvcache.blocks import BlockPool
-from moonpool.kvcache.eviction import Eviction, make_eviction
+from moonpool.kvcache.block_pool import BlockPool
+from moonpool.kvcache.eviction import EvictionPolicy, make_eviction
 from moonpool.types import BlockId, BlockKey
 
 POLICIES = choices(EvictionName)
@@ -31,7 +31,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(POLICIES))
     def begin(self, name: str) -> None:
-        self.policy: Eviction = make_eviction(name, NUM_BLOCKS)
+        self.policy: EvictionPolicy = make_eviction(name, NUM_BLOCKS)
         self.held: list[int] = []
         self.evictable: list[int] = []
         self.nameless = list(range(NUM_BLOCKS))
@@ -126,7 +126,7 @@ def serve(pool: BlockPool, owner: str, names: list[int]) -> int:
     new = pool.allocate(owner, min(len(keys) - len(cached), pool.num_available))
     assert new is not None
     for depth, block in enumerate(new, len(cached)):
-        pool.seal(block, keys[depth], depth)
+        pool.cache_block(block, keys[depth], depth)
     return len(cached)
 
 
@@ -172,7 +172,7 @@ def test_one_history_gives_one_order(name: str) -> None:
 
 PRINT_ORDER = """
 from tests.contract.test_eviction import random_prompts, serve
-from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction import make_eviction
 pool = BlockPool(100, make_eviction("predictive", 100))
 for names in random_prompts(1500, seed=2):

@@ -1,4 +1,4 @@
-"""A large fetch by TCP goes over several connections at once, and to its caller is one fetch."""
+"""A large fetch over TCP uses several connections at once and is one fetch to its caller."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from messenger_harness import Node, keys, make_layout
 
-from moonpool.bench.flow_limit import FlowLimit
-from moonpool.kvcache.transfers import FetchEnded, FetchProgress, ReadEnded, ReadRequested
-from moonpool.messenger import fetch_parts
-from moonpool.messenger.cut import NOWHERE
-from moonpool.messenger.fetch_parts import split
-from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.messenger import TCP_CONNECTIONS
+from moonpool.profiling.transfer_flows import FlowLimit
+from moonpool.protocol.transfer_events import FetchEnded, FetchProgress, ReadEnded, ReadRequested
+from moonpool.transfer import fetch as fetch_module
+from moonpool.transfer.fetch import split
+from moonpool.transfer.gate import LayerGate
+from moonpool.transfer.messenger import TCP_CONNECTIONS
+from moonpool.transfer.reshard import NOWHERE
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 3
@@ -28,8 +28,8 @@ def transport() -> str:
 
 @pytest.fixture
 def pair(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Node]:
-    """Whose fetches of more than a block go over several connections."""
-    monkeypatch.setattr(fetch_parts, "PART_BYTES", 1)
+    """Two nodes whose fetches of more than one block use several connections."""
+    monkeypatch.setattr(fetch_module, "PART_BYTES", 1)
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
     reader.fill(2)
@@ -40,8 +40,8 @@ def number_of(key: bytes) -> int:
     return int.from_bytes(key, "big")
 
 
-def asked(source: Node, parts: int = TCP_CONNECTIONS) -> list[ReadRequested]:
-    """In the blocks' order."""
+def read_requests(source: Node, parts: int = TCP_CONNECTIONS) -> list[ReadRequested]:
+    """Returns the read requests, in the order of their blocks."""
     reads = [source.expect_event(ReadRequested) for _ in range(parts)]
     return sorted(reads, key=lambda read: read.keys)
 
@@ -61,13 +61,13 @@ def test_every_block_is_in_one_part_and_small_fetches_are_not_split() -> None:
     assert split(3, 1 << 30, 4) == [range(1), range(1, 2), range(2, 3)]
 
 
-def test_all_blocks_come_and_the_end_is_told_once(pair: tuple[Node, Node]) -> None:
+def test_all_blocks_arrive_and_the_end_is_reported_once(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     places = list(range(20, 31))
-    for _ in range(2):  # the second time over the connections that were kept
+    for _ in range(2):  # the second time over the kept connections
         reader.fill(2)
         reader.messenger.fetch("f", source.address, keys(11), places, 3.0)
-        reads = asked(source)
+        reads = read_requests(source)
         assert [key for read in reads for key in read.keys] == keys(11)
         grant_all(source, reads)
         ended = reader.expect_event(FetchEnded)
@@ -80,11 +80,11 @@ def test_all_blocks_come_and_the_end_is_told_once(pair: tuple[Node, Node]) -> No
         reader.expect_silence()
 
 
-def test_what_is_not_lent_ends_the_prefix(pair: tuple[Node, Node]) -> None:
+def test_blocks_that_are_not_granted_end_the_prefix(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     gate = LayerGate()
     reader.messenger.fetch("f", source.address, keys(12), list(range(12)), 3.0, gate)
-    reads = asked(source)
+    reads = read_requests(source)
     source.messenger.grant(reads[0].read_id, [0, 1, 2])
     source.messenger.grant(reads[1].read_id, [3])
     source.messenger.grant(reads[2].read_id, [6, 7, 8])
@@ -103,9 +103,9 @@ def test_the_gate_waits_for_every_part(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     gate = LayerGate()
     reader.messenger.fetch("f", source.address, keys(8), list(range(8)), 3.0, gate)
-    reads = asked(source)
+    reads = read_requests(source)
     grant_all(source, reads[:3])
-    reader.expect_silence(0.1)  # how much is lent is not known yet
+    reader.expect_silence(0.1)  # the number of granted blocks is not known yet
     assert not gate.wait(0, time.monotonic())
     grant_all(source, reads[3:])
     assert gate.wait(NUM_LAYERS - 1, time.monotonic() + 3.0)
@@ -119,13 +119,13 @@ def test_the_gate_waits_for_every_part(pair: tuple[Node, Node]) -> None:
     assert event.num_blocks == 8
 
 
-def test_a_part_that_comes_wrong_leaves_what_is_before_it(pair: tuple[Node, Node]) -> None:
+def test_a_corrupt_part_keeps_the_blocks_before_it(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     warm_up(source, reader)
     source.arena.slice(5, 1)[3] ^= 1
     gate = LayerGate()
     reader.messenger.fetch("f", source.address, keys(8), list(range(8)), 3.0, gate)
-    grant_all(source, asked(source))
+    grant_all(source, read_requests(source))
     while not isinstance(ended := reader.events.get(timeout=3.0), FetchEnded):
         pass
     assert (ended.num_blocks, ended.corrupt_slices) == (5, 1)
@@ -133,20 +133,20 @@ def test_a_part_that_comes_wrong_leaves_what_is_before_it(pair: tuple[Node, Node
 
 
 def warm_up(source: Node, reader: Node) -> None:
-    """So that the source remembers the sums of its blocks."""
+    """Makes the source store the checksums of its blocks."""
     reader.messenger.fetch("w", source.address, keys(8), list(range(8)), 3.0)
-    grant_all(source, asked(source))
+    grant_all(source, read_requests(source))
     assert reader.expect_event(FetchEnded).num_blocks == 8
     for _ in range(TCP_CONNECTIONS):
         source.expect_event(ReadEnded)
 
 
-def test_a_source_that_dies_in_one_part_ends_the_fetch_with_what_came(
+def test_a_source_that_dies_in_one_part_ends_the_fetch_with_the_blocks_that_arrived(
     pair: tuple[Node, Node],
 ) -> None:
     source, reader = pair
     reader.messenger.fetch("f", source.address, keys(8), list(range(8)), 3.0)
-    reads = asked(source)
+    reads = read_requests(source)
     grant_all(source, reads[:1])
     source.expect_event(ReadEnded, 3.0)
     source.messenger.close()
@@ -157,10 +157,10 @@ def test_a_source_that_dies_in_one_part_ends_the_fetch_with_what_came(
     assert all(reader.block(n) == source.block(n) for n in range(2))
 
 
-def test_closing_breaks_every_part_off(pair: tuple[Node, Node]) -> None:
+def test_closing_cancels_every_part(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     reader.messenger.fetch("f", source.address, keys(8), list(range(8)), 30.0)
-    asked(source)
+    read_requests(source)
     began_s = time.monotonic()
     reader.messenger.close()
     assert time.monotonic() - began_s < 3.0
@@ -168,8 +168,8 @@ def test_closing_breaks_every_part_off(pair: tuple[Node, Node]) -> None:
     assert (ended.num_blocks, bool(ended.error)) == (0, True)
 
 
-def test_where_flows_are_limited_several_bring_more(make_node: MakeNode) -> None:
-    """Each gets 20 MB/s here: 36 MiB take 1.9 s over one."""
+def test_several_connections_are_faster_if_flows_are_limited(make_node: MakeNode) -> None:
+    """Each flow is limited to 20 MB/s: 36 MiB take 1.9 s over one."""
     layout = make_layout(head_dim=65536)  # of 2 MiB slices
     source = make_node("source", layout=layout, num_blocks=6)
     reader = make_node("reader", layout=layout, num_blocks=6)
@@ -178,7 +178,7 @@ def test_where_flows_are_limited_several_bring_more(make_node: MakeNode) -> None
     path = msgspec.structs.replace(source.address, tcp_port=limit.port)
     began_s = time.monotonic()
     reader.messenger.fetch("f", path, keys(6), list(range(6)), 10.0)
-    grant_all(source, asked(source))
+    grant_all(source, read_requests(source))
     ended = reader.expect_event(FetchEnded, 10.0)
     taken_s = time.monotonic() - began_s
     limit.close()
@@ -188,23 +188,25 @@ def test_where_flows_are_limited_several_bring_more(make_node: MakeNode) -> None
     assert all(reader.block(n) == source.block(n) for n in range(6))
 
 
-def test_parts_go_to_who_keeps_the_blocks(pair: tuple[Node, Node], make_node: MakeNode) -> None:
-    """Each for itself: here, at another peer, at several that have some of the blocks each."""
+def test_each_part_is_redirected_to_the_peers_that_store_its_blocks(
+    pair: tuple[Node, Node], make_node: MakeNode
+) -> None:
+    """Parts at the source, at one other peer, and at several peers with some of the blocks each."""
     front, reader = pair
-    keeper, one, other = make_node("keeper"), make_node("one"), make_node("other")
-    for number, node in enumerate((keeper, one, other)):
+    holder, one, other = make_node("holder"), make_node("one"), make_node("other")
+    for number, node in enumerate((holder, one, other)):
         node.fill(3 + number)
     reader.messenger.fetch("f", front.address, keys(8), list(range(8)), 3.0)
-    here, there, shared, last = asked(front)
+    here, there, shared, last = read_requests(front)
     grant_all(front, [here, last])
-    front.messenger.send_read_on(there.read_id, keeper.address)
-    front.messenger.send_read_on(shared.read_id, one.address, other.address)
-    grant_all(keeper, asked(keeper, 1))
+    front.messenger.redirect_read(there.read_id, holder.address)
+    front.messenger.redirect_read(shared.read_id, one.address, other.address)
+    grant_all(holder, read_requests(holder, 1))
     one.messenger.grant(one.expect_event(ReadRequested).read_id, [4, NOWHERE])
     other.messenger.grant(other.expect_event(ReadRequested).read_id, [NOWHERE, 5])
     ended = reader.expect_event(FetchEnded)
     assert (ended.num_blocks, ended.error) == (8, "")
-    sources = [front, front, keeper, keeper, one, other, front, front]
+    sources = [front, front, holder, holder, one, other, front, front]
     assert [reader.block(n) for n in range(8)] == [s.block(n) for n, s in enumerate(sources)]
     assert ended.num_bytes == 8 * front.layout.block_bytes
     reader.expect_silence()

@@ -1,5 +1,5 @@
-"""What holds from hop to hop, on every transport: sums that outlive their first send, leases that a
-slow reader keeps, connections that are kept, and the next way where one fails."""
+"""Properties that hold from hop to hop on every transport: checksums that outlive their first send,
+leases of slow readers, kept connections, and the fallback to the next transport."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ from collections.abc import Callable
 import pytest
 from messenger_harness import Node, keys, make_layout, rogue_connection
 
-from moonpool.kvcache.transfers import FetchEnded, ReadEnded, ReadRequested, ReceiveEnded, SendEnded
-from moonpool.messenger import inbound, landing_table, station
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.counters import Counters
-from moonpool.messenger.landing import Landing
-from moonpool.messenger.landing_table import checksum_slice
-from moonpool.messenger.shm import ShmConnection
-from moonpool.messenger.transport import FrameSocket, PeerGoneError
-from moonpool.messenger.wire import ReadBlocks, ReadGranted, ReadRenewed, Slices
+from moonpool.protocol.transfer_events import (
+    FetchEnded,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
+from moonpool.transfer import context as transfer_context
+from moonpool.transfer import listener as inbound
+from moonpool.transfer import slice_receiver as receivers
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.checksums import checksum_slice
+from moonpool.transfer.counters import Counters
+from moonpool.transfer.errors import PeerGoneError
+from moonpool.transfer.frame_socket import FrameSocket
+from moonpool.transfer.shm import ShmConnection
+from moonpool.transfer.slice_receiver import SliceReceiver
+from moonpool.transfer.wire import ReadBlocks, ReadGranted, ReadRenewed, Slices
 
 MakeNode = Callable[..., Node]
-PLAIN = pytest.mark.parametrize("mover", ["plain"], indirect=True)
-"""The test meddles with the hashing itself, which only the plain mover lets it."""
+PLAIN = pytest.mark.parametrize("slice_copier", ["plain"], indirect=True)
+"""The test replaces the hash function, which only the plain slice copier allows."""
 
 
 def fetch(reader: Node, source: Node, sources: list[int], targets: list[int]) -> FetchEnded:
-    """One whole read; the source's end of it has been told too when this returns."""
+    """Runs one whole read, until the source has reported its end too."""
     count = len(targets)
     reader.messenger.fetch("f", source.address, keys(count), targets, 5.0)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, sources)
@@ -84,11 +93,11 @@ def test_a_source_learns_which_of_its_blocks_changed_and_only_those(make_node: M
 
 
 @PLAIN
-def test_damage_on_the_way_is_not_blamed_on_the_source(
+def test_damage_in_transit_is_not_attributed_to_the_source(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, reader = make_node("source"), make_node("reader")
-    monkeypatch.setattr(landing_table, "checksum_slice", lambda view: checksum_slice(view) ^ 1)
+    monkeypatch.setattr(receivers, "checksum_slice", lambda view: checksum_slice(view) ^ 1)
     reader.messenger.fetch("f", source.address, keys(1), [0], 5.0)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [3])
     ended = source.expect_event(ReadEnded)
@@ -96,20 +105,20 @@ def test_damage_on_the_way_is_not_blamed_on_the_source(
     assert source.messenger.counts().corrupt_slices == 0
 
 
-def test_a_block_that_is_written_again_is_summed_again(make_node: MakeNode) -> None:
+def test_a_block_that_is_written_again_is_hashed_again(make_node: MakeNode) -> None:
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
     fetch(reader, source, [3, 4], [0, 1])
     tokens = source.layout.block_tokens
-    source.messenger.forget_sums([3, 4], tokens, tokens + 1)  # the first token of the second
+    source.messenger.forget_checksums([3, 4], tokens, tokens + 1)  # the first token of the second
     source.arena.slice(4, 1)[:] = b"z" * source.layout.slice_bytes
     assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 2
     assert reader.block(1) == source.block(4)
-    source.arena.slice(3, 1)[0] ^= 1  # of which nobody was told
+    source.arena.slice(3, 1)[0] ^= 1  # without notice
     assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 0
 
 
-def test_a_block_received_anew_is_summed_anew(make_node: MakeNode) -> None:
+def test_a_block_that_is_received_again_is_hashed_again(make_node: MakeNode) -> None:
     first, second = make_node("first"), make_node("second")
     first.fill(1)
     second.fill(2)
@@ -120,8 +129,8 @@ def test_a_block_received_anew_is_summed_anew(make_node: MakeNode) -> None:
     assert first.block(0) == first.block(5)
 
 
-def test_a_block_reused_after_the_lease_is_seen_by_a_late_reader() -> None:
-    """Only in shared memory: elsewhere the bytes have left before their lease can end."""
+def test_a_late_reader_detects_a_block_reused_after_the_lease() -> None:
+    """Shared memory only: other transports have sent the bytes before the lease can end."""
     source = Node("source", "shm", lease_s=0.1)
     source.fill(1)
     own = Arena(source.layout, 4)
@@ -134,9 +143,9 @@ def test_a_block_reused_after_the_lease_is_seen_by_a_late_reader() -> None:
     assert isinstance(offered, Slices)
     assert "lease" in source.expect_event(ReadEnded).error
     source.arena.slice(1, 0)[:] = b"the next owner's".ljust(source.layout.slice_bytes)
-    table = Landing(own, [0, 1], 0, Counters())
-    table.land(late, offered.offers, by_s)
-    assert (table.verified_prefix(), table.corrupt_slices) == (1, 1)
+    receiver = SliceReceiver(own, [0, 1], 0, Counters())
+    receiver.receive(late, offered.offers, by_s)
+    assert (receiver.complete_blocks(), receiver.corrupt_slices) == (1, 1)
     late.close()
     source.close()
 
@@ -156,14 +165,14 @@ def test_a_reader_slower_than_the_lease_renews_it(
         time.sleep(0.08)
         return checksum_slice(view)
 
-    monkeypatch.setattr(landing_table, "checksum_slice", slow)
+    monkeypatch.setattr(receivers, "checksum_slice", slow)
     began_s = time.monotonic()
     assert fetch(reader, source, [0, 1, 2, 3], [0, 1, 2, 3]).error == ""
     assert time.monotonic() - began_s > 3 * 0.3
     assert source.messenger.counts().failed_operations == 0
 
 
-def test_a_lease_cannot_be_renewed_beyond_what_was_asked_for(
+def test_a_lease_cannot_be_renewed_beyond_the_requested_timeout(
     make_node: MakeNode, transport: str
 ) -> None:
     source = make_node("source", lease_s=0.2)
@@ -213,7 +222,7 @@ def test_connections_kept_to_a_peer_end_with_it(make_node: MakeNode) -> None:
         time.sleep(0.01)
 
 
-def test_the_connection_idle_longest_makes_room_and_is_made_anew(
+def test_the_connection_idle_longest_makes_room_and_is_opened_again(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inbound, "MAX_CONNECTIONS", 2)
@@ -222,7 +231,7 @@ def test_the_connection_idle_longest_makes_room_and_is_made_anew(
     for number in (0, 1, 2, 0, 1):
         assert fetch(readers[number], source, [0], [0]).num_blocks == 1
     by_s = time.monotonic() + 2
-    while serving(source) > 2:  # those that had to go are going
+    while serving(source) > 2:  # closed connections end
         assert time.monotonic() < by_s
         time.sleep(0.01)
     assert source.messenger.counts().refused_connections == 0
@@ -237,16 +246,16 @@ def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNod
     source.messenger.grant(late.read_id, [9])
     source.fill(3)
     assert fetch(reader, source, [1], [0]).num_blocks == 1
-    assert reader.block(0) == source.block(1)  # and not what the late grant would have brought
+    assert reader.block(0) == source.block(1)  # not the block of the late grant
 
 
-def test_a_read_that_fails_midway_goes_on_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = make_layout(head_dim=8192)
-    monkeypatch.setattr(station, "FIRST_BYTES", 2 * layout.slice_bytes)
+    monkeypatch.setattr(transfer_context, "FIRST_BYTES", 2 * layout.slice_bytes)
     source = Node("source", "shm", layout=layout, num_blocks=4)
     reader = Node("reader", "shm", layout=layout, num_blocks=4)
     source.fill(1)
-    take, calls = ShmConnection.take, []
+    take, calls = ShmConnection.receive_slices, []
 
     def failing(self: ShmConnection, *arguments: object) -> int:
         calls.append(arguments)
@@ -254,7 +263,7 @@ def test_a_read_that_fails_midway_goes_on_over_tcp(monkeypatch: pytest.MonkeyPat
             raise PeerGoneError("shared memory broke")
         return take(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ShmConnection, "take", failing)
+    monkeypatch.setattr(ShmConnection, "receive_slices", failing)
     reader.messenger.fetch("f", source.address, keys(4), [0, 1, 2, 3], 5.0)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1, 2, 3])
     assert source.expect_event(ReadEnded).error
@@ -270,8 +279,8 @@ def test_a_read_that_fails_midway_goes_on_over_tcp(monkeypatch: pytest.MonkeyPat
     reader.close()
 
 
-def fetch_by_any_way(reader: Node, source: Node, sources: list[int], targets: list[int]) -> int:
-    """Each way that fails is followed by another read."""
+def fetch_with_fallback(reader: Node, source: Node, sources: list[int], targets: list[int]) -> int:
+    """Fetches until it ends; each transport that fails is followed by another read."""
     reader.messenger.fetch("f", source.address, keys(len(targets)), targets, 5.0)
     num_open = 0
     while reader.events.empty() or num_open:
@@ -288,10 +297,10 @@ def fetch_by_any_way(reader: Node, source: Node, sources: list[int], targets: li
 
 @pytest.mark.parametrize("how", [fetch, stream])
 @pytest.mark.parametrize("bit", [1, 2])
-def test_a_bit_that_flips_in_what_is_said_of_the_slices_is_never_believed(
+def test_a_bit_that_flips_in_an_offer_is_detected(
     make_node: MakeNode, how: Callable[..., object], bit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slice that says it is another one's would be put, whole and right, in the wrong place."""
+    """An intact slice offered under the index of another would be written to the wrong place."""
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
     send_all, place = FrameSocket._send_all, 0
@@ -308,7 +317,7 @@ def test_a_bit_that_flips_in_what_is_said_of_the_slices_is_never_believed(
     monkeypatch.setattr(FrameSocket, "_send_all", spoil)
     for place in range(8, 60, 3):  # noqa: B007 - `spoil` reads it
         if how is fetch:
-            wrong = set(range(fetch_by_any_way(reader, source, [3, 4, 5, 6], [0, 1, 2, 9]), 4))
+            wrong = set(range(fetch_with_fallback(reader, source, [3, 4, 5, 6], [0, 1, 2, 9]), 4))
         else:
             wrong = set(stream(source, reader, [3, 4, 5, 6], [0, 1, 2, 9]).corrupt)
         for index, target in enumerate([0, 1, 2, 9]):

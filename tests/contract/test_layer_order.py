@@ -1,5 +1,5 @@
-"""A fetch brings one layer of all blocks after the other, on every transport, and its gate lets
-readers through layer by layer: never too early, and never for what did not hold."""
+"""A fetch brings layer after layer of all blocks, on every transport. Its gate opens layer by
+layer, never too early and never for a corrupt layer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 import pytest
 from messenger_harness import Node, keys, make_layout, rogue_connection
 
-from moonpool.kvcache.transfers import FetchEnded, FetchProgress, ReadEnded, ReadRequested
-from moonpool.messenger import station
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.counters import Counters
-from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.landing import Landing
-from moonpool.messenger.landing_table import LandingTable, checksum_slice
-from moonpool.messenger.shm import ShmConnection
-from moonpool.messenger.transport import PeerGoneError
-from moonpool.messenger.wire import ReadBlocks, ReadGranted, Slices, pack_offers, unpack_offers
+from moonpool.protocol.transfer_events import FetchEnded, FetchProgress, ReadEnded, ReadRequested
+from moonpool.transfer import context as transfer_context
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.checksums import checksum_slice
+from moonpool.transfer.counters import Counters
+from moonpool.transfer.errors import PeerGoneError
+from moonpool.transfer.gate import LayerGate
+from moonpool.transfer.shm import ShmConnection
+from moonpool.transfer.slice_receiver import SliceReceiver
+from moonpool.transfer.wire import ReadBlocks, ReadGranted, Slices, pack_offers, unpack_offers
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 4
@@ -31,7 +31,7 @@ def now() -> float:
 
 
 class Slow:
-    """A source's checksum that stops before its n-th slice until it is let go on."""
+    """A source's checksum function that stops before its n-th slice until `go_on` is set."""
 
     def __init__(self, num_free: int) -> None:
         self.left = num_free
@@ -47,7 +47,7 @@ class Slow:
 
 @pytest.fixture(autouse=True)
 def one_slice_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(station, "FRAME_BYTES", LAYOUT.slice_bytes)
+    monkeypatch.setattr(transfer_context, "FRAME_BYTES", LAYOUT.slice_bytes)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def slow(make_node: MakeNode) -> Iterator[Slow]:
 def begin(
     make_node: MakeNode, slow: Slow, num_free: int, blocks: int = 2
 ) -> tuple[Node, Node, LayerGate]:
-    """A fetch of so many blocks, whose source halts after `num_free` slices."""
+    """Starts a fetch whose source halts after `num_free` slices."""
     source = make_node("source", layout=LAYOUT, num_blocks=4, checksum=slow)
     reader = make_node("reader", layout=LAYOUT, num_blocks=4)
     source.fill(1)
@@ -76,7 +76,7 @@ def begin(
 def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) -> None:
     source = make_node("source")
     own = Arena(source.layout, 8)
-    table = LandingTable(own, [0, 1, 2], 0)
+    receiver = SliceReceiver(own, [0, 1, 2], 0, Counters())
     reader = rogue_connection(source.address, transport, source.layout, own)
     reader.send(ReadBlocks(keys=tuple(keys(3)), timeout_s=2.0, first_layer=1), now() + 2)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [5, 3, 4])
@@ -86,7 +86,7 @@ def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) 
     while not last:
         message = reader.receive(now() + 2)
         assert isinstance(message, Slices)
-        assert reader.take(message.offers, table, now() + 2) == 0
+        assert reader.receive_slices(message.offers, receiver, now() + 2) == 0
         order += [(layer, index) for index, layer, _, _ in unpack_offers(message.offers)]
         last = message.last
     assert order == [(layer, index) for layer in (1, 2) for index in range(3)]
@@ -113,7 +113,7 @@ def test_the_gate_opens_with_each_layer_and_no_sooner(make_node: MakeNode, slow:
     assert all(reader.block(b) == source.block(b) for b in range(2))
 
 
-def test_the_last_layer_is_passed_only_after_the_end_was_told(
+def test_the_last_layer_opens_only_after_the_end_was_reported(
     make_node: MakeNode, slow: Slow
 ) -> None:
     source, reader, gate = begin(make_node, slow, -1)
@@ -127,22 +127,20 @@ def test_the_last_layer_is_passed_only_after_the_end_was_told(
     source.expect_event(ReadEnded)
 
 
-def test_a_slice_that_does_not_hold_breaks_the_gate_at_its_layer(
-    make_node: MakeNode, slow: Slow
-) -> None:
+def test_a_corrupt_slice_breaks_the_gate_at_its_layer(make_node: MakeNode, slow: Slow) -> None:
     slow.flip = 0  # the last one before it halts: layer 1 of the second block
     _, reader, gate = begin(make_node, slow, 4)
     assert gate.wait(0, now() + 3)
     began_s = now()
     assert not gate.wait(1, now() + 3)
-    assert now() - began_s < 2.0, "it was told at once, not by the deadline"
+    assert now() - began_s < 2.0, "the gate broke at once, not at the deadline"
     slow.go_on.set()
     while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
         pass
     assert (event.num_blocks, event.corrupt_slices) == (1, 1)
 
 
-def test_a_source_that_dies_midway_lets_nobody_wait(make_node: MakeNode, slow: Slow) -> None:
+def test_a_source_that_dies_midway_breaks_the_gate(make_node: MakeNode, slow: Slow) -> None:
     source, reader, gate = begin(make_node, slow, 2 * 2)
     assert gate.wait(1, now() + 3)
     threading.Thread(target=source.messenger.close).start()
@@ -154,14 +152,14 @@ def test_a_source_that_dies_midway_lets_nobody_wait(make_node: MakeNode, slow: S
 
 
 @pytest.mark.parametrize("second_grant", [[0, 1], [0]])
-def test_the_next_way_goes_on_at_the_first_layer_that_is_not_whole(
+def test_the_next_transport_continues_at_the_first_incomplete_layer(
     monkeypatch: pytest.MonkeyPatch, second_grant: list[int]
 ) -> None:
-    """Where it brings less than the first had promised, nobody may count on that any more."""
+    """If the second grant is smaller than the first, the gate must break."""
     source = Node("source", "shm", layout=LAYOUT, num_blocks=4)
     reader = Node("reader", "shm", layout=LAYOUT, num_blocks=4)
     source.fill(1)
-    take, calls = ShmConnection.take, []
+    take, calls = ShmConnection.receive_slices, []
 
     def failing(self: ShmConnection, *arguments: object) -> int:
         calls.append(arguments)
@@ -169,7 +167,7 @@ def test_the_next_way_goes_on_at_the_first_layer_that_is_not_whole(
             raise PeerGoneError("shared memory broke")
         return take(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ShmConnection, "take", failing)
+    monkeypatch.setattr(ShmConnection, "receive_slices", failing)
     gate = LayerGate()
     reader.messenger.fetch("f", source.address, keys(2), [0, 1], 5.0, gate)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1])
@@ -186,41 +184,41 @@ def test_the_next_way_goes_on_at_the_first_layer_that_is_not_whole(
     reader.close()
 
 
-class Still:
-    """A connection whose slices are in their places already."""
+class NoCopyConnection:
+    """A connection whose slices are already in the arena."""
 
-    transport = "still"
-    takes_unnamed = False
+    transport = "none"
+    defers_checksums = False
 
-    def take(self, offers: bytes, table: LandingTable, deadline_s: float) -> int:
+    def receive_slices(self, offers: bytes, receiver: SliceReceiver, deadline_s: float) -> int:
         unpacked = unpack_offers(offers)
-        return table.verify(unpacked, table.places(unpacked))
+        return receiver.verify(unpacked, receiver.offsets(unpacked))
 
 
-def test_layers_count_by_what_is_here_whatever_the_order() -> None:
-    """A peer that sends otherwise is waited for longer, and never believed too early."""
+def test_a_layer_counts_once_it_is_complete_in_any_order() -> None:
+    """A peer that sends in another order delays the reader but never opens a layer early."""
     layout = make_layout(num_layers=2)
     arena = Arena(layout, 3)
-    table = Landing(arena, [0, 1, 2], 0, Counters())
+    receiver = SliceReceiver(arena, [0, 1, 2], 0, Counters())
     checksum = checksum_slice(arena.slice(0, 0))
 
     def land(*cells: tuple[int, int], wrong: int = 0) -> int:
         offers = pack_offers((row, layer, 0, checksum ^ wrong) for row, layer in cells)
-        table.land(Still(), offers, now() + 1)  # type: ignore[arg-type]
-        return table.whole_layers(3)
+        receiver.receive(NoCopyConnection(), offers, now() + 1)  # type: ignore[arg-type]
+        return receiver.complete_layers(3)
 
     assert land((0, 0), (0, 1), (1, 1), (2, 1)) == 0
-    assert land((0, 1), (0, 1), (1, 1)) == 0, "what came twice counts once"
+    assert land((0, 1), (0, 1), (1, 1)) == 0, "a slice that arrives twice counts once"
     assert land((1, 0)) == 0
     assert land((2, 0), wrong=1) == 0
     assert land((2, 0)) == 2
 
 
-def test_a_gate_that_broke_is_not_opened_by_an_end() -> None:
-    """The end may be that of less than somebody had begun to count on."""
+def test_a_broken_gate_is_not_opened_by_the_end() -> None:
+    """The operation may have ended with fewer blocks than a reader relied on."""
     gate = LayerGate()
     gate.open(2)
-    gate.break_off()
+    gate.break_gate()
     gate.end(complete=True)
     assert gate.wait(1, now())
     assert not gate.wait(2, now())

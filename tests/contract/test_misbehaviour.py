@@ -1,4 +1,5 @@
-"""Deadlines, cancels, liars and strangers: each operation ends once, nothing is overwritten."""
+"""Deadlines, cancels, and invalid or foreign peers: each operation ends once and overwrites nothing
+else."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 from messenger_harness import Node, bare_socket, keys, make_layout, rogue_connection
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.transfer_events import (
     FetchEnded,
     PeerAddress,
     ReadEnded,
@@ -23,12 +24,13 @@ from moonpool.kvcache.transfers import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.messenger import shm
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing_table import checksum_slice
-from moonpool.messenger.station import Station
-from moonpool.messenger.transport import Connection, PeerGoneError
-from moonpool.messenger.wire import (
+from moonpool.transfer import shm
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.checksums import checksum_slice
+from moonpool.transfer.connection import Connection
+from moonpool.transfer.context import TransferContext
+from moonpool.transfer.errors import PeerGoneError
+from moonpool.transfer.wire import (
     MAX_FRAME_BYTES,
     OpenStream,
     ReadBlocks,
@@ -68,7 +70,7 @@ def rogue(node: Node, transport: str) -> Connection:
 # Deadlines
 
 
-def test_an_unexpected_stream_is_refused_after_its_parking_time(make_node: MakeNode) -> None:
+def test_an_unexpected_stream_is_refused_after_park_s(make_node: MakeNode) -> None:
     sender, receiver = make_node("sender"), make_node("receiver", park_s=0.1)
     sender.messenger.open_stream("s", receiver.address, 3.0)
     assert "'s' is not expected here" in sender.expect_event(SendEnded, 1.0).error
@@ -103,7 +105,7 @@ def test_a_source_that_never_answers_ends_the_fetch(make_node: MakeNode) -> None
     source.expect_silence()
 
 
-def test_a_listener_that_says_nothing_ends_the_fetch(node: Node, transport: str) -> None:
+def test_a_silent_listener_ends_the_fetch(node: Node, transport: str) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     unix = shm.listen("moonpool-test-silent")
     silent = PeerAddress(
@@ -157,7 +159,7 @@ def test_cancel_before_and_during_a_stream(make_node: MakeNode) -> None:
     receiver.messenger.cancel("s")
     ended = receiver.expect_event(ReceiveEnded, 0.5)
     assert ("cancelled" in ended.error, ended.corrupt) == (True, (0,))
-    assert sender.expect_event(SendEnded, 0.5).error  # told by the end of the connection
+    assert sender.expect_event(SendEnded, 0.5).error  # by the end of the connection
     receiver.messenger.cancel("s")
     receiver.expect_silence()
 
@@ -176,17 +178,17 @@ def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     sender.expect_silence()
 
 
-def test_an_aborted_stream_ends_only_when_its_thread_has_let_go(
+def test_an_aborted_stream_ends_only_when_its_thread_has_stopped(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, go_on, offer = threading.Event(), threading.Event(), Station.offer
+    reading, go_on, send = threading.Event(), threading.Event(), TransferContext.send_slices
 
-    def slow_offer(station: Station, *arguments: Any) -> int:
+    def slow_send(context: TransferContext, *arguments: Any) -> int:
         reading.set()
         go_on.wait(3)
-        return offer(station, *arguments)
+        return send(context, *arguments)
 
-    monkeypatch.setattr(Station, "offer", slow_offer)
+    monkeypatch.setattr(TransferContext, "send_slices", slow_send)
     sender, receiver = make_node("sender"), make_node("receiver")
     receiver.messenger.expect("s", [0], 0, 3.0)
     sender.messenger.open_stream("s", receiver.address, 3.0)
@@ -198,17 +200,19 @@ def test_an_aborted_stream_ends_only_when_its_thread_has_let_go(
     assert "aborted" in sender.expect_event(SendEnded).error
 
 
-def test_what_a_sender_writes_after_it_has_aborted_is_nobodys_block(make_node: MakeNode) -> None:
-    """Its first send names no sums where the receiver computes them: what is copied while the
-    sender's blocks are used for something else must not count."""
+def test_bytes_that_a_sender_writes_after_its_abort_are_in_no_received_block(
+    make_node: MakeNode,
+) -> None:
+    """A first send within a host has no checksums. Slices that are copied while the sender reuses
+    its blocks must not count."""
     layout = make_layout(head_dim=16_384)  # slices of half a MiB: they take a while
     sender = make_node("sender", layout=layout, num_blocks=4)
     receiver = make_node("receiver", layout=layout, num_blocks=4)
     rng, counts = random.Random(5), set()
     slices = [(i, i, layer) for layer in range(3) for i in range(4)]
     for number in range(40):
-        name, meant, rubbish = f"s{number}", 1 + 2 * number % 250, 2 + 2 * number % 250
-        sender.arena.sums.forget(range(4))
+        name, meant, reused = f"s{number}", 1 + 2 * number % 250, 2 + 2 * number % 250
+        sender.arena.checksums.forget(range(4))
         sender.arena.buffer[:] = bytes([meant]) * sender.arena.num_bytes
         receiver.messenger.expect(name, list(range(4)), 0, 0.2)  # the sender may never come
         sender.messenger.open_stream(name, receiver.address, 3.0)
@@ -216,8 +220,8 @@ def test_what_a_sender_writes_after_it_has_aborted_is_nobodys_block(make_node: M
         time.sleep(rng.uniform(0, 0.003))
         sender.messenger.abort_stream(name)
         sender.expect_event(SendEnded)
-        sender.arena.sums.forget(range(4))
-        sender.arena.buffer[:] = bytes([rubbish]) * sender.arena.num_bytes
+        sender.arena.checksums.forget(range(4))
+        sender.arena.buffer[:] = bytes([reused]) * sender.arena.num_bytes
         ended = receiver.expect_event(ReceiveEnded)
         whole = set(range(4)) - set(ended.corrupt)
         counts.add(len(whole))
@@ -225,7 +229,7 @@ def test_what_a_sender_writes_after_it_has_aborted_is_nobodys_block(make_node: M
             assert receiver.block(index) == bytes([meant]) * layout.block_bytes
         for block in range(4):
             for layer in range(3):
-                told = receiver.arena.sums.get(BlockId(block), layer)
+                told = receiver.arena.checksums.get(BlockId(block), layer)
                 assert told in (0, checksum_slice(receiver.arena.slice(block, layer)))
     assert 0 in counts
 
@@ -307,7 +311,7 @@ def test_close_ends_everything_once_and_leaves_no_thread(transport: str) -> None
     assert set(threading.enumerate()) == threads
 
 
-# Strangers and liars
+# Foreign and invalid peers
 
 
 @pytest.mark.parametrize("wrong", ["secret", "layout"])
@@ -327,7 +331,7 @@ def test_strangers_are_refused_on_both_sides_with_the_reason(
     wait_until(lambda: node.messenger.counts().refused_connections >= 2)
 
 
-def test_another_instance_at_the_address_is_not_taken_for_the_peer(make_node: MakeNode) -> None:
+def test_another_instance_at_the_address_is_refused(make_node: MakeNode) -> None:
     node, other = make_node("node"), make_node("other")
     stale = msgspec.structs.replace(other.address, instance_id=InstanceId("gone"))
     node.messenger.fetch("f", stale, keys(1), [0], 3.0)
@@ -354,7 +358,7 @@ def test_noise_closes_the_connection_and_nothing_else(
             assert len(data) < 1000
     wait_until(lambda: node.messenger.counts().refused_connections == 1)
     assert len([r for r in caplog.records if "closed a connection" in r.message]) == 1
-    node.messenger.fetch("f", node.address, keys(1), [0], 3.0)  # still in service, even to itself
+    node.messenger.fetch("f", node.address, keys(1), [0], 3.0)  # still serves reads, even its own
     node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
     ends = [node.events.get(timeout=2) for _ in range(2)]
     assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}
@@ -398,28 +402,28 @@ def test_a_slice_outside_what_is_expected_breaks_the_stream(
 ) -> None:
     before = bytes(node.arena.buffer)
     node.messenger.expect("s", [10, 11], 2, 3.0)
-    liar = rogue(node, transport)
-    liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
-    assert liar.receive(soon()) == StreamExpected(first_index=2, num_indices=2)
+    invalid_peer = rogue(node, transport)
+    invalid_peer.send(OpenStream(stream_id="s", timeout_s=3), soon())
+    assert invalid_peer.receive(soon()) == StreamExpected(first_index=2, num_indices=2)
     offer = Slices(offers=pack_offers([(index, layer, 0, 0)]))
-    liar.offer(offer, Arena(node.layout, 1), soon())
+    invalid_peer.send_slices(offer, Arena(node.layout, 1), soon())
     ended = node.expect_event(ReceiveEnded)
     assert "outside what is expected" in ended.error
     assert ended.corrupt == (2, 3)
     assert bytes(node.arena.buffer) == before
-    liar.close()
+    invalid_peer.close()
 
 
 @pytest.mark.parametrize("block_id", [4, -1, 1 << 50])
 def test_a_block_the_sender_does_not_have_breaks_the_stream(block_id: int) -> None:
     node = Node("node", "shm")
     node.messenger.expect("s", [10], 0, 3.0)
-    liar = rogue(node, "shm")
-    liar.send(OpenStream(stream_id="s", timeout_s=3), soon())
-    liar.receive(soon())
-    liar.offer(Slices(offers=pack_offers([(0, 0, block_id, 0)])), node.arena, soon())
+    invalid_peer = rogue(node, "shm")
+    invalid_peer.send(OpenStream(stream_id="s", timeout_s=3), soon())
+    invalid_peer.receive(soon())
+    invalid_peer.send_slices(Slices(offers=pack_offers([(0, 0, block_id, 0)])), node.arena, soon())
     assert "which it lacks" in node.expect_event(ReceiveEnded).error
-    liar.close()
+    invalid_peer.close()
     node.close()
 
 
@@ -458,7 +462,7 @@ def test_messages_out_of_turn_close_the_connection(node: Node, transport: str) -
     connection.close()
 
 
-def test_mistakes_of_our_own_worker_are_named(node: Node) -> None:
+def test_invalid_calls_of_the_own_worker_raise(node: Node) -> None:
     with pytest.raises(ValueError, match="outside the arena"):
         node.messenger.expect("s", [32], 0, 1.0)
     with pytest.raises(ValueError, match="2 keys but 1 blocks"):

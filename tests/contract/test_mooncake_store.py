@@ -1,5 +1,5 @@
-"""The Mooncake Store in the SSD's place: shared by instances, and never able to hang one or to give
-it something wrong, whatever becomes of master, holder or client. Needs the optional package."""
+"""The Mooncake Store in place of the SSD. Instances share it. Whatever happens to master, holder or
+client, it neither hangs an instance nor returns wrong blocks. Needs the optional package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.mooncake_cluster import MooncakeCluster, free_port
 from tier_harness import Bench, keys_of
 
 from moonpool.config import MooncakeConfig
-from moonpool.messenger.store import helper as helper_module
-from moonpool.messenger.store.folder import StoreError
-from moonpool.messenger.store.mooncake import LOOK_UP_S, MooncakeStore, object_name
+from moonpool.storage import mooncake_client
+from moonpool.storage.folder import StoreError
+from moonpool.storage.mooncake import LOOK_UP_S, MooncakeStore, object_name
+from tests.mooncake_cluster import MooncakeCluster, free_port
 
 WAIT_S = 30.0
 
@@ -52,13 +52,13 @@ def until_it_works(bench: Bench, what: str) -> None:
     assert bench.get(keys_of(what, 3)).num_blocks == 3
 
 
-def helper_pid(bench: Bench) -> int | None:
+def client_pid(bench: Bench) -> int | None:
     store = bench.store
     assert isinstance(store, MooncakeStore)
-    return store._helper.pid
+    return store._client.pid
 
 
-def test_what_one_instance_puts_another_finds(make: Callable[[], Bench]) -> None:
+def test_one_instance_finds_the_blocks_of_another(make: Callable[[], Bench]) -> None:
     one, other = make(), make()
     keys = keys_of("shared", 6)
     one.put(keys)
@@ -68,7 +68,7 @@ def test_what_one_instance_puts_another_finds(make: Callable[[], Bench]) -> None
     assert make().get(keys).num_blocks == 6  # of a cluster that starts later
 
 
-def test_a_lost_master_is_a_miss_at_once_and_then_it_is_back(
+def test_a_lost_master_is_an_immediate_miss_until_it_is_back(
     make: Callable[[], Bench], cluster: MooncakeCluster
 ) -> None:
     bench = make()
@@ -103,23 +103,23 @@ def test_a_master_that_hangs_costs_one_deadline(
 
 def test_a_client_that_dies_is_started_again(make: Callable[[], Bench]) -> None:
     bench = make()
-    pid = helper_pid(bench)
+    pid = client_pid(bench)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     until_it_works(bench, "client")
-    assert helper_pid(bench) not in (None, pid)
+    assert client_pid(bench) not in (None, pid)
 
 
 def test_the_client_ends_with_its_instance(make: Callable[[], Bench]) -> None:
     bench = make()
-    pid = helper_pid(bench)
+    pid = client_pid(bench)
     assert pid is not None
     bench.store.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_an_object_of_somebody_else_is_a_miss_and_is_replaced(
+def test_a_foreign_object_is_a_miss_and_is_replaced(
     make: Callable[[], Bench], cluster: MooncakeCluster
 ) -> None:
     bench = make()
@@ -140,7 +140,7 @@ def test_an_object_of_somebody_else_is_a_miss_and_is_replaced(
     assert bench.get([key]).num_blocks == 1
 
 
-def test_a_full_store_takes_nothing_and_says_so(cluster: MooncakeCluster) -> None:
+def test_a_full_store_ends_writes_with_an_error(cluster: MooncakeCluster) -> None:
     cluster.holder.kill()  # and with it, all memory that was lent
     config = cluster.config
     bench = Bench(lambda arena, post: MooncakeStore(arena, config, "127.0.0.1", post))
@@ -152,10 +152,10 @@ def test_a_full_store_takes_nothing_and_says_so(cluster: MooncakeCluster) -> Non
         bench.store.close()
 
 
-def test_no_store_is_one_clear_line(
+def test_a_missing_store_is_reported_in_one_line(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(helper_module, "START_S", 3.0)
+    monkeypatch.setattr(mooncake_client, "START_S", 3.0)
     nobody = MooncakeConfig(master_server_address=f"127.0.0.1:{free_port()}")
     began_s = time.monotonic()
     with pytest.raises(StoreError, match="mooncake_master"):

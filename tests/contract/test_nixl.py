@@ -1,4 +1,4 @@
-"""What is NIXL's own: a courier that ends, or must be ended, costs TCP's slowness and no byte."""
+"""NIXL agents: one that ends, or must be stopped, costs time over TCP but no data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from messenger_harness import Node, keys, make_layout, need_nixl
 
-from moonpool.kvcache.transfers import FetchEnded, ReadRequested
-from moonpool.messenger import courier, links
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.courier import Courier, CourierError, has_nixl
+from moonpool.protocol.transfer_events import FetchEnded, ReadRequested
+from moonpool.transfer import connection_pool
+from moonpool.transfer import nixl_agent as nixl_agent_module
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.nixl_agent import NixlAgent, NixlAgentError, has_nixl
 
 LAYOUT = make_layout(head_dim=8192)  # 256 KiB slices
 BLOCKS = 16
@@ -24,9 +25,9 @@ BLOCKS = 16
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
     need_nixl()
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # so that a pull needs the source's courier
-    monkeypatch.setattr(courier, "PAUSE_S", 0.5)
-    monkeypatch.setattr(links, "DETOUR_S", 0.3)
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # so that a read needs the source's agent
+    monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 0.5)
+    monkeypatch.setattr(connection_pool, "FALLBACK_S", 0.3)
     nodes = [Node(name, "nixl", LAYOUT, num_blocks=BLOCKS) for name in ("source", "reader")]
     nodes[0].fill(1)
     yield nodes[0], nodes[1]
@@ -35,7 +36,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
 
 
 def fetch(reader: Node, source: Node, timeout_s: float = 5.0) -> FetchEnded:
-    """Each way that fails is followed by another read."""
+    """Fetches until it ends; each transport that fails is followed by another read."""
     reader.messenger.fetch("f", source.address, keys(BLOCKS), range(BLOCKS), timeout_s)
     while reader.events.empty():
         if source.events.empty():
@@ -47,10 +48,10 @@ def fetch(reader: Node, source: Node, timeout_s: float = 5.0) -> FetchEnded:
     return reader.expect_event(FetchEnded)
 
 
-def pid_of_courier(node: Node) -> int:
-    assert node.courier is not None
-    keeper = node.courier.pid
-    return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+def pid_of_agent(node: Node) -> int:
+    assert node.nixl_agent is not None
+    supervisor = node.nixl_agent.pid
+    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
 
 
 def received(node: Node) -> dict[str, int]:
@@ -58,20 +59,20 @@ def received(node: Node) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_a_courier_that_is_killed_is_followed_by_another_and_by_tcp_meanwhile(
+def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
     pair: tuple[Node, Node], whose: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, reader = pair
     assert fetch(reader, source).num_blocks == BLOCKS
     assert set(received(reader)) == {"nixl"}
-    monkeypatch.setattr(courier, "PAUSE_S", 60.0)
-    os.kill(pid_of_courier(pair[whose]), signal.SIGKILL)
+    monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 60.0)
+    os.kill(pid_of_agent(pair[whose]), signal.SIGKILL)
     for _ in range(2):
         reader.arena.buffer[:] = bytes(reader.arena.num_bytes)
         assert fetch(reader, source).num_blocks == BLOCKS
         assert reader.block(BLOCKS - 1) == source.block(BLOCKS - 1)
     assert received(reader)["tcp"] >= reader.arena.num_bytes
-    monkeypatch.setattr(courier, "PAUSE_S", 0.1)
+    monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 0.1)
     time.sleep(0.4)
     fetch(reader, source)  # the last by the connection that was kept
     before = received(reader)["nixl"]
@@ -79,11 +80,11 @@ def test_a_courier_that_is_killed_is_followed_by_another_and_by_tcp_meanwhile(
     assert received(reader)["nixl"] - before == reader.arena.num_bytes
 
 
-def test_what_was_given_up_is_never_written_later(pair: tuple[Node, Node]) -> None:
-    """UCX takes no transfer back: left alone, it would go on when the source does."""
+def test_a_transfer_that_was_given_up_never_writes_later(pair: tuple[Node, Node]) -> None:
+    """UCX cannot cancel a transfer: it would continue when the source does."""
     source, reader = pair
     assert fetch(reader, source).num_blocks == BLOCKS  # they know each other
-    stopped = pid_of_courier(source)
+    stopped = pid_of_agent(source)
     os.kill(stopped, signal.SIGSTOP)
     try:
         ended = fetch(reader, source, 1.0)
@@ -98,22 +99,22 @@ def test_what_was_given_up_is_never_written_later(pair: tuple[Node, Node]) -> No
     assert reader.block(3) == source.block(3)
 
 
-def test_couriers_end_with_their_instance() -> None:
+def test_agents_end_with_their_instance() -> None:
     need_nixl()
     node = Node("node", "nixl")
-    assert node.courier is not None
-    pids = node.courier.pid, pid_of_courier(node)
+    assert node.nixl_agent is not None
+    pids = node.nixl_agent.pid, pid_of_agent(node)
     node.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_an_idle_courier_takes_no_processor_time(pair: tuple[Node, Node]) -> None:
+def test_an_idle_agent_takes_no_processor_time(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     fetch(reader, source)
     time.sleep(0.1)
 
     def ticks() -> int:
-        stats = [Path(f"/proc/{pid_of_courier(n)}/stat").read_text() for n in pair]
+        stats = [Path(f"/proc/{pid_of_agent(n)}/stat").read_text() for n in pair]
         return sum(int(part) for stat in stats for part in stat.rpartition(") ")[2].split()[11:13])
 
     before = ticks()
@@ -125,7 +126,7 @@ def test_without_the_package_one_line_says_so_and_the_arena_is_sealed() -> None:
     if has_nixl():
         pytest.skip("it is installed")
     arena = Arena(make_layout(), 2, sealed=False)
-    with pytest.raises(CourierError, match=r"pip install 'moonpool\[nixl\]'"):
-        Courier(arena, "127.0.0.1")
+    with pytest.raises(NixlAgentError, match=r"pip install 'moonpool\[nixl\]'"):
+        NixlAgent(arena, "127.0.0.1")
     assert fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW
     arena.close()

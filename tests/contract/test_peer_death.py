@@ -1,4 +1,4 @@
-"""A peer process that is killed, or stops, midway: told at once, or by the deadline; and once."""
+"""A peer process that is killed or stopped midway: reported once, at once or by the deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from messenger_harness import Node, keys
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.transfer_events import (
     FetchEnded,
     PeerAddress,
     ReadEnded,

@@ -1,4 +1,4 @@
-"""What every store below DRAM must do, wherever it keeps the blocks (`TierStore`)."""
+"""The contract of every store below DRAM (`TierStore`)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.mooncake_cluster import MooncakeCluster
 from tier_harness import NUM_BLOCKS, NUM_SLOTS, Bench, keys_of
 
-from moonpool.kvcache.transfers import LoadEnded, LookUpEnded, StoreEnded
-from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.store import layered
-from moonpool.messenger.store import store as store_module
-from moonpool.messenger.store.mooncake import MooncakeStore
-from moonpool.messenger.store.store import open_store
-from moonpool.messenger.store.tier_store import SharedStore
+from moonpool.protocol.transfer_events import LoadEnded, LookUpEnded, StoreEnded
+from moonpool.storage import job as job_module
+from moonpool.storage import store as store_module
+from moonpool.storage.mooncake import MooncakeStore
+from moonpool.storage.store import open_store
+from moonpool.storage.tier_store import SharedStore
+from moonpool.transfer.gate import LayerGate
 from moonpool.types import BlockId
+from tests.mooncake_cluster import MooncakeCluster
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def bench(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 
 def need_shared(bench: Bench) -> None:
     if not bench.store.shared:
-        pytest.skip("its one instance knows what is there")
+        pytest.skip("only its one instance uses it")
 
 
-def test_what_is_put_comes_back(bench: Bench) -> None:
+def test_stored_blocks_are_loaded(bench: Bench) -> None:
     keys = keys_of("back", 20)
     ended = bench.put(keys)
     assert (ended.num_blocks, ended.num_bytes, ended.error) == (20, 20 * bench.size, "")
@@ -61,13 +61,13 @@ def test_what_is_put_comes_back(bench: Bench) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is enough to be a part."""
-    monkeypatch.setattr(layered, "MIN_PART_BYTES", 4096)
+    """Makes each layer a part."""
+    monkeypatch.setattr(job_module, "MIN_PART_BYTES", 4096)
 
 
 @pytest.fixture
 def one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part after the other, so that each of them is told."""
+    """Reads one part after the other, so that each is reported."""
     monkeypatch.setattr(store_module, "READ_THREADS", 1)
 
 
@@ -76,7 +76,7 @@ def parted(small_parts: None, bench: Bench) -> Bench:
     return bench
 
 
-def test_a_load_by_layer_says_how_far_it_is(one_reader: None, parted: Bench) -> None:
+def test_a_layered_load_reports_progress(one_reader: None, parted: Bench) -> None:
     keys = keys_of("by layer", 20)
     assert parted.put(keys).num_blocks == 20
     gate = LayerGate()
@@ -88,7 +88,7 @@ def test_a_load_by_layer_says_how_far_it_is(one_reader: None, parted: Bench) -> 
     assert parted.get(keys).num_blocks == 20, "and as a whole"
 
 
-def test_parts_that_several_readers_bring_are_told_in_their_order(parted: Bench) -> None:
+def test_parts_of_several_threads_are_reported_in_order(parted: Bench) -> None:
     keys = keys_of("readers", 20)
     parted.put(keys)
     for _ in range(20):
@@ -99,7 +99,7 @@ def test_parts_that_several_readers_bring_are_told_in_their_order(parted: Bench)
         assert layers[0] == 0 and layers == sorted(set(layers)) and gate.wait(2, 0.0)
 
 
-def test_a_load_by_layer_counts_up_to_the_first_miss(parted: Bench) -> None:
+def test_a_layered_load_counts_up_to_the_first_miss(parted: Bench) -> None:
     keys = keys_of("miss by layer", 5)
     parted.put(keys[:3])
     gate = LayerGate()
@@ -111,12 +111,10 @@ def test_a_load_by_layer_counts_up_to_the_first_miss(parted: Bench) -> None:
     assert gate.wait(0, 0.0), "nothing was to come"
 
 
-def test_what_is_damaged_in_a_late_layer_breaks_the_gate_there(
-    one_reader: None, parted: Bench
-) -> None:
+def test_damage_in_a_late_layer_breaks_the_gate_there(one_reader: None, parted: Bench) -> None:
     keys = keys_of("late damage", 4)
     parted.put(keys)
-    parted.get(keys)  # into the last blocks, whose sums are known from now on
+    parted.get(keys)  # into the last blocks, whose checksums are then known
     again = keys_of("late damage again", 4)
     blocks = [BlockId(NUM_BLOCKS - 1 - number) for number in range(4)]
     parted.block(blocks[2])[-1] ^= 16  # of the last layer
@@ -131,7 +129,7 @@ def test_what_is_damaged_in_a_late_layer_breaks_the_gate_there(
         assert parted.look_up(again).num_blocks == 2
 
 
-def test_what_is_put_twice_is_there_once(bench: Bench) -> None:
+def test_a_block_stored_twice_is_loaded_from_both_slots(bench: Bench) -> None:
     keys = keys_of("twice", 2)
     assert bench.put(keys).num_blocks == bench.put(keys, first_slot=8).num_blocks == 2
     assert bench.get(keys).num_blocks == bench.get(keys, first_slot=8).num_blocks == 2
@@ -146,7 +144,7 @@ def test_a_load_counts_up_to_the_first_miss(bench: Bench) -> None:
     assert bench.get([keys[4], keys[0]]).num_blocks == 0
 
 
-def test_a_look_up_tells_the_run_that_is_there(bench: Bench) -> None:
+def test_a_look_up_returns_the_number_of_leading_blocks(bench: Bench) -> None:
     need_shared(bench)
     keys = keys_of("run", 9)
     assert bench.look_up(keys).num_blocks == 0
@@ -159,10 +157,10 @@ def test_a_look_up_tells_the_run_that_is_there(bench: Bench) -> None:
     assert bench.look_up([*keys[:4], *many]).num_blocks == 4
 
 
-def test_a_block_that_changed_in_memory_is_found_out_when_it_is_read_back(bench: Bench) -> None:
+def test_a_block_that_changed_in_memory_is_detected_when_it_is_read_back(bench: Bench) -> None:
     keys = keys_of("changed", 2)
     bench.put(keys)
-    bench.get(keys)  # into the last blocks, whose sums are known from now on
+    bench.get(keys)  # into the last blocks, whose checksums are then known
     again = keys_of("changed again", 2)
     blocks = [BlockId(NUM_BLOCKS - 1), BlockId(NUM_BLOCKS - 2)]
     bench.block(blocks[1])[7] ^= 16
@@ -173,7 +171,7 @@ def test_a_block_that_changed_in_memory_is_found_out_when_it_is_read_back(bench:
     assert (ended.num_blocks, ended.corrupt_slices) == (1, 1)
     assert bench.store.counts().corrupt_slices == 1
     if bench.store.shared:
-        assert bench.look_up(again).num_blocks == 1, "what was found damaged is still there"
+        assert bench.look_up(again).num_blocks == 1, "the damaged block was not deleted"
 
 
 def test_many_operations_at_once_end_once_each(bench: Bench) -> None:
@@ -196,7 +194,7 @@ def test_many_operations_at_once_end_once_each(bench: Bench) -> None:
         assert bench.holds(24 + number, key)
 
 
-def test_what_is_asked_in_the_wrong_way_is_the_callers_mistake(bench: Bench) -> None:
+def test_invalid_calls_raise(bench: Bench) -> None:
     (key,) = keys_of("wrong", 1)
     with pytest.raises(ValueError, match="block 99"):
         bench.store.load("l", [key], [0], [BlockId(99)])
@@ -207,7 +205,7 @@ def test_what_is_asked_in_the_wrong_way_is_the_callers_mistake(bench: Bench) -> 
     assert bench.put([]).num_blocks == 0
 
 
-def test_after_its_end_everything_ends_with_an_error(bench: Bench) -> None:
+def test_operations_on_a_closed_store_end_with_an_error(bench: Bench) -> None:
     keys = keys_of("closed", 2)
     bench.store.close()
     assert bench.put(keys).error

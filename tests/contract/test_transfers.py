@@ -12,15 +12,15 @@ import msgspec
 import pytest
 from messenger_harness import NUM_BLOCKS, Node, keys, make_layout
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.transfer_events import (
     FetchEnded,
     ReadEnded,
     ReadRequested,
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.messenger.landing_table import checksum_slice
-from moonpool.messenger.transport import FrameSocket
+from moonpool.transfer.checksums import checksum_slice
+from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.types import BlockId
 
 MakeNode = Callable[..., Node]
@@ -126,7 +126,7 @@ def test_indices_the_receiver_has_are_not_sent(pair: tuple[Node, Node]) -> None:
 
 def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> None:
     sender, receiver = make_node("sender"), make_node("receiver")
-    sender.arena.sums.set(BlockId(5), 2, checksum_slice(sender.arena.slice(5, 2)))
+    sender.arena.checksums.set(BlockId(5), 2, checksum_slice(sender.arena.slice(5, 2)))
     sender.arena.slice(5, 2)[0] ^= 99
     receiver.messenger.expect("s", list(range(4)), 4, 3.0)
     sender.messenger.open_stream("s", receiver.address, 3.0)
@@ -137,10 +137,10 @@ def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> N
     assert "2 blocks arrived corrupt" in sender.expect_event(SendEnded).error
 
 
-def test_a_first_send_gives_both_sides_the_sums(pair: tuple[Node, Node]) -> None:
-    """Whoever computed them: what changes in either memory from then on is seen."""
+def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) -> None:
+    """Changes in either memory are detected from then on, whichever side computed them."""
     sender, receiver = pair
-    sender.arena.sums.set(BlockId(1), 0, checksum_slice(sender.arena.slice(1, 0)))
+    sender.arena.checksums.set(BlockId(1), 0, checksum_slice(sender.arena.slice(1, 0)))
     for stream, first in (("s", 4), ("t", 8)):
         receiver.messenger.expect(stream, list(range(first, first + 4)), 0, 3.0)
         sender.messenger.open_stream(stream, receiver.address, 3.0)
@@ -151,18 +151,18 @@ def test_a_first_send_gives_both_sides_the_sums(pair: tuple[Node, Node]) -> None
         sender.expect_event(SendEnded)
         for block in range(4):
             for layer in range(sender.layout.num_layers):
-                there = receiver.arena.sums.get(BlockId(first + block), layer)
-                here = sender.arena.sums.get(BlockId(block), layer)
+                there = receiver.arena.checksums.get(BlockId(first + block), layer)
+                here = sender.arena.checksums.get(BlockId(block), layer)
                 changed = first == 8 and (block, layer) == (2, 1)
                 assert here == checksum_slice(receiver.arena.slice(4 + block, layer))
                 assert there == (0 if changed else here)
         sender.arena.slice(2, 1)[5] ^= 1
 
 
-def test_a_sender_that_hung_up_while_its_slices_were_copied_is_not_believed(
+def test_slices_are_corrupt_if_the_sender_hung_up_while_they_were_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without sums nobody could tell that it has used its blocks for something else since."""
+    """Without checksums, a reuse of the sender's blocks could not be detected."""
     sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
     try:
         monkeypatch.setattr(FrameSocket, "hung_up", lambda frames: True)
@@ -172,15 +172,15 @@ def test_a_sender_that_hung_up_while_its_slices_were_copied_is_not_believed(
         sender.messenger.finish_stream("s")
         ended = receiver.expect_event(ReceiveEnded)
         assert ended.corrupt == (0, 1)
-        assert "let go" in ended.error
-        assert receiver.arena.sums.get(BlockId(4), 0) == 0
+        assert "while its slices were copied" in ended.error
+        assert receiver.arena.checksums.get(BlockId(4), 0) == 0
         assert sender.expect_event(SendEnded).error
     finally:
         sender.close()
         receiver.close()
 
 
-def test_a_stream_may_be_expected_after_its_sender_came(pair: tuple[Node, Node]) -> None:
+def test_a_stream_may_be_expected_after_its_sender_connected(pair: tuple[Node, Node]) -> None:
     sender, receiver = pair
     sender.messenger.open_stream("s", receiver.address, 3.0)
     sender.messenger.send("s", all_slices(sender, 2))
@@ -192,9 +192,7 @@ def test_a_stream_may_be_expected_after_its_sender_came(pair: tuple[Node, Node])
 
 
 @pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
-def test_no_deadline_worth_the_name_is_no_failure(
-    pair: tuple[Node, Node], timeout_s: float
-) -> None:
+def test_a_very_long_timeout_is_valid(pair: tuple[Node, Node], timeout_s: float) -> None:
     sender, receiver = pair
     receiver.messenger.expect("s", [0], 0, timeout_s)
     sender.messenger.open_stream("s", receiver.address, timeout_s)
@@ -263,7 +261,7 @@ def test_many_streams_and_fetches_at_once(make_node: MakeNode) -> None:
     assert all(right.block(half + b) == left.block(b % 2) for b in range(half))
 
 
-def test_shared_memory_that_fails_gives_way_to_tcp() -> None:
+def test_tcp_is_used_if_shared_memory_fails() -> None:
     source, reader = Node("source", "shm"), Node("reader", "shm")
     broken = msgspec.structs.replace(source.address, unix_name="moonpool-nobody-listens-here")
     reader.messenger.fetch("f", broken, keys(1), [0], 3.0)
@@ -296,7 +294,7 @@ def test_two_hundred_streams_leave_no_descriptor_and_no_thread(pair: tuple[Node,
     assert settled() == before
 
 
-def test_send_takes_microseconds_even_when_nobody_listens(pair: tuple[Node, Node]) -> None:
+def test_send_takes_microseconds_even_for_a_parked_stream(pair: tuple[Node, Node]) -> None:
     sender, receiver = pair
     sender.messenger.open_stream("s", receiver.address, 3.0)  # parked: nobody expects it
     slices = all_slices(sender, 32)

@@ -1,5 +1,4 @@
-"""One store below DRAM over an arena of its own, whose blocks' right contents follow from their
-keys."""
+"""A store below DRAM over an arena of its own, whose block contents follow from their keys."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from typing import TypeVar
 
 import xxhash
 
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.transfer_events import (
     LoadEnded,
     LoadProgress,
     LookUpEnded,
     MessengerEvent,
     StoreEnded,
 )
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.store.tier_store import SharedStore, TierStore
+from moonpool.storage.tier_store import SharedStore, TierStore
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.gate import LayerGate
 from moonpool.types import BlockId, BlockKey
 
 T = TypeVar("T")
@@ -30,7 +29,7 @@ NUM_SLOTS = 64
 
 
 class Bench:
-    """One store over an arena of its own, whose blocks' right contents follow from their keys."""
+    """A store and its arena, whose block contents follow from their keys."""
 
     def __init__(self, make: Callable[[Arena, Callable[[MessengerEvent], None]], TierStore]):
         layout = BlockLayout("tiny", "float32", 4, 3, 1, 256)
@@ -52,7 +51,7 @@ class Bench:
 
     def put(self, keys: list[BlockKey], first_slot: int = 0) -> StoreEnded:
         blocks = [BlockId(number) for number in range(len(keys))]
-        self.arena.sums.forget(blocks)
+        self.arena.checksums.forget(blocks)
         for block, key in zip(blocks, keys, strict=True):
             self.block(block)[:] = content_of(key, self.size)
         slots = range(first_slot, first_slot + len(keys))
@@ -60,13 +59,13 @@ class Bench:
         return self.event(StoreEnded)
 
     def get(self, keys: list[BlockKey], first_slot: int = 0) -> LoadEnded:
-        """Into wiped blocks; asserts that what is said to be right is."""
+        """Loads into zeroed blocks; asserts that the blocks reported as loaded are right."""
         return self._get(keys, first_slot, None)[0]
 
     def get_by_layer(
         self, keys: list[BlockKey], gate: LayerGate, first_slot: int = 0, right: bool = True
     ) -> tuple[LoadEnded, list[LoadProgress]]:
-        """The same, and what was told before the end. Unless `right`, the contents are others."""
+        """The same, with the progress events. Unless `right`, the contents are not checked."""
         return self._get(keys, first_slot, gate, right)
 
     def _get(
@@ -89,7 +88,7 @@ class Bench:
             assert self.holds(block, key) or not right
             for layer in range(3):
                 found = xxhash.xxh3_64_intdigest(self.arena.slice(block, layer))
-                assert self.arena.sums.get(block, layer) == found
+                assert self.arena.checksums.get(block, layer) == found
         return ended, told
 
     def holds_layer(self, block: int, key: BlockKey, layer: int) -> bool:
@@ -108,6 +107,6 @@ def content_of(key: BlockKey, num_bytes: int) -> bytes:
 
 
 def keys_of(what: str, count: int) -> list[BlockKey]:
-    """A shared store outlives a test, so each has keys of its own."""
+    """Returns keys of one test: a shared store outlives the test."""
     names = (f"{what} {number}".encode() for number in range(count))
     return [BlockKey(hashlib.sha256(name).digest()[:16]) for name in names]

@@ -14,41 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonpool.bench.solo import FREE
-from moonpool.config import InstanceConfig
+from benchmarks.suite.engine.single_instance import FREE
 from moonpool.engine.builtin import open_model
-from moonpool.engine.cuda.mirror import Mirror
+from moonpool.engine.cuda.host_sync import HostGpuSync
 from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.slices import ROWS_INNER
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing_table import Checksum, checksum_slice
-from moonpool.messenger.messenger import Messenger
-from moonpool.runtime.engine_thread import sequence_step
-from moonpool.runtime.layer_gates import LayerGates
-from moonpool.runtime.layer_waits import LayerWaits
-from moonpool.runtime.transfers import begin_writing, perform_transfer, send_layer
-from moonpool.types import InstanceId, Role
-from moonpool.workers.actions import (
-    ExpectStream,
-    FetchBlocks,
-    RunStep,
-    StepEnded,
-    Tell,
-)
-from moonpool.workers.instance import Instance
-from moonpool.workers.messages import (
-    Fetch,
+from moonpool.protocol.messages import (
+    AttemptFailed,
+    AttemptSpec,
     PrefillDone,
     PrefillStarted,
+    PrefixSource,
     ReserveDecode,
     StartDecode,
     StartPrefill,
     StepTokens,
     TransferDone,
-    Work,
-    WorkFailed,
 )
+from moonpool.runtime.transfers import (
+    LayerGates,
+    LayerWaits,
+    begin_writing,
+    perform_transfer,
+    send_layer,
+)
+from moonpool.scheduler.actions import (
+    ExpectStream,
+    FetchBlocks,
+    RunStep,
+    SendReport,
+    StepEnded,
+)
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.checksums import Checksum, checksum_slice
+from moonpool.transfer.messenger import Messenger
+from moonpool.types import InstanceId, Role
 
 SECRET = b"differential tests"
 MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"
@@ -110,7 +113,7 @@ class Node:
         if self.layout.inner == ROWS_INNER:  # of a GPU, which has blocks of its own
             cache = empty_cache(self.layout, 256, ops.device)
             cache.blocks.fill_(float("nan"))
-            self.engine = Engine(model, ops, cache, Mirror(cache, arena.blocks))
+            self.engine = Engine(model, ops, cache, HostGpuSync(cache, arena.blocks))
         else:
             self.engine = Engine(model, ops, arena)
         self.messenger = Messenger(
@@ -153,16 +156,16 @@ class MiniCluster:
         self._decode_of: dict[str, Node] = {}
 
     def submit(
-        self, work: Work, on: str, decode: str | None = None, fetch_from: str | None = None
+        self, work: AttemptSpec, on: str, decode: str | None = None, fetch_from: str | None = None
     ) -> None:
-        self.outcomes[work.work_id] = Outcome()
+        self.outcomes[work.attempt_id] = Outcome()
         target = fetch = None
         if decode is not None:
-            self._decode_of[work.work_id] = self.nodes[decode]
+            self._decode_of[work.attempt_id] = self.nodes[decode]
             self.inbox.put((self.nodes[decode], ReserveDecode(work=work)))
             target = self.nodes[decode].address
         if fetch_from is not None:
-            fetch = Fetch(source=self.nodes[fetch_from].address, num_blocks=10_000)
+            fetch = PrefixSource(source=self.nodes[fetch_from].address, num_blocks=10_000)
         self.inbox.put((self.nodes[on], StartPrefill(work=work, fetch=fetch, target=target)))
 
     def run(self, timeout_s: float = 60.0) -> None:
@@ -187,25 +190,23 @@ class MiniCluster:
             node.arena.close()
 
     def _busy(self) -> bool:
-        return any(n.instance.works or n.instance.pool.num_held for n in self.nodes.values())
+        return any(n.instance.requests or n.instance.pool.num_held for n in self.nodes.values())
 
     def _perform(self, node: Node, action: Any) -> None:
         match action:
             case RunStep():
                 self.inbox.put((node, self._step(node, action)))
-            case Tell():
+            case SendReport():
                 self._hear(action.report)
             case _:
-                if node.engine.mirror is not None and isinstance(
+                if node.engine.host_sync is not None and isinstance(
                     action, FetchBlocks | ExpectStream
                 ):
-                    node.engine.mirror.arriving(action.block_ids)
+                    node.engine.host_sync.arriving(action.block_ids)
                 perform_transfer(node.messenger, node.layout.num_layers, action, node.gates)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
         begin_writing(node.messenger, step)
-        sequences = [sequence_step(entry, ()) for entry in step.entries]
-
         gates = node.gates.of_step(step)
         waits = LayerWaits(step, gates)
 
@@ -222,7 +223,7 @@ class MiniCluster:
             return logits
 
         node.engine._model.forward = spy  # type: ignore[method-assign]
-        result = node.engine.step(sequences, on_layer, waits.before_attend)
+        result = node.engine.step(step.entries, on_layer, waits.before_attend)
         waits.before_attend(node.layout.num_layers - 1)
         self.missed_steps += len(waits.missed)
         node.engine._model.forward = forward  # type: ignore[method-assign]
@@ -231,28 +232,28 @@ class MiniCluster:
             if entry not in waits.sound():
                 continue
             position = entry.start + len(entry.new_token_ids)
-            self.outcomes[entry.work_id].logits[position] = seen[0][row]
+            self.outcomes[entry.attempt_id].logits[position] = seen[0][row]
         return StepEnded(result.tokens, result.seconds, waits.missed)
 
     def _hear(self, report: Any) -> None:
         match report:
             case PrefillStarted():
-                outcome = self.outcomes[report.work_id]
+                outcome = self.outcomes[report.attempt_id]
                 outcome.cached_tokens = report.cached_tokens
                 outcome.fetched_tokens = report.fetched_tokens
             case PrefillDone():
-                self.outcomes[report.work_id].tokens.append(report.token.token_id)
-                self.outcomes[report.work_id].finished = report.finish is not None
-                start = StartDecode(work_id=report.work_id, token=report.token)
-                self.inbox.put((self._decode_of[report.work_id], start))
+                self.outcomes[report.attempt_id].tokens.append(report.token.token_id)
+                self.outcomes[report.attempt_id].finished = report.finish is not None
+                start = StartDecode(attempt_id=report.attempt_id, token=report.token)
+                self.inbox.put((self._decode_of[report.attempt_id], start))
             case TransferDone():
                 assert not report.error, report
                 self.corrupt_blocks += report.corrupt_blocks
-                self.outcomes[report.work_id].transferred_bytes = report.num_bytes
+                self.outcomes[report.attempt_id].transferred_bytes = report.num_bytes
             case StepTokens():
                 for item in report.works:
-                    outcome = self.outcomes[item.work_id]
+                    outcome = self.outcomes[item.attempt_id]
                     outcome.tokens.extend(t.token_id for t in item.tokens)
                     outcome.finished = item.finish is not None
-            case WorkFailed():
+            case AttemptFailed():
                 raise AssertionError(report)

@@ -1,4 +1,4 @@
-"""One thread for the arithmetic, for speed on a busy machine; and the kernels to test with."""
+"""One thread for torch, for speed on a busy machine; and the kernels to test."""
 
 from __future__ import annotations
 

@@ -15,20 +15,20 @@ from torch import Tensor
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.native import available
 from moonpool.engine.ops import KvCache, Ops, empty_cache
+from moonpool.engine.parallel.tensor_ranks import sharded_engine
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import SequenceStep
-from moonpool.engine.tensor.ranks import sharded_engine
-from moonpool.types import RequestId
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
 
 EXACT_OPS = ("reference", "native")
-"""Those that round no weight: what they give is what the checkpoint says."""
+"""Operations without quantization."""
 OPS_NAMES = (*EXACT_OPS, "native-int8")
 Prompt = list[int]
 
 
 def missing(ops_name: str) -> str | None:
-    """Why these operations cannot be had here, None if they can."""
+    """The reason why these operations are not available; None if they are."""
     return None if ops_name == "reference" else available()
 
 
@@ -71,17 +71,17 @@ class Lab:
     def whole(self, prompt: Prompt) -> Tensor:
         """Logits after `prompt`, computed alone and in one step, in fresh blocks."""
         blocks = self.take_blocks(len(prompt))
-        logits = self.engine.logits([SequenceStep(RequestId("alone"), prompt, 0, blocks, None)])
+        logits = self.engine.logits([StepEntry(AttemptId("alone"), prompt, 0, blocks, None)])
         self.cache.blocks[blocks] = torch.nan
         self._free += blocks
         return logits[0]
 
     def prefill(self, prompt: Prompt, blocks: list[int]) -> None:
-        self.engine.step([SequenceStep(RequestId("prefix"), prompt, 0, blocks, None)])
+        self.engine.step([StepEntry(AttemptId("prefix"), prompt, 0, blocks, None)])
 
     def rest(self, prompt: Prompt, cached: int, blocks: list[int]) -> Tensor:
         """Logits after `prompt` whose first `cached` tokens are in their blocks already."""
-        step = SequenceStep(RequestId("rest"), prompt[cached:], cached, blocks, None)
+        step = StepEntry(AttemptId("rest"), prompt[cached:], cached, blocks, None)
         return self.engine.logits([step])[0]
 
     def planned(self, prompts: Sequence[Prompt], marks: Sequence[set[int]]) -> list[list[Tensor]]:
@@ -95,8 +95,8 @@ class Lab:
             ends = {i: self._cut(done[i], len(prompts[i]), marks[i]) for i in batch}
             logits = self.engine.logits(
                 [
-                    SequenceStep(
-                        RequestId(str(i)), prompts[i][done[i] : ends[i]], done[i], blocks[i], None
+                    StepEntry(
+                        AttemptId(str(i)), prompts[i][done[i] : ends[i]], done[i], blocks[i], None
                     )
                     for i in batch
                 ]

@@ -16,10 +16,10 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.engine import native
 from moonpool.engine.ops import Ops
 from moonpool.engine.reference import ReferenceOps
-from moonpool.messenger import station
-from moonpool.messenger.shm import ShmConnection
+from moonpool.protocol.messages import AttemptId, AttemptSpec
+from moonpool.transfer import context as transfer_context
+from moonpool.transfer.shm import ShmConnection
 from moonpool.types import Role, SamplingParams, Slo
-from moonpool.workers.messages import Work, WorkId
 from tests.differential.cluster import MiniCluster, Outcome
 
 NUM_PROMPTS = {
@@ -53,10 +53,10 @@ def make_prompts(count: int) -> list[list[int]]:
     return prompts
 
 
-def work(name: str, prompt: list[int]) -> Work:
+def work(name: str, prompt: list[int]) -> AttemptSpec:
     sampling = SamplingParams(temperature=0.8, seed=len(prompt), max_tokens=NUM_TOKENS)
-    return Work(
-        work_id=WorkId(name),
+    return AttemptSpec(
+        attempt_id=AttemptId(name),
         token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
         sampling=sampling,
@@ -178,7 +178,9 @@ def test_prefix_from_another_instance(
 def test_damaged_slices_are_computed_again(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ShmConnection, "takes_unnamed", False)  # so that liars name all they send
+    monkeypatch.setattr(
+        ShmConnection, "defers_checksums", False
+    )  # so that liars name all they send
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory, liars={"p"})
     for i, prompt in enumerate(build.prompts):
@@ -224,7 +226,7 @@ def test_damaged_while_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every few slices one is wrong: steps are computed for nothing, and no token is wrong."""
-    monkeypatch.setattr(ShmConnection, "takes_unnamed", False)
+    monkeypatch.setattr(ShmConnection, "defers_checksums", False)
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     cluster = build(roles, liars={"p"}, **options)
@@ -244,7 +246,7 @@ def test_the_source_goes_while_it_is_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its messenger ends after a few slices, with a step waiting for the rest."""
-    monkeypatch.setattr(station, "FRAME_BYTES", 1)  # each slice leaves by itself
+    monkeypatch.setattr(transfer_context, "FRAME_BYTES", 1)  # each slice leaves by itself
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     longest = max(range(len(build.prompts)), key=lambda i: len(build.prompts[i]))
     prompt = build.prompts[longest]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.export import export_checkpoint
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.types import RequestId, SamplingParams
+from moonpool.engine.builtin import export_checkpoint, open_model
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import SamplingParams
 from tests.differential.plans import Lab, make_ops
 
 transformers = pytest.importorskip("transformers")
@@ -110,9 +110,7 @@ def _theirs(model: Any) -> Tensor:
 def _ours(folder: Path, dtype: str, ops_name: str, num_shards: int = 1) -> tuple[Lab, Tensor]:
     model = open_model(str(folder), dtype)
     lab = Lab(model, make_ops(ops_name), 16, 1000, num_shards=num_shards)
-    steps = [
-        SequenceStep(RequestId(str(n)), PROMPT[:n], 0, lab.take_blocks(n), None) for n in LENGTHS
-    ]
+    steps = [StepEntry(AttemptId(str(n)), PROMPT[:n], 0, lab.take_blocks(n), None) for n in LENGTHS]
     return lab, lab.engine.logits(steps)
 
 
@@ -135,7 +133,7 @@ def _greedy(lab: Lab, prompt: list[int], count: int) -> list[int]:
     blocks = lab.take_blocks(len(prompt) + count)
     fresh, start, out = prompt, 0, []
     for _ in range(count):
-        step = SequenceStep(RequestId("greedy"), fresh, start, blocks, Draw(params, out, ()))
+        step = StepEntry(AttemptId("greedy"), fresh, start, blocks, params, out)
         token = lab.engine.step([step]).tokens[0]
         assert token is not None
         start += len(fresh)
@@ -167,7 +165,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
 
 
 def test_an_exported_model_is_the_same_to_transformers(tmp_path: Path) -> None:
-    """What benchmarks rely on: peers serve the very weights we do."""
+    """Benchmarks rely on it: other engines must serve the same weights."""
     name = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
     built_in = open_model(name, "float32")
     export_checkpoint(built_in, tmp_path)

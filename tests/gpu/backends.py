@@ -1,4 +1,4 @@
-"""What the tests of the GPU's operations run on.
+"""Backends for the tests of GPU operations.
 
 torch's operations also run on the CPU, so that copies and bookkeeping are tested everywhere; the
 rest is skipped where there is no GPU.
@@ -19,15 +19,15 @@ from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.cuda.torch_ops import TorchOps
 from moonpool.engine.ops import Ops, empty_cache
 from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import SequenceStep
-from moonpool.types import RequestId
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
 
 BACKENDS = ("torch-cpu", "torch-cuda", "triton-cuda")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # of the norm of all logits
 
 
 def make_ops(backend: str) -> Ops:
-    """Skips the test where the backend cannot be had."""
+    """Skips the test if the backend is not available."""
     kind, device = backend.split("-")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
@@ -69,7 +69,7 @@ class Bench:
     def run(self, *parts: tuple[Sequence[int], int, list[int]]) -> Tensor:
         """Logits after each (new tokens, start, blocks), all in one step."""
         steps = [
-            SequenceStep(RequestId(str(i)), tokens, start, blocks, None)
+            StepEntry(AttemptId(str(i)), tokens, start, blocks, None)
             for i, (tokens, start, blocks) in enumerate(parts)
         ]
         return self.engine.logits(steps).cpu()

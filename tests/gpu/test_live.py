@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 pytestmark = [

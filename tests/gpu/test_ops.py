@@ -12,8 +12,8 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import SequenceStep
-from moonpool.types import RequestId
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
 from tests.gpu.backends import BACKENDS, TOLERANCE, Bench, difference, make_ops
 
 DTYPES = ("float32", "bfloat16")
@@ -32,7 +32,7 @@ def reference_logits(name: str, dtype: str, prompt: list[int]) -> torch.Tensor:
     layout = make_layout(model, 16)
     blocks = layout.blocks_for(len(prompt))
     engine = Engine(model, ReferenceOps(), empty_cache(layout, blocks))
-    step = SequenceStep(RequestId("reference"), prompt, 0, range(blocks), None)
+    step = StepEntry(AttemptId("reference"), prompt, 0, range(blocks), None)
     return engine.logits([step])[0]
 
 

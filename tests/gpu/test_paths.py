@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moonpool.messenger.shm import ShmConnection
+from moonpool.transfer.shm import ShmConnection
 from moonpool.types import Role
 from tests.differential.cluster import MiniCluster, Outcome
 from tests.differential.test_paths import make_prompts, work
@@ -117,7 +117,9 @@ def test_prefix_from_another_instance(build: Lab, alone: list[Outcome], holder: 
 def test_damaged_slices_are_computed_again(
     build: Lab, alone: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ShmConnection, "takes_unnamed", False)  # so that liars name all they send
+    monkeypatch.setattr(
+        ShmConnection, "defers_checksums", False
+    )  # so that liars name all they send
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, liars={"p"})
     for i, prompt in enumerate(PROMPTS):

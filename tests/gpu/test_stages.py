@@ -14,23 +14,24 @@ import pytest
 import torch
 
 from moonpool.engine.builtin import open_model
-from moonpool.engine.cuda.choice import stages_of_fullest
+from moonpool.engine.device import stages_of_fullest
 from moonpool.engine.ops import KvCache, empty_cache
+from moonpool.engine.parallel.pipeline import PipelineEngine, StageOptions
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.messenger.arena import Arena
-from moonpool.types import RequestId, SamplingParams
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.transfer.arena import Arena
+from moonpool.types import SamplingParams
 from tests.unit.engine.test_stages import MODEL, NUM_BLOCKS, SAMPLED, steps_of
 
 NUM_STAGES = 3
 NUM_LAYERS = 5
 DEVICES = ("cpu:0", "cuda")  # not "cpu": stages on that one compute in the arena itself
-GREEDY = Draw(SamplingParams(temperature=0.0, logprobs=1), (), ())
+GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 
 
 class Pair:
-    """An engine of mirrored stages, and the one-process engine over blocks of its own."""
+    """An engine of stages with host sync, and a one-process engine over other blocks."""
 
     def __init__(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -87,15 +88,15 @@ def test_several_steps_at_once_have_the_tokens_of_one_process(pair: Pair) -> Non
     assert all(pair.same(block) for block in full)
 
 
-def last_token(steps: list[list[SequenceStep]], name: str) -> int:
+def last_token(steps: list[list[StepEntry]], name: str) -> int:
     return max(
-        s.start + len(s.new_token_ids) for step in steps for s in step if s.request_id == name
+        s.start + len(s.new_token_ids) for step in steps for s in step if s.attempt_id == name
     )
 
 
 def test_a_layer_is_in_the_arena_when_it_is_announced(pair: Pair) -> None:
     prompt = [random.Random(6).randrange(300) for _ in range(40)]
-    step = [SequenceStep(RequestId("a"), prompt, 0, [80, 81, 82], SAMPLED)]
+    step = [StepEntry(AttemptId("a"), prompt, 0, [80, 81, 82], SAMPLED)]
     expected = pair.one.step(step).tokens
     seen: list[tuple[int, bool, bool]] = []
 
@@ -109,10 +110,10 @@ def test_a_layer_is_in_the_arena_when_it_is_announced(pair: Pair) -> None:
 
 def test_every_stage_loads_what_arrived(pair: Pair) -> None:
     prompt = [random.Random(7).randrange(300) for _ in range(40)]
-    pair.stages.step([SequenceStep(RequestId("a"), prompt[:39], 0, [83, 84, 85], None)], bool)
+    pair.stages.step([StepEntry(AttemptId("a"), prompt[:39], 0, [83, 84, 85], None)], bool)
 
     def next_token(blocks: list[int]) -> Any:
-        step = SequenceStep(RequestId("b"), prompt[39:], 39, blocks, GREEDY)
+        step = StepEntry(AttemptId("b"), prompt[39:], 39, blocks, GREEDY)
         return pair.stages.step([step]).tokens
 
     expected = next_token([83, 84, 85])

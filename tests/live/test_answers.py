@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
-from moonpool.bench.local_server import LocalServer
 from moonpool.cost.recorded import parse_beliefs
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}

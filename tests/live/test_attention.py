@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import wait_until_gone
 
@@ -81,6 +81,7 @@ def test_answers_are_those_without_attention_workers(count: int, expected: list[
         assert wait_until_gone(pids) == []
 
 
+@pytest.mark.long
 def test_over_tcp(expected: list[str], tmp_path: Path) -> None:
     config = tmp_path / "tcp.toml"
     config.write_text("[network]\nuse_shared_memory = false\n")
@@ -145,6 +146,7 @@ def restarted(server: LocalServer, before: dict[str, int], name: str) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_a_killed_model_worker_loses_no_blocks(expected: list[str]) -> None:
     """Its successor finds what was complete, and the answer goes on."""
     command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", "2", *SMALL]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.bench.attention_capacity import bench_attention_capacity, capacity_lines
-from moonpool.bench.attention_crew import Decodes
-from moonpool.bench.attention_partitions import measure_partitions, partition_lines
+from benchmarks.suite.offload.attention_capacity import bench_attention_capacity, capacity_lines
+from benchmarks.suite.offload.attention_partitions import measure_partitions, partition_lines
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import SEGMENT
-from moonpool.engine.runner import make_layout
-from moonpool.engine.split_choice import choose_split_ops
+from moonpool.engine.runner import choose_split_ops, make_layout
 from moonpool.engine.staggered import MIN_SEQUENCES
+from moonpool.profiling.attention_group import Decodes
+
+pytestmark = pytest.mark.long
 
 BLOCK = 64
 TINY = "random:hidden=64,layers=2,heads=4,inter=64,vocab=300"

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_attention import (
     LONG,
@@ -25,6 +25,8 @@ from tests.live.test_attention import (
     wait_for_successor,
     while_answering,
 )
+
+pytestmark = pytest.mark.long
 
 SPREAD = LONG | {"prompt": [9, 8] * 1100, "max_tokens": 200}
 """Longer than a segment: by token range it lies in both memories."""

@@ -11,7 +11,7 @@ import sys
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import SMALL
 from tests.live.test_attention import (
     SHORT,
@@ -21,6 +21,8 @@ from tests.live.test_attention import (
     counters_of_soon,
     while_answering,
 )
+
+pytestmark = pytest.mark.long
 
 MODEL = "random:hidden=128,layers=2,heads=8,kv_heads=4,inter=128,vocab=300"
 LONG = {"prompt": [9, 8] * 1100, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}

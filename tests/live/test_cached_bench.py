@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.bench.cached import bench_cached
+from benchmarks.suite.live.cached import bench_cached
 
 
 @pytest.mark.long

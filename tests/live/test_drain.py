@@ -14,8 +14,8 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from moonpool.bench.local_server import LocalServer
 from moonpool.cli.main import cli
+from moonpool.demo.local_server import LocalServer
 from moonpool.runtime.audit import audit_cluster
 from tests.live.conftest import MODEL, SMALL
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer, free_port, is_alive
+from moonpool.demo.local_server import LocalServer, free_port, is_alive
 from tests.live.conftest import MODEL, SMALL
 
 LONG = {"prompt": [9] * 600, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}
@@ -184,15 +184,17 @@ def command_of(pid: int) -> str:
 
 
 @pytest.mark.long
-def test_workers_come_back_without_the_nursery_they_were_forked_from() -> None:
+def test_workers_come_back_without_the_fork_server_they_were_forked_from() -> None:
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
-        [nursery] = [p for p in children_of(server.pid) if command_of(p) == "moonpool nursery"]
+        [fork_server] = [
+            p for p in children_of(server.pid) if command_of(p) == "moonpool fork server"
+        ]
         pids = {instance["instance_id"]: instance["pid"] for instance in server.instances()}
         first, decode = pids["prefill-0"], pids["decode-0"]
         assert " -m moonpool worker --role prefill --name prefill-0 " in command_of(first)
-        for pid in (nursery, first):
+        for pid in (fork_server, first):
             os.kill(pid, signal.SIGKILL)
             assert wait_until_gone([pid]) == []
         deadline = time.monotonic() + 40
@@ -201,4 +203,4 @@ def test_workers_come_back_without_the_nursery_they_were_forked_from() -> None:
             time.sleep(0.2)
         got = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         assert got == expected
-        assert decode in now, "the nursery's death is nobody else's"
+        assert decode in now, "the death of the fork server ends no worker"

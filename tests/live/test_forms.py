@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import SMALL
 from tests.live.test_faults import answer_while_killing
 
@@ -68,6 +68,7 @@ def answers(url: str) -> list[dict[str, Any]]:
         return found
 
 
+@pytest.mark.long
 def test_forms_are_kept_and_answers_do_not_depend_on_the_way(server: LocalServer) -> None:
     split = answers(server.url)
     for choice in split:

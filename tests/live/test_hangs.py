@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.runtime.protocol import SILENCE_S
+from moonpool.protocol.frames import SILENCE_S
 from tests.live.test_faults import LONG, wait_until_gone
 from tests.live.test_parts import Parts
 from tests.live.test_stages import stages_of
@@ -22,7 +22,7 @@ END_S = 45.0
 HANGING = """
 import signal, sys, threading
 from moonpool.cli.main import main
-from moonpool.engine.stages.pipeline import PipelineEngine
+from moonpool.engine.parallel.pipeline import PipelineEngine
 
 hangs = threading.Event()
 signal.signal(signal.SIGUSR1, lambda *_: hangs.set())

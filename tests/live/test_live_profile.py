@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from moonpool.bench.live_profile import LiveProfiler
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
+from moonpool.profiling.live_profile import LiveProfiler
 
 
 @pytest.mark.long

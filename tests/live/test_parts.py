@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from moonpool.bench.local_server import free_port
+from moonpool.demo.local_server import free_port
 from tests.live.conftest import MODEL, SMALL
 
 PROMPT = {"prompt": [3] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
@@ -75,6 +75,7 @@ def test_one_process_without_shards_answers_alike(server: LocalServer, http: htt
     assert got == pytest.approx(right, abs=0.05)
 
 
+@pytest.mark.long
 def test_a_killed_rank_takes_its_instance_and_costs_no_answer(reverse: LocalServer) -> None:
     with httpx.Client(base_url=reverse.url, timeout=60) as client:
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moonpool.bench.local_server import LocalServer
+import pytest
+
+from moonpool.demo.local_server import LocalServer
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
-from moonpool.trace.writer import write_trace
+from moonpool.trace.jsonl import write_trace
 
 TRACE = ["--scale-tokens", "1/32", "--requests", "40"]
 
@@ -49,6 +51,7 @@ def test_the_same_trace_live_and_simulated(cluster: LocalServer, tmp_path: Path)
     assert abs(stages - live["ttft_s"]["mean"]) < 0.02
 
 
+@pytest.mark.long
 def test_the_capacity_of_a_live_cluster_is_searched(cluster: LocalServer, tmp_path: Path) -> None:
     write_trace(generate(BUILT_IN["conversation"], num_requests=24, seed=3), tmp_path / "t.jsonl")
     out = tmp_path / "capacity.json"

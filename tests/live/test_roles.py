@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}
@@ -103,6 +103,7 @@ def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_instances_change_sides_and_back_and_answers_stay_right(server: LocalServer) -> None:
     desk = Desk(server)
     expected = desk.answer()

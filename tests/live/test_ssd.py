@@ -15,15 +15,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from moonpool.bench.local_server import LocalServer
 from moonpool.cli.main import cli
+from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
-from moonpool.engine.calibrate import Sample
-from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.calibrate import StepSample
+from moonpool.engine.device import resolve_dtype
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.messenger.store.folder import instance_folder
 from moonpool.runtime.profile_store import profile_path
+from moonpool.storage.folder import instance_folder
 from tests.live.conftest import MODEL
 
 NUM_PROMPTS = 30
@@ -119,11 +119,15 @@ def plant_profile() -> None:
     engine = Engine(model, ops, empty_cache(make_layout(model, BLOCK_TOKENS, ops), 1))
     samples = [
         *(
-            Sample(kind="prefill", new_tokens=new, context_tokens=0, batch=1, seconds=1e-3 * new)
+            StepSample(
+                kind="prefill", new_tokens=new, context_tokens=0, batch=1, seconds=1e-3 * new
+            )
             for new in (16, 64, 128, 256, 512)
         ),
         *(
-            Sample(kind="decode", new_tokens=1, context_tokens=64 * n, batch=n, seconds=1e-3 * n)
+            StepSample(
+                kind="decode", new_tokens=1, context_tokens=64 * n, batch=n, seconds=1e-3 * n
+            )
             for n in (1, 2, 4, 8)
         ),
     ]
@@ -212,4 +216,4 @@ def test_a_folder_that_cannot_be_had_is_said_and_served_without(tmp_path: Path) 
         while "ssd" not in talk.instance() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert str(tmp_path / "file") in talk.instance()["ssd"]["error"]
-        assert "serving goes on without the SSD tier" in server.last_words(200)
+        assert "serving without the SSD tier" in server.last_words(200)

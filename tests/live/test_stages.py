@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer
+from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
@@ -60,6 +60,7 @@ def test_a_killed_stage_takes_its_instance_and_costs_no_answer(server: LocalServ
     assert "stage 2 of 2" in server.last_words(200)
 
 
+@pytest.mark.long
 def test_stages_end_with_their_instance_and_with_the_head(server: LocalServer) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         assert wait_for_instances(client, 3)

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.bench.local_server import LocalServer, ServerError, free_port
-from moonpool.bench.vllm_server import VllmServer
+from benchmarks.suite.live.vllm_server import VllmServer
+from moonpool.demo.local_server import LocalServer, ServerError, free_port
 from tests.live.conftest import SMALL
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
@@ -143,7 +143,7 @@ def test_what_is_no_vllm_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[engine]\nkind = "vllm"\n')
     with (
-        pytest.raises(ServerError, match="nobody answers there"),
+        pytest.raises(ServerError, match="no server listens there"),
         LocalServer(["--vllm", f"http://127.0.0.1:{free_port()}"]),
     ):
         pass
@@ -155,12 +155,13 @@ def test_what_is_no_vllm_is_one_line(tmp_path: Path) -> None:
 
 def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
     with (
-        pytest.raises(ServerError, match="give both the same model"),
+        pytest.raises(ServerError, match="start both with the same model"),
         LocalServer(["random:m30", "--vllm", engines[0].url]),
     ):
         pass
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_costs_no_answer_and_comes_back(
     engines: list[LocalServer], front: LocalServer
 ) -> None:

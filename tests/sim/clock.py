@@ -1,5 +1,4 @@
-"""Virtual time: a total order of (time, sequence), and links that keep the order of what they
-carry."""
+"""Virtual time: a total order of (time, sequence), and links that deliver in order."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Clock:
         heapq.heappush(self._heap, (time_s, self._sequence, callback))
 
     def soon(self, slow_delay_s: float, callback: Callback) -> None:
-        """After a random delay, most of them short, some long."""
+        """Runs the callback after a random delay, mostly short and sometimes long."""
         self.after(self.delay_s(slow_delay_s), callback)
 
     def delay_s(self, slow_delay_s: float) -> float:
@@ -36,19 +35,18 @@ class Clock:
         return self.rng.random() * (slow_delay_s if slow else 0.002)
 
     def run(self, max_events: int) -> None:
-        """Until nothing is left to happen. AssertionError if that does not come about."""
+        """Runs until no event is left. Raises AssertionError after too many events."""
         while self._heap:
             time, _, callback = heapq.heappop(self._heap)
             assert time >= self.now
             self.now = time
             self.num_events += 1
-            assert self.num_events <= max_events, "the run does not come to rest"
+            assert self.num_events <= max_events, "the run does not end"
             callback()
 
 
 class Link:
-    """One direction of a connection: in order, with random delays; nothing arrives once it is
-    cut."""
+    """One direction of a connection: in order, with random delays. A cut link delivers nothing."""
 
     def __init__(self, clock: Clock, slow_delay_s: float) -> None:
         self._clock = clock

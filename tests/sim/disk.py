@@ -1,8 +1,8 @@
-"""A fake SSD: keeps block contents over an instance's deaths, slowly and with faults.
+"""A fake SSD: it keeps block contents when its instance dies, and it is slow and has faults.
 
-It keeps the contract of `moonpool.workers.actions` for stores and loads to the letter: each ends
-with exactly one event, and until then touches blocks at random times. A slot must have been given
-up before it is written again; what is read must be there under the name that is asked for.
+It follows the contract of `moonpool.scheduler.actions` exactly. Each store and load ends with one
+event and touches blocks at random times until then. It asserts that a slot is forgotten before it
+is written again, and that a slot holds the requested key when it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.transfer_events import (
     LoadReturned,
     StoreEnded,
     StoreLost,
@@ -20,8 +20,8 @@ from moonpool.kvcache.transfers import (
     TierPaused,
     TierResumed,
 )
+from moonpool.scheduler.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from moonpool.types import BlockId, BlockKey
-from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from tests.sim.loads import LoadOperation
 from tests.sim.messenger import GARBAGE
 from tests.sim.truth import Content
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 class Stored:
     key: BlockKey
     layers: list[Content]
-    flipped: bool = False  # one of its slices no longer fits its checksum
+    flipped: bool = False  # one of its slices does not match its checksum
 
 
 @dataclass
 class Disk:
-    """What is on one instance's SSD, the longest unused first; it outlives the instance."""
+    """The content of one instance's SSD, least recently used first; it outlives the instance."""
 
     slots: dict[int, Stored] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class Disk:
 
 
 class DiskDriver:
-    """One life's way to its disk."""
+    """Performs the storage actions of one incarnation of an instance."""
 
     def __init__(self, life: Life, disk: Disk) -> None:
         self.life = life
@@ -67,7 +67,7 @@ class DiskDriver:
         raise AssertionError("nobody else uses this disk: there is nothing to ask")
 
     def lose(self) -> None:
-        """The folder vanished, and whatever was in it."""
+        """Deletes the folder with all of its content."""
         if not self.lost and self.life.alive:
             self.lost = True
             self.disk.slots.clear()
@@ -82,8 +82,8 @@ class DiskDriver:
         assert not self.lost, "a store after the tier was lost"
         assert len(action.keys) == len(action.block_ids) == len(action.slots) > 0
         for slot in action.slots:
-            assert slot not in self.disk.slots, "a slot is written that was not given up"
-            assert slot not in self._writing, "a slot is written twice at a time"
+            assert slot not in self.disk.slots, "a slot is written before it was forgotten"
+            assert slot not in self._writing, "two writes to one slot at a time"
             self._writing.add(slot)
         if self._hangs():
             self._hang_store(action)
@@ -95,7 +95,7 @@ class DiskDriver:
         if index == len(action.slots) or fails:
             self._writing.difference_update(action.slots)
             error = "no space left" if fails and index < len(action.slots) else ""
-            # A write may be complete, and yet not known to be.
+            # A write may be complete although it was reported as failed.
             num_blocks = index if not error or self.lost else max(index - 1, 0)
             self.life.post(StoreEnded(store_id=action.store_id, num_blocks=num_blocks, error=error))
             return
@@ -135,7 +135,7 @@ class DiskDriver:
         )
 
     def _hang(self, end: Callable[[], None], come_back: Callable[[], None]) -> None:
-        """It is given up after a while; the disk lets go of it later, and answers again."""
+        """Lets an operation hang: it ends with an error, and the disk returns some time later."""
         self._num_hung += 1
         self.life.world.seen["hung disks"] += 1
 

@@ -1,7 +1,7 @@
-"""A fake engine: checks what it is given and what it reads, layer by layer, against the truth.
+"""A fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
 
-It keeps the contract of `moonpool.workers.actions` for steps to the letter: of what is still
-arriving it reads a layer only when that layer is there; what is missed is garbage from there on.
+It follows the contract of `moonpool.scheduler.actions` exactly. It reads a layer of an arriving
+block only when that layer is present. An entry that misses a layer is garbage from there on.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moonpool.types import BlockId, Token
-from moonpool.workers.actions import (
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import (
     ArenaBack,
     ArenaLost,
     Arriving,
@@ -20,7 +20,7 @@ from moonpool.workers.actions import (
     StepFailed,
     StepsEnded,
 )
-from moonpool.workers.messages import WorkId
+from moonpool.types import BlockId, Token
 from tests.sim.loads import LoadOperation
 from tests.sim.messenger import GARBAGE, FetchOperation
 
@@ -32,7 +32,7 @@ LOOKS_EVERY_S = 0.003
 
 @dataclass(eq=False)
 class _Share:
-    """One entry; what the engine was given must not change under its hands."""
+    """One entry, with a copy of its input, which must not change during the step."""
 
     entry: StepEntry
     block_ids: tuple[BlockId, ...]
@@ -50,7 +50,7 @@ class _Share:
 class _Run:
     number: int
     shares: list[_Share]
-    times_s: list[float]  # when a layer is done, one a layer
+    times_s: list[float]  # when each layer is done
     ends_s: float
     outcome: StepEnded | StepsEnded | StepFailed
 
@@ -67,11 +67,11 @@ class FakeEngine:
         self._stages_free_s = [0.0] * self.world.options.num_stages
         self._num_steps = 0
         self._last_step = 0
-        self._spoiled: dict[WorkId, tuple[int, int]] = {}  # by which step, from which token
+        self._spoiled: dict[AttemptId, tuple[int, int]] = {}  # (step, first garbage token)
 
     def run(self, step: RunStep) -> None:
         under_way = self.world.instance_config.max_steps_in_flight
-        assert self._num_steps < under_way, "more steps at a time than there may be"
+        assert self._num_steps < under_way, "too many steps at a time"
         self._num_steps += 1
         self._last_step += 1
         repeats = self.clock.rng.randint(1, step.max_repeats)
@@ -83,7 +83,7 @@ class FakeEngine:
         ]
         failed = self.world.chance("step_failure_rate")
         times_s = self._times_s(failed)
-        ends_s = max(times_s[-1], self._stages_free_s[-1])  # in the order in which they began
+        ends_s = max(times_s[-1], self._stages_free_s[-1])  # in order
         self._stages_free_s[-1] = ends_s
         seconds = ends_s - self.clock.now
         outcome: StepEnded | StepsEnded | StepFailed
@@ -92,7 +92,7 @@ class FakeEngine:
             outcome = self._lose_arena(self.clock.rng.randrange(len(arenas)), ends_s)
         elif failed:
             for entry in step.entries:
-                self._spoiled.setdefault(entry.work_id, (self._last_step, entry.start))
+                self._spoiled.setdefault(entry.attempt_id, (self._last_step, entry.start))
             outcome = StepFailed("the engine failed")
         elif step.max_repeats > 1:
             outcome = StepsEnded([tuple(map(Token, t[:repeats])) for t in drawn], seconds)
@@ -108,8 +108,8 @@ class FakeEngine:
         self.clock.at(ends_s, lambda: self._end(run))
 
     def _lose_arena(self, arena: int, when_s: float) -> StepFailed:
-        """A step finds out; the instance hears of the loss before or after, and then that the
-        arena is there again."""
+        """A step fails because of a lost arena. The instance receives `ArenaLost` before or after
+        that, and later `ArenaBack`."""
         rng = self.clock.rng
         lost_s = when_s + rng.choice((-0.0001, 0.001))
         self.clock.at(lost_s, lambda: self.life.post(ArenaLost(arena, "the arena is gone")))
@@ -118,7 +118,7 @@ class FakeEngine:
         return StepFailed("an arena is gone", lost_arena=arena)
 
     def _times_s(self, failed: bool) -> list[float]:
-        """When each layer is done if nothing is waited for; one that fails may end in between."""
+        """When each layer is done without waits; a step that fails may end between two layers."""
         time_s = self.clock.now
         stages, num_layers = len(self._stages_free_s), self.life.num_layers
         times_s = []
@@ -145,8 +145,8 @@ class FakeEngine:
         return [self.life.fetches[arriving.fetch_id], *loads] if arriving.fetch_id else [*loads]
 
     def _draw(self, entry: StepEntry, repeats: int) -> tuple[int, ...]:
-        """Checks the entry's tokens against the truth; the tokens that follow, if wanted."""
-        truth = self.world.truth_of(entry.work_id)
+        """Checks the entry's tokens against the truth. Returns the tokens to draw, if any."""
+        truth = self.world.truth_of(entry.attempt_id)
         end = entry.start + len(entry.new_token_ids)
         assert len(entry.new_token_ids) > 0
         assert truth.tokens[entry.start : end] == tuple(entry.new_token_ids)
@@ -154,29 +154,29 @@ class FakeEngine:
             return ()
         assert entry.draw == truth.request.sampling
         assert truth.tokens[truth.request.num_prompt_tokens : end] == tuple(entry.generated)
-        assert end < len(truth.tokens), "computes on after the answer's end"
+        assert end < len(truth.tokens), "computes past the end of the answer"
         return truth.tokens[end : end + repeats]
 
     def _run_layer(self, run: _Run, layer: int) -> None:
-        """Stores, then attends; where anything is waited for, the layer after it comes next."""
+        """Stores a layer, then attends to it. A step that waits schedules its next layer itself."""
         if not self.life.alive:
             return
         size = self.life.layout.block_tokens
         for share in run.shares:
             entry = share.entry
-            truth = self.world.truth_of(entry.work_id)
+            truth = self.world.truth_of(entry.attempt_id)
             end = entry.start + len(share.new_token_ids)
             for index in range(entry.start // size, self.life.layout.blocks_for(end)):
                 right = truth.slice_content(layer, index, end, size)
                 self.life.write(share.block_ids[index], layer, GARBAGE if share.missed else right)
             for index, block_id in entry.sends:
                 assert share.block_ids[index] == block_id
-                if entry.work_id in self.life.sends and not share.missed:
-                    self.life.sends[entry.work_id].put((index, layer, block_id))
+                if entry.attempt_id in self.life.sends and not share.missed:
+                    self.life.sends[entry.attempt_id].put((index, layer, block_id))
         self._attend_layer(run, layer)
 
     def _attend_layer(self, run: _Run, layer: int) -> None:
-        """As soon as what is read of it is there, or will not come."""
+        """Attends once each block has this layer, or will never have it."""
         if not self.life.alive:
             return
         for share in run.shares:
@@ -191,7 +191,7 @@ class FakeEngine:
             if not share.missed:
                 self._read_layer(share, layer, run.number)
         if not run.waits:
-            return  # the others are on their way by the clock
+            return  # the clock schedules the other layers
         now = self.clock.now
         if layer + 1 < len(run.times_s):
             next_s = max(run.times_s[layer + 1], now)
@@ -201,17 +201,17 @@ class FakeEngine:
 
     def _read_layer(self, share: _Share, layer: int, number: int) -> None:
         entry, size = share.entry, self.life.layout.block_tokens
-        truth = self.world.truth_of(entry.work_id)
+        truth = self.world.truth_of(entry.attempt_id)
         for index in range(self.life.layout.blocks_for(entry.start)):
             end = entry.start + len(share.new_token_ids)
             right = truth.slice_content(layer, index, end, size)
-            # After a step that failed, later ones that were under way compute on nonsense.
-            failed, first = self._spoiled.get(entry.work_id, (number, 0))
+            # Steps that were in progress behind a failed step compute garbage.
+            failed, first = self._spoiled.get(entry.attempt_id, (number, 0))
             if failed < number and index >= first // size:
                 self.life.write(share.block_ids[index], layer, GARBAGE)
                 continue
             found = self.life.read(share.block_ids[index], layer)
-            assert found == right, f"{entry.work_id}: block {index} is not what it should be"
+            assert found == right, f"{entry.attempt_id}: block {index} is not what it should be"
 
     def _end(self, run: _Run) -> None:
         self._num_steps -= 1

@@ -1,7 +1,7 @@
-"""A load under way from a fake disk or store: what of it has come, and who is told.
+"""A load from a fake disk or store: which slices have arrived, and the events that it sends.
 
-Without `by_layer` one block comes after the other and nothing is told before the end; with it, one
-layer of all blocks after the other, and how far it is.
+Without `by_layer`, block after block arrives and only the end is reported. With it, layer after
+layer of all blocks arrives and the progress is reported.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.transfers import LoadEnded, LoadProgress
-from moonpool.workers.actions import LoadBlocks
+from moonpool.protocol.transfer_events import LoadEnded, LoadProgress
+from moonpool.scheduler.actions import LoadBlocks
 
 if TYPE_CHECKING:
     from tests.sim.node import Life
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoadOperation:
-    """`life.loads` knows it by its load's id, also when it has ended."""
+    """One load. It stays in `life.loads` after its end."""
 
     def __init__(self, life: Life, action: LoadBlocks) -> None:
         self.life = life
@@ -30,7 +30,7 @@ class LoadOperation:
         life.loads[action.load_id] = self
 
     def slices(self) -> deque[tuple[int, int]]:
-        """(index, layer), in the order in which they come."""
+        """The slices as (index, layer), in the order of their arrival."""
         indices, layers = range(len(self.action.slots)), range(self.life.num_layers)
         if self.action.by_layer:
             return deque((index, layer) for layer in layers for index in indices)
@@ -48,8 +48,8 @@ class LoadOperation:
             self._tell(self._told_layers)
 
     def brought(self, layer: int) -> bool | None:
-        """Whether the layer of all blocks is there; None: it may come yet. Of the last one this is
-        said when the end has been told."""
+        """Whether the layer of all blocks has arrived; None: it may still arrive. The last layer
+        counts as arrived only after the end of the load was posted."""
         last = self.life.num_layers - 1
         if self._ended:
             return not self._failed or (layer < last and self._whole(layer))

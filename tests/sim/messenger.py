@@ -1,7 +1,7 @@
 """A fake messenger: moves block contents between arenas, late, out of order and with faults.
 
-It keeps the contract of `moonpool.kvcache.transfers` to the letter, and uses all the freedom that
-leaves: blocks are read and written at random times until the terminal event, also after an abort.
+It follows the contract of `moonpool.protocol.transfer_events` exactly and uses all of its freedom:
+it reads and writes blocks at random times until the terminal event, even after an abort.
 Each touch of a block checks that the instance still holds it (and never writes a named one).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.transfer_events import (
     FetchEnded,
     FetchProgress,
     PeerAddress,
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from tests.sim.node import Life
 
 EARLY_STREAM_S = 3.0
-"""How long a stream may wait for a receiver that does not expect it yet."""
+"""How long a stream waits for a receiver that does not expect it yet."""
 GARBAGE: Content = (-1, -1)
 
 
 @dataclass(eq=False)
 class Arrivals:
-    """Which slices of an operation have come, and come right."""
+    """Which slices of an operation have arrived, and which of them are correct."""
 
     life: Life
     block_ids: Sequence[BlockId]
@@ -49,7 +49,7 @@ class Arrivals:
         self.life.write(block_id, layer, GARBAGE if corrupt else content)
         self.num_corrupt += corrupt
         if corrupt:
-            self.verified.discard((index, layer))  # it may have come before
+            self.verified.discard((index, layer))  # an earlier copy may have arrived
         else:
             self.verified.add((index, layer))
 
@@ -66,7 +66,7 @@ class Arrivals:
 
 
 class FetchOperation:
-    """Both ends of one fetch."""
+    """One fetch, with its reading and its writing end."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class FetchOperation:
         self._num_granted = 0
         self._granted_s = -1.0
         self._num_layers = 0
-        self._read_ended = True  # until the source knows of it
+        self._read_ended = True  # until the source receives the request
         self._read_id = f"{fetch_id}@{life.number}"
         life.world.operations.append(self)
         life.later(self._connect)
         life.clock.after(timeout_s, lambda: self._end_fetch("timed out"))
 
     def _connect(self) -> None:
-        if self._fetch_ended:  # it timed out first
+        if self._fetch_ended:  # it timed out before
             return
         world = self.life.world
         source = world.find_life(self._source_address)
@@ -116,8 +116,8 @@ class FetchOperation:
         self.source.later(lambda: self._pump(slices))
 
     def brought(self, layer: int) -> bool | None:
-        """Whether the layer of all that was granted is there; None: it may come yet. Of the last
-        one this is said when the end of the fetch has been told."""
+        """Whether the layer of all granted blocks has arrived; None: it may still arrive. The last
+        layer counts as arrived only after the end of the fetch was posted."""
         last = self.life.num_layers - 1
         if self._fetch_ended:
             return not self._failed or (layer < last and self._whole(layer))
@@ -127,7 +127,7 @@ class FetchOperation:
         return all((i, layer) in self._arrivals.verified for i in range(self._num_granted))
 
     def _tell_progress(self) -> None:
-        """At the grant, and as often as layers are whole; some of it late."""
+        """Posts the progress at the grant and when layers are complete; some of it late."""
         if self._fetch_ended:
             return
         now = self.life.clock.now
@@ -148,7 +148,7 @@ class FetchOperation:
             self.on_died(None)
             return
         if self.life.world.chance("stall_rate", 0.3):
-            return  # until the fetch times out
+            return  # the fetch hangs until it times out
         if self._num_granted:
             self._tell_progress()
         if not slices:
@@ -163,7 +163,7 @@ class FetchOperation:
         self.source.later(lambda: self._pump(slices))
 
     def on_died(self, life: Life | None) -> None:
-        """One end is gone, or the connection (None): the other ends notice, each in its time."""
+        """One end is gone, or the connection (None). Each other end notices after a delay."""
         if self.source is not None and life is not self.source:
             self.source.later(lambda: self._end_read("broken"))
         if life is not self.life and (self.source is not None or life is None):
@@ -194,7 +194,7 @@ class FetchOperation:
 
 
 class StreamOperation:
-    """Both ends of one layer stream, from the sender's opening."""
+    """One layer stream with both ends, from its opening by the sender."""
 
     def __init__(self, life: Life, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
         self.life = life

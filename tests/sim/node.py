@@ -1,19 +1,19 @@
-"""One instance of a run: the real state machine, a fake engine, arena and messenger around it."""
+"""One instance of a run: the real state machine with a fake engine, arena and messenger."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.blocks import BlockPool
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.partitions import PartitionedPool
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.types import BlockId, InstanceId, Role
-from moonpool.workers.actions import (
+from moonpool.attention_offload.pools.partitions import PartitionedPool
+from moonpool.kvcache.block_pool import BlockPool
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import BlocksChanged, InstanceInfo, LeaveRequested, Report
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.scheduler.actions import (
     AbortStream,
     CancelStream,
-    Depart,
+    ExitProcess,
     ExpectStream,
     FetchBlocks,
     FinishStream,
@@ -21,17 +21,17 @@ from moonpool.workers.actions import (
     GrantRead,
     LoadBlocks,
     LookUpBlocks,
-    OpenStream,
     RunStep,
     SendBlocks,
+    SendReport,
+    StartStream,
     StopRepeating,
     StoreBlocks,
-    Tell,
     WorkerAction,
     WorkerEvent,
 )
-from moonpool.workers.instance import Instance
-from moonpool.workers.messages import BlocksChanged, InstanceInfo, Report, WantsToLeave
+from moonpool.scheduler.instance import Instance
+from moonpool.types import BlockId, InstanceId, Role
 from tests.sim.clock import Link
 from tests.sim.disk import DiskDriver
 from tests.sim.engine import FakeEngine
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Life:
-    """One incarnation of an instance; what it had is gone when it dies."""
+    """One incarnation of an instance; its memory is lost when it dies."""
 
     def __init__(self, world: World, instance_id: InstanceId, role: Role, number: int) -> None:
         self.world = world
@@ -105,7 +105,7 @@ class Life:
     # The head
 
     def join(self) -> None:
-        """Connects to the head, and says who it is."""
+        """Connects to the head and sends its description."""
         if not self.alive:
             return
         self._to_head.cut = self._from_head.cut = True
@@ -135,7 +135,7 @@ class Life:
         )
 
     def lose_head(self) -> None:
-        """The connection to the head breaks; the process lives on, and connects again."""
+        """Breaks the connection to the head; the process survives and connects again."""
         if not self.alive:
             return
         self._cut()
@@ -153,9 +153,9 @@ class Life:
         self.world.on_died(self)
 
     def want_to_leave(self, within_s: float) -> None:
-        """Its process was told to end. It says so again to a head that knows nothing of it."""
+        """The process received a signal to end. It repeats its report to a new head."""
         self.leaves_within_s = within_s
-        self._report(WantsToLeave(within_s=within_s))
+        self._report(LeaveRequested(within_s=within_s))
 
     def _cut(self) -> None:
         self._to_head.cut = self._from_head.cut = True
@@ -178,29 +178,29 @@ class Life:
         self._perform(actions)
 
     def later(self, callback: Callable[[], None]) -> None:
-        """Some time later, if this life lasts."""
+        """Runs the callback some time later, if the instance is still alive."""
         self.clock.soon(self.world.options.slow_delay_s, lambda: self.alive and callback())
 
     def _perform(self, actions: list[WorkerAction]) -> None:
         for action in actions:
             self.world.note(self.instance_id, action)
             match action:
-                case Tell():
+                case SendReport():
                     self._report(action.report)
                 case RunStep():
                     self.engine.run(action)
                 case StopRepeating():
-                    pass  # a driver may be that lazy
+                    pass  # a driver may ignore this action
                 case FetchBlocks():
                     source, fetch_id = action.source, action.fetch_id
                     self.fetches[fetch_id] = FetchOperation(
                         self, fetch_id, source, action.keys, action.block_ids, action.timeout_s
                     )
                 case GrantRead():
-                    # The reader may have given up while the blocks came from the disk.
+                    # The reader may have timed out during the load from the disk.
                     if action.read_id in self.reads:
                         self.reads[action.read_id].on_granted(action.block_ids)
-                case OpenStream():
+                case StartStream():
                     StreamOperation(self, action.stream_id, action.target, action.timeout_s)
                 case SendBlocks():
                     for index, block_id in action.blocks:
@@ -221,7 +221,7 @@ class Life:
                     self.disk.look_up(action)
                 case ForgetStored():
                     self.disk.forget(action)
-                case Depart():
+                case ExitProcess():
                     self.die()
                 case CancelStream():
                     stream_id = action.stream_id
@@ -251,14 +251,14 @@ class Life:
     # The arena
 
     def read(self, block_id: BlockId, layer: int) -> Content:
-        assert self._held(block_id), "read of a block that nobody holds"
+        assert self._held(block_id), "read of a block without a hold"
         return self.arena[(block_id, layer)]
 
     def write(self, block_id: BlockId, layer: int, content: Content) -> None:
         if not self.alive:
             return
-        assert self._held(block_id), "write to a block that nobody holds"
-        assert self.instance.pool.key_of(block_id) is None, "write to a sealed block"
+        assert self._held(block_id), "write to a block without a hold"
+        assert self.instance.pool.key_of(block_id) is None, "write to a cached block"
         self.arena[(block_id, layer)] = content
 
     def _held(self, block_id: BlockId) -> bool:

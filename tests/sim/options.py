@@ -1,4 +1,4 @@
-"""What kind of run a seed stands for. Drawn from the seed, printed when it fails."""
+"""The options of a run, drawn from its seed and printed when the run fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Options:
-    """Rates are probabilities per occasion, while faults last."""
+    """One run's options. Rates are probabilities per occasion until the faults end."""
 
     num_prefill: int
     num_decode: int
@@ -26,9 +26,9 @@ class Options:
     decode_prediction: str
     inline_prefill: bool
     threshold: float
-    books_little: bool  # expects answers of a token, so that decodes run out of blocks
+    books_little: bool  # the Conductor expects answers of one token, so decodes run out of blocks
     num_requests: int
-    num_recent: int  # conversations that may go on
+    num_recent: int  # conversations that may continue
     arrivals_s: float
     max_prompt_tokens: int
     max_answer_tokens: int
@@ -41,7 +41,7 @@ class Options:
     num_unlinks: int
     num_head_crashes: int
     role_balance: str
-    num_role_switches: int  # forced ones
+    num_role_switches: int  # forced by the test
     num_drains: int  # of instances that leave
     corrupt_rate: float
     missing_rate: float
@@ -57,22 +57,22 @@ class Options:
     disk_failure_rate: float
     num_disk_losses: int
     num_stages: int  # of each instance's pipeline
-    num_arenas: int = 0  # of each instance that has neither SSD nor stages; 0: one of its own
+    num_arenas: int = 0  # per instance without SSD and stages; 0: one of its own
     arena_loss_rate: float = 0.0  # per step
-    segment_blocks: int = 0  # of a sequence that lie in one arena; 0: all
-    store_shared: bool = False  # one store for all, in the disks' place
+    segment_blocks: int = 0  # consecutive blocks of a sequence in one arena; 0: all
+    store_shared: bool = False  # one shared store instead of the disks
     disk_hang_rate: float = 0.0  # of stores and loads
 
     @property
     def arenas(self) -> tuple[int, ...]:
-        """Blocks of each of an instance's arenas; none if it has but its own."""
+        """Blocks of each arena of an instance; empty if it has only its own."""
         plain = not self.num_slots and self.num_stages == 1
         return (self.num_blocks,) * self.num_arenas if plain else ()
 
     @property
     def layer_wise_load(self) -> bool:
-        """Prompts may be computed while their prefix arrives; neither stages nor attention workers
-        do that."""
+        """Whether prompts may be computed while their prefix arrives. Stages and attention workers
+        cannot do that."""
         return self.num_stages == 1 and not self.arenas and self.num_requests % 5 > 0
 
     @property
@@ -95,8 +95,8 @@ class Options:
 
 
 def draw_options(rng: random.Random) -> Options:
-    """Swarm testing: each kind of fault is switched on in some runs only, so that no fault always
-    hides another."""
+    """Draws the options. As in swarm testing, each kind of fault is enabled in some runs only, so
+    that no fault always hides another."""
 
     def maybe(value: float, chance: float = 0.4) -> float:
         return value * rng.random() if rng.random() < chance else 0.0
@@ -189,7 +189,7 @@ def _draw_disks(options: Options, rng: random.Random) -> Options:
 
 
 def _busy_disks(options: Options, rng: random.Random) -> Options:
-    """Many conversations, each silent for long, on few instances with little memory."""
+    """Many conversations with long pauses, on few instances with little memory."""
     longest_blocks = -(-(60 + options.max_answer_tokens) // options.block_tokens)
     return replace(
         options,

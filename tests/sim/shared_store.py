@@ -1,7 +1,7 @@
-"""A fake store that all instances use in their disks' place: slow, forgetful, and at times gone.
+"""A fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
 
-As `disk`, it keeps the contract of `moonpool.workers.actions` to the letter. It may hold what an
-instance does not know of, and lack what an instance put there.
+Like `disk`, it follows the contract of `moonpool.scheduler.actions` exactly. It may hold blocks
+that an instance does not know of, and may have dropped blocks that an instance stored.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.transfers import LookUpEnded, StoreEnded
+from moonpool.protocol.transfer_events import LookUpEnded, StoreEnded
+from moonpool.scheduler.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from moonpool.types import BlockKey
-from moonpool.workers.actions import ForgetStored, LoadBlocks, LookUpBlocks, StoreBlocks
 from tests.sim.disk import Stored
 from tests.sim.loads import LoadOperation
 from tests.sim.messenger import GARBAGE
@@ -23,21 +23,21 @@ SharedBlocks = dict[BlockKey, Stored]
 
 
 class SharedStoreDriver:
-    """One life's way to it."""
+    """Performs the storage actions of one incarnation of an instance."""
 
     def __init__(self, life: Life, blocks: SharedBlocks) -> None:
         self.life = life
         self.blocks = blocks
 
     def index(self) -> list[tuple[int, BlockKey]]:
-        return []  # nobody lists what is there
+        return []  # the store cannot list its content
 
     def lose(self) -> None:
-        """Everything in it is gone; whoever asks can go on asking."""
+        """Drops all content; the store still answers."""
         self.blocks.clear()
 
     def forget(self, action: ForgetStored) -> None:
-        pass  # others may want it
+        pass  # other instances may use it
 
     def look_up(self, action: LookUpBlocks) -> None:
         assert action.keys
@@ -67,9 +67,9 @@ class SharedStoreDriver:
 
         def finish() -> None:
             again = [self.life.read(action.block_ids[index], layer) for layer in layers]
-            assert again == content, "a block changed while it was put"
+            assert again == content, "a block changed while it was stored"
             key = action.keys[index]
-            if key not in self.blocks:  # else it stays as it is
+            if key not in self.blocks:  # else the first copy stays
                 self.blocks[key] = Stored(key, content, world.chance("flip_rate"))
             while len(self.blocks) > world.options.num_slots:
                 del self.blocks[next(iter(self.blocks))]

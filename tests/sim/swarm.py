@@ -1,4 +1,4 @@
-"""Runs many seeds, and says which fail: `python -m tests.sim.swarm --seeds 2000`."""
+"""Runs many seeds and prints which fail: `python -m tests.sim.swarm --seeds 2000`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sim.world import World
 
 
 class SeedFailed(AssertionError):
-    """A run broke a promise; the text says how to repeat it."""
+    """A run violated an invariant; the text says how to repeat it."""
 
 
 def run_seed(seed: int) -> World:

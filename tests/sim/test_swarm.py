@@ -1,4 +1,4 @@
-"""Hundreds of seeded runs of the whole pure core, and proof that they would notice a defect."""
+"""Hundreds of seeded runs of the whole pure core, and proof that they notice planted defects."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moonpool.conductor.bookings import Bookings
-from moonpool.conductor.conductor import Conductor
-from moonpool.conductor.state import Tracked
-from moonpool.kvcache.blocks import BlockPool
+from moonpool.conductor.request_lifecycle import RequestLifecycle
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import TrackedRequest
+from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.prefix_index import PrefixIndex
-from moonpool.workers import holdings as holdings_module
-from moonpool.workers.active import ActiveWork
-from moonpool.workers.batch import Batch
-from moonpool.workers.early import EarlyStart
-from moonpool.workers.instance import Instance
+from moonpool.scheduler import kv_cache_manager
+from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
+from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.request_state import RequestState
+from moonpool.scheduler.scheduler import Scheduler
 from tests.sim.swarm import SeedFailed, run_seed
 
 SEEDS_PER_TEST = 50
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("first", range(0, 150, SEEDS_PER_TEST))
-def test_promises_hold(first: int) -> None:
+def test_invariants_hold(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         world = run_seed(seed)  # its own checks raise SeedFailed, with seed and options
         assert world.lost_with_head | set(world.ended) == set(world.truths)
@@ -37,10 +37,10 @@ def test_promises_hold(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [20542, 90613, 91821, 771299])
 def test_seeds_that_failed_once(seed: int) -> None:
-    """20542: an owner's blocks of two prompts were taken for one, whose end was its beginning, and
-    who asked for the hottest prefixes never heard the end of it. 91821: two requests whose tokens
-    fitted together, but not their blocks. 771299: a spare block that the policy would not let go of
-    was forgotten to be one."""
+    """20542: the pool took an owner's blocks of two prompts for one prompt, whose links formed a
+    cycle, so that the list of the hottest prefixes never ended. 91821: two requests fitted together
+    by their tokens, but not by their blocks. 771299: a spare block that the policy did not evict
+    lost its mark."""
     assert run_seed(seed).ended
 
 
@@ -75,9 +75,10 @@ CORNERS = {
 }
 
 
+@pytest.mark.long
 def test_runs_reach_every_corner() -> None:
-    """A swarm that never preempts, fetches or breaks a stream would prove nothing about them. The
-    rarest come once in some hundred runs."""
+    """Runs that never preempt, fetch or break a stream prove nothing about these cases. The rarest
+    cases occur once in some hundred runs."""
     seen: Counter[str] = Counter()
     for seed in range(1000, 2000):
         seen += run_seed(seed).seen
@@ -88,7 +89,7 @@ def test_runs_reach_every_corner() -> None:
 
 
 def test_equal_seeds_give_equal_runs() -> None:
-    """Nothing may hang on the order of a set, or a run could not be repeated."""
+    """Nothing may depend on the order of a set, or a run could not be repeated."""
     program = (
         "from tests.sim.swarm import run_seed; print([run_seed(s).fingerprint for s in (3, 8)])"
     )
@@ -101,20 +102,20 @@ def test_equal_seeds_give_equal_runs() -> None:
     assert len(prints) == 1
 
 
-def _free_at_once(self: Instance, active: ActiveWork) -> None:
-    self.pool.release(active.owner)
-    self.pool.release(active.fetch_owner)
-    del self.works[active.work_id]
+def _free_at_once(self: AttemptLifecycle, request: RequestState) -> None:
+    self._pool.release(request.owner)
+    self._pool.release(request.fetch_owner)
+    del self._requests[request.attempt_id]
 
 
 def _ignore_corruption(original: Callable[..., None]) -> Callable[..., None]:
-    def defective(self: Instance, event: object) -> None:
+    def defective(self: AttemptLifecycle, event: object) -> None:
         original(self, msgspec.structs.replace(event, corrupt=()))
 
     return defective
 
 
-def _seal_too_much(original: Callable[..., bool]) -> Callable[..., bool]:
+def _collide(original: Callable[..., bool]) -> Callable[..., bool]:
     def defective(self: BlockPool, block_id: int, key: bytes, depth: int) -> bool:
         return original(self, block_id, key[:1] * 16, depth)
 
@@ -122,7 +123,7 @@ def _seal_too_much(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _forget_delivered(original: Callable[..., None]) -> Callable[..., None]:
-    def defective(self: Conductor, tracked: Tracked, *rest: object) -> None:
+    def defective(self: RequestLifecycle, tracked: TrackedRequest, *rest: object) -> None:
         original(self, tracked, *rest)
         tracked.generated.clear()
 
@@ -130,41 +131,53 @@ def _forget_delivered(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _use_what_was_missed(original: Callable[..., bool]) -> Callable[..., bool]:
-    def defective(self: EarlyStart, active: ActiveWork, missed: bool) -> bool:
-        original(self, active, missed)
+    def defective(self: LayerwiseOverlap, request: RequestState, missed: bool) -> bool:
+        original(self, request, missed)
         return True
 
     return defective
 
 
 DEFECTS: dict[str, tuple[object, str, object]] = {
-    "blocks freed under a transfer": (Instance, "_finalise_if_idle", _free_at_once),
+    "blocks freed under a transfer": (AttemptLifecycle, "_release_if_idle", _free_at_once),
     "corrupt blocks used": (
-        Instance,
-        "_on_receive_ended",
-        _ignore_corruption(Instance._on_receive_ended),
+        AttemptLifecycle,
+        "on_receive_ended",
+        _ignore_corruption(AttemptLifecycle.on_receive_ended),
     ),
-    "keys that collide": (BlockPool, "seal", _seal_too_much(BlockPool.seal)),
-    "tenants share": (holdings_module, "root_key", lambda fingerprint, tenant: b"r" * 16),
-    "what never arrived used": (
-        EarlyStart,
+    "keys that collide": (BlockPool, "cache_block", _collide(BlockPool.cache_block)),
+    "tenants share": (kv_cache_manager, "root_key", lambda fingerprint, tenant: b"r" * 16),
+    "blocks that never arrived used": (
+        LayerwiseOverlap,
         "on_step_ended",
-        _use_what_was_missed(EarlyStart.on_step_ended),
+        _use_what_was_missed(LayerwiseOverlap.on_step_ended),
     ),
-    "broken streams untold": (Instance, "_on_stop_receiving", lambda self, work_id: None),
-    "aborts forgotten": (Instance, "_on_abort", lambda self, work_id: None),
-    "events unheard": (
+    "broken streams not reported": (
+        AttemptLifecycle,
+        "on_stop_receiving",
+        lambda self, command: None,
+    ),
+    "aborts forgotten": (AttemptLifecycle, "on_abort", lambda self, command: None),
+    "events ignored": (
         PrefixIndex,
         "apply",
         lambda self, instance_id, incarnation, sequence, stored, removed: True,
     ),
-    "preempted work resumes": (
-        Batch,
+    "preempted request resumes": (
+        Scheduler,
         "_preempt",
-        lambda self, active: (self.running.remove(active), self.waiting.append(active)),
+        lambda self, request: (self.running.remove(request), self.waiting.append(request)),
     ),
-    "retries start over": (Conductor, "_deliver", _forget_delivered(Conductor._deliver)),
-    "bookings forgotten": (Bookings, "end_prefill", lambda self, tracked, attempt, now: None),
+    "retries start over": (
+        RequestLifecycle,
+        "_deliver",
+        _forget_delivered(RequestLifecycle._deliver),
+    ),
+    "reservations never end": (
+        Reservations,
+        "end_prefill",
+        lambda self, tracked, attempt, now: None,
+    ),
 }
 
 

@@ -1,7 +1,7 @@
-"""What every request of a run must answer, known before it is asked.
+"""The correct answer of every request of a run, computed in advance.
 
-A token is a pure function of all tokens before it and of (seed, position); "KVCache content" is a
-number that stands for the whole prefix and for who may share it. Nothing here serves anything.
+A token is a pure function of all tokens before it and of (seed, position). "KVCache content" is a
+number that stands for the whole prefix and the tenant that may share it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.kvcache.hashing import block_keys, root_key
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import BlockLayout
 from moonpool.types import BlockKey, FinishReason, Request
 
 VOCABULARY = 97
 EOS = 0
 
 Content = tuple[int, int]
-"""(layer, number of the prefix that one layer slice of a block stands for)."""
+"""(layer, number of the prefix) of one layer slice of a block."""
 
 
 def draw(prefix: int, seed: int, position: int) -> int:
@@ -26,7 +26,7 @@ def draw(prefix: int, seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Truth:
-    """One request, its right answer, and the right content of each of its prefixes."""
+    """One request, its correct answer, and the correct content of each of its prefixes."""
 
     request: Request
     tokens: tuple[int, ...]  # prompt and answer
@@ -38,7 +38,7 @@ class Truth:
         return self.tokens[self.request.num_prompt_tokens :]
 
     def slice_content(self, layer: int, index: int, num_tokens: int, block_tokens: int) -> Content:
-        """Layer slice of block `index` once the first `num_tokens` tokens are computed."""
+        """The layer slice of block `index` after the first `num_tokens` tokens are computed."""
         return layer, self.contents[min(num_tokens, (index + 1) * block_tokens)]
 
     def named_contents(self, layout: BlockLayout) -> dict[BlockKey, int]:
@@ -50,7 +50,7 @@ class Truth:
 
 
 def find_truth(request: Request) -> Truth:
-    """Answers the request by the definition, one token at a time."""
+    """Computes the answer by its definition, token by token."""
     sampling = request.sampling
     tokens = list(request.token_ids)
     prefix = 0
@@ -72,7 +72,7 @@ def find_truth(request: Request) -> Truth:
 
 
 def _contents(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:
-    # Who may share a block is part of its content, so that a leak between tenants is noticed.
+    # The tenant is part of the content, so that a leak between tenants is noticed.
     owner = request.tenant if request.use_cache else f"private {request.request_id}"
     contents = [int.from_bytes(owner.encode(), "little") % (1 << 61)]
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Requests that share prefixes the way conversations do."""
+"""Requests that share prefixes as conversations do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LONG_DEADLINE_S = 1000.0
 
 
 def make_workload(options: Options, rng: random.Random) -> list[tuple[Truth, float]]:
-    """Each request's truth, with the time of its arrival."""
+    """Returns each request with its correct answer, and its arrival time."""
     documents = [("", _tokens(rng, options.max_prompt_tokens // 2)) for _ in range(2)]
     work: list[tuple[Truth, float]] = []
     for number in range(options.num_requests):
         at_s = (number + rng.random()) / options.num_requests * options.arrivals_s
         truth = find_truth(_request(options, rng, number, documents, at_s))
-        # The next turn of this conversation, or of another, begins with prompt and answer.
+        # A later turn of a conversation begins with the prompt and the answer of this one.
         if rng.random() < 0.5:
             documents.append((truth.request.tenant, truth.tokens))
         work.append((truth, at_s))

@@ -1,5 +1,7 @@
-"""One run: a Conductor, instances, clients and faults, all from one seed; checked at every event
-and at the end."""
+"""One run from one seed: a Conductor, instances, clients and faults.
+
+The run checks its invariants at every event and at the end.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,12 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import ConductorConfig, InstanceConfig
+from moonpool.config import ConductorConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.metrics import RequestRecord
-from moonpool.types import BlockKey, InstanceId, RequestId, Role
-from moonpool.workers.batch import steps_in_flight
-from moonpool.workers.messages import (
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import (
+    AttemptFailed,
+    AttemptId,
     DecodeAccepted,
     InstanceInfo,
     PrefillDone,
@@ -37,9 +37,11 @@ from moonpool.workers.messages import (
     Report,
     Resync,
     TransferDone,
-    WorkFailed,
-    WorkId,
 )
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.request_record import RequestRecord
+from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
+from moonpool.types import BlockKey, InstanceId, RequestId, Role
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
 from tests.sim.messenger import FetchOperation, StreamOperation
@@ -52,7 +54,7 @@ from tests.sim.workload import SHORT_DEADLINE_S, make_workload
 MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
-ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, WorkFailed)
+ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 
 class World:
@@ -100,10 +102,10 @@ class World:
         self.cancelled: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
         self.seen: Counter[str] = Counter()
-        self._told: set[tuple[Life, type, WorkId]] = set()
+        self._told: set[tuple[Life, type, AttemptId]] = set()
         self._num_lives = 0
         self._digest = hashlib.sha256()
-        self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # as the head knows them
+        self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # the head's view
         self._start()
 
     def _new_conductor(self) -> Conductor:
@@ -119,10 +121,10 @@ class World:
             )
         )
         if self.options.books_little:
-            conductor.answers.lengths.mean.value = 1.0
+            conductor.output_predictor.lengths.mean.value = 1.0
         return conductor
 
-    # What the nodes ask
+    # Services for the nodes
 
     def chance(self, rate: str, factor: float = 1.0) -> bool:
         if self.clock.now > FAULTS_END_S:
@@ -131,8 +133,8 @@ class World:
         self.seen[rate] += happens
         return happens
 
-    def truth_of(self, work_id: WorkId) -> Truth:
-        return self.truths[RequestId(work_id.rpartition("/")[0])]
+    def truth_of(self, attempt_id: AttemptId) -> Truth:
+        return self.truths[RequestId(attempt_id.rpartition("/")[0])]
 
     def disk_of(self, instance_id: InstanceId) -> Disk:
         return self.disks.setdefault(instance_id, Disk())
@@ -142,7 +144,7 @@ class World:
         return life if life.alive and life.number == address.tcp_port else None
 
     def note(self, who: str, what: object) -> None:
-        """Part of the run's fingerprint: equal seeds must give equal runs."""
+        """Adds an event to the run's fingerprint: equal seeds must give equal runs."""
         self.seen[type(what).__name__] += 1
         self._digest.update(f"{self.clock.now:.9f} {who} {type(what).__name__};".encode())
 
@@ -150,7 +152,7 @@ class World:
     def fingerprint(self) -> str:
         return self._digest.hexdigest()
 
-    # What happens to the head
+    # Events of the head
 
     def on_joined(self, life: Life, info: InstanceInfo, down: Link) -> None:
         life.joined = True
@@ -159,13 +161,13 @@ class World:
 
     def on_report(self, life: Life, report: Report) -> None:
         if isinstance(report, ONCE_PER_WORK):
-            told = (life, type(report), report.work_id)
+            told = (life, type(report), report.attempt_id)
             assert told not in self._told, f"told twice: {told}"
             self._told.add(told)
         self.post(Reported(life.instance_id, report))
 
     def on_link_cut(self, life: Life, down: Link) -> None:
-        """The head notices some time later, unless the instance has joined anew by then."""
+        """The head notices some time later, unless the instance has rejoined by then."""
 
         def notice() -> None:
             if self._channels.get(life.instance_id) == (life, down):
@@ -208,7 +210,7 @@ class World:
         down.carry(lambda: life.post(send.command))
 
     def _on_deliver(self, deliver: Deliver) -> None:
-        assert deliver.request_id not in self.ended, "an answer goes on after its end"
+        assert deliver.request_id not in self.ended, "an answer continues after its end"
         so_far = self.answers.setdefault(deliver.request_id, [])
         assert not any(d.finish for d in so_far)
         so_far.append(deliver)
@@ -218,7 +220,7 @@ class World:
         if deliver.finish is not None:
             assert tokens == truth.answer and deliver.finish is truth.finish
 
-    # Beginning and end of a run
+    # Start and end of a run
 
     def _start(self) -> None:
         opts, rng = self.options, self.clock.rng
@@ -282,7 +284,7 @@ class World:
         self.clock.rng.choice(list(self.lives.values())).lose_head()
 
     def _switch_one(self) -> None:
-        """As if the load called for it; sometimes it is the last of its role."""
+        """Forces a role switch; sometimes of the last instance of its role."""
         roles, states = self.conductor.roles, list(self.conductor.instances.values())
         pure = [state for state in states if state.info.role is not Role.MIXED]
         if not pure or any(state.drain for state in states):
@@ -293,8 +295,8 @@ class World:
         self.post(Tick())
 
     def _drain_one(self) -> None:
-        """By request, or because its process was told to end; it comes back empty some time
-        later. Sometimes it is the last of its role."""
+        """Drains an instance by request or because its process received a signal. It comes back
+        empty some time later. Sometimes it is the last instance of its role."""
         rng = self.clock.rng
         life = rng.choice(list(self.lives.values()))
         within_s = rng.choice((0.0, 0.1, 1.0, 5.0))
@@ -304,7 +306,7 @@ class World:
             self.post(DrainRequested(life.instance_id, within_s, "a test"))
 
     def _crash_head(self) -> None:
-        """The head starts anew, knowing nothing; its clients have lost their connections."""
+        """Restarts the head without any state; its clients lose their connections."""
         self.lost_with_head |= set(self.conductor.requests)
         self.conductor = self._new_conductor()
         self._channels.clear()
@@ -326,9 +328,9 @@ class World:
                 self._check_index(life)
         for life in self.lives.values():
             self._send(Send(life.instance_id, Resync()))
-        self.post(Tick())  # whoever drained has nothing to wait for any more
+        self.post(Tick())  # so that drains without attempts end
         self.clock.run(MAX_EVENTS)
-        self.post(Tick())  # and everybody hears who has what
+        self.post(Tick())  # so that instances receive the marks of replicas
         self.clock.run(MAX_EVENTS)
         self._check_end()
 
@@ -343,7 +345,7 @@ class World:
         for life in self.lives.values():
             instance = life.instance
             self.seen.update({f"counter {k}": int(v) for k, v in instance.counters.items()})
-            leaked = (list(instance.works), instance.pool.owners())
+            leaked = (list(instance.requests), instance.pool.owners())
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0
             if instance.tier is not None:
@@ -351,11 +353,11 @@ class World:
             self._check_cache(life, kept)
             self._check_index(life)
         conductor = self.conductor
-        assert not conductor.requests and not conductor._works
+        assert not conductor.requests and not conductor._lifecycle._attempts
         for state in conductor.instances.values():
             assert not (state.prefills or state.decodes or state.serving)
             assert not conductor.index.expected(state.info.instance_id)
-            assert state.drain is None and not state.taking, "drains for ever"
+            assert state.drain is None and not state.handover_tokens, "a drain does not end"
             life = self.lives[state.info.instance_id]
             assert state.info.role is life.instance.role
 
@@ -383,25 +385,25 @@ class World:
             assert refusal.retry_after_s is not None and 1 <= refusal.retry_after_s <= 120
         self._check_refusal_was_early(truth, refusal, record)
         short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
-        assert refusal.status != 504 or short, "hung until its deadline"
+        assert refusal.status != 504 or short, "it hung until its deadline"
 
     def _check_refusal_was_early(
         self, truth: Truth, refusal: Refuse, record: RequestRecord
     ) -> None:
-        """Without faults, a request that fits is refused before it costs anything, or not at all
-        (but for the decode instance's own check of the SLO)."""
+        """Asserts that without faults a request that fits is refused before its first attempt or
+        not at all, except by the decode instance's own check of the SLO."""
         opts, request = self.options, truth.request
         most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         promised = min(life.instance.num_blocks for life in self.lives.values())
         fits = self.layout.blocks_for(most_tokens) <= promised
         disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
-        # The Conductor counts an instance's room as one, whatever arenas it is in.
+        # The Conductor counts an instance's free blocks regardless of their arenas.
         disturbed = disturbed or len(opts.arenas) > 1
         if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo_late":
             assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
 
     def _check_cache(self, life: Life, kept: set[BlockKey]) -> None:
-        """What an instance has cached is what its keys say; adds what it is to keep to `kept`."""
+        """Asserts that cached blocks match their keys; adds those that must stay to `kept`."""
         pool = life.instance.pool
         named: dict[BlockKey, int] = {}
         for truth in self.truths.values():
@@ -413,12 +415,12 @@ class World:
                 assert life.arena[(block_id, layer)] == (layer, named[key])
         assert self.options.prefix_caching or not pool.keys()
         others = [o.instance.pool for o in self.lives.values() if o is not life]
-        for key, block_id in zip(pool.keys(), pool.named(), strict=True):
+        for key, block_id in zip(pool.keys(), pool.cached_blocks(), strict=True):
             shared = any(other.find(key) is not None for other in others)
             if life.instance.is_spare(block_id):
-                assert shared, "nobody else has what it is told that others keep"
+                assert shared, "a block marked as spare has no other copy"
             else:
-                assert key not in kept, "two keep what one of them could let go"
+                assert key not in kept, "two copies of a block are marked as the last"
                 kept.add(key)
         tier = life.instance.tier
         if tier is None:
@@ -428,14 +430,14 @@ class World:
                 layers = range(self.options.num_layers)
                 assert shared.layers == [(layer, named[shared.key]) for layer in layers]
             return
-        for slot in tier.slots.named():
+        for slot in tier.slots.cached_blocks():
             stored = life.disk.disk.slots[slot]
             assert stored.key == tier.slots.key_of(slot)
             layers = range(self.options.num_layers)
             assert stored.layers == [(layer, named[stored.key]) for layer in layers]
 
     def _check_index(self, life: Life) -> None:
-        """What an instance has cached is what the Conductor believes."""
+        """Asserts that the Conductor's index matches the instance's cached blocks."""
         name, instance, index = life.instance_id, life.instance, self.conductor.index
         in_dram = set(instance.pool.keys())
         below = set() if instance.tier is None else set(instance.tier.slots.keys()) - in_dram
@@ -445,7 +447,7 @@ class World:
 
 
 def _check_order(record: RequestRecord) -> None:
-    """The steps of a request that was never tried again happened in their order."""
+    """Asserts that the stages of a request without retries happened in order."""
     if record.attempts > 1:
         return
     instants = (

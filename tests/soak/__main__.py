@@ -1,4 +1,4 @@
-"""`python -m tests.soak --operations 200000`: real processes, real files, every fault there is."""
+"""`python -m tests.soak --operations 200000`: real processes, real files, all kinds of faults."""
 
 from __future__ import annotations
 

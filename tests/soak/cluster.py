@@ -1,4 +1,4 @@
-"""The processes of a soak: starts and kills them, hears what they say, keeps what they hold."""
+"""The processes of a soak: starts and kills them, reads their messages, tracks their blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.kvcache.transfers import PeerAddress
+from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot, Resync
+from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import BlockKey
-from moonpool.workers.messages import BlocksChanged, BlocksSnapshot, Resync
 from tests.soak import orders
 from tests.soak.relay import Relay
 
@@ -29,11 +29,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 class SoakError(AssertionError):
-    """A promise is broken; one line says which."""
+    """An invariant is violated; the text says which in one line."""
 
 
 class Member:
-    """One instance over all its lives."""
+    """One instance over all of its incarnations."""
 
     def __init__(self, number: int, folder: Path, num_blocks: int, num_slots: int) -> None:
         self.number = number
@@ -45,15 +45,15 @@ class Member:
         self.relay = Relay(number)
         self.process: subprocess.Popen[bytes] | None = None
         self.sock: socket.socket | None = None
-        self.address: PeerAddress | None = None  # of this life, once it has joined
+        self.address: PeerAddress | None = None  # of this incarnation, once it has joined
         self.life = 0
         self.in_dram: set[BlockKey] = set()
-        self.on_ssd: set[BlockKey] = set()  # and nowhere else
-        self.flipped: dict[int, BlockKey] = {}  # slots that hold a flip nobody has met yet
-        self.doubtful: set[int] = set()  # the same, unless a write that did not end well undid it
-        self.tainted: set[BlockKey] = set()  # flipped in memory, and maybe written to the SSD so
-        self.counters: dict[str, float] = {}  # of this life
-        self.before: Counter[str] = Counter()  # of the lives before it
+        self.on_ssd: set[BlockKey] = set()  # and not in DRAM
+        self.flipped: dict[int, BlockKey] = {}  # slots with a flip that no read has found yet
+        self.doubtful: set[int] = set()  # the same, unless a failed write replaced it
+        self.tainted: set[BlockKey] = set()  # flipped in memory, and possibly written to the SSD
+        self.counters: dict[str, float] = {}  # of this incarnation
+        self.before: Counter[str] = Counter()  # of earlier incarnations
         self.answers: list[orders.Flipped | orders.Checked] = []
 
     @property
@@ -64,14 +64,14 @@ class Member:
         return key in self.in_dram or key in self.on_ssd
 
     def reach(self, keys: list[BlockKey]) -> int:
-        """How long a run of `keys` it should hold."""
+        """The length of the longest run of `keys` that the instance should hold."""
         for index, key in enumerate(keys):
             if not self.holds(key):
                 return index
         return len(keys)
 
     def way(self, relayed: bool) -> PeerAddress:
-        """Shared memory if not relayed, else TCP through its relay."""
+        """The transport to the instance: shared memory, or TCP through its relay if it has one."""
         assert self.address is not None
         if not relayed:
             return self.address
@@ -113,7 +113,7 @@ class Member:
 
 
 class Cluster:
-    """`on_message` hears what the instances say of works; `on_death` of each that was killed."""
+    """All instances. `on_message` gets messages about attempts; `on_death` gets each kill."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Cluster:
         return [member for member in self.members if member.up]
 
     def send(self, member: Member, message: orders.Down) -> None:
-        """What is sent to one that has just died is lost, as it would be on a wire."""
+        """Sends a message; to an instance that has just died it is lost, as on a wire."""
         if member.sock is not None:
             try:
                 orders.send(member.sock, message)
@@ -166,7 +166,7 @@ class Cluster:
         for key, _ in self._selector.select(timeout_s):
             member: Member = key.data
             if member.sock is not key.fileobj:
-                continue  # it was killed by what another said
+                continue  # a message of another instance led to its kill
             try:
                 message = orders.receive_up(member.sock)
             except ConnectionResetError:
@@ -184,7 +184,7 @@ class Cluster:
         return member.answers.pop()
 
     def close(self) -> None:
-        """Ends all of them; the folders stay."""
+        """Ends all instances; their folders stay."""
         for member in self.members:
             if member.sock is not None:
                 self._selector.unregister(member.sock)
@@ -218,7 +218,7 @@ class Cluster:
         self._on_death(member)
 
     def _hear_out(self, member: Member) -> None:
-        """What it said before it died."""
+        """Reads the messages that the instance sent before it died."""
         assert member.sock is not None
         with contextlib.suppress(ConnectionResetError):
             while (message := orders.receive_up(member.sock)) is not None:

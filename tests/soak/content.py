@@ -1,8 +1,8 @@
-"""What every block of a soak must hold, and every answer must say: pure functions of the tokens.
+"""The correct content of every block and answer of a soak, as pure functions of the tokens.
 
-A full block's bytes follow from its key, those of a block that is not full yet from the key that it
-would have if it ended there. So each byte that is read can be checked wherever it lies, and a block
-of another prompt, tenant or layer is as wrong as a flipped bit.
+The bytes of a full block follow from its key. Those of a partial block follow from the key that it
+would have if it ended there. So every byte can be checked in every place, and a block of another
+prompt, tenant or layer is as wrong as a flipped bit.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from moonpool.kvcache.hashing import block_keys, root_key
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import BlockLayout
 from moonpool.types import BlockKey
 
 VOCABULARY = 4000
@@ -32,7 +32,7 @@ def slice_bytes(key: BlockKey, layer: int) -> bytes:
 
 
 def names(tokens: Sequence[int], tenant: str) -> list[BlockKey]:
-    """Of all blocks of a sequence: the keys of the full ones, and what stands for the last."""
+    """The keys of a sequence's full blocks, and a name for its last, partial block."""
     root = root_key(LAYOUT.fingerprint, tenant)
     keys = block_keys(tokens, LAYOUT.block_tokens, root)
     rest = tokens[len(keys) * LAYOUT.block_tokens :]
@@ -48,7 +48,7 @@ def next_token(tokens: Sequence[int], tenant: str) -> int:
 
 
 def next_of(name: BlockKey) -> int:
-    """The token after a sequence whose last block has this name."""
+    """The token that follows a sequence whose last block has this name."""
     return int.from_bytes(hashlib.sha256(b"token" + name).digest()[:4], "little") % VOCABULARY
 
 

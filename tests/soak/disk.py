@@ -1,4 +1,4 @@
-"""Faults of a disk, planted at the lowest calls that the store makes: full, and hanging."""
+"""Disk faults, injected at the lowest calls that the store makes: a full and a hanging disk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.messenger.store.folder import segment_path
-from moonpool.messenger.store.format import Geometry
+from moonpool.storage.folder import segment_path
+from moonpool.storage.format import Geometry
 
 
 class FaultyDisk:
-    """Takes the place of the system's calls in this process, for good."""
+    """Replaces the system's calls in this process permanently."""
 
     def __init__(self, seed: int) -> None:
         self.full = False
@@ -33,7 +33,7 @@ class FaultyDisk:
         self._hang_until_s = time.monotonic() + seconds
 
     def flip(self, folder: Path, geometry: Geometry, slot: int) -> None:
-        """One bit of the slot, past the page cache's back as far as its reader can tell."""
+        """Flips one bit of the slot, in a way that its reader cannot detect from the page cache."""
         path = segment_path(folder, slot // geometry.slots_per_segment)
         with self._lock, path.open("r+b", buffering=0) as file:
             within = geometry.header_bytes + self._rng.randrange(geometry.block_bytes)
@@ -46,7 +46,7 @@ class FaultyDisk:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _wait(self) -> None:
-        """In here as long as it hangs, as in the kernel."""
+        """Blocks while the disk hangs, as a call in the kernel would."""
         while (left_s := self._hang_until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
@@ -56,7 +56,7 @@ class FaultyDisk:
             return self._pwritev(fd, buffers, offset)
         if self._rng.random() < 0.5:
             self._refuse()
-        # As a disk does that has room for a part.
+        # A disk with room for a part of the data writes that part.
         return self._pwritev(fd, buffers[: len(buffers) // 2], offset)
 
     def _write(self, fd: int, data: bytes, offset: int) -> int:

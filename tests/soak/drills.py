@@ -1,13 +1,16 @@
-"""Bits flipped one at a time where it can be said exactly who must find them: in memory that a peer
-reads, in memory that goes to the SSD, on the SSD, and on the wire. Between drills nothing runs."""
+"""Flips single bits where it is certain which check must find them.
+
+The places are memory that a peer reads, memory that is written to the SSD, the SSD, and the wire.
+Nothing else runs between drills.
+"""
 
 from __future__ import annotations
 
 import time
 
-from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.messages import PrefixSource
 from moonpool.types import BlockKey
-from moonpool.workers.messages import Fetch
 from tests.soak import orders
 from tests.soak.cluster import Cluster, Member, SoakError
 from tests.soak.content import LAYOUT
@@ -28,7 +31,7 @@ class Drills:
         self.seen = cluster.seen
 
     def run(self) -> None:
-        """Leaves out what this moment gives no occasion for."""
+        """Runs the drills that are possible at this moment."""
         self.memory_read_by_a_peer()
         self.memory_written_to_the_disk()
         self.disk()
@@ -50,7 +53,7 @@ class Drills:
         )
 
     def memory_written_to_the_disk(self) -> None:
-        """It goes there with the checksum of what it was, and is found out when it comes back."""
+        """The block is written with its original checksum, so its next load must fail."""
         source, _ = self._new_prompt_at_two()
         if source is None:
             return
@@ -105,7 +108,7 @@ class Drills:
         self.seen["wire flips found"] += 1
 
     def flip_disk(self, member: Member, key: BlockKey) -> bool:
-        """Anywhere, at any time; whoever reads it must find it."""
+        """Flips a bit of any block on an SSD; its next reader must find it."""
         answer = self._cluster.ask(member, orders.FlipDisk(key=key))
         assert isinstance(answer, orders.Flipped)
         if answer.done:
@@ -118,14 +121,14 @@ class Drills:
         if attempt.outcome != "done":
             raise SoakError(f"a drill's work ended as {attempt.outcome}")
         if attempt.started is None or not attempt.started.corrupt_slices:
-            raise SoakError(f"a flipped bit was read by {attempt.work.work_id} and not found")
+            raise SoakError(f"a flipped bit was read by {attempt.work.attempt_id} and not found")
         if what:
             self.seen[what] += 1
 
     def _new_prompt_at_two(
         self,
     ) -> tuple[tuple[Member, list[int], list[BlockKey]] | None, Member]:
-        """A prompt computed by one and read by another: its checksums are known from then on."""
+        """A prompt that one instance computes and another reads: its checksums are known."""
         member = self._rng.choice(self._cluster.up)
         reader = self._other(member)
         prompt, keys = self._prompt()
@@ -136,7 +139,7 @@ class Drills:
 
     def _flip_memory(self, member: Member, keys: list[BlockKey]) -> BlockKey | None:
         end_s = time.monotonic() + 3.0
-        while time.monotonic() < end_s:  # until its last reader has let go
+        while time.monotonic() < end_s:  # until its last reader has released it
             for key in self._rng.sample(keys, len(keys)):
                 answer = self._cluster.ask(member, orders.FlipMemory(key=key))
                 assert isinstance(answer, orders.Flipped)
@@ -147,7 +150,7 @@ class Drills:
         return None
 
     def _demoted_prompt(self, member: Member) -> tuple[BlockKey, tuple[int, ...], str] | None:
-        """One whose prefix up to a block that is on the SSD only is all here."""
+        """A prompt whose blocks are in DRAM up to one that is on the SSD only."""
         candidates = sorted(member.on_ssd)
         for key in self._rng.sample(candidates, min(40, len(candidates))):
             if key not in self._traffic.prompts or key in member.flipped.values():
@@ -177,7 +180,7 @@ class Drills:
         relayed: bool | None = None,
     ) -> Attempt:
         relayed = self._rng.random() < 0.5 if relayed is None else relayed
-        fetch = Fetch(source=source.way(relayed), num_blocks=num_blocks)
+        fetch = PrefixSource(source=source.way(relayed), num_blocks=num_blocks)
         return self._traffic.run(self._traffic.begin(prompt, "", reader, reader, fetch, 1))
 
     def _other(self, *members: Member) -> Member:

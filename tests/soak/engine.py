@@ -1,5 +1,5 @@
-"""An engine that computes nothing: it checks every byte that it is given, and fills in what a real
-one would have computed. Runs in a thread of its own, as a real one does."""
+"""An engine that computes nothing. It checks every byte of its input and writes the bytes that a
+real engine would compute. It runs in its own thread, as a real engine does."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.messenger import Messenger
 from moonpool.runtime.transfers import begin_writing, send_layer
+from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.messenger import Messenger
 from moonpool.types import Token
-from moonpool.workers.actions import RunStep, StepEnded, StepEntry
 from tests.soak.content import LAYOUT, names, next_of, slice_bytes
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the engine cannot see in a step: the whole sequence up to its end, and whose it is."""
+    """The parts of a sequence that a step does not show: all of its tokens, and its tenant."""
 
     tokens: Sequence[int]
     tenant: str
@@ -81,7 +81,7 @@ class FillingEngine:
         return StepEnded(tokens, time.monotonic() - began_s)
 
     def _check(self, entry: StepEntry, known: Known) -> None:
-        """That what is there of the sequence before this step is right."""
+        """Checks the blocks of the sequence before this step."""
         keys = names(known.tokens[: entry.start], known.tenant)
         first = 0 if len(entry.new_token_ids) > 1 else max(0, len(keys) - 1)
         for index in range(first, len(keys)):
@@ -89,7 +89,7 @@ class FillingEngine:
             for layer in range(LAYOUT.num_layers):
                 if self._arena.slice(block_id, layer) != slice_bytes(keys[index], layer):
                     self._wrong(
-                        f"work {entry.work_id}: block {index} of {len(keys)} (arena block"
+                        f"work {entry.attempt_id}: block {index} of {len(keys)} (arena block"
                         f" {block_id}, layer {layer}) is not what its tokens give"
                     )
                     return

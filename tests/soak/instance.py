@@ -1,7 +1,7 @@
 """One instance of a soak, a process of its own: `python -m tests.soak.instance FD`.
 
-State machine, messenger and SSD store are the real ones, and so is the code that performs the
-state machine's actions; only the engine computes nothing. FD is a socket to the driver.
+State machine, messenger, SSD store and the code that performs the actions are the real ones; only
+the engine computes nothing. FD is a socket to the driver.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import InstanceConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.native.slices import open_slices
-from moonpool.kvcache.transfers import LoadEnded, ReadRequested, StoreEnded
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.landing_table import checksum_slice
-from moonpool.messenger.messenger import Messenger
-from moonpool.messenger.store import store as store_module
-from moonpool.messenger.store import watch as watch_module
-from moonpool.messenger.store.format import make_geometry
-from moonpool.messenger.store.store import BlockStore, open_store
+from moonpool.protocol.messages import BlocksChanged
+from moonpool.protocol.transfer_events import LoadEnded, ReadRequested, StoreEnded
 from moonpool.runtime.transfers import perform_storage, perform_transfer
-from moonpool.types import BlockId, BlockKey, InstanceId, Role
-from moonpool.workers.actions import (
+from moonpool.scheduler.actions import (
     ForgetStored,
     LoadBlocks,
     RunStep,
+    SendReport,
     StopRepeating,
     StoreBlocks,
-    Tell,
     WorkerAction,
     WorkerEvent,
 )
-from moonpool.workers.instance import Instance
-from moonpool.workers.messages import BlocksChanged
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.storage import io_threads
+from moonpool.storage import store as store_module
+from moonpool.storage.format import make_geometry
+from moonpool.storage.store import BlockStore, open_store
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.checksums import checksum_slice
+from moonpool.transfer.messenger import Messenger
+from moonpool.types import BlockId, BlockKey, InstanceId, Role
 from tests.soak import orders
 from tests.soak.content import LAYOUT, slice_bytes
 from tests.soak.disk import FaultyDisk
@@ -73,7 +73,7 @@ class SoakInstance:
         self._rng = random.Random(plan.seed)
         self._disk = FaultyDisk(plan.seed)
         store_module.FULL_PAUSE_S = FULL_PAUSE_S
-        watch_module.PAUSE_S = watch_module.MAX_PAUSE_S = HANG_PAUSE_S
+        io_threads.PAUSE_S = io_threads.MAX_PAUSE_S = HANG_PAUSE_S
         self._arena = Arena(LAYOUT, plan.num_blocks)
         post = self.events.put
         instance_id = InstanceId(plan.instance_id)
@@ -160,18 +160,18 @@ class SoakInstance:
 
     def _perform(self, action: WorkerAction) -> None:
         match action:
-            case Tell():
+            case SendReport():
                 if isinstance(action.report, BlocksChanged):
                     self._counts["left"] += len(action.report.removed)
                 self.tell(action.report)
             case StopRepeating():
                 pass
             case RunStep():
-                works = self._instance.works
+                requests = self._instance.requests
                 known = [
                     Known(
-                        list(works[e.work_id].tokens[: e.start + len(e.new_token_ids)]),
-                        works[e.work_id].work.tenant,
+                        list(requests[e.attempt_id].tokens[: e.start + len(e.new_token_ids)]),
+                        requests[e.attempt_id].attempt.tenant,
                     )
                     for e in action.entries
                 ]
@@ -182,7 +182,7 @@ class SoakInstance:
             case _:
                 perform_transfer(self._messenger, LAYOUT.num_layers, action)
 
-    # Flips on the disk: each that is read must be found
+    # Flips on the disk: a read must find each of them
 
     def _note_storage(self, action: StoreBlocks | LoadBlocks | ForgetStored) -> None:
         if isinstance(action, LoadBlocks):
@@ -190,7 +190,7 @@ class SoakInstance:
         elif isinstance(action, StoreBlocks):
             self._stores[action.store_id] = action.slots
             for slot in self._flipped.intersection(action.slots):
-                # A write that fails in the middle, or dies with us, may have got as far as there.
+                # A write that fails or is killed may have reached this slot.
                 self._flipped.discard(slot)
                 self._overwriting.add(slot)
                 self.tell(FlipFound(slot=slot, read=False, state="unknown"))
@@ -207,8 +207,8 @@ class SoakInstance:
             self.tell(FlipFound(slot=slots[event.num_blocks], read=read, state="there"))
 
     def _judge_store(self, event: StoreEnded) -> None:
-        """What was flipped stays so until it is written anew: a kill may bring a slot back that was
-        given up."""
+        """Reports the flips that a store overwrites. A flip stays until its slot is written again:
+        after a kill, a slot may come back that was forgotten."""
         for slot in self._overwriting.intersection(
             self._stores.pop(event.store_id)[: event.num_blocks]
         ):
@@ -247,13 +247,13 @@ class SoakInstance:
         if tier is not None and tier.slot_of(key) is not None:
             return False
         layer = self._rng.randrange(LAYOUT.num_layers)
-        if not self._arena.sums.get(block_id, layer):
+        if not self._arena.checksums.get(block_id, layer):
             return False
         place = self._arena.slice(block_id, layer)
         place[self._rng.randrange(len(place))] ^= 1 << self._rng.randrange(8)
         return True
 
-    # Everything at once
+    # Check of the whole instance
 
     def _check(self) -> Checked:
         self._instance.validate()
@@ -271,20 +271,20 @@ class SoakInstance:
             load=self._instance.load(),
             wrong=tuple(wrong),
             num_checked=len(keys),
-            num_works=len(self._instance.works),
+            num_attempts=len(self._instance.requests),
             num_fds=len(os.listdir("/proc/self/fd")),
             num_threads=threading.active_count(),
             rss_bytes=rss_pages * os.sysconf("SC_PAGE_SIZE"),
         )
 
     def _wrong_slices(self, block_id: BlockId, key: BlockKey) -> list[str]:
-        """What is wrong and would not be found out by the next that reads it over a wire."""
+        """Slices that are wrong, but that the next reader's checksum would not detect."""
         wrong = []
         for layer in range(LAYOUT.num_layers):
             place = self._arena.slice(block_id, layer)
             if place == slice_bytes(key, layer):
                 continue
-            if self._arena.sums.get(block_id, layer) in (0, checksum_slice(place)):
+            if self._arena.checksums.get(block_id, layer) in (0, checksum_slice(place)):
                 wrong.append(f"block {block_id} layer {layer} is not what {key.hex()} names")
         return wrong
 

@@ -1,4 +1,4 @@
-"""What the driver of a soak and its instances say to each other, besides the head's own words."""
+"""The messages between the driver of a soak and its instances, in addition to the protocol's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal
 
 import msgspec
 
-from moonpool.kvcache.transfers import PeerAddress
+from moonpool.protocol.messages import Command, InstanceLoad, Report
+from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import BlockKey, Struct
-from moonpool.workers.messages import Command, InstanceLoad, Report
 
 MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Plan(Struct, frozen=True, tag=True):
-    """What an instance is to be. `flipped`: slots of its folder that hold a flip already."""
+    """The configuration of an instance. `flipped`: slots of its folder that hold a flip."""
 
     instance_id: str
     secret: bytes
@@ -28,31 +28,31 @@ class Plan(Struct, frozen=True, tag=True):
 
 
 class FlipMemory(Struct, frozen=True, tag=True):
-    """Flip a bit of this block in DRAM, if it is idle and its checksums are known."""
+    """Flip a bit of this block in DRAM if it is idle and its checksums are known."""
 
     key: BlockKey
 
 
 class FlipDisk(Struct, frozen=True, tag=True):
-    """Flip a bit of this block on the SSD, if nobody reads it now."""
+    """Flip a bit of this block on the SSD if no read of it is in progress."""
 
     key: BlockKey
 
 
 class FillDisk(Struct, frozen=True, tag=True):
-    """Until told otherwise, the disk is full (or is not)."""
+    """Make the disk full, or end that."""
 
     full: bool
 
 
 class HangDisk(Struct, frozen=True, tag=True):
-    """For so long, the disk gives neither an answer nor an error."""
+    """Let the disk hang for this time: it returns neither data nor an error."""
 
     seconds: float
 
 
 class Check(Struct, frozen=True, tag=True):
-    """Look at everything, and answer with `Checked`."""
+    """Check all blocks; answered with `Checked`."""
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -65,15 +65,15 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class Flipped(Struct, frozen=True, tag=True):
-    """The answer to a flip; `slot`: of one on the SSD."""
+    """The answer to a flip; `slot` is set for a flip on the SSD."""
 
     done: bool
     slot: int = -1
 
 
 class FlipFound(Struct, frozen=True, tag=True):
-    """A load met a flipped slot, and failed there (`read`: because of it). Or the slot is being
-    written anew, and until that has ended well, nobody knows; then the flip is gone."""
+    """A load failed at a flipped slot (`read`: because of the flip), or a write overwrites it. The
+    flip is gone only after that write has succeeded; until then its state is unknown."""
 
     slot: int
     read: bool
@@ -81,26 +81,26 @@ class FlipFound(Struct, frozen=True, tag=True):
 
 
 class Checked(Struct, frozen=True, tag=True):
-    """`wrong`: one line for each named block whose bytes are not what its name says and would be
-    taken for right."""
+    """`wrong`: one line for each cached block whose bytes do not match its key and would pass its
+    checks."""
 
     load: InstanceLoad
     wrong: tuple[str, ...]
     num_checked: int
-    num_works: int
+    num_attempts: int
     num_fds: int
     num_threads: int
     rss_bytes: int
 
 
 class Tally(Struct, frozen=True, tag=True):
-    """Counters of this life so far."""
+    """Counters of this incarnation."""
 
     counters: dict[str, float]
 
 
 class Wrong(Struct, frozen=True, tag=True):
-    """A promise is broken; the soak ends."""
+    """An invariant is violated; the soak ends."""
 
     message: str
 
@@ -118,7 +118,7 @@ def send(sock: socket.socket, message: Down | Up) -> None:
 
 
 def receive_down(sock: socket.socket) -> Down | None:
-    """None at the end."""
+    """Returns the next message; None when the connection ends."""
     data = sock.recv(MAX_MESSAGE_BYTES)
     return _DOWN.decode(data) if data else None
 

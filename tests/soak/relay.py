@@ -1,6 +1,6 @@
-"""A wire between two instances that can be slow, flip bits, and break: one relay per instance.
+"""A wire between instances that can be slow, flip bits and break: one relay per instance.
 
-Threads only move bytes; what goes wrong, and when, the driver says.
+Its threads only move bytes; the driver decides which faults occur and when.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CONNECTIONS = 512
 
 
 class Relay:
-    """Listens on `port` and passes everything on to the target, which may change."""
+    """Listens on `port` and forwards all bytes to the target, which may change."""
 
     def __init__(self, seed: int) -> None:
         self.target_port = 0
@@ -36,7 +36,7 @@ class Relay:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def flip_next(self) -> None:
-        """One bit of the next chunk that is large enough to be of blocks."""
+        """Flips one bit of the next chunk that is large enough to carry blocks."""
         self._flip_next = True
 
     def close(self) -> None:
@@ -87,13 +87,13 @@ class Relay:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            if source in self._open:  # each direction closes what it read from
+            if source in self._open:  # each direction closes its own source
                 self._open.discard(source)
                 source.close()
 
     def _spoil(self, data: bytes, num_before: int, fresh: bool) -> bytes:
-        """Never in the handshake: nothing is trusted before it, and it would only be refused.
-        `fresh`: a message may begin here."""
+        """Flips a bit, but never in the handshake, which would only be refused. `fresh`: a message
+        may begin here."""
         armed = self._flip_next and len(data) >= CHUNK_BYTES // 4
         rate = self.flip_rate * (FRESH_FACTOR if fresh else 1)
         drawn = rate and num_before > 1000 and self._rng.random() < rate

@@ -1,4 +1,4 @@
-"""A day in minutes: the loop of a soak, its faults, and what must hold at its checkpoints."""
+"""The loop of a soak, its faults, and the invariants at its checkpoints."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moonpool.messenger.store.folder import instance_folder
-from moonpool.messenger.store.index import read_index
-from moonpool.messenger.store.verify import verify_folder
+from moonpool.protocol.messages import InstanceLoad, TierLoad
 from moonpool.runtime.audit import audit_cluster
-from moonpool.workers.messages import InstanceLoad, TierLoad
+from moonpool.storage.folder import instance_folder
+from moonpool.storage.index import read_index
+from moonpool.storage.verify import verify_folder
 from tests.soak import orders
 from tests.soak.cluster import Cluster, Member, SoakError
 from tests.soak.content import LAYOUT
@@ -107,7 +107,7 @@ class Soak:
         }
 
     def _work_until(self, operations: int, drilled: int) -> None:
-        """Those of the drills do not count."""
+        """Runs traffic until the next stop; the operations of drills do not count."""
         last, last_s = -1, time.monotonic()
         while (done := self.done() - drilled) < operations:
             if done > last:
@@ -115,7 +115,7 @@ class Soak:
             elif time.monotonic() - last_s > 60.0:
                 raise SoakError("nothing has moved for a minute")
             self._do_faults(done)
-            if len(self.traffic.works) < IN_FLIGHT * len(self.cluster.members):
+            if len(self.traffic.attempts) < IN_FLIGHT * len(self.cluster.members):
                 self.traffic.begin_any()
                 self.traffic.tick()
                 self.cluster.pump(0.0)
@@ -125,7 +125,7 @@ class Soak:
     # Faults
 
     def _draw_faults(self) -> list[tuple[int, str]]:
-        """When, in operations, and what; the next one last."""
+        """Faults as (operation, kind), the next one last."""
         often = max(1, self.operations // FAULTS_OPERATIONS)
         kinds = ["kill"] * KILLS + ["fill"] * FILLS + ["slow"] * SLOW_SPELLS + ["flip"] * FLIPS
         kinds += ["wire"] * WIRE_SPELLS + ["hang"] * HANGS
@@ -199,21 +199,21 @@ class Soak:
         )
 
     def _idle(self, member: Member) -> orders.Checked:
-        """What it says when nothing is under way any more. What still is names its owner."""
+        """Waits until the instance is idle and returns its state. Remaining owners are an error."""
         end_s = time.monotonic() + IDLE_S
         while True:
             checked = self.cluster.ask(member, orders.Check())
             assert isinstance(checked, orders.Checked)
             ssd = checked.load.ssd
             owners = checked.load.owners | ({} if ssd is None else ssd.owners)
-            if not owners and not checked.num_works:
+            if not owners and not checked.num_attempts:
                 return checked
             if time.monotonic() > end_s:
-                raise SoakError(f"{member.name}: nothing runs, yet blocks are held for {owners}")
+                raise SoakError(f"{member.name}: nothing runs, but blocks are held by {owners}")
             self.cluster.pump(0.05)
 
     def _grown(self, member: Member, checked: orders.Checked) -> list[str]:
-        """A process may grow while it gets going; from its second checkpoint on it may not."""
+        """A process may grow at first; from its second checkpoint on it may not."""
         key = (member.name, member.life)
         first = self._sizes.setdefault(key, checked)
         problems = []
@@ -227,20 +227,20 @@ class Soak:
     # The end
 
     def _verify_folders(self) -> None:
-        """What lies on the disks: all right, but for the flips that nobody has read."""
+        """Checks the folders: all blocks are correct except for flips that no read has found."""
         seen = self.cluster.seen
         for member in self.cluster.members:
             folder = instance_folder(self._folder, member.name)
             found = read_index(folder)
             assert found is not None
             held = found[0]
-            # What was flipped in memory may have been computed anew before it was written.
+            # A block flipped in memory may have been computed again before it was written.
             doubtful = {slot for slot, (key, _) in held.items() if key in member.tainted}
             doubtful |= member.doubtful
             left = set(member.flipped).intersection(held) - doubtful
             verified = verify_folder(folder)
             bad = set(verified.bad_slots) - doubtful
-            more = verified.bad_blocks - len(verified.bad_slots)  # than are named
+            more = verified.bad_blocks - len(verified.bad_slots)  # more than are listed
             if bad - left or len(left - bad) > more:
                 raise SoakError(
                     f"{folder}: bad blocks in {sorted(bad)}, but flips that were not read yet in"
@@ -251,7 +251,7 @@ class Soak:
 
 
 def _described(name: str, load: InstanceLoad) -> dict[str, Any]:
-    """As `/cluster` shows it."""
+    """The load in the form that `/cluster` shows."""
     pool = TierLoad(
         blocks=load.num_blocks,
         held=load.held_blocks,

@@ -1,4 +1,4 @@
-"""A short soak with every kind of fault, and proof that one would notice a defect."""
+"""A short soak with every kind of fault, and proof that it notices planted defects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(folder: Path, operations: int, seed: int) -> Soak:
 
 
 @pytest.mark.long
-def test_a_short_soak_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_soak_keeps_invariants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_module, "CHECKPOINTS", 3)
     soak = run(tmp_path, 6000, 5)
     found = soak.figures(1.0)
@@ -46,7 +46,7 @@ def test_a_short_soak_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mo
         assert counters[name] > 10, name
 
 
-def test_a_flip_on_the_disk_that_nobody_knows_of_ends_the_soak(tmp_path: Path) -> None:
+def test_an_unknown_flip_on_the_disk_ends_the_soak(tmp_path: Path) -> None:
     soak = Soak(tmp_path, 1000, 3, 6, lambda text: None)
     try:
         soak._faults.clear()

@@ -1,5 +1,8 @@
-"""The requests of a soak: conversations that grow, wander between instances, are streamed, aborted
-and forgotten. Every answer is compared with the truth; every work must end."""
+"""The requests of a soak.
+
+Conversations grow, move between instances, are streamed, aborted and dropped. Every answer is
+compared with the correct one, and every attempt must end.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from moonpool.kvcache.hashing import block_keys, root_key
-from moonpool.types import BlockKey, SamplingParams, Slo
-from moonpool.workers.messages import (
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.messages import (
     Abort,
+    AttemptFailed,
+    AttemptId,
+    AttemptSpec,
     DecodeAccepted,
-    Fetch,
     PrefillDone,
     PrefillStarted,
+    PrefixSource,
     ReserveDecode,
     StartDecode,
     StartPrefill,
@@ -23,10 +28,8 @@ from moonpool.workers.messages import (
     StopReceiving,
     StreamBroken,
     TransferDone,
-    Work,
-    WorkFailed,
-    WorkId,
 )
+from moonpool.types import BlockKey, SamplingParams, Slo
 from tests.soak.cluster import Cluster, Member, SoakError
 from tests.soak.content import LAYOUT, VOCABULARY, answer
 from tests.soak.orders import Up
@@ -44,7 +47,7 @@ _SLO = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
 
 @dataclass(eq=False)
 class Attempt:
-    work: Work
+    work: AttemptSpec
     prefill: Member
     decode: Member
     expected: list[int]
@@ -53,7 +56,7 @@ class Attempt:
     tokens: list[int] = field(default_factory=list)
     started: PrefillStarted | None = None
     handed_over: bool = False
-    outcome: str = ""  # "done", "failed", "lost" or "aborted" in the end
+    outcome: str = ""  # at its end: "done", "failed", "lost" or "aborted"
 
     @property
     def streams(self) -> bool:
@@ -71,10 +74,10 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.seen: Counter[str] = Counter()
-        self.works: dict[WorkId, Attempt] = {}
+        self.attempts: dict[AttemptId, Attempt] = {}
         self.prompts: dict[BlockKey, tuple[tuple[int, ...], str]] = {}
         self.cluster: Cluster | None = None
-        self._num_works = 0
+        self._num_attempts = 0
         self._openings = [self.draw_tokens(self.rng.randint(16, 120)) for _ in range(6)]
         self._sessions = [self._new_session() for _ in range(NUM_SESSIONS)]
 
@@ -82,7 +85,7 @@ class Traffic:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]
 
     def begin_any(self) -> None:
-        """The next turn of some conversation, somewhere."""
+        """Starts the next turn of a random conversation at a random instance."""
         assert self.cluster is not None
         up = self.cluster.up
         idle = [i for i, session in enumerate(self._sessions) if not session.busy]
@@ -110,14 +113,14 @@ class Traffic:
         tenant: str,
         prefill: Member,
         decode: Member,
-        fetch: Fetch | None,
+        fetch: PrefixSource | None,
         num_tokens: int,
         session: Session | None = None,
     ) -> Attempt:
         assert self.cluster is not None
-        self._num_works += 1
-        work = Work(
-            work_id=WorkId(f"w{self._num_works}"),
+        self._num_attempts += 1
+        work = AttemptSpec(
+            attempt_id=AttemptId(f"w{self._num_attempts}"),
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
@@ -128,60 +131,60 @@ class Traffic:
         )
         expected = answer(prompt, tenant, num_tokens)
         attempt = Attempt(work, prefill, decode, expected, session)
-        self.works[work.work_id] = attempt
+        self.attempts[work.attempt_id] = attempt
         self._note_prompt(tuple(prompt), tenant)
         if attempt.streams:
             self.cluster.send(decode, ReserveDecode(work=work))
         target = decode.way(self.rng.random() < RELAY_RATE) if attempt.streams else None
         self.cluster.send(prefill, StartPrefill(work=work, fetch=fetch, target=target))
-        self.seen["works"] += 1
+        self.seen["attempts"] += 1
         self.seen["streams"] += attempt.streams
         self.seen["fetches"] += fetch is not None
         return attempt
 
     def run(self, attempt: Attempt) -> Attempt:
-        """Until it has ended."""
+        """Runs one attempt to its end."""
         assert self.cluster is not None
-        self.cluster.wait(lambda: bool(attempt.outcome), HANG_S, f"{attempt.work.work_id}")
+        self.cluster.wait(lambda: bool(attempt.outcome), HANG_S, f"{attempt.work.attempt_id}")
         return attempt
 
     def drain(self) -> None:
-        """Until all have ended."""
+        """Waits until all attempts have ended."""
         assert self.cluster is not None
-        self.cluster.wait(lambda: not self.works, HANG_S, "every work to end")
+        self.cluster.wait(lambda: not self.attempts, HANG_S, "every attempt to end")
 
     def tick(self) -> None:
-        """Aborts now and then; finds what hangs."""
+        """Aborts a random attempt now and then, and detects attempts that hang."""
         now_s = time.monotonic()
-        for attempt in list(self.works.values()):
+        for attempt in list(self.attempts.values()):
             if now_s - attempt.began_s > HANG_S:
                 raise SoakError(
-                    f"{attempt.work.work_id} (prefill {attempt.prefill.name}, decode"
+                    f"{attempt.work.attempt_id} (prefill {attempt.prefill.name}, decode"
                     f" {attempt.decode.name}) has not ended for {HANG_S:.0f} s"
                 )
-        if self.works and self.rng.random() < ABORT_RATE:
-            self._give_up(self.rng.choice(list(self.works.values())), "aborted")
+        if self.attempts and self.rng.random() < ABORT_RATE:
+            self._give_up(self.rng.choice(list(self.attempts.values())), "aborted")
 
-    # What instances say
+    # Messages of instances
 
     def on_death(self, member: Member) -> None:
-        for attempt in list(self.works.values()):
+        for attempt in list(self.attempts.values()):
             if member is attempt.decode or (member is attempt.prefill and not attempt.handed_over):
                 self._give_up(attempt, "lost")
             elif member is attempt.prefill and self.cluster is not None:
-                stop = StopReceiving(work_id=attempt.work.work_id)
+                stop = StopReceiving(attempt_id=attempt.work.attempt_id)
                 self.cluster.send(attempt.decode, stop)
 
     def on_message(self, member: Member, message: Up) -> None:
         if isinstance(message, StepTokens):
             for told in message.works:
-                attempt = self.works.get(told.work_id)
+                attempt = self.attempts.get(told.attempt_id)
                 if attempt is not None:
                     attempt.tokens += [token.token_id for token in told.tokens]
                     if told.finish is not None:
                         self._finish(attempt)
             return
-        attempt = self.works.get(getattr(message, "work_id", WorkId("")))
+        attempt = self.attempts.get(getattr(message, "attempt_id", AttemptId("")))
         if attempt is None:
             return
         match message:
@@ -192,10 +195,10 @@ class Traffic:
             case StreamBroken():
                 self.seen["broken streams"] += 1
                 assert self.cluster is not None
-                self.cluster.send(attempt.decode, StopReceiving(work_id=message.work_id))
+                self.cluster.send(attempt.decode, StopReceiving(attempt_id=message.attempt_id))
             case TransferDone():
                 self.seen["corrupt blocks in streams"] += message.corrupt_blocks
-            case WorkFailed():
+            case AttemptFailed():
                 if message.reason == "engine_error":
                     raise SoakError(f"{member.name}: {message.message}")
                 self.seen[f"refused {message.reason}"] += 1
@@ -208,16 +211,16 @@ class Traffic:
         attempt.tokens.append(message.token.token_id)
         attempt.handed_over = True
         if message.finish is not None:
-            self.cluster.send(attempt.decode, Abort(work_id=message.work_id))
+            self.cluster.send(attempt.decode, Abort(attempt_id=message.attempt_id))
             self._finish(attempt)
         else:
-            start = StartDecode(work_id=message.work_id, token=message.token)
+            start = StartDecode(attempt_id=message.attempt_id, token=message.token)
             self.cluster.send(attempt.decode, start)
 
     def _finish(self, attempt: Attempt) -> None:
         if attempt.tokens != attempt.expected:
             raise SoakError(
-                f"{attempt.work.work_id} (prefill {attempt.prefill.name}, decode"
+                f"{attempt.work.attempt_id} (prefill {attempt.prefill.name}, decode"
                 f" {attempt.decode.name}) was answered {attempt.tokens}, not {attempt.expected}"
             )
         self.seen["answers"] += 1
@@ -228,7 +231,7 @@ class Traffic:
     def _give_up(self, attempt: Attempt, outcome: str) -> None:
         assert self.cluster is not None
         for member in {attempt.prefill, attempt.decode}:
-            self.cluster.send(member, Abort(work_id=attempt.work.work_id))
+            self.cluster.send(member, Abort(attempt_id=attempt.work.attempt_id))
         self.seen[outcome] += 1
         self._end(attempt, outcome)
 
@@ -236,17 +239,17 @@ class Traffic:
         attempt.outcome = outcome
         if attempt.session is not None:
             attempt.session.busy = False
-        del self.works[attempt.work.work_id]
+        del self.attempts[attempt.work.attempt_id]
 
-    # What is asked
+    # Requests
 
     def _new_session(self) -> Session:
         opening = self.rng.choice(self._openings)
         tenant = self.rng.choice(("", "", "other"))
         return Session(tenant, opening + self.draw_tokens(self.rng.randint(4, 60)))
 
-    def _source(self, prompt: list[int], tenant: str, reader: Member) -> Fetch | None:
-        """Who holds more of it than the reader, now and then one who does not."""
+    def _source(self, prompt: list[int], tenant: str, reader: Member) -> PrefixSource | None:
+        """A peer that holds a longer prefix than the reader; sometimes one that does not."""
         assert self.cluster is not None
         others = [member for member in self.cluster.up if member is not reader]
         if not others or self.rng.random() < 0.2:
@@ -258,7 +261,7 @@ class Traffic:
             num_blocks = len(keys)
         if num_blocks <= reader.reach(keys):
             return None
-        return Fetch(source=best.way(self.rng.random() < RELAY_RATE), num_blocks=num_blocks)
+        return PrefixSource(source=best.way(self.rng.random() < RELAY_RATE), num_blocks=num_blocks)
 
     def _note_prompt(self, prompt: tuple[int, ...], tenant: str) -> None:
         keys = block_keys(prompt, LAYOUT.block_tokens, root_key(LAYOUT.fingerprint, tenant))

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import click
 import pytest
+from test_structure import LEVELS
 
+from benchmarks.page import PAGE as BENCHMARK_PAGE
+from benchmarks.page import page as benchmark_page
 from moonpool.cli.main import cli
 from moonpool.config import Config, parse_config
 
@@ -76,3 +79,24 @@ def test_the_tables_of_the_config_are_those_the_page_names() -> None:
     tables = {t for group in named for t in re.findall(r"\[([a-z]+)\]", group)}
     assert tables == set(Config.__struct_fields__)
     assert parse_config("") == Config()
+
+
+def test_the_benchmark_page_is_what_the_results_give() -> None:
+    assert benchmark_page() == BENCHMARK_PAGE.read_text(), "run `python -m benchmarks.page`"
+
+
+def test_every_room_is_in_the_map() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text[text.index("## Rooms") :]
+    named = {room for row in re.findall(r"^\| `([\w.]+)` \|", table, re.M) for room in [row]}
+    assert named == {room for rooms in LEVELS for room in rooms}
+
+
+def test_files_in_the_map_and_the_glossary_exist() -> None:
+    missing = []
+    for name in ("architecture.md", "glossary.md"):
+        text = (ROOT / "docs" / name).read_text()
+        for path in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
+            if not any((base / path).is_file() for base in (ROOT / "src" / "moonpool", ROOT)):
+                missing.append(f"{name}: {path}")
+    assert not missing, "\n".join(missing)

@@ -1,53 +1,72 @@
-"""The structure of the house, as tests: who may import whom, and what no file may contain."""
+"""The structure of the code base, as tests: which room may import which, what no file may contain.
+
+A room is a folder or module directly under `src/moonpool`, or `benchmarks` or `papers` beside it.
+Each test collects all violations and reports them together.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moonpool"
 MAX_FILE_LINES = 600
+MAX_MODULES_PER_FOLDER = 30
 MAX_FUNCTION_LINES = 70
 
 # A room may import rooms of earlier lines only. `api` knows the head only by the protocol it
 # declares itself, so the runtime that implements it stands above.
 LEVELS = (
     {"types"},
-    {"config", "metrics"},
-    {"kvcache", "cost", "batching"},
-    {"workers"},
-    {"conductor"},
-    {"messenger", "engine"},
-    {"attention"},
+    {"config", "request_record"},
+    {"cores", "gc_tuning"},
+    {"kvcache", "cost"},
+    {"protocol"},
+    {"attention_offload.pools"},
+    {"scheduler", "conductor"},
+    {"policy_loading"},
+    {"transfer", "engine"},
+    {"storage"},
+    {"attention_offload"},
     {"api"},
     {"trace"},
+    {"sim.hardware"},
     {"runtime", "sim"},
+    {"attention_offload.worker_process"},
+    {"vllm.block_names"},
+    {"vllm.instance"},
     {"vllm"},
     {"replay"},
-    {"report"},
+    {"sim.report"},
     {"plan"},
-    {"bench", "reproduce"},
+    {"demo"},
+    {"profiling"},
     {"cli"},
+    {"benchmarks", "papers"},
     {"__main__"},
 )
+ROOMS_OF_FILES = {"config_schema": "config", "config_rules": "config"}
+"""Modules beside a room's main module that belong to that room."""
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 PURE_ROOMS = {
     "types",
     "config",
-    "metrics",
+    "request_record",
     "kvcache",
     "cost",
-    "batching",
-    "workers",
+    "protocol",
+    "attention_offload.pools",
+    "scheduler",
     "conductor",
+    "sim.hardware",
+    "vllm.block_names",
+    "vllm.instance",
 }
 IMPURE_MODULES = {
     "asyncio",
@@ -88,8 +107,9 @@ MACHINE_PATH = re.compile(r"(?<![\w.:*])/(?:work|opt|home|root|Users|mnt)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".cfg", ".txt", ".cpp", ".h", ".yml", ".yaml", ".json", ""}
 
 SOURCES = sorted(SOURCE.rglob("*.py"))
+BESIDE = sorted(p for room in ("benchmarks", "papers") for p in (ROOT / room).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-ALL = [*SOURCES, *TESTS]
+ALL = [*SOURCES, *BESIDE, *TESTS]
 
 
 def name_of(path: Path) -> str:
@@ -101,19 +121,29 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), name_of(path))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
 def room_of(module: str) -> str:
-    """`a.b` of moonpool.a.b if that is a room by itself, else `a`."""
-    parts = module.removeprefix("moonpool").strip(".").split(".")
-    return ".".join(parts[:2]) if ".".join(parts[:2]) in LEVEL_OF else parts[0]
+    """Returns `a.b` of moonpool.a.b if that is a room by itself, else `a`."""
+    parts = module.split(".")
+    if parts[0] == "moonpool":
+        parts = parts[1:]
+    if ".".join(parts[:2]) in LEVEL_OF:
+        return ".".join(parts[:2])
+    return ROOMS_OF_FILES.get(parts[0], parts[0])
 
 
 def own_room(path: Path) -> str:
-    return room_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    base = SOURCE if path.is_relative_to(SOURCE) else ROOT
+    return room_of(".".join(path.relative_to(base).with_suffix("").parts))
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of every module imported, wherever in the file."""
-    for node in ast.walk(tree_of(path)):
+    """Yields line and full name of every module imported, wherever in the file."""
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -127,94 +157,141 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def _own_modules() -> frozenset[str]:
-    inside = (path.relative_to(SOURCE.parent).with_suffix("") for path in SOURCES)
+    inside = [path.relative_to(SOURCE.parent).with_suffix("") for path in SOURCES]
+    inside += [path.relative_to(ROOT).with_suffix("") for path in BESIDE]
     return frozenset(".".join(p.parts).removesuffix(".__init__") for p in inside)
 
 
 def calls_of(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+    return (node for node in nodes_of(path) if isinstance(node, ast.Call))
+
+
+def report(violations: Iterable[str]) -> None:
+    found = sorted(violations)
+    assert not found, "\n".join(found)
 
 
 def test_there_is_something_to_check() -> None:
-    assert len(SOURCES) > 30 and len(TESTS) > 10
+    assert len(SOURCES) > 30 and len(TESTS) > 10 and len(BESIDE) > 10
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_rooms_stand_on_what_they_import(path: Path) -> None:
-    if path == SOURCE / "__init__.py":
+def test_rooms_stand_on_what_they_import() -> None:
+    report(v for path in [*SOURCES, *BESIDE] for v in _import_violations(path))
+
+
+def _import_violations(path: Path) -> Iterator[str]:
+    if path in (SOURCE / "__init__.py", *(ROOT / "benchmarks").glob("*.py")):
         return
     room = own_room(path)
-    assert room in LEVEL_OF, f"{room} is a new room: give it its place in LEVELS"
+    if room not in LEVEL_OF:
+        yield f"{name_of(path)}: {room} is a new room: give it its place in LEVELS"
+        return
     for line, module in imports_of(path):
-        if module.split(".")[0] != "moonpool" or module == "moonpool":
+        top = module.split(".")[0]
+        if top not in ("moonpool", "benchmarks", "papers") or module == "moonpool":
             continue
         other = room_of(module)
-        allowed = other == room or LEVEL_OF[other] < LEVEL_OF[room]
-        assert allowed, f"{name_of(path)}:{line}: {room} may not import {other}"
+        if other != room and LEVEL_OF[other] >= LEVEL_OF[room]:
+            yield f"{name_of(path)}:{line}: {room} may not import {other}"
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if own_room(p) in PURE_ROOMS], ids=name_of)
-def test_pure_rooms_are_pure(path: Path) -> None:
+def test_pure_rooms_are_pure() -> None:
+    report(v for p in SOURCES if own_room(p) in PURE_ROOMS for v in _impurities(p))
+
+
+def _impurities(path: Path) -> Iterator[str]:
     for line, module in imports_of(path):
-        top = module.split(".")[0]
-        assert top not in IMPURE_MODULES, f"{name_of(path)}:{line}: imports {module}"
-        assert module != "numpy.random", f"{name_of(path)}:{line}: imports {module}"
-    for node in ast.walk(tree_of(path)):
+        if module.split(".")[0] in IMPURE_MODULES or module == "numpy.random":
+            yield f"{name_of(path)}:{line}: imports {module}"
+    for node in nodes_of(path):
         place = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
-        assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"{place}: async"
-        assert not isinstance(node, ast.Global), f"{place}: global"
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await):
+            yield f"{place}: async"
+        if isinstance(node, ast.Global):
+            yield f"{place}: global"
     for call in calls_of(path):
         called = call.func.id if isinstance(call.func, ast.Name) else ""
-        assert called not in IMPURE_CALLS, f"{name_of(path)}:{call.lineno}: calls {called}()"
+        if called in IMPURE_CALLS:
+            yield f"{name_of(path)}:{call.lineno}: calls {called}()"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_nothing_runs_what_it_is_sent(path: Path) -> None:
+def test_no_source_executes_data() -> None:
+    report(v for path in SOURCES for v in _unsafe_calls(path))
+
+
+def _unsafe_calls(path: Path) -> Iterator[str]:
     for line, module in imports_of(path):
-        top = module.split(".")[0]
-        assert top not in UNSAFE_MODULES, f"{name_of(path)}:{line}: imports {module}"
+        if module.split(".")[0] in UNSAFE_MODULES:
+            yield f"{name_of(path)}:{line}: imports {module}"
     for call in calls_of(path):
         place = f"{name_of(path)}:{call.lineno}"
-        if isinstance(call.func, ast.Name):
-            assert call.func.id not in UNSAFE_CALLS, f"{place}: calls {call.func.id}()"
+        if isinstance(call.func, ast.Name) and call.func.id in UNSAFE_CALLS:
+            yield f"{place}: calls {call.func.id}()"
         elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
             called = (call.func.value.id, call.func.attr)
-            assert called not in UNSAFE_ATTRIBUTES, f"{place}: calls {'.'.join(called)}()"
+            if called in UNSAFE_ATTRIBUTES:
+                yield f"{place}: calls {'.'.join(called)}()"
         for keyword in call.keywords:
-            shell = keyword.arg == "shell" and not (
-                isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-            )
-            assert not shell, f"{place}: passes shell="
+            is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg == "shell" and not is_false:
+                yield f"{place}: passes shell="
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_files_and_functions_fit_the_head(path: Path) -> None:
+def test_files_and_functions_stay_short() -> None:
+    report(v for path in ALL for v in _too_long(path))
+
+
+def _too_long(path: Path) -> Iterator[str]:
     num_lines = len(path.read_text().splitlines())
-    assert num_lines <= MAX_FILE_LINES, f"{name_of(path)} has {num_lines} lines"
-    for node in ast.walk(tree_of(path)):
+    if num_lines > MAX_FILE_LINES:
+        yield f"{name_of(path)} has {num_lines} lines"
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             num_lines = node.end_lineno - node.lineno + 1
-            place = f"{name_of(path)}:{node.lineno}"
-            assert num_lines <= MAX_FUNCTION_LINES, f"{place}: {node.name} has {num_lines} lines"
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{name_of(path)}:{node.lineno}: {node.name} has {num_lines} lines"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_every_module_says_what_it_owns(path: Path) -> None:
-    tree = tree_of(path)
-    if tree.body:
-        assert ast.get_docstring(tree), f"{name_of(path)} has no docstring"
+def test_no_folder_is_flat_and_wide() -> None:
+    modules = Counter(path.parent for path in [*SOURCES, *BESIDE])
+    report(
+        f"{name_of(folder)} has {count} modules, more than {MAX_MODULES_PER_FOLDER}"
+        for folder, count in modules.items()
+        if count > MAX_MODULES_PER_FOLDER
+    )
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_no_stubs_and_no_leftovers(path: Path) -> None:
-    assert path.name not in ("utils.py", "util.py", "helpers.py", "common.py", "misc.py")
-    names = {n.id for n in ast.walk(tree_of(path)) if isinstance(n, ast.Name)}
-    assert "NotImplementedError" not in names, f"{name_of(path)} has a stub"
+def test_no_public_class_name_stands_in_two_files() -> None:
+    places: dict[str, list[str]] = {}
+    for path in [*SOURCES, *BESIDE]:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name_of(path))
+    report(f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1)
+
+
+def test_every_module_has_a_docstring() -> None:
+    report(
+        name_of(path)
+        for path in [*SOURCES, *BESIDE]
+        if tree_of(path).body and not ast.get_docstring(tree_of(path))
+    )
+
+
+def test_no_stubs_and_no_leftovers() -> None:
+    vague = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+    report(f"{name_of(path)}: name it after its noun" for path in ALL if path.name in vague)
+    report(
+        f"{name_of(path)}:{node.lineno}: a stub"
+        for path in ALL
+        for node in nodes_of(path)
+        if isinstance(node, ast.Name) and node.id == "NotImplementedError"
+    )
 
 
 def test_no_path_of_one_machine() -> None:
-    folders = ("src", "tests", "benchmarks", "docs", "examples", ".ci", ".github")
+    folders = ("src", "tests", "benchmarks", "papers", "docs", "examples", ".ci", ".github")
     files = [p for name in folders for p in sorted((ROOT / name).rglob("*")) if p.is_file()]
     files += [p for p in sorted(ROOT.iterdir()) if p.is_file() and p.name != ".git"]
     checked = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.metrics import STAGES, RequestRecord
+from moonpool.request_record import STAGES, RequestRecord
 from moonpool.types import RequestId, Slo
 
 

@@ -1,14 +1,18 @@
-"""The HTTP application: which path leads where, who may pass, and what an exception becomes.
+"""The HTTP application and its server: routes, API keys, errors, and the listening socket.
 
-Only the door: what an endpoint does is in `generate` and `inspect`.
+The endpoints themselves are in `generate` and `endpoints`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -16,20 +20,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from moonpool.api.control import Controller
+from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
-from moonpool.api.exchange import Exchange, request_id_of
-from moonpool.api.frontend import Frontend, Refused
+from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
-from moonpool.api.inspect import Inspector
-from moonpool.api.options import ApiOptions
+from moonpool.api.http_context import HttpContext, request_id_of
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpContext], Awaitable[None]]
 
 
 def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette:
-    """The OpenAI-compatible API over one frontend. Everything runs on the caller's event loop."""
+    """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop."""
     options = options or ApiOptions()
     generator = Generator(frontend, options)
     inspector = Inspector(frontend, options)
@@ -67,38 +69,38 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
 
 
 class _Endpoint:
-    """One handler behind its key check, as a bare ASGI application."""
+    """A bare ASGI application: checks the API key, calls one handler, and reports its errors."""
 
     def __init__(self, handler: Handler, api_keys: Mapping[str, str]):
         self._handler = handler
         self._keys = [(key.encode(), tenant) for key, tenant in api_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        context = HttpContext(scope, receive, send)
         try:
             if self._keys:
-                exchange.tenant = self._tenant(exchange)
-            await self._handler(exchange)
+                context.tenant = self._tenant(context)
+            await self._handler(context)
         except ClientGoneError:
             return
         except ApiError as error:
-            await _respond(exchange, error)
-        except Refused as refused:
-            await _respond(exchange, from_refused(refused))
+            await _respond(context, error)
+        except RequestRefused as refused:
+            await _respond(context, from_refused(refused))
         except Exception:
-            logger.exception("request %s failed", exchange.request_id)
-            await _respond(exchange, internal_error(exchange.request_id))
+            logger.exception("request %s failed", context.request_id)
+            await _respond(context, internal_error(context.request_id))
 
-    def _tenant(self, exchange: Exchange) -> str:
-        """Compares with every key, in the same time whichever fits."""
-        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+    def _tenant(self, context: HttpContext) -> str:
+        """Returns the tenant of the request's key. The time is the same whichever key matches."""
+        scheme, _, given = context.headers.get(b"authorization", b"").partition(b" ")
         found: str | None = None
         for key, tenant in self._keys:
             if hmac.compare_digest(key, given.strip()) and scheme.lower() == b"bearer":
                 found = tenant
         if found is None:
             raise ApiError(
-                "This server needs a valid API key: send 'Authorization: Bearer KEY'.",
+                "The API key is missing or invalid. Send the header 'Authorization: Bearer KEY'.",
                 status=401,
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
@@ -106,20 +108,63 @@ class _Endpoint:
         return found
 
 
-async def _respond(exchange: Exchange, error: ApiError) -> None:
-    if exchange.started:  # too late for another status; the connection ends short
+async def _respond(context: HttpContext, error: ApiError) -> None:
+    if context.started:  # the status line is sent: the connection ends early instead
         return
-    await exchange.respond(error.status, error.payload(), headers=error.headers)
+    await context.respond(error.status, error.payload(), headers=error.headers)
 
 
 async def _routing_error(request: HttpRequest, error: Exception) -> Response:
-    """Starlette's own 404 and 405, in OpenAI's shape."""
+    """Returns Starlette's 404 and 405 in OpenAI's format."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 405:
         text, code = f"{request.method} is not allowed on {path}.", "method_not_allowed"
     else:
-        text, code = f"There is nothing at {path}.", "not_found"
+        text, code = f"The path {path} does not exist on this server.", "not_found"
     payload = ApiError(text, status=error.status_code, code=code).payload()
     headers = {**(error.headers or {}), "x-request-id": request_id_of(request.scope)}
     return Response(payload, error.status_code, headers, "application/json")
+
+
+class PortError(OSError):
+    """The server cannot listen on the address; the text says why and what to do."""
+
+
+class HttpServer(uvicorn.Server):
+    """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Opens the listening socket. Called early, so that a used port is reported at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        where = f"{host}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            text = f"{where} is in use by another process; choose another --port"
+        else:
+            text = f"cannot listen on {where}: {error.strerror or error}"
+        raise PortError(text) from None
+
+
+def http_server(app: Starlette, drain_s: int = 5) -> HttpServer:
+    """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`."""
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,  # uvicorn would otherwise set up logging for the whole process
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=drain_s,
+    )
+    return HttpServer(config)

@@ -1,8 +1,7 @@
-"""The JSON bodies clients send: their fields and types, decoded strictly in one pass.
+"""The JSON bodies that clients send: their fields and types, decoded strictly in one pass.
 
-Owns which fields exist. Ranges and meanings are checked where a body becomes a request. A field
-that is listed here but served by nobody is refused by `check_unsupported`, unless its value asks
-for nothing.
+Owns which fields exist. `sampling` and `generate` check ranges and meanings. `check_unsupported`
+rejects a field that is listed here but not served, unless its value has no effect.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from moonpool.api.errors import ApiError
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # usage so far in every chunk, as vLLM has it
-    include_obfuscation: bool | None = None  # padding against eavesdroppers; none is sent
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk, as in vLLM
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A schema that all answers keep, whatever `strict` says. Its name is for the client."""
+    """A schema that every response satisfies, even if `strict` is false. `name` has no effect."""
 
     name: str | None = None
     description: str | None = None
@@ -36,7 +35,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field: one of them. `grammar` is in Lark's notation."""
+    """vLLM's field: exactly one of these. `grammar` uses Lark's notation."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -46,7 +45,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat completions and completions share."""
+    """The fields that chat completions and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -73,7 +72,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Documented by OpenAI, without effect on what a self-hosted model answers.
+    # Documented by OpenAI, without effect on a self-hosted model.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -81,7 +80,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    # Accepted only where they ask for nothing (see `_NEUTRAL`).
+    # Accepted only with a value that has no effect (see `_NEUTRAL`).
     best_of: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
@@ -92,6 +91,12 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
+
+    @property
+    def has_structured_output(self) -> bool:
+        """Whether a schema, a regular expression or a grammar constrains the output."""
+        wanted = self.response_format
+        return self.structured_outputs is not None or (wanted is not None and wanted.type != "text")
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -179,39 +184,41 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
-    """Raises `ApiError` that names the field at fault."""
+    """Decodes a body. Raises an `ApiError` that names the field at fault."""
     if not raw:
-        raise ApiError("The request has no body; send a JSON object.", code="invalid_json")
+        raise ApiError("The request has no body. Send a JSON object.", code="invalid_json")
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except UnicodeDecodeError:
-        raise ApiError("The request body is not UTF-8.", code="invalid_utf8") from None
+        raise ApiError("The request body is not valid UTF-8.", code="invalid_utf8") from None
     except RecursionError:
         raise ApiError("The request body is nested too deeply.", code="invalid_json") from None
     except msgspec.DecodeError as error:
         text = str(error).removeprefix("JSON is malformed: ")
         if "truncated" in text:
-            text = "it ends too early, or a \\u escape is half of a pair"
-        raise ApiError(f"The request body is not JSON: {text}.", code="invalid_json") from None
+            text = "it is truncated, or has an unpaired surrogate in a \\u escape"
+        raise ApiError(
+            f"The request body is not valid JSON: {text}.", code="invalid_json"
+        ) from None
 
 
 def check_unsupported(body: ChatBody | CompletionBody) -> None:
-    """Refuses fields that would change the answer and that nobody here serves."""
+    """Raises `ApiError` for a field that would change the output and is not supported."""
     table = _CHAT_NEUTRAL if isinstance(body, ChatBody) else _COMPLETION_NEUTRAL
     for name, neutral in table.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
             raise ApiError(
-                f"This server does not support '{name}' with this value; leave it out.",
+                f"This server does not support '{name}' with this value. Leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
 
 
 def _explain(text: str) -> ApiError:
-    """Turns msgspec's words into OpenAI's."""
+    """Converts msgspec's error text to OpenAI's."""
     match = _AT.match(text)
     assert match is not None
     what, path = match["what"], match["path"] or None

@@ -1,7 +1,7 @@
-"""One answer to one prompt, as it grows.
+"""One choice: the output for one prompt as it grows.
 
-Owns what is between the head's tokens and the client's text: unfinished characters, stop strings,
-counts, and why the answer ended. Never formats anything.
+Owns the steps between the head's tokens and the client's text: unfinished characters, stop strings,
+counts, and the finish reason. The JSON is written elsewhere.
 """
 
 from __future__ import annotations
@@ -11,42 +11,40 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from moonpool.api.forms import check_kept
-from moonpool.api.frontend import Frontend, Output, Refused
-from moonpool.api.prompts import Prompt
+from moonpool.api.frontend import Frontend, Output, RequestRefused
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
-from moonpool.api.tools import Piece, ToolReader
+from moonpool.api.structured_output import check_satisfied
+from moonpool.api.tools import ToolCallDelta, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token
 
 
 class Delta(NamedTuple):
-    """What one increment added to a choice's text, possibly nothing, and the tokens behind it."""
+    """The text that one increment added to a choice, which may be empty, and its tokens."""
 
     choice: Choice
     text: str
     tokens: Sequence[Token]
-    finish_reason: FinishReason | None  # as of this increment; the choice itself may be further
-    calls: Sequence[Piece] = ()  # of tools
+    finish_reason: FinishReason | None  # of this increment; the choice itself may be ahead
+    calls: Sequence[ToolCallDelta] = ()
 
 
 class Choice:
-    """`deltas()` runs the request; the other attributes say how far it has come."""
+    """`deltas()` runs the request; the other attributes describe its progress."""
 
     def __init__(
         self,
         index: int,
-        prompt: Prompt,
         request: Request,
         ending: Ending,
         tokenizer: Tokenizer,
         tools: ToolReader | None = None,
     ):
-        """`tools` finds the calls in its text."""
+        """`tools` finds the tool calls in the text."""
         self.index = index
-        self.prompt = prompt
         self.request = request
+        self.echo: str | None = None  # the prompt's text, if the client wants it before the output
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -54,19 +52,22 @@ class Choice:
         self.timings_s: dict[str, float] | None = None
         self._tools = tools
         self._called = False
-        self._formed: list[str] | None = [] if request.sampling.grammar else None
+        self._structured: list[str] | None = [] if request.sampling.grammar else None
         self._ending = ending
         self._text_stream = tokenizer.stream(ending.skip_special_tokens)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
     async def deltas(self, frontend: Frontend) -> AsyncGenerator[Delta, None]:
-        """Ends when the answer does. Leaving it early aborts the request. Raises `Refused`."""
+        """Yields increments until the output ends. Leaving early aborts the request.
+
+        Raises `RequestRefused`.
+        """
         outputs = frontend.submit(self.request)
         try:
             async for output in outputs:
                 delta = self._take(output)
-                if self._formed is not None:
-                    await self._check_form(delta)
+                if self._structured is not None:
+                    await self._check_structure(delta)
                 yield self._read_calls(delta)
                 if self.finish_reason is not None:
                     return
@@ -80,17 +81,19 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """`finish_reason`, as OpenAI says it."""
+        """`finish_reason` in OpenAI's terms."""
         called = self._called and self.finish_reason is FinishReason.STOP
         return "tool_calls" if called else self.finish_reason
 
-    async def _check_form(self, delta: Delta) -> None:
-        """Raises `Refused` where an answer has ended by itself, and not in the form it must have:
-        what the engine could not follow must not look like a right answer."""
-        assert self._formed is not None
-        self._formed.append(delta.text)
+    async def _check_structure(self, delta: Delta) -> None:
+        """Raises `RequestRefused` if the output stopped without satisfying its grammar.
+
+        A grammar that the engine could not follow must not look like a valid output.
+        """
+        assert self._structured is not None
+        self._structured.append(delta.text)
         if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
-            await check_kept(self.request.sampling.grammar, "".join(self._formed))
+            await check_satisfied(self.request.sampling.grammar, "".join(self._structured))
 
     def _read_calls(self, delta: Delta) -> Delta:
         if self._tools is None:
@@ -104,7 +107,7 @@ class Choice:
 
     def _take(self, output: Output) -> Delta:
         if output.finish_reason is FinishReason.ABORT:
-            raise Refused(503, "aborted", "The server ended this request before it was answered.")
+            raise RequestRefused(503, "aborted", "The server aborted this request. Send it again.")
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.timings_s = output.timings_s or self.timings_s
         tokens = output.tokens
@@ -119,14 +122,14 @@ class Choice:
                 if token_id in self._ending.silent_token_ids:
                     break
             text += self._pass(self._text_stream.push(token_id))
-            if self.finish_reason is not None:  # a stop string: later tokens are not the answer's
+            if self.finish_reason is not None:  # a stop string: the output ends here
                 return Delta(self, text, tokens[: position + 1], self.finish_reason)
         if output.finish_reason is not None:
             text += self._finish(output.finish_reason)
         return Delta(self, text, tokens, self.finish_reason)
 
     def _pass(self, text: str) -> str:
-        """Text through the stop strings, which may end the answer here."""
+        """Returns the text that passes the stop strings, which may end the output here."""
         stops = self._stops
         if stops is None or self.num_tokens <= self._ending.min_tokens:
             return text
@@ -145,7 +148,7 @@ class Choice:
 
 
 async def run_choices(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
-    """All answers of one call side by side. When one fails, all end and its error is raised."""
+    """Runs all choices of a call side by side. If one fails, all end and its error is raised."""
     if len(choices) == 1:
         async with aclosing(choices[0].deltas(frontend)) as deltas:
             async for delta in deltas:

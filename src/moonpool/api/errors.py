@@ -1,4 +1,4 @@
-"""What goes wrong on the way, and its one shape on the wire: OpenAI's error object."""
+"""Errors of the API, and their one format on the wire: OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.frontend import Refused
+from moonpool.api.frontend import RequestRefused
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field at fault, `code` the reason;
-    `projection` are the numbers behind a refusal."""
+    """An error response. `param` names the field at fault, and `code` the reason.
+
+    `projection` holds the numbers behind a rejection.
+    """
 
     def __init__(
         self,
@@ -48,10 +50,10 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection: there is nobody left to answer."""
+    """The client closed the connection, so no response can be sent."""
 
 
-def from_refused(refused: Refused) -> ApiError:
+def from_refused(refused: RequestRefused) -> ApiError:
     headers: list[tuple[bytes, bytes]] = []
     if refused.retry_after_s is not None or refused.status in (429, 503):
         retry_after_s = refused.retry_after_s or 1.0
@@ -66,7 +68,7 @@ def from_refused(refused: Refused) -> ApiError:
 
 
 def internal_error(request_id: str) -> ApiError:
-    message = f"The server failed to answer this request; its log names request {request_id}."
+    message = f"Internal error. The server's log has the cause under request {request_id}."
     return ApiError(message, status=500, code="internal_error")
 
 

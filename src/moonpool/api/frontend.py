@@ -1,8 +1,9 @@
-"""What the HTTP layer needs of the head: a narrow door, to test the API without a cluster."""
+"""What the HTTP layer is built on: the head as a protocol, and the operator's options."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -12,31 +13,31 @@ from moonpool.types import FinishReason, Request, RequestId, Slo, Struct, Token
 
 
 class ModelCard(Struct, frozen=True):
-    """What clients may know of the served model."""
+    """The properties of the served model that clients may see."""
 
     model_id: str
     created_s: int
-    max_model_tokens: int  # prompt + answer
+    max_model_tokens: int  # prompt and output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """How tokens are drawn where a request does not say, by the names of `SamplingParams`."""
+    """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 
 
 class Output(Struct, frozen=True):
-    """One increment of an answer. The last one has a `finish_reason`."""
+    """One increment of a response. The last one has a `finish_reason`."""
 
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0  # prompt tokens not computed anew; valid from the first output on
+    cached_tokens: int = 0  # prompt tokens from the prefix cache; valid from the first output on
     timings_s: dict[str, float] | None = None  # stage -> seconds, on the last output
 
 
-class Refused(Exception):  # noqa: N818 (not a fault)
-    """The request was not, or could not be, answered. Becomes one HTTP error.
+class RequestRefused(Exception):  # noqa: N818 (not a fault)
+    """The request was rejected, or failed. Becomes one HTTP error.
 
-    `status`: 429 (SLO or share refuses), 503 (no capacity, instance lost), 504 (deadline), 400.
-    `projection`: the numbers behind a refusal, such as `predicted_ttft_s` and `limit_ttft_s`.
+    `status`: 429 (SLO or fair share), 503 (no capacity, instance lost), 504 (deadline), 400.
+    `projection`: the numbers behind a rejection, such as `predicted_ttft_s` and `limit_ttft_s`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Refused(Exception):  # noqa: N818 (not a fault)
 
 
 class Frontend(Protocol):
-    """The head, as the HTTP layer sees it. All methods are called on the head's event loop."""
+    """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -65,9 +66,9 @@ class Frontend(Protocol):
     now: Callable[[], float]
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Yields outputs until one has a finish reason. Raises `Refused` instead, at any point.
+        """Yields outputs until one has a finish reason. May raise `RequestRefused` at any point.
 
-        Closing the iterator early (client gone, stop string seen) aborts the request everywhere.
+        Closing the iterator early (client gone, stop string found) aborts the request everywhere.
         """
         ...
 
@@ -75,20 +76,22 @@ class Frontend(Protocol):
         """Ends a request early. Unknown ids are ignored."""
         ...
 
-    def explain(self, request_id: str) -> dict[str, Any] | None: ...
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Returns the record of a request, or None if it is unknown."""
+        ...
 
     def cluster(self) -> dict[str, Any]: ...
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
-        """The most used first; waits a moment for what the instances say."""
+        """Returns the most used prefixes first. Waits a moment for the instances' reports."""
         ...
 
     def drain(self, instance_id: str, within_s: float) -> str:
-        """Begins to; or says in one line why it cannot be. "" if all is well."""
+        """Begins to drain an instance. Returns "", or why it cannot be drained."""
         ...
 
     def beliefs(self) -> dict[str, Any]:
-        """What `simulate --beliefs` reads."""
+        """Returns the learned cost corrections, which `simulate --beliefs` reads."""
         ...
 
     def server_info(self) -> dict[str, Any]: ...
@@ -96,5 +99,33 @@ class Frontend(Protocol):
     def healthy(self) -> bool: ...
 
     def metrics_text(self) -> bytes:
-        """Prometheus exposition of the head (which includes what the workers reported)."""
+        """Returns the Prometheus text of the head, with the workers' reported counters."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """Settings of the HTTP layer, checked when they are made.
+
+    `api_keys` maps a bearer key to its tenant. If it is empty, the server needs no key.
+    `served_names` are the names that clients may use for the model. If it is empty, only the model
+    card's own id is valid.
+    """
+
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    served_names: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    max_choices: int = 128  # prompts x n of one call
+    max_logprobs: int = 20
+    thread_above_chars: int = 16_384  # longer texts are tokenised in a thread
+    body_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"api.{name} must be above 0, not {getattr(self, name)}")
+        for key, tenant in self.api_keys.items():
+            if not key or not key.isascii() or any(character.isspace() for character in key):
+                raise ValueError("an API key must be non-empty ASCII text without spaces")
+            if not tenant or "/" in tenant:
+                raise ValueError(f"tenant {tenant!r} must be non-empty and must not hold '/'")

@@ -1,8 +1,8 @@
-"""What the server counts, under the names operators' dashboards already know.
+"""The Prometheus metrics of the server.
 
-Owns the numbers the head observes; reads nothing by itself. vLLM's name where vLLM has the
-quantity, `moonpool:` for what only moonpool has. A sample costs one bisection and no lock:
-everything happens on the head's event loop, and the text is made when it is scraped.
+A metric has vLLM's name if vLLM has the quantity, so that existing dashboards work; else its name
+begins with `moonpool:`. The head pushes all numbers. A sample costs one bisection and no lock:
+everything runs on the head's event loop, and the text is built when it is scraped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,102 @@ _REQUEST_S = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 
 
+_TOTALS = (
+    ("vllm:prompt_tokens", "Number of prompt tokens prefilled.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Number of tokens generated.", "generation_tokens"),
+    (
+        "vllm:prefix_cache_queries",
+        "Number of prompt tokens looked up in the prefix cache.",
+        "prompt_tokens",
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Number of prompt tokens found in the prefix cache.",
+        "cached_tokens",
+    ),
+    ("moonpool:corrupt_slices", "Number of layer slices with a wrong checksum.", "corrupt_slices"),
+    (
+        "moonpool:recomputed_tokens",
+        "Number of tokens recomputed because a block was lost or corrupt.",
+        "recomputed_tokens",
+    ),
+    ("moonpool:ssd_failures", "Number of failed reads and writes of the SSD tier.", "ssd_failures"),
+    (
+        "moonpool:fetched_tokens",
+        "Number of prompt tokens fetched from another instance.",
+        "fetched_tokens",
+    ),
+    (
+        "moonpool:wasted_prefills",
+        "Number of prefills of requests that were not completed.",
+        "wasted_prefills",
+    ),
+    (
+        "moonpool:wasted_prefill_seconds",
+        "Seconds of wasted prefills, from first chunk to end.",
+        "_wasted_prefill_s",
+    ),
+    ("moonpool:prefill_seconds", "Seconds of all prefills, from first chunk to end.", "_prefill_s"),
+    ("moonpool:transfer_seconds", "Seconds of KVCache streams to decode instances.", "_transfer_s"),
+    (
+        "moonpool:role_switches_given_up",
+        "Number of role switches that were begun but not completed.",
+        "role_switches_given_up",
+    ),
+)
+"""Counters without labels: metric, help text, and the total or attribute that holds it."""
+
+_LABELLED = (
+    (
+        "vllm:request_success",
+        "Number of completed requests, by finish reason.",
+        "finished_reason",
+        "_finished",
+    ),
+    (
+        "moonpool:requests_rejected",
+        "Number of requests rejected before their prefill, by reason.",
+        "reason",
+        "_rejected",
+    ),
+    (
+        "moonpool:requests_failed",
+        "Number of accepted requests that failed, by reason.",
+        "reason",
+        "_failed",
+    ),
+    (
+        "moonpool:transfer_bytes",
+        "Bytes of KVCache received, by transport.",
+        "transport",
+        "_transfer_bytes",
+    ),
+    (
+        "moonpool:transfers",
+        "Number of load reports with received KVCache, by transport.",
+        "transport",
+        "_transfers",
+    ),
+    (
+        "moonpool:ssd_bytes",
+        "Bytes written to and read from the SSD tier.",
+        "direction",
+        "_ssd_bytes",
+    ),
+    (
+        "moonpool:ssd_seconds",
+        "Seconds that SSD threads spent writing and reading.",
+        "direction",
+        "_ssd_s",
+    ),
+    ("moonpool:step_seconds", "Seconds of engine compute, by role.", "role", "_step_s"),
+    ("moonpool:role_switches", "Number of instances that switched to a role.", "role", "_switches"),
+)
+"""Counters by label: metric, help text, label, and the attribute that holds it."""
+
+
 class Prediction(Struct, frozen=True):
-    """How far the predictions of one quantity were off, in its unit."""
+    """The error of the predictions of one quantity, in its unit."""
 
     count: int
     too_much: float
@@ -51,8 +145,8 @@ class Prediction(Struct, frozen=True):
     ratio_p90: float
 
 
-class Histogram:
-    """Counts of samples at or below each bound, and their sum."""
+class PrometheusHistogram:
+    """The counts of samples at or below each bound, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -72,7 +166,7 @@ class Histogram:
             self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
+        """Returns the cumulative buckets of the Prometheus format."""
         total = 0
         buckets = []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -82,18 +176,18 @@ class Histogram:
 
 
 class ServerMetrics(Collector):
-    """Filled by the head, rendered by `text()`."""
+    """All metrics of one head. `text()` renders them."""
 
     def __init__(self, model_name: str):
         self._model_name = model_name
         self._registry = CollectorRegistry(auto_describe=False)
-        self._ttft = Histogram(_TTFT_S)
-        self._gaps = Histogram(_GAP_S)
-        self._tpot = Histogram(_GAP_S)
-        self._e2e = Histogram(_REQUEST_S)
-        self._prompt_sizes = Histogram(_TOKENS)
-        self._generation_sizes = Histogram(_TOKENS)
-        self._stages: dict[str, Histogram] = {}
+        self._ttft = PrometheusHistogram(_TTFT_S)
+        self._gaps = PrometheusHistogram(_GAP_S)
+        self._tpot = PrometheusHistogram(_GAP_S)
+        self._e2e = PrometheusHistogram(_REQUEST_S)
+        self._prompt_sizes = PrometheusHistogram(_TOKENS)
+        self._generation_sizes = PrometheusHistogram(_TOKENS)
+        self._stages: dict[str, PrometheusHistogram] = {}
         self._finished: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -122,10 +216,10 @@ class ServerMetrics(Collector):
         self._learned: dict[str, dict[str, float]] = {}
         self._registry.register(self)
 
-    # The head tells.
+    # Samples and totals from the head
 
     def observe_tokens(self, num_tokens: int, gaps_s: Sequence[float] = ()) -> None:
-        """`num_tokens` more were generated; `gaps_s` between them. For one or many requests."""
+        """Counts generated tokens and the gaps between them, for one or many requests."""
         self._totals["generation_tokens"] += num_tokens
         self._gaps.observe_all(gaps_s)
 
@@ -133,13 +227,13 @@ class ServerMetrics(Collector):
         self._ttft.observe(ttft_s)
 
     def observe_prompt(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A prompt was prefilled, of which `cached_tokens` were not computed anew."""
+        """Counts a prefilled prompt, of which `cached_tokens` came from a cache."""
         self._totals["prompt_tokens"] += prompt_tokens
         self._totals["cached_tokens"] += cached_tokens
         self._prompt_sizes.observe(prompt_tokens)
 
     def observe_prefill(self, seconds: float, fetched_tokens: int, wasted: bool) -> None:
-        """A prompt's computing took so long; `wasted`: its request was not answered."""
+        """Counts the time of a prefill. `wasted`: its request was not completed."""
         self._prefill_s += seconds
         self._totals["fetched_tokens"] += fetched_tokens
         if wasted:
@@ -155,7 +249,7 @@ class ServerMetrics(Collector):
         tpot_s: float | None = None,
         stages_s: Mapping[str, float] | None = None,
     ) -> None:
-        """A request was answered. `tpot_s` where it had more than one token."""
+        """Counts a completed request. `tpot_s` is set if it had more than one token."""
         self._finished[finish_reason] += 1
         self._e2e.observe(e2e_s)
         self._generation_sizes.observe(generation_tokens)
@@ -165,11 +259,11 @@ class ServerMetrics(Collector):
             self._stage(stage).observe(seconds)
 
     def observe_rejected(self, reason: str) -> None:
-        """Refused before it cost anything."""
+        """Counts a request that was rejected before its prefill."""
         self._rejected[reason] += 1
 
     def observe_failed(self, reason: str) -> None:
-        """Accepted, and not answered: deadline, lost instance, client gone."""
+        """Counts an accepted request that failed: deadline, lost instance, client gone."""
         self._failed[reason] += 1
 
     def add_transfer(self, transport: str, num_bytes: int, num_transfers: int = 1) -> None:
@@ -177,40 +271,39 @@ class ServerMetrics(Collector):
         self._transfers[transport] += num_transfers
 
     def add_corrupt_slices(self, count: int = 1) -> None:
-        """Layer slices whose checksum did not match; each was recomputed."""
+        """Counts layer slices with a wrong checksum; each was recomputed."""
         self._totals["corrupt_slices"] += count
 
     def add_recomputed_tokens(self, count: int) -> None:
         self._totals["recomputed_tokens"] += count
 
     def add_step_seconds(self, role: str, seconds: float) -> None:
-        """Engines of this role computed for so long."""
+        """Adds the compute time of engines of one role."""
         self._step_s[role] = self._step_s.get(role, 0.0) + seconds
 
     def add_transfer_seconds(self, seconds: float) -> None:
-        """A stream of KVCache to a decode instance took so long."""
+        """Adds the time of a KVCache stream to a decode instance."""
         self._transfer_s += seconds
 
     def add_ssd(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """The SSD tier has "written" or "read" so much; seconds are those of its threads."""
+        """Adds bytes "written" or "read" by the SSD tier, and the time of its threads."""
         self._ssd_bytes[direction] += num_bytes
         self._ssd_s[direction] = self._ssd_s.get(direction, 0.0) + seconds
 
     def add_ssd_failures(self, count: int) -> None:
-        """Writes and reads of the disk that failed; a damaged block is no failure."""
+        """Counts failed disk operations. A damaged block is not a failed operation."""
         self._totals["ssd_failures"] += count
 
     def set_cache(self, block_tokens: int, num_blocks: int) -> None:
-        """What all instances together have for KVCache; vLLM tells as much of itself."""
+        """Sets the KVCache size of all instances, which vLLM reports as well."""
         self._cache = block_tokens, num_blocks
 
     def set_tiers(self, blocks: Mapping[str, int], cached: Mapping[str, int]) -> None:
-        """By tier ("dram", "ssd"): the blocks of all instances, and how many of them hold
-        something that has a name."""
+        """Sets, by tier ("dram", "ssd"), the blocks of all instances and their cached blocks."""
         self._tier_blocks, self._tier_cached = dict(blocks), dict(cached)
 
     def set_pool_loads(self, loads: Mapping[str, float]) -> None:
-        """Predicted over promised latency, by pool."""
+        """Sets the predicted latency over the SLO, by pool."""
         self._loads = dict(loads)
 
     def set_load(self, running: int, waiting: int, cache_use: float) -> None:
@@ -229,21 +322,25 @@ class ServerMetrics(Collector):
         given_up: int,
         draining: int,
     ) -> None:
-        """By role: demand over what its instances can do; how many more it should have; how many
-        took it on so far. `given_up`: switches that were begun and did not come about."""
+        """Sets the state of the role balance, by role.
+
+        `loads`: demand over capacity. `advised`: additional instances that the role needs.
+        `switches`: instances that have switched to the role. `given_up`: switches that were begun
+        but not completed.
+        """
         self._role_loads, self._advised = dict(loads), dict(advised)
         self._switches, self._draining = dict(switches), draining
         self._totals["role_switches_given_up"] = given_up
 
     def set_predictions(self, predictions: Mapping[str, Prediction]) -> None:
-        """All so far, by what was predicted."""
+        """Sets the prediction errors so far, by quantity."""
         self._predictions = dict(predictions)
 
     def set_learned(self, factors: Mapping[str, Mapping[str, float]]) -> None:
-        """By kind of work and instance: how many times its profile's time it takes."""
+        """Sets the learned time over the profile's time, by kind of work and instance."""
         self._learned = {kind: dict(of_instance) for kind, of_instance in factors.items()}
 
-    # Prometheus asks.
+    # The Prometheus collector
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -253,127 +350,98 @@ class ServerMetrics(Collector):
         yield from self._counters()
         yield from self._histograms()
 
-    def _stage(self, stage: str) -> Histogram:
+    def _stage(self, stage: str) -> PrometheusHistogram:
         found = self._stages.get(stage)
         if found is None:
-            found = self._stages[stage] = Histogram(_REQUEST_S)
+            found = self._stages[stage] = PrometheusHistogram(_REQUEST_S)
         return found
 
     def _gauges(self) -> Iterator[Metric]:
         plain = (
-            ("vllm:num_requests_running", "Requests being prefilled or decoded.", self._running),
-            ("vllm:num_requests_waiting", "Requests placed but not yet started.", self._waiting),
-            ("vllm:kv_cache_usage_perc", "KVCache blocks in use, 1 is all.", self._cache_use),
-            ("moonpool:draining_instances", "Instances without new work.", self._draining),
+            (
+                "vllm:num_requests_running",
+                "Number of requests in prefill or decode.",
+                self._running,
+            ),
+            (
+                "vllm:num_requests_waiting",
+                "Number of requests placed on an instance but not started.",
+                self._waiting,
+            ),
+            (
+                "vllm:kv_cache_usage_perc",
+                "KVCache blocks in use, as a share of all blocks (1 means full).",
+                self._cache_use,
+            ),
+            (
+                "moonpool:draining_instances",
+                "Number of instances that drain and accept no new requests.",
+                self._draining,
+            ),
         )
         for name, text, value in plain:
             yield self._gauge(name, text, None, {"": value})
         by_role = (
-            ("moonpool:instances", "Live instances by role.", self._instances),
-            ("moonpool:role_load", "Demand over what a pool can do.", self._role_loads),
-            ("moonpool:role_advised", "Instances a pool should have more.", self._advised),
+            ("moonpool:instances", "Number of live instances, by role.", self._instances),
+            (
+                "moonpool:role_load",
+                "Demand of a pool over its capacity, by role.",
+                self._role_loads,
+            ),
+            (
+                "moonpool:role_advised",
+                "Number of additional instances that a pool needs, by role.",
+                self._advised,
+            ),
         )
         for name, text, values in by_role:
             yield self._gauge(name, text, "role", values)
-        yield self._gauge("moonpool:tier_blocks", "Of the pool.", "tier", self._tier_blocks)
-        yield self._gauge("moonpool:tier_cached_blocks", "With a name.", "tier", self._tier_cached)
         yield self._gauge(
-            "moonpool:pool_load", "Predicted over promised latency.", "pool", self._loads
+            "moonpool:tier_blocks", "Number of KVCache blocks in a tier.", "tier", self._tier_blocks
         )
-        said = self._predictions
+        yield self._gauge(
+            "moonpool:tier_cached_blocks",
+            "Number of blocks in a tier that hold a cached prefix block.",
+            "tier",
+            self._tier_cached,
+        )
+        yield self._gauge(
+            "moonpool:pool_load", "Predicted latency over the SLO, by pool.", "pool", self._loads
+        )
+        errors = self._predictions
         for part, ratios in (
-            ("p50", {what: each.ratio_p50 for what, each in said.items()}),
-            ("p90", {what: each.ratio_p90 for what, each in said.items()}),
+            ("p50", {what: each.ratio_p50 for what, each in errors.items()}),
+            ("p90", {what: each.ratio_p90 for what, each in errors.items()}),
         ):
-            text = f"Predicted over actual, {part} of all predictions; 1 is right."
+            text = f"Predicted over actual value, {part} of all predictions (1 means exact)."
             yield self._gauge(f"moonpool:prediction_ratio_{part}", text, "quantity", ratios)
         if self._cache[0]:
-            text = "The KVCache of all instances together."
+            text = "KVCache of all instances: tokens per block and number of blocks."
             info = GaugeMetricFamily(
                 "vllm:cache_config_info", text, labels=["block_size", "num_gpu_blocks"]
             )
             info.add_metric([str(number) for number in self._cache], 1.0)
             yield info
         for kind, factors in self._learned.items():
-            text = f"Time of {kind} as it was learned, over what the profile says."
+            text = f"Learned time of {kind} over the time in the profile, by instance."
             yield self._gauge(f"moonpool:learned_{kind}_factor", text, "instance", factors)
 
     def _counters(self) -> Iterator[Metric]:
-        totals = self._totals
-        plain = (
-            ("vllm:prompt_tokens", "Prompt tokens of answered requests.", totals["prompt_tokens"]),
-            ("vllm:generation_tokens", "Tokens generated.", totals["generation_tokens"]),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", totals["prompt_tokens"]),
-            ("vllm:prefix_cache_hits", "Prompt tokens not recomputed.", totals["cached_tokens"]),
-            (
-                "moonpool:corrupt_slices",
-                "Layer slices whose checksum did not match.",
-                totals["corrupt_slices"],
-            ),
-            (
-                "moonpool:recomputed_tokens",
-                "Tokens computed again because a block was lost or corrupt.",
-                totals["recomputed_tokens"],
-            ),
-            (
-                "moonpool:ssd_failures",
-                "Writes and reads of the SSD tier that failed.",
-                totals["ssd_failures"],
-            ),
-            (
-                "moonpool:fetched_tokens",
-                "Prompt tokens fetched from another instance.",
-                totals["fetched_tokens"],
-            ),
-            (
-                "moonpool:wasted_prefills",
-                "Prompts computed for requests that were not answered.",
-                totals["wasted_prefills"],
-            ),
-            (
-                "moonpool:wasted_prefill_seconds",
-                "Seconds spent on them, from their first chunk to their end.",
-                self._wasted_prefill_s,
-            ),
-            (
-                "moonpool:prefill_seconds",
-                "Seconds spent on all prompts, from first chunk to end.",
-                self._prefill_s,
-            ),
-            (
-                "moonpool:transfer_seconds",
-                "Seconds that streams of KVCache to decode instances took.",
-                self._transfer_s,
-            ),
-            (
-                "moonpool:role_switches_given_up",
-                "Switches of a role that were begun and did not come about.",
-                totals["role_switches_given_up"],
-            ),
-        )
-        for name, text, value in plain:
+        for name, text, key in _TOTALS:
+            value = getattr(self, key) if key.startswith("_") else self._totals[key]
             yield self._counter(name, text, None, {"": value})
-        by_label: tuple[tuple[str, str, str, Mapping[str, float]], ...] = (
-            ("vllm:request_success", "Answered.", "finished_reason", self._finished),
-            ("moonpool:requests_rejected", "Refused early.", "reason", self._rejected),
-            ("moonpool:requests_failed", "Accepted, not answered.", "reason", self._failed),
-            ("moonpool:transfer_bytes", "KVCache moved.", "transport", self._transfer_bytes),
-            ("moonpool:transfers", "Transfers done.", "transport", self._transfers),
-            ("moonpool:ssd_bytes", "Moved to and from the SSD.", "direction", self._ssd_bytes),
-            ("moonpool:ssd_seconds", "Of the threads that did.", "direction", self._ssd_s),
-            ("moonpool:step_seconds", "Seconds that engines computed.", "role", self._step_s),
-            ("moonpool:role_switches", "Instances that took a role on.", "role", self._switches),
-            *self._prediction_sums(),
-        )
-        for name, text, label, counts in by_label:
+        labelled: list[tuple[str, str, str, Mapping[str, float]]] = [
+            (name, text, label, getattr(self, key)) for name, text, label, key in _LABELLED
+        ]
+        for name, text, label, counts in (*labelled, *self._prediction_sums()):
             yield self._counter(name, text, label, counts)
 
     def _prediction_sums(self) -> Iterator[tuple[str, str, str, dict[str, float]]]:
-        """Of which a dashboard makes the mean error of any time: rates over rates."""
+        """Yields the sums from which a dashboard computes the mean error of any period."""
         for suffix, text in (
-            ("", "Predictions that could be compared with what came."),
-            ("_too_much", "Sum by which predictions were too high, in the quantity's unit."),
-            ("_too_little", "Sum by which they were too low."),
+            ("", "Number of predictions compared with the actual value."),
+            ("_too_much", "Sum of the overestimates, in the quantity's unit."),
+            ("_too_little", "Sum of the underestimates, in the quantity's unit."),
         ):
             part = suffix.strip("_") or "count"
             values = {what: float(getattr(each, part)) for what, each in self._predictions.items()}
@@ -381,21 +449,33 @@ class ServerMetrics(Collector):
 
     def _histograms(self) -> Iterator[Metric]:
         plain = (
-            ("vllm:time_to_first_token_seconds", "Arrival to first token.", self._ttft),
-            ("vllm:inter_token_latency_seconds", "Each gap between two tokens.", self._gaps),
-            ("vllm:request_time_per_output_token_seconds", "Mean gap of a request.", self._tpot),
-            ("vllm:e2e_request_latency_seconds", "Arrival to last token.", self._e2e),
-            ("vllm:request_prompt_tokens", "Prompt tokens per request.", self._prompt_sizes),
+            (
+                "vllm:time_to_first_token_seconds",
+                "Seconds from arrival to first token.",
+                self._ttft,
+            ),
+            ("vllm:inter_token_latency_seconds", "Seconds between two tokens.", self._gaps),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "Mean seconds between the tokens of a request.",
+                self._tpot,
+            ),
+            ("vllm:e2e_request_latency_seconds", "Seconds from arrival to last token.", self._e2e),
+            (
+                "vllm:request_prompt_tokens",
+                "Number of prompt tokens per request.",
+                self._prompt_sizes,
+            ),
             (
                 "vllm:request_generation_tokens",
-                "Generated tokens per request.",
+                "Number of generated tokens per request.",
                 self._generation_sizes,
             ),
         )
         for name, text, histogram in plain:
             yield self._histogram(name, text, None, {"": histogram})
         yield self._histogram(
-            "moonpool:stage_seconds", "Where a request's time went.", "stage", self._stages
+            "moonpool:stage_seconds", "Seconds of a request in each stage.", "stage", self._stages
         )
 
     def _gauge(
@@ -415,7 +495,7 @@ class ServerMetrics(Collector):
         return family
 
     def _histogram(
-        self, name: str, text: str, label: str | None, values: Mapping[str, Histogram]
+        self, name: str, text: str, label: str | None, values: Mapping[str, PrometheusHistogram]
     ) -> Metric:
         family = HistogramMetricFamily(name, text, labels=_label_names(label))
         for key, histogram in values.items():

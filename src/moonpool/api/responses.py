@@ -1,27 +1,187 @@
-"""The JSON of `/v1/responses`, whole and as events: one answer as a row of items, which are what
-was said and the calls of tools."""
+"""`/v1/responses`: the body, the chat completion it stands for, and the JSON of the response.
+
+The server stores no responses: each call repeats the conversation in its `input`, as agent
+frameworks do. Fields that need an earlier response, or a tool that runs on the server, are
+rejected. A response is a list of items: messages and tool calls.
+"""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, missing_parameter
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
-from moonpool.api.responses_body import ResponsesBody
-from moonpool.api.tools import Piece
+from moonpool.api.sampling import check_range
+from moonpool.api.tools import ToolCallDelta
 from moonpool.types import FinishReason
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Any = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's fields, and the additional fields that chat completions have."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Without effect on a self-hosted model; nothing is stored.
+    include: Any = None
+    max_tool_calls: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    reasoning: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    stream_options: Any = None
+    truncation: Any = None
+    user: Any = None
+    # Accepted only with a value that has no effect.
+    background: bool | None = None
+    conversation: Any = None
+    previous_response_id: str | None = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """Converts the body to that of a chat completion. Raises `ApiError`."""
+    for name in ("background", "conversation", "previous_response_id", "prompt", "top_logprobs"):
+        if getattr(body, name):
+            text = f"This server stores no responses, so '{name}' is not supported. Leave it out."
+            if name == "top_logprobs":
+                text = "'top_logprobs' is not supported here. Use chat completions for logprobs."
+            raise ApiError(text, param=name, code="unsupported_parameter")
+    if body.input is None:
+        raise missing_parameter("input")
+    check_range(body, "max_output_tokens", 1, 2**31 - 1)
+    return ChatBody(
+        model=body.model,
+        messages=_messages(body.input, body.instructions),
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        repetition_penalty=body.repetition_penalty,
+        ignore_eos=body.ignore_eos,
+        cache_salt=body.cache_salt,
+        chat_template_kwargs=body.chat_template_kwargs,
+        tools=None if body.tools is None else [_tool(i, t) for i, t in enumerate(body.tools)],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body.text),
+    )
+
+
+def of_input(error: ApiError) -> ApiError:
+    """Returns an error of the chat's messages as an error of `input`."""
+    if not (error.param or "").startswith("messages"):
+        return error
+    text = re.sub(r"'messages(\[\d+\])?", "'input", error.message)
+    return ApiError(text, status=error.status, param="input", code=error.code)
+
+
+def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for i, item in enumerate(given):
+        where, kind = f"input[{i}]", item.get("type", "message")
+        if kind == "message":
+            kept = {k: v for k, v in item.items() if k in ("role", "content")}
+            messages.append(kept)
+        elif kind == "function_call":
+            _add_call(messages, item, where)
+        elif kind == "function_call_output":
+            output = item.get("output")
+            call_id = item.get("call_id")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif kind != "reasoning":  # reasoning is not part of the next prompt
+            text = f"'{where}' has type {str(kind)[:40]!r}, which this server does not support."
+            raise ApiError(text, param=f"{where}.type")
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Adds a tool call to the assistant's message before it, as chats represent it."""
+    if not isinstance(item.get("name"), str):
+        raise ApiError(f"'{where}' must have a function name.", param=f"{where}.name")
+    function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
+    call = {"id": item.get("call_id"), "type": "function", "function": function}
+    if not messages or messages[-1].get("role") != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        where = f"tools[{number}]"
+        text = f"'{where}' has type {str(tool.get('type'))[:40]!r}; only 'function' is supported."
+        raise ApiError(text, param=f"{where}.type")
+    kept = {k: v for k, v in tool.items() if k != "type" and v is not None}
+    return {"type": "function", "function": kept}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: TextOptions | None) -> ResponseFormat | None:
+    wanted = None if text is None else text.format
+    if wanted is None:
+        return None
+    schema = None
+    if wanted.type == "json_schema":
+        schema = JsonSchemaFormat(wanted.name, wanted.description, wanted.schema, wanted.strict)
+    return ResponseFormat(wanted.type, schema)
+
 
 _encode = msgspec.json.encode
 Item = dict[str, Any]
 
 
 class ResponseWriter:
-    """One answer. `events` follow its increments; `whole` is the response as it stands."""
+    """Writes one response: `events` for its increments, `whole` for its current state."""
 
     def __init__(self, response_id: str, model: str, body: ResponsesBody, choice: Choice) -> None:
         self._id = response_id
@@ -42,12 +202,12 @@ class ResponseWriter:
     def events(self, delta: Delta) -> bytes:
         parts: list[bytes] = []
         if delta.text:
-            self._say(delta.text, parts)
-        for piece in delta.calls:
-            self._call(piece, parts)
+            self._add_text(delta.text, parts)
+        for call in delta.calls:
+            self._call(call, parts)
         if delta.finish_reason is not None:
             if not self._items:
-                self._say("", parts)
+                self._add_text("", parts)
             self._close(parts, cut=delta.finish_reason is FinishReason.LENGTH)
         return b"".join(parts)
 
@@ -96,16 +256,16 @@ class ResponseWriter:
 
     def _usage(self) -> dict[str, Any]:
         choice = self._choice
-        asked = len(choice.prompt.token_ids)
+        num_prompt_tokens = len(choice.request.token_ids)
         return {
-            "input_tokens": asked,
+            "input_tokens": num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": choice.cached_tokens},
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": asked + choice.num_tokens,
+            "total_tokens": num_prompt_tokens + choice.num_tokens,
         }
 
-    def _say(self, text: str, parts: list[bytes]) -> None:
+    def _add_text(self, text: str, parts: list[bytes]) -> None:
         if not self._open or self._items[-1]["type"] != "message":
             self._close(parts)
             item: Item = {
@@ -123,22 +283,22 @@ class ResponseWriter:
             self._items[-1]["content"][0]["text"] += text
             parts.append(self._of_part("response.output_text.delta", delta=text, logprobs=[]))
 
-    def _call(self, piece: Piece, parts: list[bytes]) -> None:
-        if piece.name is not None:
+    def _call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
+        if call.name is not None:
             self._close(parts)
             item: Item = {
                 "type": "function_call",
                 "id": f"fc_{secrets.token_hex(12)}",
-                "call_id": piece.call_id,
-                "name": piece.name,
+                "call_id": call.call_id,
+                "name": call.name,
                 "arguments": "",
                 "status": "in_progress",
             }
             self._add(item, parts)
-        if piece.arguments:
-            self._items[-1]["arguments"] += piece.arguments
+        if call.arguments:
+            self._items[-1]["arguments"] += call.arguments
             parts.append(
-                self._of_item("response.function_call_arguments.delta", delta=piece.arguments)
+                self._of_item("response.function_call_arguments.delta", delta=call.arguments)
             )
 
     def _add(self, item: Item, parts: list[bytes]) -> None:
@@ -148,7 +308,7 @@ class ResponseWriter:
         parts.append(self._event("response.output_item.added", output_index=index, item=item))
 
     def _close(self, parts: list[bytes], cut: bool = False) -> None:
-        """The last item grows no more."""
+        """Ends the last item."""
         if not self._open:
             return
         self._open = False

@@ -1,6 +1,6 @@
-"""From the sampling fields of a body to `SamplingParams` and the rules for ending an answer.
+"""Converts the sampling fields of a body to `SamplingParams` and the rules that end an output.
 
-Owns the ranges. They are OpenAI's where OpenAI has the field, else vLLM's.
+Owns the ranges: OpenAI's if OpenAI has the field, else vLLM's.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What ends an answer besides its length, and how the end shows in the text."""
+    """What ends an output besides its length, and how the end appears in the text."""
 
     stops: tuple[str, ...]
     include_stop: bool
     stop_token_ids: frozenset[int]
-    silent_token_ids: frozenset[int]  # a last token among these has no text
+    silent_token_ids: frozenset[int]  # these have no text as the last token
     min_tokens: int
     skip_special_tokens: bool
 
@@ -98,14 +98,14 @@ def sampling_of(
     card: ModelCard,
 ) -> SamplingParams:
     def wanted(name: str, otherwise: float) -> float:
-        """The request's word, the model's, or else what changes nothing."""
+        """Returns the request's value, else the model's default, else the neutral value."""
         value: float | None = getattr(body, name)
         return card.sampling.get(name, otherwise) if value is None else value
 
     vocab_size = card.vocab_size
     top_p = wanted("top_p", 1.0)
     top_k = max(int(wanted("top_k", 0)), 0)
-    if top_p == 0.0:  # OpenAI allows it: only the most likely token is left
+    if top_p == 0.0:  # allowed by OpenAI: only the most likely token remains
         top_p, top_k = 1.0, 1
     return SamplingParams(
         temperature=wanted("temperature", 1.0),
@@ -127,13 +127,13 @@ def sampling_of(
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """By rising token id. JSON's keys are texts."""
+    """Returns the biases by rising token id. The keys of a JSON object are strings."""
     if len(biases) > _MOST_BIASES:
         raise ApiError(f"'logit_bias' may hold at most {_MOST_BIASES} tokens.", param="logit_bias")
     read: dict[int, float] = {}
     for name, bias in biases.items():
         if not name.isdecimal() or len(name) > 10:
-            text = f"'logit_bias' maps token ids to numbers; {name[:40]!r} is no token id."
+            text = f"'logit_bias' maps token ids to numbers; {name[:40]!r} is not a token id."
             raise ApiError(text, param="logit_bias")
         if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
             text = (
@@ -156,44 +156,47 @@ def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
     if isinstance(body, CompletionBody):
         check_range(body, "logprobs", 0, most)
         if body.echo and body.logprobs is not None:
-            text = "'echo' together with 'logprobs' is not supported."
+            text = "'echo' together with 'logprobs' is not supported. Leave one of them out."
             raise ApiError(text, param="echo", code="unsupported_parameter")
         return
     check_range(body, "top_logprobs", 0, most)
     if body.top_logprobs and not body.logprobs:
-        raise ApiError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        raise ApiError(
+            "'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs"
+        )
 
 
 def max_tokens_of(body: ChatBody | CompletionBody, num_prompt_tokens: int, most: int) -> int:
-    """How long the answer may be. Raises `ApiError` when the context cannot hold it."""
+    """Returns the limit on output tokens. Raises `ApiError` if the context is too short for it."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     left = most - num_prompt_tokens
     if left < 1:
         raise context_exceeded(num_prompt_tokens, most, param)
-    asked = body.max_tokens
+    max_tokens = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         check_range(body, "max_completion_tokens", 1, 2**31 - 1)
-        asked = body.max_completion_tokens
-    if asked is None:
-        asked = left if isinstance(body, ChatBody) else min(left, _DEFAULT_COMPLETION_TOKENS)
-    elif asked > left:
+        max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = left if isinstance(body, ChatBody) else min(left, _DEFAULT_COMPLETION_TOKENS)
+    elif max_tokens > left:
         raise ApiError(
             f"This model's maximum context length is {most} tokens. However, you requested "
-            f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the {param}, {asked} in "
-            f"the completion). Please reduce the length of the {param} or completion.",
+            f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
+            f"{max_tokens} in the completion). Please reduce the length of the {param} or "
+            "completion.",
             param=param,
             code="context_length_exceeded",
         )
-    if (body.min_tokens or 0) > asked:
-        text = f"'min_tokens' must not be above 'max_tokens' ({asked})."
+    if (body.min_tokens or 0) > max_tokens:
+        text = f"'min_tokens' must be at most 'max_tokens' ({max_tokens})."
         raise ApiError(text, param="min_tokens")
-    return asked
+    return max_tokens
 
 
 def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> ApiError:
     had = "far more" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
     return ApiError(
-        f"This model's maximum context length is {most} tokens, prompt and answer together. "
+        f"This model's maximum context length is {most} tokens for prompt and output together. "
         f"However, your prompt has {had}. Please reduce the length of the {param}.",
         param=param,
         code="context_length_exceeded",

@@ -1,7 +1,7 @@
-"""The JSON of answers, whole and streamed, in OpenAI's two shapes: chat and completions.
+"""The JSON of responses, whole and streamed, in OpenAI's two shapes: chat and completions.
 
-Owns the bytes on the wire. A streamed chunk is put together from parts encoded once per answer and
-the encoded text, because that is done for every token.
+Owns the bytes on the wire. A chunk is built for every token, so it is joined from parts that are
+encoded once per response and the encoded text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
-from moonpool.api.tools import Piece, together
+from moonpool.api.tools import ToolCallDelta, together
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 
@@ -23,28 +23,33 @@ _END = b"}]}\n\n"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class AnswerHead(msgspec.Struct, frozen=True):
-    """What every part of one answer repeats."""
+class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that every part of one response repeats, and what the call wants in it."""
 
     id: str
     created: int
     model: str
+    num_per_prompt: int = 1
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+    with_usage: bool = False
+    usage_in_chunks: bool = False  # the usage so far, rather than null, in each chunk
 
 
 class Shape(Protocol):
-    """How one of the two endpoints writes its answers."""
+    """The format of one of the two endpoints."""
 
     object: str
     chunk_object: str
     id_prefix: str
 
     def opening(self, choice: Choice) -> bytes:
-        """What begins a choice's stream: the fields of one chunk's choice, or nothing."""
+        """Returns the fields of the first chunk of a choice, or nothing."""
         ...
 
     def text_field(self, text: str) -> bytes: ...
 
-    def calls_field(self, calls: Sequence[Piece]) -> bytes: ...
+    def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes: ...
 
     def closing_field(self) -> bytes: ...
 
@@ -54,24 +59,24 @@ class Shape(Protocol):
         self,
         choice: Choice,
         text: str,
-        calls: Sequence[Piece],
+        calls: Sequence[ToolCallDelta],
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]: ...
 
 
 class EventWriter(Protocol):
-    """How an answer is streamed."""
+    """Writes the events of one streamed response."""
 
     def begin(self) -> bytes: ...
 
     def events(self, delta: Delta) -> bytes:
-        """Of one increment; empty when there is nothing to tell yet."""
+        """Returns the events of one increment; empty if it has no visible content."""
         ...
 
     def end(self) -> bytes: ...
 
     def error(self, error: ApiError) -> bytes:
-        """In the place of the end."""
+        """Returns the event that ends the stream instead of `end`."""
         ...
 
 
@@ -89,7 +94,7 @@ class ChatShape:
     def text_field(self, text: str) -> bytes:
         return b'"delta":{"content":' + _encode(text) + b"}"
 
-    def calls_field(self, calls: Sequence[Piece]) -> bytes:
+    def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes:
         written = []
         for call in calls:
             head: dict[str, Any] = {"index": call.number}
@@ -123,7 +128,7 @@ class ChatShape:
         self,
         choice: Choice,
         text: str,
-        calls: Sequence[Piece],
+        calls: Sequence[ToolCallDelta],
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -137,18 +142,17 @@ class CompletionShape:
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, tokenizer: Tokenizer, echo: bool):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._echo = echo
 
     def opening(self, choice: Choice) -> bytes:
-        return self.text_field(self._echoed(choice)) if self._echo else b""
+        return b"" if choice.echo is None else self.text_field(choice.echo)
 
     def text_field(self, text: str) -> bytes:
         return b'"text":' + _encode(text)
 
-    def calls_field(self, calls: Sequence[Piece]) -> bytes:
-        raise AssertionError("completions call no tools")
+    def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes:
+        raise AssertionError("completions have no tool calls")
 
     def closing_field(self) -> bytes:
         return b'"text":""'
@@ -182,51 +186,30 @@ class CompletionShape:
         self,
         choice: Choice,
         text: str,
-        calls: Sequence[Piece],
+        calls: Sequence[ToolCallDelta],
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        if self._echo:
-            text = self._echoed(choice) + text
-        return {"text": text, "logprobs": logprobs}
-
-    def _echoed(self, choice: Choice) -> str:
-        if choice.prompt.text is not None:
-            return choice.prompt.text
-        return self._tokenizer.decode(choice.prompt.token_ids)
+        return {"text": (choice.echo or "") + text, "logprobs": logprobs}
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class ChunkWriter:
-    """The server-sent events of one streamed answer."""
+    """Writes the server-sent events of one streamed response."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        shape: Shape,
-        choices: Sequence[Choice],
-        *,
-        with_logprobs: bool,
-        with_token_ids: bool,
-        with_usage: bool,
-        num_per_prompt: int,
-        usage_in_chunks: bool,
-    ):
-        """`usage_in_chunks`: what was used so far, rather than null, in each chunk."""
+    def __init__(self, answer: AnswerFormat, shape: Shape, choices: Sequence[Choice]):
+        self._answer = answer
         self._shape = shape
         self._choices = choices
-        self._num_per_prompt = num_per_prompt
-        self._with_logprobs = with_logprobs
-        self._with_token_ids = with_token_ids
         self._no_logprobs = b',"logprobs":null'
         top = {
-            "id": head.id,
+            "id": answer.id,
             "object": shape.chunk_object,
-            "created": head.created,
-            "model": head.model,
+            "created": answer.created,
+            "model": answer.model,
         }
-        if with_usage and not usage_in_chunks:
+        if answer.with_usage and not answer.usage_in_chunks:
             top["usage"] = None
         self._top = b"data: " + _encode(top)[:-1]
         self._starts = [
@@ -234,21 +217,19 @@ class ChunkWriter:
         ]
         self._text_offsets = [0] * len(choices)
         self._opened = [False] * len(choices)
-        self._with_usage = with_usage
-        self._usage_in_chunks = usage_in_chunks
 
     def begin(self) -> bytes:
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        """The chunks of one increment; empty when there is nothing to tell yet."""
+        """Returns the chunks of one increment; empty if it has no visible content."""
         choice = delta.choice
         index = choice.index
         parts: list[bytes] = []
         if not self._opened[index]:
             self._opened[index] = True
             self._open(choice, parts)
-        extras = self._with_logprobs or self._with_token_ids
+        extras = self._answer.with_logprobs or self._answer.with_token_ids
         if delta.text or (extras and delta.tokens):
             parts += (
                 self._starts[index],
@@ -276,23 +257,23 @@ class ChunkWriter:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        if not self._with_usage:
+        if not self._answer.with_usage:
             return DONE
         first = self._choices[0]
         extra = {"request_id": first.request.request_id, "timings_s": first.timings_s or {}}
-        usage = usage_of(self._choices, self._num_per_prompt)
+        usage = usage_of(self._choices, self._answer.num_per_prompt)
         top = self._top.replace(b',"usage":null', b"")
-        told = b',"choices":[],"usage":%b,"moonpool":%b}\n\n' % (_encode(usage), _encode(extra))
-        return top + told + DONE
+        last = b',"choices":[],"usage":%b,"moonpool":%b}\n\n' % (_encode(usage), _encode(extra))
+        return top + last + DONE
 
     def error(self, error: ApiError) -> bytes:
         return b"data: " + error.payload() + b"\n\n"
 
     def _open(self, choice: Choice, parts: list[bytes]) -> None:
         opening = self._shape.opening(choice)
-        if self._with_token_ids:
+        if self._answer.with_token_ids:
             opening = opening or self._shape.text_field("")
-            opening += b',"prompt_token_ids":' + _encode(choice.prompt.token_ids)
+            opening += b',"prompt_token_ids":' + _encode(choice.request.token_ids)
         if opening:
             parts += (
                 self._starts[choice.index],
@@ -303,60 +284,58 @@ class ChunkWriter:
             )
 
     def _end(self) -> bytes:
-        if not self._usage_in_chunks:
+        if not self._answer.usage_in_chunks:
             return _END
-        return b'}],"usage":' + _encode(usage_of(self._choices, self._num_per_prompt)) + b"}\n\n"
+        usage = usage_of(self._choices, self._answer.num_per_prompt)
+        return b'}],"usage":' + _encode(usage) + b"}\n\n"
 
     def _extras(self, delta: Delta) -> bytes:
         extras = b',"logprobs":null'
-        if self._with_logprobs:
+        if self._answer.with_logprobs:
             index = delta.choice.index
             logprobs = self._shape.logprobs(delta.tokens, self._text_offsets[index])
             self._text_offsets[index] += sum(map(len, logprobs.get("tokens", ())))
             extras = b',"logprobs":' + _encode(logprobs)
-        if self._with_token_ids:
+        if self._answer.with_token_ids:
             extras += b',"token_ids":' + _encode([token.token_id for token in delta.tokens])
         return extras
 
 
 def whole_answer(
-    head: AnswerHead,
+    answer: AnswerFormat,
     shape: Shape,
-    results: Sequence[tuple[Choice, str, Sequence[Token], Sequence[Piece]]],
-    *,
-    with_logprobs: bool,
-    with_token_ids: bool,
-    usage: dict[str, Any],
+    results: Sequence[tuple[Choice, str, Sequence[Token], Sequence[ToolCallDelta]]],
 ) -> bytes:
+    """Returns the body of a response that is not streamed."""
     choices = []
     for choice, text, tokens, calls in results:
-        logprobs = shape.logprobs(tokens, 0) if with_logprobs else None
+        logprobs = shape.logprobs(tokens, 0) if answer.with_logprobs else None
         written = {
             "index": choice.index,
             **shape.whole(choice, text, calls, logprobs),
             "finish_reason": choice.finish_word,
             "stop_reason": choice.stop_reason,
         }
-        if with_token_ids:
+        if answer.with_token_ids:
             written["token_ids"] = [token.token_id for token in tokens]
-            written["prompt_token_ids"] = choice.prompt.token_ids
+            written["prompt_token_ids"] = choice.request.token_ids
         choices.append(written)
     return _encode(
         {
-            "id": head.id,
+            "id": answer.id,
             "object": shape.object,
-            "created": head.created,
-            "model": head.model,
+            "created": answer.created,
+            "model": answer.model,
             "choices": choices,
-            "usage": usage,
+            "usage": usage_of([result[0] for result in results], answer.num_per_prompt),
         }
     )
 
 
 def usage_of(choices: Sequence[Choice], num_per_prompt: int) -> dict[str, Any]:
-    """A prompt counts once however many answers it got, as OpenAI counts."""
+    """Returns the usage. As at OpenAI, a prompt counts once for all of its choices."""
     firsts = choices[::num_per_prompt]
-    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
+    prompt_tokens = sum(len(choice.request.token_ids) for choice in firsts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
@@ -368,5 +347,5 @@ def usage_of(choices: Sequence[Choice], num_per_prompt: int) -> dict[str, Any]:
 
 def _logprobs_of(token: Token) -> TokenLogprobs:
     if token.logprobs is None:
-        raise RuntimeError("the engine left out the logprobs that were asked for")
+        raise RuntimeError("the engine returned no logprobs for a request that needs them")
     return token.logprobs

@@ -1,4 +1,4 @@
-"""Stop strings, found across token boundaries."""
+"""Finds stop strings across token boundaries."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through, holding back exactly what may still become a stop string.
+    """Passes text on, and holds back exactly the part that may still become a stop string.
 
-    One Knuth-Morris-Pratt automaton per stop string, so that a character costs the same however
-    long the strings are.
+    It runs one Knuth-Morris-Pratt automaton per stop string, so the cost of a character does not
+    depend on the length of the strings.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool):
@@ -23,7 +23,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is certain to be part of the answer. Sets `found` when a string ends."""
+        """Returns the text that is certainly part of the output. Sets `found` at a stop string."""
         assert self.found is None
         if not self._held and self._first_characters.isdisjoint(text):
             return text
@@ -41,12 +41,12 @@ class StopMatcher:
         return pending[:cut]
 
     def flush(self) -> str:
-        """What was held back when the answer ended for another reason."""
+        """Returns the text held back, after the output has ended for another reason."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> str | None:
-        """Advances every automaton by one character; the longest string that ends here, if any."""
+        """Advances every automaton by one character. Returns the longest stop string that ends."""
         ended: str | None = None
         matched = self._matched
         for which, stop in enumerate(self._stops):
@@ -64,7 +64,7 @@ class StopMatcher:
 
 
 def _failure_table(stop: str) -> tuple[int, ...]:
-    """For each prefix, the length of its longest proper suffix that is a prefix of `stop`."""
+    """Returns the length of the longest proper suffix of each prefix that begins `stop`."""
     table = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):

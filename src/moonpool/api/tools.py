@@ -1,9 +1,9 @@
-"""Calls of tools: which a request allows, and finding them in what the model says.
+"""Tool calls: which calls a request allows, and their parsing from the model's output.
 
-A model that may call tools does so in its text, in the way its chat template taught it: JSON
-between `<tool_call>` and `</tool_call>` (Hermes, Qwen), or an answer that is nothing but JSON
-(Llama, Mistral). One that must call is held to JSON by a form (see `api.forms`), whatever it was
-taught. What looks like a call and is none stays text: nothing a model said is lost.
+A model writes optional tool calls as text, in the format of its chat template: JSON between
+`<tool_call>` and `</tool_call>` (Hermes, Qwen), or an output that is only JSON (Llama, Mistral). A
+required tool call is constrained to JSON by structured output, for every model. Text that looks
+like a call but is none stays text, so no output is lost.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Piece(NamedTuple):
-    """Of a call, what has become certain: at first its name, then more of its arguments."""
+class ToolCallDelta(NamedTuple):
+    """One increment of a tool call: first its name, then more of its arguments."""
 
     number: int
     call_id: str | None
@@ -33,22 +33,22 @@ class Piece(NamedTuple):
     arguments: str
 
 
-Read = tuple[str, list[Piece]]
-"""Text that is no call, and pieces of calls."""
+Read = tuple[str, list[ToolCallDelta]]
+"""Text outside of calls, and increments of calls."""
 
 
 class ToolReader(Protocol):
-    """One answer's text, as it comes."""
+    """Parses the text of one output as it arrives."""
 
     def push(self, text: str) -> Read: ...
 
     def flush(self) -> Read:
-        """The answer has ended."""
+        """Returns what is left after the output has ended."""
         ...
 
 
 class Tools:
-    """What one request says of tools. Raises `ApiError` for what cannot be meant."""
+    """The tool settings of one request. Raises `ApiError` if they contradict each other."""
 
     def __init__(self, body: ChatBody) -> None:
         self._functions = _functions_of(body.tools or ())
@@ -60,15 +60,15 @@ class Tools:
             self._named = _named(choice)
             self.must_call = True
         elif choice not in (None, "none", "auto", "required"):
-            raise _bad_choice("'tool_choice' is none, auto, required, or names a function.")
+            raise _bad_choice("'tool_choice' must be none, auto, required, or name a function.")
         self._may_call = bool(self._functions) and choice != "none"
         if self.must_call and not self._functions:
-            raise _bad_choice("'tool_choice' needs 'tools' to choose from.")
+            raise _bad_choice("'tool_choice' requires a tool call, but 'tools' is empty.")
         if self._named and self._named not in self._functions:
             raise _bad_choice(f"'tool_choice' names {self._named!r}, which is not among 'tools'.")
 
     def schema(self) -> dict[str, Any]:
-        """What the answer must be, where it must call."""
+        """Returns the JSON schema of the required calls."""
         assert self.must_call
         if self._named:
             return self._functions[self._named]
@@ -91,8 +91,10 @@ class Tools:
         return whole | ({"$defs": definitions} if definitions else {})
 
     def reader(self, template: str) -> Callable[[], ToolReader] | None:
-        """Makes one for each answer; None where there can be no calls. `template`: by which the
-        model was told of the tools."""
+        """Returns a factory of parsers, one per output; None if no calls are possible.
+
+        `template` is the chat template that describes the tools to the model.
+        """
         if self._named:
             return lambda: _NamedCall(self._named)
         if self.must_call or (self._may_call and _OPEN not in template):
@@ -101,7 +103,7 @@ class Tools:
 
 
 class _NamedCall:
-    """The whole answer is one call's arguments."""
+    """Parses an output that consists of one call's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -110,46 +112,46 @@ class _NamedCall:
         if not text:
             return "", []
         name, self._name = self._name, None
-        return "", [Piece(0, None if name is None else _new_id(), name, text)]
+        return "", [ToolCallDelta(0, None if name is None else _new_id(), name, text)]
 
     def flush(self) -> Read:
         return "", []
 
 
 class _Calls:
-    """Counts the calls of one answer."""
+    """Decodes and counts the calls of one output."""
 
     def __init__(self, names: Collection[str], one: bool) -> None:
         self._names = names
         self._one = one
         self._count = 0
 
-    def read(self, source: str) -> list[Piece] | None:
-        """JSON of one call or a list of them; None if it is something else."""
+    def read(self, source: str) -> list[ToolCallDelta] | None:
+        """Decodes one call or a list of calls. Returns None if the text is something else."""
         try:
             found = msgspec.json.decode(source)
         except (msgspec.DecodeError, RecursionError):
             return None
         calls = found if isinstance(found, list) else [found]
-        pieces: list[Piece] = []
+        deltas: list[ToolCallDelta] = []
         for call in calls:
             name = call.get("name") if isinstance(call, dict) else None
             if not isinstance(name, str) or name not in self._names:
                 return None
             arguments = call.get("arguments", call.get("parameters", {}))
-            if not isinstance(arguments, str):  # some write them as JSON in JSON
+            if not isinstance(arguments, str):  # some models write them as JSON in a string
                 arguments = msgspec.json.encode(arguments).decode()
-            pieces.append(Piece(self._count + len(pieces), _new_id(), name, arguments))
-        if not pieces:
+            deltas.append(ToolCallDelta(self._count + len(deltas), _new_id(), name, arguments))
+        if not deltas:
             return None
-        if self._one:  # the others are not wanted
-            pieces = pieces[: 1 - self._count]
-        self._count += len(pieces)
-        return pieces
+        if self._one:  # parallel_tool_calls is false
+            deltas = deltas[: 1 - self._count]
+        self._count += len(deltas)
+        return deltas
 
 
 class _JsonCalls:
-    """The whole answer is calls, or none of it is."""
+    """Parses an output that is entirely calls, or entirely text."""
 
     def __init__(self, names: Collection[str], one: bool) -> None:
         self._calls = _Calls(names, one)
@@ -169,21 +171,21 @@ class _JsonCalls:
 
     def flush(self) -> Read:
         held, self._text = self._text, ""
-        pieces = self._calls.read(held) if held else []
-        return ("", pieces) if pieces is not None else (held, [])
+        deltas = self._calls.read(held) if held else []
+        return ("", deltas) if deltas is not None else (held, [])
 
 
 class _TaggedCalls:
-    """Calls between tags, text around them."""
+    """Parses calls between tags, with text around them."""
 
     def __init__(self, names: Collection[str], one: bool) -> None:
         self._calls = _Calls(names, one)
-        self._held = ""  # from a tag on, or what may become one
-        self._behind = False  # a call: line breaks that follow are not text
+        self._held = ""  # from a tag on, or a possible beginning of a tag
+        self._behind = False  # after a call: the line breaks that follow it are not text
 
     def push(self, text: str) -> Read:
         self._held += text
-        said, pieces = "", list[Piece]()
+        plain, deltas = "", list[ToolCallDelta]()
         while True:
             if self._behind:
                 self._held = self._held.lstrip("\n")
@@ -192,46 +194,46 @@ class _TaggedCalls:
             if not tag:
                 keep = _overlap(self._held, _OPEN)
                 cut = len(self._held) - keep
-                said, self._held = said + self._held[:cut], self._held[cut:]
-                return said, pieces
+                plain, self._held = plain + self._held[:cut], self._held[cut:]
+                return plain, deltas
             inside, end, after = rest.partition(_CLOSE)
             if not end:
-                said, self._held = said + before, tag + rest
-                return said, pieces
+                plain, self._held = plain + before, tag + rest
+                return plain, deltas
             found = self._calls.read(inside)
             self._held, self._behind = after, found is not None
-            said += before if found is not None else before + tag + inside + end
-            pieces += found or []
+            plain += before if found is not None else before + tag + inside + end
+            deltas += found or []
 
     def flush(self) -> Read:
         held, self._held = self._held, ""
-        if held.startswith(_OPEN):  # a model may end its answer in the place of the tag
-            pieces = self._calls.read(held[len(_OPEN) :])
-            if pieces is not None:
-                return "", pieces
+        if held.startswith(_OPEN):  # a model may end its output instead of closing the tag
+            deltas = self._calls.read(held[len(_OPEN) :])
+            if deltas is not None:
+                return "", deltas
         return held, []
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters may be the beginning of the tag."""
+    """Returns how many of the last characters may begin the tag."""
     most = min(len(text), len(tag) - 1)
     return next((n for n in range(most, 0, -1) if tag.startswith(text[-n:])), 0)
 
 
-def together(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """The calls of an answer that has ended, as OpenAI writes them."""
+def together(deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    """Returns the calls of a finished output in OpenAI's format."""
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if piece.name is not None:
-            function = {"name": piece.name, "arguments": piece.arguments}
-            calls[piece.number] = {"id": piece.call_id, "type": "function", "function": function}
+    for delta in deltas:
+        if delta.name is not None:
+            function = {"name": delta.name, "arguments": delta.arguments}
+            calls[delta.number] = {"id": delta.call_id, "type": "function", "function": function}
         else:
-            calls[piece.number]["function"]["arguments"] += piece.arguments
+            calls[delta.number]["function"]["arguments"] += delta.arguments
     return list(calls.values())
 
 
 def _functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Name -> schema of its parameters."""
+    """Returns the schema of each function's parameters by name."""
     if len(tools) > MOST_TOOLS:
         raise ApiError(f"'tools' may hold at most {MOST_TOOLS} tools.", param="tools")
     functions: dict[str, dict[str, Any]] = {}
@@ -239,7 +241,9 @@ def _functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
         where = f"tools[{i}]"
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise ApiError(f"'{where}' must be of type 'function' and hold one.", param=where)
+            raise ApiError(
+                f"'{where}' must have the type 'function' and a field 'function'.", param=where
+            )
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             text = f"'{where}.function.name' must be 1 to 64 letters, digits, '_', '-' or '.'."
@@ -255,7 +259,9 @@ def _named(choice: Mapping[str, Any]) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str) or not name:
-        raise _bad_choice("'tool_choice' as an object must be of type 'function' and name one.")
+        raise _bad_choice(
+            "'tool_choice' as an object must have the type 'function' and a function name."
+        )
     return name
 
 

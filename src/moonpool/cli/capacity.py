@@ -10,11 +10,29 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from moonpool.bench.capacity import Capacity, Goal, Measure, Point
-from moonpool.cli.output import COUNT, fail
-from moonpool.cli.scale import read_rows, scale_option
-from moonpool.cli.simulate import FACTOR, cluster_options, open_parts, read_cluster
+from moonpool.cli.inputs import open_catalogue_and_profile, read_rows
+from moonpool.cli.options import (
+    COUNT,
+    FACTOR,
+    SHARE,
+    TRACE_HELP,
+    ConfigFlags,
+    SectionedCommand,
+    attainment_option,
+    catalogue_option,
+    confidence_option,
+    config_option,
+    first_seed_option,
+    json_option,
+    processes_option,
+    requests_option,
+    scale_option,
+    seeds_option,
+)
+from moonpool.cli.output import fail, show_figures
+from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
 from moonpool.plan.confidence import Attainment
+from moonpool.profiling.capacity import Capacity, CapacityGoal, CapacityPoint, Measure
 
 if TYPE_CHECKING:
     from moonpool.config import Config
@@ -22,42 +40,40 @@ if TYPE_CHECKING:
     from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
-SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True, max_open=True)
+_FLAGS = ConfigFlags(*CLUSTER_KEYS)
 DRAWN_REQUESTS = 200
-MOST_SEEDS = click.IntRange(min=2, max=100)
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
+@click.option("--trace", "trace_file", help=f"{TRACE_HELP} A generated conversation unless given.")
+@config_option
+@_FLAGS.options(CLUSTER_DEFAULTS)
+@catalogue_option
+@attainment_option
+@confidence_option
 @click.option(
-    "--trace",
-    "trace_file",
-    help="Mooncake, Azure or BurstGPT trace; a drawn conversation unless given.",
-)
-@cluster_options
-@click.option(
-    "--attainment",
+    "--tolerance",
     type=SHARE,
-    default=0.9,
+    default=0.05,
     show_default=True,
-    help="Share of requests that must meet both SLOs; a rejected one does not.",
+    help="Largest relative gap between the rate that holds and the rate that fails.",
 )
-@click.option("--confidence", type=SHARE, default=0.95, show_default=True)
+@seeds_option
 @click.option(
-    "--tolerance", type=SHARE, default=0.05, show_default=True, help="Between the rates found."
+    "--runs", type=COUNT, default=100, show_default=True, help="Most runs of all rates together."
 )
-@click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, per rate.")
-@click.option("--runs", type=COUNT, default=100, show_default=True, help="At most, in all.")
-@click.option("--url", help="Of a live server, which is measured instead of a simulated cluster.")
+@click.option("--url", help="Measure the live server at this address instead of simulating.")
 @scale_option
-@click.option("--start", type=FACTOR, default=1.0, show_default=True, help="Speed to begin at.")
-@click.option("--requests", type=COUNT, help="Only the first so many.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
-@click.option("--processes", type=COUNT, help="That simulate; all cores unless given.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
+@click.option(
+    "--start", type=FACTOR, default=1.0, show_default=True, help="Speed at which to begin."
+)
+@requests_option
+@first_seed_option
+@processes_option
+@json_option
 def capacity(
     trace_file: str | None,
     config_file: str | None,
-    cost: str | None,
     catalogue_file: str | None,
     attainment: float,
     confidence: float,
@@ -73,21 +89,20 @@ def capacity(
     json_file: str | None,
     **flags: Any,
 ) -> None:
-    """The highest rate at which the SLOs hold, in simulation or on the server at --url.
+    """Find the highest rate at which the SLOs hold, in simulation or on the server at --url.
 
-    By bisection of the trace's speed. Each seed but 0 draws the trace's sessions anew; a rate is
-    judged when the confidence interval of its attainment is clear of --attainment. A live server
-    gets one replay after another, each with tokens of its own.
+    The search bisects the speed of the trace. Each seed but 0 draws the trace's sessions again. A
+    rate is judged when the confidence interval of its attainment excludes --attainment. A live
+    server gets one replay after another, each with tokens of its own.
     """
-    from moonpool.cli.bench import finish
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
 
-    config = read_cluster(config_file, flags, cost, None)
-    catalogue, profile = open_parts(config, catalogue_file)
+    config = read_cluster(config_file, _FLAGS.overrides(flags))
+    catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
     rows, block_tokens = _read_rows(trace_file, scale, requests)
     trace_rps = len(rows) / rows[-1].arrived_s
-    goal = Goal(attainment, confidence, tolerance, seeds, runs, seed)
+    goal = CapacityGoal(attainment, confidence, tolerance, seeds, runs, seed)
     workload = Workload(rows, block_tokens, catalogue, profile)
     header = f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval"
     if url is not None:
@@ -102,20 +117,23 @@ def capacity(
             except WorkforceError as error:
                 fail(str(error))
     click.echo(conclusion(found, goal, trace_rps))
-    finish(_figures(found, goal, trace_rps, config, url), json_file)
+    show_figures(_figures(found, goal, trace_rps, config, url), json_file)
 
 
 def _read_rows(
     trace_file: str | None, scale: Fraction, requests: int | None
 ) -> tuple[tuple[TraceRow, ...], int]:
-    """Scaled, and their blocks' size. Ends the command where they have no rate."""
+    """Returns the scaled rows and the tokens of their blocks.
+
+    Ends the command where the rows have no rate.
+    """
     from moonpool.trace.builtin import CONVERSATION
     from moonpool.trace.generate import BLOCK_TOKENS, generate
-    from moonpool.trace.scale import scale_rows
+    from moonpool.trace.transform import scale_rows
 
     if trace_file is None:
-        drawn = generate(CONVERSATION, num_requests=max(requests or DRAWN_REQUESTS, 2), seed=1)
-        return tuple(scale_rows(drawn, scale)), max(int(BLOCK_TOKENS * scale), 1)
+        generated = generate(CONVERSATION, num_requests=max(requests or DRAWN_REQUESTS, 2), seed=1)
+        return tuple(scale_rows(generated, scale)), max(int(BLOCK_TOKENS * scale), 1)
     rows, block_tokens = read_rows(trace_file, requests, scale)
     if len(rows) < 2 or rows[-1].arrived_s <= 0:
         fail(f"{trace_file} has no rate: all its requests come at once; use a longer trace")
@@ -136,8 +154,7 @@ def _simulated(workforce: Workforce, config: Config) -> Measure:
 
 
 def _live(url: str, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
-    from moonpool.bench.capacity import one_by_one
-    from moonpool.bench.live_capacity import LiveCapacity
+    from moonpool.profiling.capacity import LiveCapacity, one_by_one
     from moonpool.replay.player import HopelessError
     from moonpool.replay.server import ServerUnfitError
 
@@ -164,25 +181,25 @@ def _live(url: str, workload: Workload, ttft_s: float | None, tbt_s: float | Non
     return one_by_one(measure)
 
 
-def _search(measure: Any, start: float, goal: Goal, trace_rps: float) -> Capacity:
-    from moonpool.bench.capacity import search_capacity
+def _search(measure: Any, start: float, goal: CapacityGoal, trace_rps: float) -> Capacity:
+    from moonpool.profiling.capacity import search_capacity
 
-    def tell(point: Point) -> None:
+    def show(point: CapacityPoint) -> None:
         low, mean, high = point.interval.low, point.interval.mean, point.interval.high
         click.echo(
             f"{point.rate:>8.3f} {point.rate * trace_rps:>10.3f} {mean:>10.2%}  {low:.2%} to"
             f" {high:.2%} of {len(point.runs)} seeds: {point.verdict.value}"
         )
 
-    return search_capacity(measure, start, goal, tell)
+    return search_capacity(measure, start, goal, show)
 
 
-def conclusion(found: Capacity, goal: Goal, trace_rps: float) -> str:
-    """In one or two sentences."""
+def conclusion(found: Capacity, goal: CapacityGoal, trace_rps: float) -> str:
+    """Returns the result in one or two sentences."""
     sure = f"{goal.wanted:.0%} of requests within both SLOs (at {goal.confidence:.0%} confidence)"
     if not found.holds:
         least = found.points[0].rate
-        return f"No rate was found with {sure}; the lowest tried is {least * trace_rps:.3g} a s."
+        return f"No rate was found with {sure}; the lowest tried is {least * trace_rps:.3g}/s."
     text = f"Up to {found.holds * trace_rps:.3g} requests/s (speed {found.holds:.3g}): {sure}."
     if found.fails == float("inf"):
         return f"{text} No rate was found that fails: a trace this short ends before a queue forms."
@@ -195,7 +212,7 @@ def conclusion(found: Capacity, goal: Goal, trace_rps: float) -> str:
 
 
 def _figures(
-    found: Capacity, goal: Goal, trace_rps: float, config: Config, url: str | None
+    found: Capacity, goal: CapacityGoal, trace_rps: float, config: Config, url: str | None
 ) -> dict[str, Any]:
     rates = {
         "holds_rps": found.holds * trace_rps,

@@ -1,7 +1,7 @@
-"""`moonpool demo`: the whole path, in front of the person's eyes, and ended again.
+"""`moonpool demo`: the whole path of a request on a local cluster.
 
-Two clusters of real processes, one after the other, answer the same conversations over HTTP: with
-the KVCache reused, and without. Every answer is checked; a wrong one fails the demo.
+Two clusters of real processes, one after the other, answer the same conversations over HTTP: one
+reuses KVCache, the other does not. Every answer is checked; a wrong one fails the demo.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.bench.client import Answer, CompletionClient
-from moonpool.bench.harbour import Conversation, Turn, make_conversations
-from moonpool.bench.local_server import LocalServer, ServerError, is_alive
+from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, write_json
+from moonpool.demo.client import ClientResponse, CompletionClient
+from moonpool.demo.local_server import LocalServer, ServerError, is_alive
+from moonpool.demo.workload import Conversation, ConversationTurn, make_conversations
 
-MIN_COLUMNS = 110  # of the tables; what is piped into a file has no width of its own
+MIN_COLUMNS = 110  # of the tables; a file has no width of its own
 COLUMNS = ("turn", "user", "asked", "right", "TTFT ms", "TBT ms", "prompt", "cached", "fetched")
 STAGES = ("queue_and_fetch", "prefill", "handover", "decode")
 
 
 @dataclass(slots=True)
-class Row:
-    """One turn of one user, answered."""
+class AnsweredTurn:
+    """The answer to one turn of one user."""
 
     turn: int
     user: str
     what: str
-    answer: Answer
+    answer: ClientResponse
     right: bool
     explained: dict[str, Any]
 
     @property
     def tbt_s(self) -> float:
-        """Mean gap between tokens as they left the decode instance: the text of some is held back
-        while it could become the stop string."""
+        """Mean gap between tokens as they left the decode instance.
+
+        The client cannot see it: the text of a token that may begin the stop string is held back.
+        """
         return float(self.explained["observed"]["tpot_s"] or 0.0)
 
 
 @dataclass(slots=True)
-class Run:
-    """All turns of one cluster."""
+class DemoRun:
+    """All turns of one cluster, and its times."""
 
     cached: bool
     start_s: float = 0.0
     wall_s: float = 0.0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AnsweredTurn] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,15 +83,15 @@ class Run:
 
 
 @click.command()
-@click.option("--users", default=3, show_default=True, help="Conversations at the same time.")
-@click.option("--turns", default=4, show_default=True, help="Turns of each conversation.")
-@click.option("--prefill", default=2, show_default=True, help="Prefill instances.")
-@click.option("--decode", default=2, show_default=True, help="Decode instances.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the figures here."
+    "--users", default=3, show_default=True, help="Number of conversations at the same time."
 )
+@click.option("--turns", default=4, show_default=True, help="Number of turns of each conversation.")
+@click.option("--prefill", default=2, show_default=True, help="Number of prefill instances.")
+@click.option("--decode", default=2, show_default=True, help="Number of decode instances.")
+@json_option
 def demo(users: int, turns: int, prefill: int, decode: int, json_file: str | None) -> None:
-    """A local prefill/decode cluster answers a multi-turn, shared-prefix workload over HTTP."""
+    """Let a local prefill/decode cluster answer multi-turn conversations with a shared prefix."""
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     console = Console(highlight=False, width=max(Console().width, MIN_COLUMNS))
@@ -110,10 +113,10 @@ def demo(users: int, turns: int, prefill: int, decode: int, json_file: str | Non
         fail(f"{len(wrong)} answers were wrong; the first: {wrong[0].what}")
 
 
-def _run(console: Console, arguments: list[str], cached: bool, users: int, turns: int) -> Run:
+def _run(console: Console, arguments: list[str], cached: bool, users: int, turns: int) -> DemoRun:
     state = "on" if cached else "off"
     console.rule(f"cache {state}: 1 head and its workers, as processes of their own")
-    run = Run(cached)
+    run = DemoRun(cached)
     began_s = time.perf_counter()
     with LocalServer(arguments) as server:
         run.start_s = time.perf_counter() - began_s
@@ -126,7 +129,7 @@ def _run(console: Console, arguments: list[str], cached: bool, users: int, turns
             console.print("no native kernels here (was a C++ compiler found?): plain torch, slower")
         talks = make_conversations(users, turns, num_berths=150, seed=7)
         began_s = time.perf_counter()
-        asyncio.run(_talk(console, server.url, talks, run))
+        asyncio.run(_converse(console, server.url, talks, run))
         run.wall_s = time.perf_counter() - began_s
     left = [pid for pid in pids if is_alive(pid)]
     if left:
@@ -135,8 +138,8 @@ def _run(console: Console, arguments: list[str], cached: bool, users: int, turns
     return run
 
 
-async def _talk(console: Console, url: str, talks: list[Conversation], run: Run) -> None:
-    """All users at once, turn by turn; the first user's answer is shown as it streams in."""
+async def _converse(console: Console, url: str, talks: list[Conversation], run: DemoRun) -> None:
+    """Sends each turn of all users at once, and shows the first user's answer as it streams in."""
     client = CompletionClient(url)
     for turn in range(len(talks[0].turns)):
         shown = talks[0]
@@ -149,15 +152,17 @@ async def _talk(console: Console, url: str, talks: list[Conversation], run: Run)
         if run.cached:
             console.print()
         for talk, answer in zip(talks, answers, strict=True):
-            said = talk.turns[turn]
-            right = not answer.error and answer.text == said.expected
+            done = talk.turns[turn]
+            right = not answer.error and answer.text == done.expected
             explained = await client.explain(answer.request_id)
-            run.rows.append(Row(turn + 1, talk.user, said.what, answer, right, explained))
-            talk.text += said.question + answer.text + (said.stop or "") + "\n"
+            run.rows.append(AnsweredTurn(turn + 1, talk.user, done.what, answer, right, explained))
+            talk.text += done.question + answer.text + (done.stop or "") + "\n"
     await client.close()
 
 
-async def _ask(client: CompletionClient, talk: Conversation, turn: Turn, show: bool) -> Answer:
+async def _ask(
+    client: CompletionClient, talk: Conversation, turn: ConversationTurn, show: bool
+) -> ClientResponse:
     def on_text(text: str) -> None:
         if show:
             sys.stdout.write(text)
@@ -170,7 +175,7 @@ async def _ask(client: CompletionClient, talk: Conversation, turn: Turn, show: b
     )
 
 
-def _print_turns(console: Console, run: Run) -> None:
+def _print_turns(console: Console, run: DemoRun) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("user", "asked") else "right")
@@ -194,7 +199,7 @@ def _print_turns(console: Console, run: Run) -> None:
     console.print(table)
 
 
-def _print_totals(console: Console, on: Run, off: Run) -> None:
+def _print_totals(console: Console, on: DemoRun, off: DemoRun) -> None:
     console.rule("the same work, cache on and off")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "cache on", "cache off", "off / on"):
@@ -223,8 +228,8 @@ def _print_totals(console: Console, on: Run, off: Run) -> None:
     )
 
 
-def _figures(on: Run, off: Run) -> dict[str, Any]:
-    def figures(run: Run) -> dict[str, Any]:
+def _figures(on: DemoRun, off: DemoRun) -> dict[str, Any]:
+    def figures(run: DemoRun) -> dict[str, Any]:
         return {
             "requests": len(run.rows),
             "right": sum(row.right for row in run.rows),

@@ -1,4 +1,4 @@
-"""A simulation's figures as a few lines for people."""
+"""Figures of a simulation or a replay as a few lines of text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import click
 
 from moonpool.sim.simulation import Simulation
 
+LATE_S = 0.05
+"""A client whose requests leave later than this on average did not keep up."""
+
 
 def print_figures(figures: dict[str, Any], simulation: Simulation) -> None:
-    """To standard output; `--json` has all of them."""
-    for name, text in (*_answers(figures, simulation), *_work(figures)):
+    """Prints the main figures of a simulation; `--json` has all of them."""
+    for name, text in (*_requests(figures, simulation), *_work(figures)):
         click.echo(f"{name:<12} {text}")
 
 
-def _answers(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple[str, str]]:
-    """What the clients saw."""
+def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple[str, str]]:
+    """Yields what clients observed."""
     config = simulation.config
     roles = {"prefill": config.cluster.prefill, "decode": config.cluster.decode}
     roles["mixed"] = config.cluster.mixed
@@ -31,13 +34,13 @@ def _answers(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple[
     reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
     yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "")
     yield "failed", f"{figures['failed']:,}"
-    yield "TTFT", spread(figures["ttft_s"], 1.0, "s")
-    yield "TBT", spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
-    yield "", spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+    yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
+    yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
+    yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
 
 
 def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the cluster did for it."""
+    """Yields what the cluster did."""
     cache, transfer = figures["cache"], figures["transfer"]
     fetched = cache["fetched_tokens"] / max(cache["input_tokens"], 1)
     hits = f"{cache['hit_ratio']:.1%} of {cache['input_tokens']:,} prompt tokens"
@@ -70,22 +73,57 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if span["changed"]
     ]
     if learned:
-        believed = "" if figures["config"]["conductor"]["learning"] else ", and not believed"
+        believed = "" if figures["config"]["conductor"]["learning"] else ", and not used"
         yield "learned", f"{', '.join(learned)} instances{believed}"
     simulated = f"{figures['simulated_s']:,.0f} s of simulated time, {figures['events']:,} events"
     yield "took", f"{figures['wall_s']:.1f} s for {simulated}, seed {figures['seed']}"
 
 
+def replay_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields name and text of the main figures of a replay; `--json` has all of them."""
+    slo, cache, client = figures["slo"], figures["cache"], figures["client"]
+    cut = " (interrupted)" if figures["interrupted"] else ""
+    yield "requests", f"{figures['requests']:,} in {figures['simulated_s']:,.1f} s{cut}"
+    share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
+    text = f"within TTFT {slo['ttft_s']:g} s and TBT {slo['tbt_s']:g} s"
+    yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
+    reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
+    resent = f"; {figures['resent']:,} sent again" if figures["resent"] else ""
+    yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "") + resent
+    unfinished = f", {figures['unfinished']:,} given up" if figures["unfinished"] else ""
+    yield "failed", f"{figures['failed']:,}{unfinished}"
+    for error, number in figures["errors"].items():
+        yield "", f"{number} x {error[:160]}"
+    yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
+    yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
+    yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+    yield "cache", f"{cache['hit_ratio']:.1%} of {cache['input_tokens']:,} prompt tokens"
+    cost = f"{client['cpu_us_per_token']:.0f} us of CPU per token"
+    late = client["late_s"]
+    yield (
+        "client",
+        f"{cost}; requests left {late['mean'] * 1e3:.1f} ms late (most {late['max']:.2g} s)",
+    )
+    if client["delayed"] or late["mean"] > LATE_S:
+        yield (
+            "",
+            (
+                f"this client did not keep up: {client['delayed']:,} requests waited for one of its"
+                " slots; raise --concurrency, or give it a core of its own"
+            ),
+        )
+
+
 def _roles(roles: dict[str, Any]) -> str:
-    """What the role balance did, and what it said last."""
-    said = roles["announced"]
+    """Says what the role balance did, and its last advice."""
+    advice = roles["announced"]
     text = f"{roles['switches']} switches, {roles['given_up']} given up"
     if roles["mode"] == "advise":
-        text = f"{len(said)} times advised"
-    return f"{text}; at {said[-1][0]:,.0f} s: {said[-1][1]}" if said else text
+        text = f"{len(advice)} times advised"
+    return f"{text}; at {advice[-1][0]:,.0f} s: {advice[-1][1]}" if advice else text
 
 
-def spread(summary: dict[str, float], factor: float, unit: str) -> str:
-    """A distribution in one line."""
+def _spread(summary: dict[str, float], factor: float, unit: str) -> str:
+    """Formats a distribution in one line."""
     parts = [f"{name} {summary[name] * factor:.3g}" for name in ("mean", "p50", "p90", "p99")]
     return f"{', '.join(parts)} {unit}"

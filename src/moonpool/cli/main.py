@@ -1,5 +1,4 @@
-"""The `moonpool` command. Each sub-command is imported only when it runs, so that `--help` is
-quick."""
+"""The `moonpool` command. A sub-command is imported only when it runs, so `--help` is quick."""
 
 from __future__ import annotations
 
@@ -14,20 +13,24 @@ COMMANDS = {
     "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
-    "demo": ("moonpool.cli.demo", "demo", "Run the main job end to end, and end."),
+    "demo": ("moonpool.cli.demo", "demo", "Show the main job end to end on a local cluster."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
-    "compare": ("moonpool.cli.live", "compare", "Lay a simulation and a replay side by side."),
+    "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
-    "plan": ("moonpool.cli.plan", "plan", "What to buy: the cheapest that keeps the SLOs."),
-    "trace": ("moonpool.cli.trace", "trace", "Read, make and get workloads."),
-    "reproduce": ("moonpool.cli.reproduce", "reproduce", "A paper's figure beside ours."),
-    "profile": ("moonpool.cli.profile", "profile", "Measure this machine; fit the cost model."),
-    "pool": ("moonpool.cli.pool", "pool", "What the KVCache pool holds; check or clear a disk."),
-    "bench": ("moonpool.cli.bench", "bench", "Benchmarks, each against a limit or a peer."),
+    "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
+    "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),
+    "reproduce": (
+        "moonpool.cli.reproduce",
+        "reproduce",
+        "Reproduce a table or figure of the papers.",
+    ),
+    "profile": ("moonpool.cli.profile", "profile", "Measure this machine and fit the cost model."),
+    "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
+    "bench": ("moonpool.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
 }
-INTERNAL = {  # started by workers, not by people
-    "stage": ("moonpool.cli.stage", "stage"),
-    "rank": ("moonpool.cli.rank", "rank"),
+INTERNAL = {  # workers start these
+    "stage": ("moonpool.cli.engine_process", "stage"),
+    "rank": ("moonpool.cli.engine_process", "rank"),
 }
 
 
@@ -35,7 +38,7 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class LazyGroup(click.Group):
-    """Names and one-line helps come from the table above."""
+    """A group whose names and one-line helps come from the table above."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,17 +1,22 @@
-"""How the commands speak: one clear line for an error, and a way to write figures."""
+"""What commands write: errors of one line, log lines, and figures with their origin."""
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 import msgspec
 
-COUNT = click.IntRange(min=1)
+from moonpool import __version__
 
 
 def fail(message: str) -> NoReturn:
@@ -22,8 +27,10 @@ def fail(message: str) -> NoReturn:
 
 
 def set_up_logging(name: str) -> None:
-    """One line per message on stderr, with the process's name. `MOONPOOL_LOG_LEVEL` sets the
-    level."""
+    """Logs one line per message to stderr, with the process's name.
+
+    `MOONPOOL_LOG_LEVEL` sets the level.
+    """
     level = os.environ.get("MOONPOOL_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         fail(f"MOONPOOL_LOG_LEVEL={level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
@@ -32,8 +39,15 @@ def set_up_logging(name: str) -> None:
     )
 
 
+def check_folders(*paths: str | None) -> None:
+    """Ends the command, before its work, if a file to write has no folder."""
+    for path in paths:
+        if path is not None and not Path(path).parent.is_dir():
+            fail(f"cannot write {path}: there is no folder {Path(path).parent}")
+
+
 def write_json(path: str | None, figures: dict[str, Any]) -> None:
-    """Writes what a command found, if a file was asked for."""
+    """Writes the figures as JSON, unless `path` is None."""
     if path is None:
         return
     text = msgspec.json.format(msgspec.json.encode(figures), indent=2)
@@ -41,3 +55,74 @@ def write_json(path: str | None, figures: dict[str, Any]) -> None:
         Path(path).write_bytes(text + b"\n")
     except OSError as error:
         fail(f"cannot write {path}: {error.strerror}")
+
+
+def show_figures(found: dict[str, Any], json_file: str | None) -> None:
+    """Prints measured figures as JSON with their origin, and writes them (adds to `found`)."""
+    found["origin"] = origin()
+    click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    write_json(json_file, found)
+
+
+def run_measurement(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
+    """Runs a measurement, writes its figures with their origin, and returns them.
+
+    Ends the command with one line for an error that a user can mend.
+    """
+    import httpx
+
+    from moonpool.attention_offload.client import AttentionError
+    from moonpool.config import ConfigError
+    from moonpool.demo.local_server import ServerError
+    from moonpool.profiling.live_profile import ProfileError
+    from moonpool.replay.http_client import ConnectionFailedError
+    from moonpool.replay.player import HopelessError
+    from moonpool.replay.server import ServerUnfitError
+    from moonpool.trace.row import TraceError
+
+    check_folders(json_file)
+    # An exception instead of sudden death: the servers that it started end with it.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        found = run()
+    except (
+        AttentionError,
+        ProfileError,
+        ServerError,
+        ConfigError,
+        TraceError,
+        ConnectionFailedError,
+        HopelessError,
+        ServerUnfitError,
+        httpx.HTTPError,
+    ) as error:
+        fail(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    write_json(json_file, found | {"origin": origin()})
+    return found
+
+
+def origin() -> dict[str, str]:
+    """Returns command, version, commit and machine: figures without them cannot be repeated."""
+    from moonpool.cores import cpu_name
+
+    return {
+        "command": "moonpool " + " ".join(sys.argv[1:]),
+        "version": __version__,
+        "commit": _commit(),
+        "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}",
+    }
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    done = subprocess.run(  # noqa: S603 - fixed arguments
+        [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"

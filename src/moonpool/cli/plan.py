@@ -13,89 +13,107 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 import msgspec
 
-from moonpool.cli.capacity import MOST_SEEDS, SHARE
-from moonpool.cli.origin import origin
-from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.plan_words import figures_of, print_check, print_offloading, print_plan
-from moonpool.cli.scale import check_folders, read_rows, scale_option
-from moonpool.cli.settings import FlagKeys, read_config, read_text
-from moonpool.cli.simulate import FACTOR, open_parts
-from moonpool.config import Config, ConfigError
-from moonpool.cost.prices import parse_prices
+from moonpool.cli.inputs import open_catalogue_and_profile, read_rows, read_text
+from moonpool.cli.options import (
+    COUNT,
+    FACTOR,
+    ConfigFlags,
+    SectionedCommand,
+    attainment_option,
+    catalogue_option,
+    confidence_option,
+    config_option,
+    first_seed_option,
+    json_option,
+    processes_option,
+    read_config,
+    requests_option,
+    scale_option,
+    seeds_option,
+    trace_option,
+)
+from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.config import Config, ConfigError, parse_config
+from moonpool.config_schema import Values
 from moonpool.plan.candidate import NodeKind, Priced
+from moonpool.plan.demand import Layout, Prepared, prepare, truth_for
 from moonpool.plan.offloading import with_rivals
-from moonpool.plan.prepare import Layout, Prepared, prepare, truth_for
+from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware.prices import parse_prices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from fractions import Fraction
 
     from moonpool.plan.assess import Assessor, PlanGoal
-    from moonpool.plan.search import Plan
+    from moonpool.plan.search import ClusterPlan
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
-FLAG_KEYS: FlagKeys = {
-    "slo_ttft": ("slo", "ttft_s"),
-    "slo_tbt": ("slo", "tbt_s"),
-    "block_size": ("pool", "block_tokens"),
-    "max_num_seqs": ("engine", "max_sequences"),
-    "shape": ("hardware", "shape"),
-    "devices_per_node": ("hardware", "devices_per_node"),
-    "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
-}
-
-
-@click.command()
-@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
-@click.option("--slo-ttft", type=float, help="Seconds to the first token; 30 unless configured.")
-@click.option("--slo-tbt", type=float, help="Seconds between tokens; 0.1 unless configured.")
-@click.option(
-    "--attainment",
-    type=SHARE,
-    default=0.9,
-    show_default=True,
-    help="Share of requests that must meet both SLOs; a rejected one does not.",
+_FLAGS = ConfigFlags(
+    "slo.ttft_s",
+    "slo.tbt_s",
+    "pool.block_tokens",
+    "engine.max_sequences",
+    "hardware.shape",
+    "hardware.devices_per_node",
+    "hardware.nodes_per_prefill",
 )
+
+
+@click.command(cls=SectionedCommand)
+@trace_option
+@config_option
+@_FLAGS.options(parse_config("", {}, DEFAULTS))
+@attainment_option
 @click.option(
     "--devices",
     default="A800-SXM",
     show_default=True,
-    help="Of the catalogue, with commas; H100-SXM:4 for nodes of four, H100-SXM:2+H20:4 for decode"
-    " nodes of two whose attention is on four. All mixes are tried.",
+    help="Devices of the catalogue, separated by commas; all mixes are tried. H100-SXM:4 is a node"
+    " of four; H100-SXM:2+H20:4 is a decode node of two with four for attention.",
 )
-@click.option("--shape", help="Model shape of the catalogue; llama3-70b unless configured.")
-@click.option("--devices-per-node", type=int, help="Where a device names no number; 8.")
-@click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance.")
 @click.option(
     "--layout",
     type=click.Choice(get_args(Layout)),
     default="both",
     show_default=True,
-    help="Prefill and decode apart, or on the same instances.",
+    help="Prefill and decode on instances of their own, on the same instances, or both.",
 )
-@click.option("--prices", "prices_file", help="TOML file: USD per hour of devices and DRAM.")
-@click.option("--catalogue", "catalogue_file", help="TOML file with more devices and shapes.")
-@click.option("--cost", help="The truth: a800-llama3-70b, roofline, or a profile's file.")
-@click.option("--config", "config_file", type=click.Path(dir_okay=False), help="TOML file.")
-@click.option("--block-size", type=int, help="Tokens of one KVCache block.")
-@click.option("--max-num-seqs", type=int, help="Requests of one step.")
-@click.option("--confidence", type=SHARE, default=0.95, show_default=True)
-@click.option("--seeds", type=MOST_SEEDS, default=6, show_default=True, help="At most, each.")
+@click.option("--prices", "prices_file", help="TOML file with USD per hour of devices and of DRAM.")
+@catalogue_option
 @click.option(
-    "--runs", type=COUNT, default=80, show_default=True, help="Of the whole trace, at most."
+    "--cost", help="Source of step times: a800-llama3-70b, roofline, or the file of a profile."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="The first; 0: the trace.")
-@click.option("--requests", type=COUNT, help="Only the first so many.")
+@confidence_option
+@seeds_option
 @click.option(
-    "--speed", type=FACTOR, default=1.0, show_default=True, help="For so many times the load."
+    "--runs",
+    type=COUNT,
+    default=80,
+    show_default=True,
+    help="Most simulations of the whole trace.",
+)
+@first_seed_option
+@requests_option
+@click.option(
+    "--speed",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Plan for this many times the load of the trace.",
 )
 @scale_option
-@click.option("--processes", type=COUNT, help="That simulate; all cores unless given.")
-@click.option("--check", is_flag=True, help="Simulate choice and neighbours with fresh seeds.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw it: .png, .svg or .pdf.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures.")
+@processes_option
+@click.option(
+    "--check", is_flag=True, help="Simulate the choice and its neighbours with fresh seeds."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False), help="Draw the plan to a .png, .svg or .pdf file."
+)
+@json_option
 def plan(
     trace_file: str,
     prices_file: str | None,
@@ -113,20 +131,19 @@ def plan(
     json_file: str | None,
     **options: Any,
 ) -> None:
-    """What to buy: the cheapest cluster that keeps the SLOs on a trace.
+    """Find the cheapest cluster that keeps the SLOs on a trace.
 
-    Simulates clusters of the devices named, disaggregated and colocated, with more or less cache,
-    other chunk sizes and policies, and says which is the cheapest, what binds it, and what one
-    instance fewer would break.
+    The search simulates clusters of the named devices: disaggregated and colocated, with more or
+    less cache, with other chunk sizes and policies. It prints the cheapest cluster, what limits it,
+    and which SLO one instance fewer would break.
     """
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
 
     began_s = time.perf_counter()
     _check_files(plot, json_file)
-    flags = {name: options[name] for name in FLAG_KEYS}
     try:
-        base, kinds = _base(config_file, flags, devices, cost)
+        base, kinds = _base(config_file, _FLAGS.overrides(options), devices, cost)
         rows, block_tokens = read_rows(trace_file, requests, scale, speed)
         workload, priced = _workload(rows, block_tokens, base, kinds, catalogue_file, prices_file)
         kinds = with_rivals(kinds, priced.prices)
@@ -209,7 +226,7 @@ class _Job:
         figures = figures_of(found, fewer, words, self._prepared, self._goal, self._priced)
         return figures | self._offloading(found)
 
-    def _offloading(self, found: Plan) -> dict[str, Any]:
+    def _offloading(self, found: ClusterPlan) -> dict[str, Any]:
         """Whether it pays, where the devices named offer it. Raises ConfigError."""
         from moonpool.plan.offloading import decode_nodes_of, verdict
 
@@ -228,9 +245,8 @@ class _Job:
 
     def check(self) -> dict[str, Any]:
         """Raises ConfigError."""
-        from moonpool.plan.assess import BudgetError
-        from moonpool.plan.check import FRESH_SEEDS_FROM
-        from moonpool.plan.check import check as check_choice
+        from moonpool.plan.assess import FRESH_SEEDS_FROM, BudgetError
+        from moonpool.plan.assess import check as check_choice
 
         if self._choice is None:
             return {}
@@ -269,12 +285,10 @@ def _check_files(plot: str | None, json_file: str | None) -> None:
 
 
 def _base(
-    config_file: str | None, flags: dict[str, Any], devices: str, cost: str | None
+    config_file: str | None, overrides: Values, devices: str, cost: str | None
 ) -> tuple[Config, list[NodeKind]]:
     """Raises ConfigError."""
-    from moonpool.sim.defaults import DEFAULTS
-
-    base = read_config(config_file, flags, FLAG_KEYS, DEFAULTS)
+    base = read_config(config_file, overrides, DEFAULTS)
     kinds = [_node_kind(name.strip(), base) for name in devices.split(",") if name.strip()]
     if not kinds:
         raise ConfigError("--devices names none: give one or more of the catalogue, with commas")
@@ -310,9 +324,9 @@ def _workload(
 ) -> tuple[Workload, Priced]:
     """Raises ConfigError."""
     from moonpool.plan.trial import Workload
-    from moonpool.sim.hardware import decode_nodes, prefill_nodes
+    from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
 
-    catalogue, profile = open_parts(base, catalogue_file)
+    catalogue, profile = open_catalogue_and_profile(base, catalogue_file)
     if profile is not None and len(kinds) > 1:
         raise ConfigError("a profile was measured on one kind of node: name one of --devices")
     text = "" if prices_file is None else read_text(prices_file, "the price file")

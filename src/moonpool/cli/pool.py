@@ -1,7 +1,7 @@
 """`moonpool pool`: what the KVCache pool holds, whether its sums balance, and what lies on disk.
 
-`stat`, `audit`, `ls` and `drain` ask a running server; `verify` and `clear` work on the SSD folder
-of one that does not run.
+`stat`, `audit`, `ls` and `drain` query a running server; `verify` and `clear` work on the SSD
+folder of a server that does not run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 
 import click
 
+from moonpool.cli.options import api_key_option, json_option, url_option
 from moonpool.cli.output import fail, write_json
 
-URL = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server.")
-API_KEY = click.option("--api-key", help="Bearer key; else OPENAI_API_KEY.")
-JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
 FOLDER = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 _GIB = float(1 << 30)
 _TIMEOUT_S = 30.0
@@ -27,15 +25,15 @@ _MAX_NAMES = 6
 
 @click.group()
 def pool() -> None:
-    """What the KVCache pool holds, in memory and on disk."""
+    """Show what the KVCache pool holds, in memory and on disk."""
 
 
 @pool.command()
-@URL
-@API_KEY
-@JSON
+@url_option
+@api_key_option
+@json_option
 def stat(url: str, api_key: str | None, json_file: str | None) -> None:
-    """Blocks of every tier of every instance, and what was moved between them."""
+    """Show the blocks of every tier of every instance, and the bytes moved between tiers."""
     from moonpool.runtime.audit import tier_name, tier_rows
 
     cluster = _cluster(url, api_key)
@@ -63,11 +61,14 @@ def stat(url: str, api_key: str | None, json_file: str | None) -> None:
 
 
 @pool.command()
-@URL
-@API_KEY
-@JSON
+@url_option
+@api_key_option
+@json_option
 def audit(url: str, api_key: str | None, json_file: str | None) -> None:
-    """Who holds how many blocks, and whether the sums balance. Status 1 if they do not."""
+    """List which owner holds how many blocks, and check the sums.
+
+    Ends with status 1 if the sums do not balance.
+    """
     from moonpool.runtime.audit import audit_cluster, tier_rows
 
     cluster = _cluster(url, api_key)
@@ -86,16 +87,22 @@ def audit(url: str, api_key: str | None, json_file: str | None) -> None:
 
 
 @pool.command("ls")
-@URL
-@API_KEY
-@JSON
-@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
+@url_option
+@api_key_option
+@json_option
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1000),
+    default=20,
+    show_default=True,
+    help="Most prefixes to list.",
+)
 def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -> None:
-    """The prefixes used most: how long, how often, and where they lie.
+    """List the most used prefixes with their length, hits and places.
 
     HITS counts uses since each instance got its copy. A prefix is named by its last block.
     """
-    found = _ask(url, api_key, f"/cluster/hot?limit={limit}")
+    found = _request(url, api_key, f"/cluster/hot?limit={limit}")
     click.echo(f"{'last block':<16} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
     for one in found["prefixes"]:
         where = [*one["dram"], *(f"{name} (SSD)" for name in one["ssd"])]
@@ -110,28 +117,29 @@ def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -
 
 @pool.command()
 @click.argument("instance")
-@URL
-@API_KEY
-@JSON
+@url_option
+@api_key_option
+@json_option
 @click.option(
     "--within",
     "within_s",
     type=click.FloatRange(0, 3600),
     default=60.0,
     show_default=True,
-    help="Seconds; after half of them, its requests go on elsewhere.",
+    help="Seconds to drain within; after half of them, its requests move to other instances.",
 )
-@click.option("--wait/--no-wait", default=True, help="Until it has left.")
+@click.option("--wait/--no-wait", default=True, help="Wait until the instance has left.")
 def drain(
     instance: str, url: str, api_key: str | None, json_file: str | None, within_s: float, wait: bool
 ) -> None:
-    """Have INSTANCE leave in order: no new requests, its cache handed over, then it ends.
+    """Drain INSTANCE: it gets no new requests, hands over its cached blocks, and ends.
 
-    Only from the head's own machine. Status 1 if it cannot be spared, or has not left in time.
+    This works on the head's own machine only. Ends with status 1 if the cluster needs the instance,
+    or if it has not left in time.
     """
     body = {"instance_id": instance, "within_s": within_s}
-    before = _ask(url, api_key, "/cluster").get("drains", {})
-    _ask(url, api_key, "/cluster/drain", body)
+    before = _request(url, api_key, "/cluster").get("drains", {})
+    _request(url, api_key, "/cluster/drain", body)
     if not wait:
         click.echo(f"{instance} drains")
         return
@@ -150,14 +158,14 @@ def drain(
 
 @pool.command()
 @FOLDER
-@JSON
+@json_option
 def verify(folder: Path | None, json_file: str | None) -> None:
-    """Read back all of an SSD FOLDER and check every slice. Status 1 if any is damaged.
+    """Read all of an SSD FOLDER and check every slice. Ends with status 1 if any is damaged.
 
-    FOLDER is that of one instance or the one above (the default: where servers keep theirs).
+    FOLDER is that of one instance or the one above; by default, where servers keep theirs.
     """
-    from moonpool.messenger.store.folder import StoreError
-    from moonpool.messenger.store.verify import verify_folder
+    from moonpool.storage.folder import StoreError
+    from moonpool.storage.verify import verify_folder
 
     found = []
     try:
@@ -170,7 +178,7 @@ def verify(folder: Path | None, json_file: str | None) -> None:
                 f" at {one.bytes_per_s / 1e9:.2f} GB/s"
             )
             if one.index == "missing":
-                click.echo("  it has no readable index; the next start makes it anew")
+                click.echo("  it has no readable index; the next start rebuilds it")
             if one.bad_slots:
                 click.echo(f"  damaged slots: {', '.join(map(str, one.bad_slots))}")
     except StoreError as error:
@@ -178,15 +186,15 @@ def verify(folder: Path | None, json_file: str | None) -> None:
     bad = sum(one.bad_blocks for one in found)
     write_json(json_file, {"folders": found, "bad_blocks": bad})
     if bad:
-        fail(f"{bad} blocks are damaged; a server takes them for misses and forgets them")
+        fail(f"{bad} blocks are damaged; a server treats them as misses and drops them")
 
 
 @pool.command()
 @FOLDER
 def clear(folder: Path | None) -> None:
     """Delete all blocks of an SSD FOLDER, and no other files."""
-    from moonpool.messenger.store.folder import StoreError
-    from moonpool.messenger.store.verify import clear_folder
+    from moonpool.storage.folder import StoreError
+    from moonpool.storage.verify import clear_folder
 
     try:
         for path in _stores(folder):
@@ -196,7 +204,7 @@ def clear(folder: Path | None) -> None:
 
 
 def _stores(folder: Path | None) -> list[Path]:
-    from moonpool.messenger.store.folder import default_folder, stores_below
+    from moonpool.storage.folder import default_folder, stores_below
 
     root = folder or default_folder()
     found = stores_below(root)
@@ -206,16 +214,19 @@ def _stores(folder: Path | None) -> list[Path]:
 
 
 def _cluster(url: str, api_key: str | None) -> dict[str, Any]:
-    cluster = _ask(url, api_key, "/cluster")
+    cluster = _request(url, api_key, "/cluster")
     if "instances" not in cluster:
-        fail(f"what answers at {url} is no moonpool server")
+        fail(f"{url} is no moonpool server: correct --url")
     return cluster
 
 
-def _ask(
+def _request(
     url: str, api_key: str | None, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A question, or with a body an order; whatever goes wrong ends the command with one line."""
+    """Returns the JSON answer to a GET, or to a POST if there is a body.
+
+    Ends the command with one line on any error.
+    """
     import httpx
 
     key = api_key or os.environ.get("OPENAI_API_KEY")
@@ -231,11 +242,11 @@ def _ask(
         answer.raise_for_status()
         found: Any = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}")
+        fail(f"no server answers at {url}: {error}; start one or correct --url")
     except (ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, dict):
-        fail(f"what answers at {url} is no moonpool server")
+        fail(f"{url} is no moonpool server: correct --url")
     return found
 
 

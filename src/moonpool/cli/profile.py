@@ -1,26 +1,27 @@
-"""`moonpool profile MODEL`: measures this machine with a model, keeps the fitted cost model, and
-says which chunk sizes suit both."""
+"""`moonpool profile MODEL`: fits the cost model to this machine and recommends chunk sizes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.cli.options import COUNT, POSITIVE, json_option
+from moonpool.cli.output import check_folders, fail, run_measurement, write_json
 from moonpool.config import Dtype, choices
 
 if TYPE_CHECKING:
-    from moonpool.cost.profile import Profile
-    from moonpool.engine.calibrate import Sample
+    from moonpool.cost.fitted import Profile
+    from moonpool.engine.calibrate import StepSample
     from moonpool.engine.runner import Engine
 
-CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest step that is measured
+PROFILED_TOKENS = 2560
+"""Most tokens of prompt and answer of a request of a live profile."""
+CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest measured step
 SLOS_S = (0.05, 0.1, 0.2, 0.5)
-SECONDS = click.FloatRange(min=0, min_open=True)
 KINDS = ("prefill", "decode", "transfer")
 
 
@@ -29,44 +30,66 @@ KINDS = ("prefill", "decode", "transfer")
 @click.option(
     "--beliefs-of",
     metavar="URL",
-    help="Measure nothing: write what the server there believes and saw, with --json, for"
-    " `simulate --beliefs`.",
+    help="Measure nothing; write the cost estimates of this server and their errors with --json,"
+    " for `simulate --beliefs`.",
 )
-@click.option("--api-key", default="", help="Of that server, if it asks for one.")
-@click.option("--dtype", type=click.Choice(choices(Dtype)), default="auto", show_default=True)
+@click.option("--api-key", default="", help="Bearer key of that server, if it needs one.")
 @click.option(
-    "--threads", type=COUNT, default=1, show_default=True, help="CPU threads, as workers will use."
+    "--dtype",
+    type=click.Choice(choices(Dtype)),
+    default="auto",
+    show_default=True,
+    help="Number format of weights and KVCache.",
 )
-@click.option("--block-size", type=COUNT, default=64, show_default=True)
+@click.option(
+    "--threads",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    help="CPU threads; use as many as the workers will.",
+)
+@click.option(
+    "--block-size",
+    type=COUNT,
+    default=64,
+    show_default=True,
+    help="Tokens of one KVCache block.",
+)
 @click.option(
     "--slo-tbt",
     "slos_s",
     multiple=True,
-    type=SECONDS,
+    type=POSITIVE,
     default=SLOS_S,
     show_default=True,
-    help="Recommend the chunk that keeps this time between tokens, in seconds.",
+    help="Recommend the chunk that keeps this time between tokens, in seconds; repeat for more.",
 )
-@click.option("--decodes", type=COUNT, default=8, show_default=True, help="Beside the chunk.")
-@click.option("--context", type=COUNT, default=1024, show_default=True, help="Of each decode.")
+@click.option(
+    "--decodes",
+    type=COUNT,
+    default=8,
+    show_default=True,
+    help="Decodes in a step besides the chunk.",
+)
+@click.option(
+    "--context", type=COUNT, default=1024, show_default=True, help="Context tokens of each decode."
+)
 @click.option(
     "--curve-time",
     "curve_s",
-    type=SECONDS,
+    type=POSITIVE,
     default=60.0,
     show_default=True,
-    help="Seconds to spend on the curve of chunk sizes at most.",
+    help="Most seconds to spend on the curve of chunk sizes.",
 )
-@click.option("--url", help="Measure the live moonpool cluster there, through its front door.")
+@click.option("--url", help="Measure the live moonpool cluster at this address through its API.")
 @click.option(
     "--attention",
     is_flag=True,
-    help="Also what a decode step takes with an attention worker, for `simulate --attention`.",
+    help="Measure decode steps with an attention worker, too, for `simulate --attention`.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw the curve as a PNG here.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the profile here."
-)
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw the curve to this PNG file.")
+@json_option
 def profile(
     model: str,
     beliefs_of: str | None,
@@ -83,35 +106,33 @@ def profile(
     plot: str | None,
     json_file: str | None,
 ) -> None:
-    """Measure prefill and decode of MODEL here, fit the costs the Conductor believes in, find the
-    machine's tiles and saturation, and recommend chunk sizes.
+    """Measure prefill and decode of MODEL on this machine.
 
-    Workers measure costs by themselves when there is no profile; run it on an idle machine for a
-    better one, and for the tiles, which only this command looks for. With --url it measures an idle
-    live cluster instead, for its simulation: all that happens between two steps is then in it.
+    The command fits the cost model of the Conductor, finds tile size and saturation, and recommends
+    chunk sizes. Workers measure costs by themselves when there is no profile; this command measures
+    them better, on an idle machine, and it alone finds the tiles. With --url it measures an idle
+    live cluster for its simulation; the profile then contains all overheads between two steps.
     """
     if url is not None:
-        from moonpool.cli.live import profile_live
-
-        profile_live(url, model if attention else None, json_file)
+        _profile_live(url, model if attention else None, json_file)
         return
     if beliefs_of is not None:
         _record(beliefs_of, api_key, json_file)
         return
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    from moonpool.engine.chunk_sizes import recommend
+    from moonpool.profiling.chunk_sizes import recommend
     from moonpool.runtime.profile_store import measure_profile, profile_path
 
     engine = _open(model, dtype, threads, block_size)
     click.echo(f"{'chunk':>8} {'seconds':>10} {'tokens/s':>10}")
-    cost, curve = measure_profile(engine, threads, curve_s, _say)
+    cost, curve = measure_profile(engine, threads, curve_s, _print_sample)
     found = recommend(cost, curve, slos_s, decodes, context)
-    _tell(found)
+    _print_profile(found)
     click.echo(f"kept in {profile_path(engine, threads)}")
     if attention:
         found = _with_attention(found, model, dtype)
     if plot is not None:
-        from moonpool.report.chunk_curve import plot_curve
+        from moonpool.profiling.plots import plot_curve
 
         try:
             plot_curve(found, f"{model}, {threads} thread(s)", Path(plot))
@@ -124,7 +145,7 @@ def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
     import torch
 
     from moonpool.engine.builtin import open_model
-    from moonpool.engine.dtype import resolve_dtype
+    from moonpool.engine.device import resolve_dtype
     from moonpool.engine.ops import empty_cache
     from moonpool.engine.runner import Engine, choose_ops, make_layout
 
@@ -140,8 +161,8 @@ def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
 
 
 def _with_attention(found: Profile, model: str, dtype: str) -> Profile:
-    from moonpool.attention.client import AttentionError
-    from moonpool.bench.attention_parts import measure_parts, parts_words
+    from moonpool.attention_offload.client import AttentionError
+    from moonpool.profiling.attention_parts import measure_parts, parts_words
 
     try:
         parts = measure_parts(model, dtype)
@@ -151,12 +172,12 @@ def _with_attention(found: Profile, model: str, dtype: str) -> Profile:
     return msgspec.structs.replace(found, offload=parts)
 
 
-def _say(sample: Sample) -> None:
+def _print_sample(sample: StepSample) -> None:
     rate = sample.new_tokens / sample.seconds
     click.echo(f"{sample.new_tokens:>8} {sample.seconds:>10.4f} {rate:>10.0f}")
 
 
-def _tell(found: Profile) -> None:
+def _print_profile(found: Profile) -> None:
     tile = f"tiles of {found.tile_tokens} tokens" if found.tile_tokens > 1 else "no tiles"
     click.echo(f"{tile}; saturated from chunks of {found.saturation_tokens} tokens on")
     click.echo(f"{'prompt':>8} {'cached':>8} {'prefill s':>10}")
@@ -168,13 +189,13 @@ def _tell(found: Profile) -> None:
     for choice in found.chunks:
         text = f"TBT SLO {choice.tbt_s:g} s: chunks of {choice.chunk_tokens} tokens"
         if not choice.holds:
-            text += ", the least, and the SLO is missed"
-        beside = f"beside {choice.decodes} decodes of {choice.context_tokens} tokens"
+            text += " (the smallest; the SLO is missed)"
+        beside = f"and {choice.decodes} decodes of {choice.context_tokens} tokens"
         click.echo(f"{text} {beside}; a step takes {choice.step_s:.3f} s")
 
 
 def _record(url: str, api_key: str, json_file: str | None) -> None:
-    """Prints, and writes, what a live Conductor learned of its instances."""
+    """Prints and writes the learned cost factors of a live Conductor, with their errors."""
     import httpx
 
     from moonpool.cost.recorded import RecordError, parse_beliefs
@@ -183,9 +204,12 @@ def _record(url: str, api_key: str, json_file: str | None) -> None:
     try:
         answer = httpx.get(f"{url.rstrip('/')}/beliefs", headers=headers, timeout=30.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}")
+        fail(f"no server answers at {url}: {error}; start one or correct --beliefs-of")
     if answer.status_code != 200:
-        fail(f"{url}/beliefs answered {answer.status_code}: is it a moonpool head, and the key?")
+        fail(
+            f"{url}/beliefs answered {answer.status_code}: give the address of a moonpool head, and"
+            " its --api-key"
+        )
     try:
         record = parse_beliefs(answer.content)
     except RecordError as error:
@@ -201,3 +225,23 @@ def _record(url: str, api_key: str, json_file: str | None) -> None:
             f" {seen['ratio_p50']:.2f}, p90 {seen['ratio_p90']:.2f}"
         )
     write_json(json_file, msgspec.to_builtins(record))
+
+
+def _profile_live(url: str, model: str | None, json_file: str | None) -> None:
+    """Measures a live cluster, and attention workers for `model` unless it is None."""
+    from moonpool.profiling.attention_parts import measure_parts, parts_words
+    from moonpool.profiling.live_cluster import LiveWorkload, measure_live, with_parts
+
+    check_folders(json_file)
+    workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
+
+    def measure() -> dict[str, Any]:
+        profile = measure_live(url, workload, click.echo)
+        if model is not None:
+            parts = measure_parts(model)
+            click.echo(parts_words(parts))
+            profile = with_parts(profile, parts)
+        found: dict[str, Any] = msgspec.to_builtins(profile.cost)
+        return found
+
+    write_json(json_file, run_measurement(measure, None))

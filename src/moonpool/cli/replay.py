@@ -1,4 +1,4 @@
-"""`moonpool replay`: a trace sent to a live server, measured as the simulator measures."""
+"""`moonpool replay` and `moonpool compare`: measures a live server, compares with a simulation."""
 
 from __future__ import annotations
 
@@ -13,61 +13,91 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 import uvloop
 
-from moonpool.cli.figures import spread
-from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.scale import check_folders, scale_option
+from moonpool.cli.figures import replay_lines
+from moonpool.cli.inputs import read_text
+from moonpool.cli.options import (
+    COUNT,
+    POSITIVE,
+    api_key_option,
+    json_option,
+    requests_option,
+    scale_option,
+    trace_option,
+    url_option,
+)
+from moonpool.cli.output import check_folders, fail, write_json
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from moonpool.replay.run import ReplayPlan
 
-LATE_S = 0.05
-"""A client whose requests leave later than this on average did not keep up."""
-
 
 @click.command()
-@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server.")
+@trace_option
+@url_option
 @click.option(
-    "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True
+    "--speed",
+    type=POSITIVE,
+    default=1.0,
+    show_default=True,
+    help="Replay the trace this many times faster.",
 )
-@click.option("--requests", type=COUNT, help="Only the first so many.")
+@requests_option
 @scale_option
-@click.option("--model", help="One of the server's; its first unless named.")
-@click.option("--vocab", type=click.IntRange(min=2), help="Token ids to draw prompts from.")
+@click.option("--model", help="Model to request; the server's first unless given.")
+@click.option(
+    "--vocab",
+    type=click.IntRange(min=2),
+    help="Draw token ids below this number; the server's vocabulary unless given.",
+)
 @click.option(
     "--prompts",
     type=click.Choice(["ids", "text"]),
     default="ids",
     show_default=True,
-    help="Token ids, or words for a server that takes none.",
+    help="Send token ids, or words to a server that takes no ids.",
 )
-@click.option("--slo-ttft", type=click.FloatRange(min=0, min_open=True), help="Seconds.")
-@click.option("--slo-tbt", type=click.FloatRange(min=0, min_open=True), help="Seconds.")
+@click.option(
+    "--slo-ttft",
+    type=POSITIVE,
+    help="Service level for the time to first token, in seconds; the server's unless given.",
+)
+@click.option(
+    "--slo-tbt",
+    type=POSITIVE,
+    help="Service level for the time between tokens, in seconds; the server's unless given.",
+)
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Send again after Retry-After, so often.",
+    help="Send a rejected request again after Retry-After, at most this often.",
 )
 @click.option(
-    "--concurrency", type=COUNT, default=1024, show_default=True, help="Most requests under way."
+    "--concurrency",
+    type=COUNT,
+    default=1024,
+    show_default=True,
+    help="Most requests in flight.",
 )
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=600.0,
     show_default=True,
-    help="Seconds for one answer.",
+    help="Most seconds for one answer.",
 )
-@click.option("--api-key", help="Bearer key; else OPENAI_API_KEY.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts' tokens.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures.")
+@api_key_option
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the tokens of the prompts."
+)
+@json_option
 def replay(
     trace_file: str,
     url: str,
@@ -88,9 +118,9 @@ def replay(
 ) -> None:
     """Send a trace to a live OpenAI-compatible server: moonpool, vLLM or another.
 
-    Requests leave by the trace's clock whatever the answers do; prompts share prefixes exactly as
-    the trace's hash ids say. SLOs are the server's own unless given; a moonpool server is told
-    those that are. Ctrl-C ends the run with what there is.
+    Requests leave at the trace's times, however slow the answers are. Prompts share prefixes
+    exactly as the trace's hash ids do. SLOs are the server's own unless given; given ones are also
+    sent to a moonpool server. Ctrl-C ends the run and prints the figures so far.
     """
     from moonpool.replay.run import ReplayPlan
 
@@ -121,7 +151,7 @@ def replay(
         "retries": retries,
     }
     write_json(json_file, figures)
-    for name, text in lines(figures):
+    for name, text in replay_lines(figures):
         click.echo(f"{name:<12} {text}")
     if figures["failed"] and not figures["completed"]:
         fail(f"no request succeeded; {next(iter(figures['errors']), 'none was sent')}")
@@ -153,7 +183,7 @@ def _run(plan: ReplayPlan) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """On a terminal, a bar of ended requests."""
+    """Draws a bar of ended requests if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -173,36 +203,35 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """For people; `--json` has all of it."""
-    slo, cache, client = figures["slo"], figures["cache"], figures["client"]
-    cut = " (interrupted)" if figures["interrupted"] else ""
-    yield "requests", f"{figures['requests']:,} in {figures['simulated_s']:,.1f} s{cut}"
-    share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
-    text = f"within TTFT {slo['ttft_s']:g} s and TBT {slo['tbt_s']:g} s"
-    yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
-    reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
-    resent = f"; {figures['resent']:,} sent again" if figures["resent"] else ""
-    yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "") + resent
-    unfinished = f", {figures['unfinished']:,} given up" if figures["unfinished"] else ""
-    yield "failed", f"{figures['failed']:,}{unfinished}"
-    for error, number in figures["errors"].items():
-        yield "", f"{number} x {error[:160]}"
-    yield "TTFT", spread(figures["ttft_s"], 1.0, "s")
-    yield "TBT", spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
-    yield "", spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
-    yield "cache", f"{cache['hit_ratio']:.1%} of {cache['input_tokens']:,} prompt tokens"
-    cost = f"{client['cpu_us_per_token']:.0f} us of CPU per token"
-    late = client["late_s"]
-    yield (
-        "client",
-        f"{cost}; requests left {late['mean'] * 1e3:.1f} ms late (most {late['max']:.2g} s)",
-    )
-    if client["delayed"] or late["mean"] > LATE_S:
-        yield (
-            "",
-            (
-                f"this client did not keep up: {client['delayed']:,} requests waited for one of its"
-                " slots; raise --concurrency, or give it a core of its own"
-            ),
-        )
+@click.command()
+@click.argument("simulated_file", type=click.Path())
+@click.argument("live_file", type=click.Path())
+@json_option
+def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
+    """Compare the figures of `simulate --json` with those of `replay --json`.
+
+    Mean and P90 of TTFT and TBT must lie within 15 % of each other, rejections within 10 %. Ends
+    with status 1 if they do not.
+    """
+    from moonpool.replay.comparison import compare as compared
+
+    check_folders(json_file)
+    try:
+        comparison = compared(_read_figures(simulated_file), _read_figures(live_file))
+    except (KeyError, TypeError) as error:
+        fail(f"one of the files is no result of `simulate --json` or `replay --json`: no {error}")
+    for line in comparison.lines():
+        click.echo(line)
+    write_json(json_file, msgspec.to_builtins(comparison) | {"passes": comparison.passes})
+    if not comparison.passes:
+        raise SystemExit(1)
+
+
+def _read_figures(path: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(read_text(path, "the figures"))
+    except msgspec.DecodeError as error:
+        fail(f"{path} is no JSON: {error}")
+    if not isinstance(found, dict):
+        fail(f"{path} holds no figures")
+    return found

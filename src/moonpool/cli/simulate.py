@@ -1,103 +1,85 @@
-"""`moonpool simulate`: a trace through the Conductor and the instances that serve, in virtual
-time."""
+"""`moonpool simulate`: replays a trace in simulated time."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
-from moonpool.cli.output import COUNT, fail, write_json
-from moonpool.cli.scale import check_folders, scale_option, tell_skipped
-from moonpool.cli.settings import FlagKeys, read_config, read_text, show_defaults
-from moonpool.config import (
-    Admission,
-    Batching,
-    Config,
-    ConfigError,
-    DecodePrediction,
-    EvictionName,
-    Parallelism,
-    Placement,
-    RoleBalance,
-    SsdAdmission,
-    choices,
-    parse_config,
+from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped
+from moonpool.cli.options import (
+    FACTOR,
+    ConfigFlags,
+    NumberRange,
+    SectionedCommand,
+    catalogue_option,
+    config_option,
+    json_option,
+    read_config,
+    requests_option,
+    scale_option,
+    trace_option,
 )
-from moonpool.runtime.settle import rare_collections
+from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.config import Config, ConfigError, parse_config
+from moonpool.config_schema import Values
+from moonpool.gc_tuning import rare_collections
 from moonpool.sim.defaults import DEFAULTS
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from moonpool.cost.catalogue import Catalogue
-    from moonpool.cost.fitted import FittedCost
-    from moonpool.cost.recorded import BeliefRecord
+    from moonpool.cost.recorded import CostEstimatorRecord
 
-
-FLAG_KEYS: FlagKeys = {
-    "prefill": ("cluster", "prefill"),
-    "decode": ("cluster", "decode"),
-    "mixed": ("cluster", "mixed"),
-    "attention": ("cluster", "attention"),
-    "attention_own_tokens": ("attention", "own_tokens"),
-    "placement": ("conductor", "placement"),
-    "admission": ("conductor", "admission"),
-    "role_balance": ("conductor", "role_balance"),
-    "decode_prediction": ("conductor", "decode_prediction"),
-    "load_limit": ("conductor", "load_limit"),
-    "learning": ("conductor", "learning"),
-    "kvcache_balancing_threshold": ("conductor", "kvcache_balancing_threshold"),
-    "slo_ttft": ("slo", "ttft_s"),
-    "slo_tbt": ("slo", "tbt_s"),
-    "block_size": ("pool", "block_tokens"),
-    "kv_tokens": ("pool", "dram_tokens_per_instance"),
-    "ssd_tokens": ("pool", "ssd_tokens_per_instance"),
-    "ssd_admission": ("pool", "ssd_admission"),
-    "eviction": ("pool", "eviction"),
-    "enable_prefix_caching": ("pool", "prefix_caching"),
-    "max_num_batched_tokens": ("engine", "chunk_tokens"),
-    "max_num_seqs": ("engine", "max_sequences"),
-    "batching": ("engine", "batching"),
-    "device": ("hardware", "device"),
-    "shape": ("hardware", "shape"),
-    "devices_per_node": ("hardware", "devices_per_node"),
-    "nodes_per_prefill": ("hardware", "nodes_per_prefill"),
-    "pipeline_parallel_size": ("engine", "pipeline_parallel_size"),
-    "decode_pipeline_parallel_size": ("engine", "decode_pipeline_parallel_size"),
-    "tensor_parallel_size": ("engine", "tensor_parallel_size"),
-    "decode_tensor_parallel_size": ("engine", "decode_tensor_parallel_size"),
-    "parallelism": ("hardware", "parallelism"),
-    "decode_device": ("hardware", "decode_device"),
-    "decode_devices_per_node": ("hardware", "decode_devices_per_node"),
-    "attention_device": ("hardware", "attention_device"),
-    "attention_devices_per_node": ("hardware", "attention_devices_per_node"),
-}
-
-
-class _Number(click.FloatRange):
-    """As click's, but for NaN, which is neither above nor below a limit."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if isnan(number):
-            self.fail(f"{value!r} is no number", param, ctx)
-        return number
-
-
+CLUSTER_KEYS = (
+    "cluster.prefill",
+    "cluster.decode",
+    "cluster.mixed",
+    "cluster.attention",
+    "attention.own_tokens",
+    "conductor.placement",
+    "conductor.admission",
+    "conductor.role_balance",
+    "conductor.decode_prediction",
+    "conductor.load_limit",
+    "conductor.kvcache_balancing_threshold",
+    "conductor.learning",
+    "slo.ttft_s",
+    "slo.tbt_s",
+    "pool.block_tokens",
+    "pool.dram_tokens_per_instance",
+    "pool.ssd_tokens_per_instance",
+    "pool.ssd_admission",
+    "pool.eviction",
+    "pool.prefix_caching",
+    "engine.chunk_tokens",
+    "engine.max_sequences",
+    "engine.batching",
+    "engine.pipeline_parallel_size",
+    "engine.decode_pipeline_parallel_size",
+    "engine.tensor_parallel_size",
+    "engine.decode_tensor_parallel_size",
+    "hardware.cost",
+    "hardware.device",
+    "hardware.shape",
+    "hardware.devices_per_node",
+    "hardware.nodes_per_prefill",
+    "hardware.parallelism",
+    "hardware.decode_device",
+    "hardware.decode_devices_per_node",
+    "hardware.attention_device",
+    "hardware.attention_devices_per_node",
+)
+"""What describes a simulated cluster: its instances, policies and hardware."""
+CLUSTER_DEFAULTS = parse_config("", {}, DEFAULTS)
+_FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
 MAX_INSTANT_S = 1e9
-FACTOR = _Number(min=0.01, max=100.0)
 
-
-OF_THE_RUN = (
+RUN_PARAMETERS = (
     "speed",
     "noise",
     "prefill_belief",
@@ -110,118 +92,29 @@ OF_THE_RUN = (
     "capped_answers",
     "catalogue_file",
 )
-"""What a run depends on beside its configuration and seed; `--json` names it."""
+"""What a run depends on besides its configuration and seed; `--json` lists it."""
 
 
-def _hardware_options() -> list[Any]:
-    return [
-        click.option("--cost", help="The truth: a800-llama3-70b, roofline, or a profile's file."),
-        click.option("--device", help="A device of the catalogue (with --cost roofline)."),
-        click.option("--shape", help="A model shape of the catalogue."),
-        click.option("--devices-per-node", type=int),
-        click.option("--decode-device", help="Decode instances' device, if it is another."),
-        click.option("--decode-devices-per-node", type=int),
-        click.option(
-            "--attention-device",
-            help="Keeps the KVCache of decode instances and attends for them (Lamina).",
-        ),
-        click.option("--attention-devices-per-node", type=int),
-        click.option("--nodes-per-prefill", type=int, help="Nodes joined to one prefill instance."),
-        click.option("--parallelism", type=click.Choice(choices(Parallelism))),
-        click.option(
-            "--pipeline-parallel-size",
-            type=int,
-            help="Stages of a prefill or mixed instance, a node each.",
-        ),
-        click.option("--decode-pipeline-parallel-size", type=int, help="Of a decode instance."),
-        click.option(
-            "--tensor-parallel-size",
-            type=int,
-            help="Ranks of a prefill or mixed instance, a node each.",
-        ),
-        click.option("--decode-tensor-parallel-size", type=int, help="Of a decode instance."),
-        click.option(
-            "--catalogue",
-            "catalogue_file",
-            type=click.Path(dir_okay=False),
-            help="TOML file with more devices, shapes and prices.",
-        ),
-    ]
-
-
-def cluster_options(command: Any) -> Any:
-    """What describes the cluster, its policies and its hardware."""
-    options = [
-        click.option("--config", "config_file", type=click.Path(dir_okay=False), help="TOML file."),
-        click.option("--prefill", type=int, help="Prefill instances."),
-        click.option("--decode", type=int, help="Decode instances."),
-        click.option("--mixed", type=int, help="Instances that do both (colocated)."),
-        click.option(
-            "--attention",
-            type=int,
-            help="Workers that keep decode instances' KVCache (with --cost roofline or a profile).",
-        ),
-        click.option(
-            "--attention-own-tokens",
-            type=int,
-            help="KVCache tokens that a decode instance keeps beside them (with a profile).",
-        ),
-        click.option("--placement", type=click.Choice(choices(Placement))),
-        click.option("--admission", type=click.Choice(choices(Admission))),
-        click.option(
-            "--role-balance",
-            type=click.Choice(choices(RoleBalance)),
-            help="When the ratio of prefill to decode instances does not fit the load.",
-        ),
-        click.option(
-            "--decode-prediction",
-            type=click.Choice(choices(DecodePrediction)),
-            help="How predictive admission expects answers to end.",
-        ),
-        click.option("--load-limit", type=float, help="Of predicted over promised latency."),
-        click.option("--kvcache-balancing-threshold", type=float),
-        click.option(
-            "--learning/--no-learning",
-            default=None,
-            help="Believe instances' times as they are seen, or as profiled.",
-        ),
-        click.option("--slo-ttft", type=float, help="Seconds to the first token."),
-        click.option("--slo-tbt", type=float, help="Seconds between tokens."),
-        click.option("--block-size", type=int, help="Tokens of one KVCache block."),
-        click.option("--kv-tokens", type=int, help="Tokens of KVCache pool per instance."),
-        click.option("--ssd-tokens", type=int, help="Tokens of its SSD tier; 0: none."),
-        click.option(
-            "--ssd-admission",
-            type=click.Choice(choices(SsdAdmission)),
-            help="Which blocks are written to the SSD when they leave DRAM.",
-        ),
-        click.option("--eviction", type=click.Choice(choices(EvictionName))),
-        click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None),
-        click.option("--max-num-batched-tokens", type=int, help="Tokens of one step (the chunk)."),
-        click.option("--max-num-seqs", type=int, help="Requests of one step."),
-        click.option("--batching", type=click.Choice(choices(Batching))),
-        *_hardware_options(),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return show_defaults(command, FLAG_KEYS, parse_config("", {}, DEFAULTS))
-
-
-@click.command()
-@click.option("--trace", "trace_file", required=True, help="Mooncake, Azure or BurstGPT trace.")
-@cluster_options
+@click.command(cls=SectionedCommand)
+@trace_option
+@config_option
+@_FLAGS.options(CLUSTER_DEFAULTS)
+@catalogue_option
 @click.option(
-    "--speed", type=FACTOR, default=1.0, show_default=True, help="Replay this much faster."
+    "--speed",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Replay the trace this many times faster.",
 )
-@click.option("--requests", type=COUNT, help="Only the first so many.")
+@requests_option
 @scale_option
-@click.option("--seed", type=int, help="Of noise and random placement; 0 unless configured.")
 @click.option(
     "--noise",
-    type=_Number(min=0, max=0.99),
+    type=NumberRange(min=0, max=0.99),
     default=0.0,
     show_default=True,
-    help="Share by which each step departs from its true cost.",
+    help="Largest share by which a step departs from its true cost.",
 )
 @click.option(
     "--prefill-belief",
@@ -235,31 +128,31 @@ def cluster_options(command: Any) -> Any:
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Factor by which it misjudges decode times.",
+    help="Factor by which the Conductor misjudges decode times.",
 )
 @click.option(
     "--slow",
     multiple=True,
     metavar="NAME=FACTOR",
-    help="This instance takes so many times what its kind does, and nobody says so.",
+    help="This instance takes FACTOR times as long as its profile says.",
 )
 @click.option(
     "--drain",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="This instance leaves then: its requests end or move, what only it has is handed over.",
+    help="Drain this instance then: its requests end or move, and it hands over its own blocks.",
 )
 @click.option(
     "--restart",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="The same, and an empty one joins in its place.",
+    help="Drain this instance then, and let an empty one join in its place.",
 )
 @click.option(
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
-    help="As wrong as a live cluster was: what `profile --beliefs-of` wrote.",
+    help="Misjudge times as a live cluster did: the file that `profile --beliefs-of` wrote.",
 )
 @click.option(
     "--layer-wise/--no-layer-wise",
@@ -270,23 +163,22 @@ def cluster_options(command: Any) -> Any:
 @click.option(
     "--capped-answers",
     is_flag=True,
-    help="Clients cap each answer at the length it has, as `replay` does.",
+    help="Let clients cap each answer at the length it has, as `replay` does.",
 )
+@json_option
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures here."
-)
-@click.option(
-    "--report", "report_file", type=click.Path(dir_okay=False), help="Write a page to read here."
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False),
+    help="Write an HTML page about the run to this file.",
 )
 def simulate(
     trace_file: str,
     config_file: str | None,
-    cost: str | None,
     catalogue_file: str | None,
     speed: float,
     requests: int | None,
     scale: Fraction,
-    seed: int | None,
     noise: float,
     prefill_belief: float,
     decode_belief: float,
@@ -300,27 +192,28 @@ def simulate(
     report_file: str | None,
     **flags: Any,
 ) -> None:
-    """Replay a trace against a simulated cluster: the same Conductor and instances that serve.
+    """Replay a trace against a simulated cluster.
 
-    Without options: 8 prefill and 8 decode nodes of 8 x A800 with LLaMA3-70B, TTFT <= 30 s,
-    TBT <= 0.1 s.
+    The Conductor and the instances are those that serve; only time and computation are simulated.
+    Without options the cluster has 8 prefill and 8 decode nodes of 8 x A800 with LLaMA3-70B, and
+    the SLOs are TTFT <= 30 s and TBT <= 0.1 s.
     """
     from moonpool.cli.figures import print_figures
-    from moonpool.report.page import render_report
     from moonpool.sim.outcome import summarise
+    from moonpool.sim.report.page import render_report
     from moonpool.sim.simulation import Simulation
     from moonpool.sim.workload import make_arrivals
     from moonpool.trace.reader import open_trace
     from moonpool.trace.row import TraceError
-    from moonpool.trace.scale import scale_trace
+    from moonpool.trace.transform import scale_trace
 
-    config = read_cluster(config_file, flags, cost, seed)
+    config = read_cluster(config_file, _FLAGS.overrides(flags))
     check_folders(json_file, report_file)
     began_s = time.perf_counter()
     try:
         trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
-        tell_skipped(trace.info)
-        hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
+        report_skipped(trace.info)
+        hardware = _open_hardware(config, catalogue_file, prefill_belief, decode_belief)
         simulation = Simulation(
             config,
             hardware,
@@ -333,7 +226,7 @@ def simulate(
             recorded=_read_beliefs(beliefs_file),
             capped=capped_answers,
         )
-        rows = with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
+        rows = _with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
         sizes = (trace.info.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
         with rare_collections():
             simulation.run(make_arrivals(rows, *sizes))
@@ -341,7 +234,7 @@ def simulate(
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
     params = click.get_current_context().params
-    of_the_run = {key: params[key] for key in OF_THE_RUN} | {"scale_tokens": str(scale)}
+    of_the_run = {key: params[key] for key in RUN_PARAMETERS} | {"scale_tokens": str(scale)}
     figures["run"] = {"trace": Path(trace_file).name} | of_the_run
     print_figures(figures, simulation)
     write_json(json_file, figures)
@@ -358,66 +251,30 @@ def _write_page(path: str, page: str) -> None:
     click.echo(f"report: {path}")
 
 
-ROOFLINE_FLAGS = ("device", "shape", "decode_device", "attention_device")
-"""Whoever names one means the catalogue, not the node that was measured."""
+_ROOFLINE_KEYS = ("device", "shape", "decode_device", "attention_device")
+"""Flags for these mean the catalogue's hardware, not the node that was measured."""
 
 
-def read_cluster(
-    config_file: str | None, flags: dict[str, Any], cost: str | None, seed: int | None
-) -> Config:
-    """The paper's cluster, changed by file and flags. `cost` may name a profile's file."""
+def read_cluster(config_file: str | None, overrides: Values) -> Config:
+    """Returns the paper's cluster, changed by file and flags. Ends the command on a mistake."""
     defaults = DEFAULTS
-    if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
-        # Instead of the paper's instances, but beside those that the file names.
+    cluster, hardware = overrides.get("cluster", {}), overrides.get("hardware", {})
+    if cluster.get("mixed") and "prefill" not in cluster and "decode" not in cluster:
+        # Instead of the paper's instances, but in addition to those that the file names.
         defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
-    if cost is not None:
-        flags["cost"] = cost
-    elif any(flags[name] is not None for name in ROOFLINE_FLAGS):
-        flags["cost"] = "roofline"
-    flags["seed"] = seed
-    keys = {**FLAG_KEYS, "cost": ("hardware", "cost"), "seed": ("conductor", "seed")}
-    return read_config(config_file, flags, keys, defaults)
+    if "cost" not in hardware and any(name in hardware for name in _ROOFLINE_KEYS):
+        hardware["cost"] = "roofline"
+    return read_config(config_file, overrides, defaults)
 
 
-def open_hardware(
+def _open_hardware(
     config: Config, catalogue_file: str | None, prefill_belief: float, decode_belief: float
 ) -> Any:
     """Raises ConfigError."""
-    from moonpool.sim.hardware import build_hardware
+    from moonpool.sim.hardware.build import build_hardware
 
-    catalogue, profile = open_parts(config, catalogue_file)
+    catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
     return build_hardware(config, profile, catalogue, prefill_belief, decode_belief)
-
-
-def open_parts(config: Config, catalogue_file: str | None) -> tuple[Catalogue, FittedCost | None]:
-    """The files that a cluster's hardware is described by: catalogue, and profile if the config
-    names one. Ends the command if they cannot be read."""
-    from moonpool.cost.catalogue import BUILT_IN, parse_catalogue
-    from moonpool.cost.profile import Profile
-
-    catalogue = BUILT_IN
-    if catalogue_file is not None:
-        try:
-            catalogue = parse_catalogue(read_text(catalogue_file, "the catalogue"))
-        except ConfigError as error:
-            fail(str(error))
-    profile = None
-    if config.hardware.cost.endswith(".json"):
-        text = read_text(config.hardware.cost, "the profile")
-        try:
-            profile = msgspec.json.decode(text, type=Profile)
-        except msgspec.DecodeError as error:
-            fail(f"{config.hardware.cost} is no profile of `moonpool profile --json`: {error}")
-        _check_profile(profile, config.hardware.cost)
-    return catalogue, profile
-
-
-def _check_profile(profile: FittedCost, path: str) -> None:
-    times = (*profile.prefill, *profile.decode, profile.transfer_latency_s)
-    if min(times) < 0:
-        fail(f"{path} holds a negative time: measure it again with `moonpool profile --json`")
-    if min(profile.shared_memory_bytes_per_s, profile.network_bytes_per_s) <= 0:
-        fail(f"{path} holds a bandwidth of 0 or less: measure it again with `moonpool profile`")
 
 
 def _read_instants(values: tuple[str, ...], option: str) -> dict[str, float]:
@@ -450,7 +307,7 @@ def _read_slow(values: tuple[str, ...]) -> dict[str, float]:
     return slow
 
 
-def _read_beliefs(path: str | None) -> BeliefRecord | None:
+def _read_beliefs(path: str | None) -> CostEstimatorRecord | None:
     from moonpool.cost.recorded import RecordError, parse_beliefs
 
     if path is None:
@@ -461,8 +318,8 @@ def _read_beliefs(path: str | None) -> BeliefRecord | None:
         fail(f"{path}: {error}")
 
 
-def with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:
-    """The rows as they are; on a terminal, a bar meanwhile."""
+def _with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:
+    """Yields the rows, and draws a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield from rows
         return

@@ -1,4 +1,4 @@
-"""`moonpool trace info | generate | download`: reads, makes and gets workloads."""
+"""`moonpool trace info | generate | download`: inspects, generates and downloads workloads."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from moonpool.cli.output import COUNT, fail, write_json
+from moonpool.cli.options import COUNT, POSITIVE, json_option
+from moonpool.cli.output import fail, write_json
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.catalogue import PUBLIC_TRACES
-from moonpool.trace.character import Character
-from moonpool.trace.figures import Blocks, Lengths, Spread, TraceFigures, Turns
 from moonpool.trace.profile import GeneratorProfile, read_profile, write_profile
 from moonpool.trace.reader import TraceFormat, open_trace
 from moonpool.trace.row import TraceError, TraceInfo, TraceRow
-
-_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+from moonpool.trace.statistics import (
+    Blocks,
+    Distribution,
+    Lengths,
+    TraceFigures,
+    TraceStatistics,
+    Turns,
+)
 
 
 @click.group()
 def trace() -> None:
-    """Reads, makes and gets workloads."""
+    """Inspect, generate and download workloads."""
 
 
 @trace.command()
@@ -45,14 +50,15 @@ def trace() -> None:
     type=click.Choice(get_args(TraceFormat)),
     default="auto",
     show_default=True,
+    help="Format of the file.",
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write figures.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw them, as a PNG.")
+@json_option
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw the figures to this PNG file.")
 def info(file: str, format_name: TraceFormat, json_file: str | None, plot: str | None) -> None:
-    """What is in a trace: load, lengths, arrivals, sharing of prompts, turns."""
+    """Describe a trace: load, lengths, arrivals, shared prefixes, turns."""
     try:
         rows = open_trace(file, format=format_name, spread_ticks=False)
-        character = Character(rows.info.block_tokens)
+        character = TraceStatistics(rows.info.block_tokens)
         for row in _with_progress(rows, rows.info.num_rows, "reading"):
             character.add(row)
         figures = character.figures()
@@ -73,14 +79,26 @@ def info(file: str, format_name: TraceFormat, json_file: str | None, plot: str |
 
 
 @trace.command()
-@click.option("--profile", "profile_name", help="A built-in kind of workload, or a profile's file.")
+@click.option(
+    "--profile", "profile_name", help="Built-in kind of workload, or the file of a profile."
+)
 @click.option("--like", type=click.Path(), help="Fit the workload to this trace.")
-@click.option("--requests", type=COUNT, help="How many.")
-@click.option("--duration", type=_ABOVE_0, help="Seconds; instead of, or beside, --requests.")
-@click.option("--rate", type=_ABOVE_0, help="Requests per second, instead of the profile's.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), required=True)
-@click.option("--write-profile", type=click.Path(dir_okay=False), help="Keep what was drawn from.")
+@click.option("--requests", type=COUNT, help="Number of requests.")
+@click.option(
+    "--duration", type=POSITIVE, help="Most seconds, instead of --requests or in addition."
+)
+@click.option("--rate", type=POSITIVE, help="Requests per second; the profile's unless given.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    required=True,
+    help="Write the trace to this file.",
+)
+@click.option(
+    "--write-profile", type=click.Path(dir_okay=False), help="Write the profile to this file, too."
+)
 def generate(
     profile_name: str | None,
     like: str | None,
@@ -91,15 +109,15 @@ def generate(
     output: str,
     write_profile: str | None,
 ) -> None:
-    """Makes a trace in Mooncake's format, with sessions, shared prompts, tool calls and bursts."""
+    """Generate a trace in Mooncake's format, with sessions, shared prompts, tools and bursts."""
     from moonpool.trace.generate import generate as generated
-    from moonpool.trace.mix import generate_mix
-    from moonpool.trace.writer import write_trace
+    from moonpool.trace.generate import generate_mix
+    from moonpool.trace.jsonl import write_trace
 
     if requests is None and duration is None:
-        fail("how much? give --requests N or --duration SECONDS")
+        fail("the length of the trace is missing: give --requests N or --duration SECONDS")
     if profile_name is not None and like is not None:
-        fail("--profile and --like both say what to draw from; give one of them")
+        fail("--profile and --like exclude each other: give one of them")
     try:
         mix = BUILT_IN_MIXES.get(profile_name or "")
         limits: dict[str, Any] = {
@@ -110,7 +128,7 @@ def generate(
         }
         if mix is not None:
             if write_profile is not None:
-                fail(f"{mix.name} is made of several profiles: --write-profile writes one")
+                fail(f"{mix.name} has several profiles, but --write-profile writes one: omit it")
             name, rows = mix.name, generate_mix(mix, **limits)
         else:
             profile = _profile(profile_name, like)
@@ -127,9 +145,16 @@ def generate(
 
 @trace.command()
 @click.argument("name")
-@click.option("--to", "folder", type=click.Path(), default="traces", show_default=True)
+@click.option(
+    "--to",
+    "folder",
+    type=click.Path(),
+    default="traces",
+    show_default=True,
+    help="Folder for the files.",
+)
 def download(name: str, folder: str) -> None:
-    """Gets a public trace, or all of them, and checks its sha256.
+    """Download a public trace, or all of them, and check its sha256.
 
     NAME is mooncake-conversation, mooncake-toolagent, mooncake-synthetic, mooncake-arxiv,
     azure-conversation, azure-code, burstgpt or all.
@@ -296,7 +321,7 @@ def _add_turns(table: Table, turns: Turns) -> None:
         table.add_row("growth per turn", f"{_spread(turns.growth_tokens)} tokens")
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: Distribution) -> str:
     parts = (("mean", spread.mean), ("p50", spread.p50), ("p90", spread.p90), ("p99", spread.p99))
     shown = ", ".join(f"{name} {value:,.0f}" for name, value in parts)
     return f"{shown}, max {spread.max:,.0f}"

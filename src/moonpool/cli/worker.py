@@ -14,24 +14,27 @@ import click
 import uvloop
 
 from moonpool.cli.output import fail, set_up_logging
-from moonpool.config import ConfigError, VllmPlace, vllm_place
-from moonpool.messenger.parent import end_with
-from moonpool.runtime.settle import settle_threads
+from moonpool.config import ConfigError, VllmAddress, vllm_place
+from moonpool.gc_tuning import settle_threads
+from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
 
 if TYPE_CHECKING:
-    from moonpool.runtime.attention_worker import AttentionWorker
-    from moonpool.runtime.cores import CoreShare
+    from moonpool.attention_offload.worker_process import AttentionWorker
+    from moonpool.cores import CoreShare
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 API_KEY_VARIABLE = "VLLM_API_KEY"
 ATTENTION = "attention"
 GRACE_S = 2.0
-"""So long after its time a worker waits for the head's word that it may go."""
+"""Seconds after the end of a drain in which the head may still confirm it."""
 
 
 def cluster_secret() -> bytes:
-    """From the environment: a command line is visible to every user of the machine."""
+    """Returns the secret from the environment; ends the command if there is none.
+
+    A command line would be visible to every user of the machine.
+    """
     text = os.environ.get(SECRET_VARIABLE, "")
     try:
         secret = bytes.fromhex(text)
@@ -46,39 +49,50 @@ def cluster_secret() -> bytes:
 
 
 @click.command()
-@click.option("--role", type=click.Choice([*(r.value for r in Role), ATTENTION]), required=True)
-@click.option("--head", "head_address", required=True, metavar="HOST:PORT")
-@click.option("--name", help="Name of the instance (default: role and a random suffix).")
-@click.option("--host", help="Address to listen at for peers (default: the one facing the head).")
+@click.option(
+    "--role",
+    type=click.Choice([*(r.value for r in Role), ATTENTION]),
+    required=True,
+    help="Role of the instance.",
+)
+@click.option(
+    "--head", "head_address", required=True, metavar="HOST:PORT", help="Address of the head."
+)
+@click.option("--name", help="Name of the instance; role and a random suffix unless given.")
+@click.option(
+    "--host", help="Address at which peers connect; the one that faces the head unless given."
+)
 @click.option(
     "--pipeline-parallel-size",
     "num_stages",
     type=click.IntRange(1, 64),
-    help="Processes, each with a share of the layers (default: as the head says).",
+    help="Pipeline stages, each with a share of the layers; from the head unless given.",
 )
 @click.option(
     "--tensor-parallel-size",
     "num_ranks",
     type=click.IntRange(1, 16),
-    help="Processes, each with a share of every layer (default: as the head says).",
+    help="Tensor-parallel ranks, each with a share of every layer; from the head unless given.",
 )
 @click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0, max=3600),
     default=25.0,
     show_default=True,
-    help="At SIGTERM, let requests end and hand over what is cached, for so long; 0: end at once.",
+    help="After SIGTERM, finish requests and hand over blocks for this long; 0 ends at once.",
 )
 @click.option(
     "--vllm",
     "place",
     metavar="URL[,EVENTS[,REPLAY]]",
-    help="Stand before this vLLM instead of computing; and where it publishes KV events and repeats"
-    " them. Its API key: VLLM_API_KEY in the environment.",
+    help="Let this vLLM server compute; EVENTS publishes its KV events, REPLAY repeats them. Its"
+    " API key is VLLM_API_KEY in the environment.",
 )
-@click.option("--cores", default="", help="Of the engine's threads, such as 0-3 (default: any).")
-@click.option("--other-cores", default="", help="Of all other threads, likewise.")
-@click.option("--exit-with-head", is_flag=True, help="End when the head does.")
+@click.option(
+    "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
+)
+@click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
+@click.option("--exit-with-head", is_flag=True, help="End when the head ends.")
 def worker(
     role: str,
     head_address: str,
@@ -92,7 +106,7 @@ def worker(
     other_cores: str,
     exit_with_head: bool,
 ) -> None:
-    """Start one instance of ROLE; it takes model and settings from the head it joins."""
+    """Start one instance, which takes model and settings from the head it joins."""
     head_host, _, port = head_address.rpartition(":")
     if not head_host or not port.isdigit():
         fail(f"--head must be HOST:PORT, not {head_address!r}")
@@ -105,27 +119,27 @@ def worker(
     from moonpool.runtime.head_link import HungError, WorkerError
 
     share = _core_share(cores, other_cores)
-    vllm = None if place is None else _place(place, role)
+    vllm = None if place is None else _vllm_address(place, role)
 
     async def run() -> None:
         machine = socket.gethostname()
-        this: Leaver | AttentionWorker
+        running: DrainableWorker | AttentionWorker
         if vllm is not None:
             from moonpool.vllm.worker import VllmWorker
 
             key = os.environ.get(API_KEY_VARIABLE, "")
-            this = VllmWorker(Role(role), InstanceId(name), machine, secret, vllm, key)
+            running = VllmWorker(Role(role), InstanceId(name), machine, secret, vllm, key)
         elif role == ATTENTION:
-            from moonpool.runtime.attention_worker import AttentionWorker
+            from moonpool.attention_offload.worker_process import AttentionWorker
 
-            this = AttentionWorker(InstanceId(name), machine, host, secret)
+            running = AttentionWorker(InstanceId(name), machine, host, secret)
         else:
             from moonpool.runtime.worker import Worker
 
-            me = (Role(role), InstanceId(name), machine, host, secret, share)
-            this = Worker(*me, num_stages, num_ranks)
-        _end_in_order(None if role == ATTENTION else cast(Leaver, this), drain_seconds)
-        await this.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
+            own = (Role(role), InstanceId(name), machine, host, secret, share)
+            running = Worker(*own, num_stages, num_ranks)
+        _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
+        await running.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -140,7 +154,7 @@ def worker(
         raise SystemExit(0) from None
 
 
-class Leaver(Protocol):
+class DrainableWorker(Protocol):
     """A worker whose instance can be drained before it ends."""
 
     def ask_to_leave(self, within_s: float) -> bool: ...
@@ -148,15 +162,17 @@ class Leaver(Protocol):
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None: ...
 
 
-def _end_in_order(this: Leaver | None, drain_seconds: float) -> None:
-    """What signals do to the present task: SIGTERM has an instance drained first, if it can be; a
-    second one ends it at once."""
+def _end_in_order(running: DrainableWorker | None, drain_seconds: float) -> None:
+    """Sets what signals do to the current task.
+
+    SIGTERM drains the instance first, if it can be drained; a second one ends it at once.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 
     def leave() -> None:
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
-        if this is None or not drain_seconds or not this.ask_to_leave(drain_seconds):
+        if running is None or not drain_seconds or not running.ask_to_leave(drain_seconds):
             task.cancel()
             return
         loop.call_later(drain_seconds + GRACE_S, task.cancel)
@@ -165,9 +181,11 @@ def _end_in_order(this: Leaver | None, drain_seconds: float) -> None:
     loop.add_signal_handler(signal.SIGTERM, leave)
 
 
-def _place(text: str, role: str) -> VllmPlace:
+def _vllm_address(text: str, role: str) -> VllmAddress:
     if role == ATTENTION:
-        fail("--vllm does not go with --role attention")
+        fail(
+            "--vllm cannot be combined with --role attention: a vLLM server computes whole requests"
+        )
     try:
         return vllm_place(text)
     except ConfigError as error:
@@ -175,8 +193,8 @@ def _place(text: str, role: str) -> VllmPlace:
 
 
 def _core_share(cores: str, other_cores: str) -> CoreShare:
-    """This process's threads, all but the engine's, are pinned to their cores."""
-    from moonpool.runtime.cores import CoreShare, parse_cores, pin_thread
+    """Parses the cores, and pins this process's present threads to the other cores."""
+    from moonpool.cores import CoreShare, parse_cores, pin_thread
 
     try:
         share = CoreShare(parse_cores(cores), parse_cores(other_cores))

@@ -1,13 +1,13 @@
-"""What happens to the Conductor, and what it asks its driver to do."""
+"""The Conductor's events (input) and actions (output, for its driver)."""
 
 from __future__ import annotations
 
 import msgspec
 
-from moonpool.conductor.explanation import Explanation
-from moonpool.metrics import RequestRecord
+from moonpool.conductor.placement import Explanation
+from moonpool.protocol.messages import Command, InstanceInfo, Report
+from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token
-from moonpool.workers.messages import Command, InstanceInfo, Report
 
 # Events
 
@@ -17,7 +17,7 @@ class InstanceJoined(msgspec.Struct, frozen=True):
 
 
 class InstanceLost(msgspec.Struct, frozen=True):
-    """The connection to an instance ended, or it fell silent."""
+    """The connection to an instance ended, or its heartbeats stopped."""
 
     instance_id: InstanceId
     reason: str
@@ -28,7 +28,7 @@ class RequestArrived(msgspec.Struct, frozen=True):
 
 
 class RequestCancelled(msgspec.Struct, frozen=True):
-    """Nobody waits for the answer any more (client gone, stop string seen)."""
+    """The answer is no longer needed (the client disconnected, or a stop string ended it)."""
 
     request_id: RequestId
 
@@ -39,7 +39,7 @@ class Reported(msgspec.Struct, frozen=True):
 
 
 class DrainRequested(msgspec.Struct, frozen=True):
-    """An instance is to leave within so many seconds; `Draining.why_not` says if it cannot."""
+    """An instance is to leave within `within_s` seconds; `Draining.why_not` tells if it cannot."""
 
     instance_id: InstanceId
     within_s: float
@@ -47,13 +47,13 @@ class DrainRequested(msgspec.Struct, frozen=True):
 
 
 class HotRequested(msgspec.Struct, frozen=True):
-    """Somebody wants to know what is used most: each instance's answer comes to its state."""
+    """The most used prefixes are requested; each instance's answer is stored in its state."""
 
     num_blocks: int
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; deadlines are checked."""
+    """Time has passed: deadlines, drains and roles are checked."""
 
 
 ConductorEvent = (
@@ -71,14 +71,14 @@ ConductorEvent = (
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Give a command to an instance."""
+    """Send a command to an instance."""
 
     instance_id: InstanceId
     command: Command
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """More of an answer, for whoever asked."""
+    """More tokens of an answer, for its client."""
 
     request_id: RequestId
     tokens: tuple[Token, ...]
@@ -87,7 +87,8 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """No (further) answer: `status` is HTTP's, `reason` for machines, `message` for people."""
+    """The request is rejected, or its answer breaks off. `status` is HTTP's, `reason` is for
+    machines, `message` for people."""
 
     request_id: RequestId
     status: int
@@ -98,15 +99,15 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """Exactly one for each request that arrived: its record is complete, but for the explanation,
-    which is put into words only if somebody asks for its `lines()`."""
+    """Follows exactly once for each request that arrived. Its record is complete but for the
+    explanation, which is formatted on demand by `Explanation.lines`."""
 
     record: RequestRecord
     explanation: Explanation
 
 
 class Announce(msgspec.Struct, frozen=True):
-    """For whoever runs the cluster."""
+    """A line for the operator's log."""
 
     text: str
 

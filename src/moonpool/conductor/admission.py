@@ -1,156 +1,232 @@
-"""Which requests are turned away before they cost anything (Mooncake v3 section 7).
+"""Admission policies: which requests are rejected before they cost work (Mooncake v3 section 7).
 
-The unit of load is predicted over promised latency, and `load_limit` is where it ends.
+The unit of load is predicted latency over its SLO; `load_limit` is the highest load accepted.
 
-* none: no SLO refuses anything; only lack of room or instances does, and deadlines.
-* baseline: the prefill load at arrival. The decode load is looked at when the prefill is done, by
-  the decode instance itself; what it refuses then has been prefilled for nothing.
-* early: also the decode load at arrival, as it is then. It is read one prefill too early, which
+* none: no request is rejected for its SLO, only for lack of room or instances, or its deadline.
+* baseline: checks the prefill load at arrival. The decode instance checks its load when the prefill
+  is done; a request that it rejects has been prefilled for nothing.
+* early: also checks the decode load at arrival, as it is then. That is one prefill too early, which
   makes both pools swing in turn (section 7.3).
-* predictive: the decode load projected to the instant this prefill will end (section 7.4).
+* predictive: checks the decode load projected to the end of this prefill (section 7.4).
+* module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
-The decode instance's own check stays on in all but the first. Pure functions; nothing is booked.
+The decode instance's own check is on in all but the first. Policies are pure and book nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import msgspec
 
 from moonpool.conductor.decode_forecast import Forecast
-from moonpool.conductor.fleet import Fleet
+from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Placement, Rejection
-from moonpool.conductor.policies import Demand
-from moonpool.config import ConductorConfig
+from moonpool.conductor.policies import PolicyError, RequestFootprint, guarded
+from moonpool.config import Admission, ConductorConfig
 from moonpool.types import Slo
 
 UNLIMITED = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
-"""Times at which a projection is looked at again, to say when to come back."""
+"""Delays at which the projection is evaluated again, to recommend when to retry."""
 
 
-class Promise(msgspec.Struct, frozen=True):
-    """What was promised to a request, and how long it has waited already."""
+class SloBudget(msgspec.Struct, frozen=True):
+    """A request's SLO, and how long it has waited already."""
 
     slo: Slo
     waited_s: float
 
 
-def admit(
-    demand: Demand,
-    placement: Placement,
-    promise: Promise,
-    fleet: Fleet,
-    forecast: Forecast,
-    config: ConductorConfig,
-    now: float,
-) -> Rejection | None:
-    """Why the placement must not be booked; None if it may."""
-    if config.admission == "none" or promise.slo is UNLIMITED:
+class AdmissionContext(msgspec.Struct, frozen=True):
+    """The input of an admission policy: the request and its placement, which is not booked yet."""
+
+    footprint: RequestFootprint
+    placement: Placement  # with the predicted `ttft_s`, `tbt_s`, `queue_s` and `prefill_s`
+    budget: SloBudget
+    table: InstanceTable
+    forecast: Forecast
+    config: ConductorConfig
+    now: float
+
+
+AdmissionFunction = Callable[[AdmissionContext], Rejection | None]
+
+
+class AdmissionPolicy(Protocol):
+    """An admission policy from outside the package: an object or function to be called.
+
+    It returns None to accept the request, the reason as text to reject it with HTTP status 429, or
+    a `Rejection`. It may keep state, but must not modify the context or read a clock.
+    """
+
+    def __call__(self, context: AdmissionContext, /) -> Rejection | str | None: ...
+
+
+class CustomAdmission:
+    """Adapts an `AdmissionPolicy` to the built-in policies' interface."""
+
+    def __init__(self, name: str, policy: AdmissionPolicy) -> None:
+        self.name = f"the admission policy {name}"
+        self._policy = policy
+
+    def __call__(self, context: AdmissionContext) -> Rejection | None:
+        """Raises PolicyError."""
+        result: object = guarded(self.name, lambda: self._policy(context))
+        if result is None or isinstance(result, Rejection):
+            return result
+        if isinstance(result, str) and result:
+            return Rejection(429, "admission_policy", result, WAITS_S[0])
+        raise PolicyError(
+            f"{self.name} returned {result!r}: it must return None, a reason or a Rejection"
+        )
+
+
+def admit(context: AdmissionContext, policy: AdmissionFunction | None = None) -> Rejection | None:
+    """Why the placement must not be booked; None if it may. `policy`: None for the built-in one
+    that the config names."""
+    if context.budget.slo is UNLIMITED:
         return None
-    late = _too_late(placement, promise, fleet.ttft_tail, config.load_limit)
-    if late is not None or config.admission == "baseline" or not demand.decodes:
+    return (policy or ADMISSIONS[context.config.admission])(context)  # type: ignore[index]
+
+
+def _none(context: AdmissionContext) -> None:
+    return None
+
+
+def _baseline(context: AdmissionContext) -> Rejection | None:
+    tail, limit = context.table.ttft_tail, context.config.load_limit
+    return _too_late(context.placement, context.budget, tail, limit)
+
+
+def _early(context: AdmissionContext) -> Rejection | None:
+    late = _baseline(context)
+    if late is not None or not context.footprint.decodes:
         return late
-    pool = _Pool(fleet, placement.decoder_row, demand.expected_tokens, promise.slo.tbt_s)
-    if config.admission == "early":
-        if pool.load(fleet.total_decoding, fleet.total_decoding_context) <= config.load_limit:
-            return None
-        return _slow_now(demand, pool, config.load_limit)
-    at_s = now + placement.ttft_s
-    batch, context_tokens = forecast.project(at_s, now)
-    forecast.note_projection(at_s, batch)
-    if pool.load(batch, context_tokens) <= config.load_limit:
+    pool, table, limit = _pool(context), context.table, context.config.load_limit
+    if pool.load(table.total_decoding, table.total_decoding_context) <= limit:
         return None
-    return _slow_then(pool, placement.ttft_s, forecast, config.load_limit, now)
+    return _slow_now(context.footprint, pool, limit)
+
+
+def _predictive(context: AdmissionContext) -> Rejection | None:
+    late = _baseline(context)
+    if late is not None or not context.footprint.decodes:
+        return late
+    now, ttft_s, forecast = context.now, context.placement.ttft_s, context.forecast
+    pool, limit = _pool(context), context.config.load_limit
+    batch, context_tokens = forecast.project(now + ttft_s, now)
+    forecast.note_projection(now + ttft_s, batch)
+    if pool.load(batch, context_tokens) <= limit:
+        return None
+    return _slow_then(pool, ttft_s, forecast, limit, now)
+
+
+ADMISSIONS: dict[Admission, AdmissionFunction] = {
+    "none": _none,
+    "baseline": _baseline,
+    "early": _early,
+    "predictive": _predictive,
+}
+
+
+def _pool(context: AdmissionContext) -> _Pool:
+    tokens, row = context.footprint.expected_tokens, context.placement.decoder_row
+    return _Pool(context.table, row, tokens, context.budget.slo.tbt_s)
 
 
 class _Pool(msgspec.Struct, frozen=True):
-    """The decode pool as one: all answers spread over its instances so that they are equally slow,
-    which is what placement does, and this request with them on the one that was chosen."""
+    """The decode pool as a whole. All decodes are spread over its instances so that these are
+    equally slow, as placement does; this request is added on the instance that was chosen."""
 
-    fleet: Fleet
+    table: InstanceTable
     row: int
     own_tokens: int
-    promised_s: float
+    slo_tbt_s: float
 
     def tbt_s(self, batch: float, context_tokens: float) -> float:
-        """Of the longest tenth of an answer's gaps, which is what the promise is judged by."""
-        return self._step_s(batch, context_tokens) * self.fleet.tbt_tail_of(self.row)
+        """Mean of the longest tenth of a request's token gaps, by which the SLO is judged."""
+        return self._step_s(batch, context_tokens) * self.table.tbt_tail_of(self.row)
 
     def _step_s(self, batch: float, context_tokens: float) -> float:
-        fleet = self.fleet
-        if fleet.decodes_alike:
-            num = fleet.num_decodes
-            return fleet.tbt_s(self.row, batch / num + 1, context_tokens / num + self.own_tokens)
-        own_s = fleet.f.item(self.row) + fleet.g.item(self.row) * self.own_tokens
-        return max(fleet.level_tbt_s(batch, context_tokens), fleet.e.item(self.row)) + own_s
+        table, row = self.table, self.row
+        if table.decodes_alike:
+            num = table.num_decodes
+            return table.tbt_s(row, batch / num + 1, context_tokens / num + self.own_tokens)
+        per_token_s = table.decode_s_per_context_token.item(row)
+        own_s = table.decode_s_per_sequence.item(row) + per_token_s * self.own_tokens
+        level_s = table.level_tbt_s(batch, context_tokens)
+        return max(level_s, table.decode_base_s.item(row)) + own_s
 
     def memory(self, context_tokens: float) -> float:
-        """Share of the engine's own memory that would be taken."""
-        tokens = context_tokens / self.fleet.num_decodes + self.own_tokens
-        return tokens / self.fleet.engine_tokens.item(self.row)
+        """Share of the engine's own memory that would be used."""
+        tokens = context_tokens / self.table.num_decodes + self.own_tokens
+        return tokens / self.table.engine_tokens.item(self.row)
 
     def load(self, batch: float, context_tokens: float) -> float:
-        """Predicted over promised latency, or memory taken over what there is: an engine without
-        room lets answers wait, and breaks the promise too."""
-        return max(self.tbt_s(batch, context_tokens) / self.promised_s, self.memory(context_tokens))
+        """Predicted latency over its SLO, or the used share of the memory if that is higher: an
+        engine without room lets requests wait, which breaks the SLO, too."""
+        return max(self.tbt_s(batch, context_tokens) / self.slo_tbt_s, self.memory(context_tokens))
 
     def numbers(self, batch: float, context_tokens: float, limit: float) -> dict[str, float]:
-        """The same for machines."""
+        """The load for machines."""
         return {
             "predicted_tbt_s": float(self.tbt_s(batch, context_tokens)),
-            "limit_tbt_s": self.promised_s * limit,
+            "limit_tbt_s": self.slo_tbt_s * limit,
             "predicted_decode_load": float(self.load(batch, context_tokens)),
             "limit_decode_load": limit,
             "predicted_decoding": float(batch),
         }
 
     def describe(self, batch: float, context_tokens: float, limit: float) -> str:
-        """The load in words, and what it exceeds."""
+        """The load in words, and the limit that it exceeds."""
         tbt_s = self.tbt_s(batch, context_tokens)
-        if tbt_s / self.promised_s >= self.memory(context_tokens):
+        if tbt_s / self.slo_tbt_s >= self.memory(context_tokens):
             what = f"predicted time between tokens {tbt_s:.3f} s"
-            than = f"the SLO of {self.promised_s:g} s"
+            than = f"the SLO of {self.slo_tbt_s:g} s"
         else:
             what = f"{self.memory(context_tokens):.0%} of the engine's memory"
             than = "what there is"
         hopeless = " even on an idle instance: raise the SLO" if self.load(0, 0) > limit else ""
-        number = f"the {batch:.3g} answers on {self.fleet.num_decodes} instances"
+        number = f"the {batch:.3g} answers on {self.table.num_decodes} instances"
         return f"{what} with {number} exceeds {_share(limit)}{than}{hopeless}"
 
 
 def _too_late(
-    placement: Placement, promise: Promise, tail: float, limit: float
+    placement: Placement, budget: SloBudget, tail: float, limit: float
 ) -> Rejection | None:
-    """Queues are what turns out longer than predicted: whom nobody is before, no `tail` refuses."""
-    ttft_s = promise.waited_s + placement.ttft_s
+    """`tail` corrects predicted queueing, which is what takes longer than predicted. A request at
+    the head of its queue is therefore never rejected by it."""
+    ttft_s = budget.waited_s + placement.ttft_s
     late_s = ttft_s + (tail - 1.0) * placement.queue_s
-    promised_s = promise.slo.ttft_s
-    if late_s <= promised_s * limit:
+    slo_s = budget.slo.ttft_s
+    if late_s <= slo_s * limit:
         return None
     text = f"predicted TTFT {ttft_s:.2f} s"
-    if ttft_s <= promised_s * limit:
-        text += f" ({late_s:.2f} s where it is as late as one in ten was lately)"
-    text += f" exceeds {_share(limit)}the SLO of {promised_s:g} s"
-    if placement.ttft_s - placement.queue_s > promised_s * limit:
+    if ttft_s <= slo_s * limit:
+        text += f" ({late_s:.2f} s if it is as late as one in ten was lately)"
+    text += f" exceeds {_share(limit)}the SLO of {slo_s:g} s"
+    if placement.ttft_s - placement.queue_s > slo_s * limit:
         text += " even on an idle instance: shorten the prompt or raise the SLO"
     return Rejection(
         429,
         "ttft_slo",
         text,
-        late_s - promised_s * limit,
-        {"predicted_ttft_s": ttft_s, "late_ttft_s": late_s, "limit_ttft_s": promised_s * limit}
+        late_s - slo_s * limit,
+        {"predicted_ttft_s": ttft_s, "late_ttft_s": late_s, "limit_ttft_s": slo_s * limit}
         | {"predicted_queue_s": placement.queue_s, "predicted_prefill_s": placement.prefill_s},
     )
 
 
-def _slow_now(demand: Demand, pool: _Pool, limit: float) -> Rejection:
-    batch, context_tokens = pool.fleet.total_decoding, pool.fleet.total_decoding_context
+def _slow_now(footprint: RequestFootprint, pool: _Pool, limit: float) -> Rejection:
+    batch, context_tokens = pool.table.total_decoding, pool.table.total_decoding_context
     text = f"{pool.describe(batch, context_tokens, limit)}: that is the load now"
-    # Answers end evenly over the time that one takes; the load falls in proportion.
+    # Decodes end evenly over the duration of one; the load falls in proportion.
     load, alone = pool.load(batch, context_tokens), pool.load(0, 0)
     excess = (load - limit) / max(load - alone, 1e-9)
     numbers = pool.numbers(batch, context_tokens, limit)
-    return Rejection(429, "decode_load", text, demand.answer_s * min(excess, 1.0), numbers)
+    return Rejection(429, "decode_load", text, footprint.answer_s * min(excess, 1.0), numbers)
 
 
 def _slow_then(

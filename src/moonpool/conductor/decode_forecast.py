@@ -1,10 +1,14 @@
-"""How many answers will be decoding at a time to come (Mooncake v3 section 7.4), each with its own
-expected end.
+"""Forecasts of the decode load: how many requests will decode at a future time.
 
-Every request under way is a *stay* in the decode pool, from the instant its prefill should end (or
-ended) until the instant its answer should. Stays are counted in buckets of time by beginning and by
-end, so that a projection adds up buckets, not requests. An answer that lasts longer than its stay
-counts as gone, unless the caller prolongs it.
+Mooncake gives every answer the same duration t_d and takes older answers for finished (v3 section
+7.4). That misses the long ones, which are most of what decodes at any moment: with the mean as t_d
+it saw less than two thirds of the load. There are two remedies, and both count requests in buckets
+of time, so that a projection adds up buckets, not requests.
+
+* `SurvivalForecast` learns the distribution of durations. Of the answers of age a, the share that
+  still decodes at a time d from now is the share of answers that lasted a + d among those that
+  lasted a.
+* `IntervalForecast` predicts the end of each answer on its own, from its expected length.
 """
 
 from __future__ import annotations
@@ -13,16 +17,36 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.conductor.output_length import RunningMean
-from moonpool.conductor.prediction_error import PredictionError
+import numpy as np
+import numpy.typing as npt
 
-BUCKET_S = 0.25
-NUM_BUCKETS = 4096
-"""Of the ring: what is further away than 1024 s counts as just that."""
+from moonpool.conductor.estimators import PredictionError, RunningMean
+
+INTERVAL_BUCKET_S = 0.25
+NUM_INTERVAL_BUCKETS = 4096
+"""Size of the ring: times further away than 1024 s count as 1024 s."""
+
+SURVIVAL_BUCKET_S = 0.5
+NUM_SURVIVAL_BUCKETS = 512
+"""Size of the ring: times further away than 256 s, in the past or the future, count as 256 s."""
+FIRST_GUESS_BUCKETS = 40
+"""Until durations are learned, those up to 20 s are assumed to be equally likely."""
+FIRST_GUESS_WEIGHT = 8.0
+"""The first guess weighs as much as this number of answers."""
+MEMORY_ANSWERS = 1024
+"""At twice this number, the weights of all answers so far are halved."""
+RELEARN_EVERY = 16
+RARE = 1e-4
+"""Keeps the survival of durations beyond any seen before above zero."""
+ONE = float(1 << 20)
+"""Shares are whole numbers of 1 / ONE: sums of whole numbers are exact in any order, so that every
+machine gets the same result."""
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class DecodeInterval:
     """One request's expected time in the decode pool, in buckets since the clock's zero."""
 
     begins: int
@@ -32,47 +56,98 @@ class Stay:
 
 
 class Forecast(Protocol):
-    """What the Conductor asks of a forecast, whatever it goes by."""
+    """The decode load to come, whatever the prediction is based on."""
 
-    error: PredictionError
+    error: PredictionError  # of the projected number of decodes
 
     @property
-    def usual_s(self) -> float | None: ...
+    def mean_s(self) -> float | None:
+        """Running mean of the durations of finished decodes; None: there is none yet."""
+        ...
+
     def enter(
         self, begins_s: float, duration_s: float, context_tokens: int, now: float
-    ) -> Stay: ...
-    def begin(self, stay: Stay, duration_s: float, now: float) -> None: ...
-    def prolong(self, stay: Stay, duration_s: float, now: float) -> None: ...
-    def leave(self, stay: Stay, now: float) -> None: ...
-    def observe(self, duration_s: float) -> None: ...
-    def project(self, at_s: float, now: float) -> tuple[float, float]: ...
-    def note_projection(self, at_s: float, count: float) -> None: ...
-    def validate(self, stays: list[Stay]) -> None: ...
+    ) -> DecodeInterval:
+        """Adds a request whose decode should begin at `begins_s` and last `duration_s`."""
+        ...
+
+    def begin(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
+        """The request's decode begins now (mutates the interval)."""
+        ...
+
+    def prolong(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
+        """The decode lasts at least `duration_s` longer (mutates the interval)."""
+        ...
+
+    def leave(self, interval: DecodeInterval, now: float) -> None:
+        """Removes the request, whether it was answered or not."""
+        ...
+
+    def observe(self, duration_s: float) -> None:
+        """A decode took `duration_s` from begin to end."""
+        ...
+
+    def project(self, at_s: float, now: float) -> tuple[float, float]:
+        """Number of decodes at `at_s` among the requests placed until now, and their tokens."""
+        ...
+
+    def note_projection(self, at_s: float, count: float) -> None:
+        """Stores a projection, to be compared with the actual number at `at_s`."""
+        ...
+
+    def validate(self, intervals: list[DecodeInterval]) -> None:
+        """Asserts that the sums are those of the intervals."""
+        ...
+
+
+class _Measured:
+    """What both forecasts measure: durations, and the error of their projections."""
+
+    def __init__(self, bucket_s: float, num_buckets: int) -> None:
+        self.error = PredictionError()
+        self._mean_duration_s = RunningMean(0.0)
+        self._num_decoding = 0
+        self._bucket_s = bucket_s
+        self._projections: deque[tuple[int, float]] = deque(maxlen=num_buckets)  # by bucket
+
+    @property
+    def mean_s(self) -> float | None:
+        return self._mean_duration_s.value if self._mean_duration_s.count else None
+
+    def note_projection(self, at_s: float, count: float) -> None:
+        bucket = int(at_s / self._bucket_s)
+        if not self._projections or bucket > self._projections[-1][0]:
+            self._projections.append((bucket, count))
+
+    def _check_projections(self, bucket: int) -> None:
+        """Compares the projections of earlier buckets with the present number."""
+        while self._projections and self._projections[0][0] < bucket:
+            self.error.note(self._projections.popleft()[1], self._num_decoding)
 
 
 class _Ring:
-    """Requests and tokens by bucket, from `first` on; what is earlier is summed up in `past`."""
+    """Requests and tokens by bucket, from `first` on; earlier buckets are summed up in `past`."""
 
     def __init__(self) -> None:
         self.first = 0
         self.past = [0, 0]
         self.ahead = [0, 0]
-        self._counts = [0] * NUM_BUCKETS
-        self._tokens = [0] * NUM_BUCKETS
+        self._counts = [0] * NUM_INTERVAL_BUCKETS
+        self._tokens = [0] * NUM_INTERVAL_BUCKETS
 
     def add(self, bucket: int, count: int, tokens: int) -> None:
-        """Negative numbers take away."""
+        """Negative numbers subtract."""
         sums = self.past if bucket < self.first else self.ahead
         sums[0] += count
         sums[1] += tokens
         if bucket >= self.first:
-            self._counts[bucket % NUM_BUCKETS] += count
-            self._tokens[bucket % NUM_BUCKETS] += tokens
+            self._counts[bucket % NUM_INTERVAL_BUCKETS] += count
+            self._tokens[bucket % NUM_INTERVAL_BUCKETS] += tokens
 
     def advance(self, first: int) -> None:
-        """Lets the time before `first` pass (mutates)."""
-        for bucket in range(self.first, min(first, self.first + NUM_BUCKETS)):
-            place = bucket % NUM_BUCKETS
+        """Moves the buckets before `first` to the past (mutates)."""
+        for bucket in range(self.first, min(first, self.first + NUM_INTERVAL_BUCKETS)):
+            place = bucket % NUM_INTERVAL_BUCKETS
             count, tokens = self._counts[place], self._tokens[place]
             if count:
                 self.past[0] += count
@@ -83,114 +158,223 @@ class _Ring:
         self.first = first
 
     def until(self, last: int) -> tuple[int, int]:
-        """Sums from `first` up to bucket `last`, which is included."""
-        begin = self.first % NUM_BUCKETS
-        end = begin + min(last - self.first + 1, NUM_BUCKETS)
+        """Sums from bucket `first` to bucket `last`, both included."""
+        begin = self.first % NUM_INTERVAL_BUCKETS
+        end = begin + min(last - self.first + 1, NUM_INTERVAL_BUCKETS)
         count, tokens = sum(self._counts[begin:end]), sum(self._tokens[begin:end])
-        if end > NUM_BUCKETS:
-            count += sum(self._counts[: end - NUM_BUCKETS])
-            tokens += sum(self._tokens[: end - NUM_BUCKETS])
+        if end > NUM_INTERVAL_BUCKETS:
+            count += sum(self._counts[: end - NUM_INTERVAL_BUCKETS])
+            tokens += sum(self._tokens[: end - NUM_INTERVAL_BUCKETS])
         return count, tokens
 
 
-class DecodeForecast:
-    """Counts stays. Never looks at a request, an instance or an SLO."""
+class IntervalForecast(_Measured):
+    """Adds up intervals by their first and last bucket. A decode that outlasts its interval counts
+    as finished, unless the caller prolongs it."""
 
     def __init__(self) -> None:
-        self.error = PredictionError()  # of the number decoding
-        self._usual = RunningMean(0.0)
+        super().__init__(INTERVAL_BUCKET_S, NUM_INTERVAL_BUCKETS)
         self._begins, self._ends = _Ring(), _Ring()
-        self._num_stays = self._stay_tokens = 0
-        self._num_decoding = 0
-        self._said: deque[tuple[int, float]] = deque(maxlen=NUM_BUCKETS)
+        self._num_intervals = self._interval_tokens = 0
 
-    @property
-    def usual_s(self) -> float | None:
-        """How long answers decode, by the running mean of those that ended; None: none has."""
-        return self._usual.value if self._usual.count else None
-
-    def enter(self, begins_s: float, duration_s: float, context_tokens: int, now: float) -> Stay:
-        """A request is under way whose answer should begin then and last so long."""
+    def enter(
+        self, begins_s: float, duration_s: float, context_tokens: int, now: float
+    ) -> DecodeInterval:
         self._advance(now)
         begins, ends = self._buckets(begins_s, duration_s)
-        stay = Stay(begins, ends, context_tokens)
-        self._count(stay, 1)
-        return stay
+        interval = DecodeInterval(begins, ends, context_tokens)
+        self._count(interval, 1)
+        return interval
 
-    def begin(self, stay: Stay, duration_s: float, now: float) -> None:
-        """Its answer begins to decode now (mutates the stay)."""
+    def begin(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
         self._advance(now)
-        self._count(stay, -1)
-        stay.begins, stay.ends = self._buckets(now, duration_s)
-        stay.decoding = True
+        self._count(interval, -1)
+        interval.begins, interval.ends = self._buckets(now, duration_s)
+        interval.decoding = True
         self._num_decoding += 1
-        self._count(stay, 1)
+        self._count(interval, 1)
 
-    def prolong(self, stay: Stay, duration_s: float, now: float) -> None:
-        """It lasts at least so much longer (mutates the stay)."""
+    def prolong(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
         self._advance(now)
-        self._ends.add(stay.ends, -1, -stay.context_tokens)
-        stay.ends = self._buckets(now, duration_s)[1]
-        self._ends.add(stay.ends, 1, stay.context_tokens)
+        self._ends.add(interval.ends, -1, -interval.context_tokens)
+        interval.ends = self._buckets(now, duration_s)[1]
+        self._ends.add(interval.ends, 1, interval.context_tokens)
 
-    def leave(self, stay: Stay, now: float) -> None:
-        """Whatever became of it."""
+    def leave(self, interval: DecodeInterval, now: float) -> None:
         self._advance(now)
-        self._count(stay, -1)
-        self._num_decoding -= stay.decoding
+        self._count(interval, -1)
+        self._num_decoding -= interval.decoding
 
     def observe(self, duration_s: float) -> None:
-        """An answer was decoded to its end in this time."""
-        self._usual.add(duration_s)
+        self._mean_duration_s.add(duration_s)
 
     def project(self, at_s: float, now: float) -> tuple[float, float]:
-        """Number of answers decoding at `at_s`, of requests placed until now, and their tokens."""
         self._advance(now)
-        last = self._begins.first + min(max(int((at_s - now) / BUCKET_S), 0), NUM_BUCKETS - 1)
+        ahead = max(int((at_s - now) / INTERVAL_BUCKET_S), 0)
+        last = self._begins.first + min(ahead, NUM_INTERVAL_BUCKETS - 1)
         begun, begun_tokens = self._begins.until(last)
         over, over_tokens = self._ends.until(last)
         later, later_tokens = self._begins.ahead
         past, past_tokens = self._ends.past
-        count = self._num_stays - (later - begun) - past - over
-        tokens = self._stay_tokens - (later_tokens - begun_tokens) - past_tokens - over_tokens
+        count = self._num_intervals - (later - begun) - past - over
+        tokens = self._interval_tokens - (later_tokens - begun_tokens) - past_tokens - over_tokens
         return count, tokens
 
-    def note_projection(self, at_s: float, count: float) -> None:
-        """This was said of that time, and will be compared with what comes."""
-        bucket = int(at_s / BUCKET_S)
-        if not self._said or bucket > self._said[-1][0]:
-            self._said.append((bucket, count))
-
-    def validate(self, stays: list[Stay]) -> None:
-        """Asserts that the sums are those of the stays."""
-        assert self._num_stays == len(stays)
-        assert self._stay_tokens == sum(s.context_tokens for s in stays)
-        assert self._num_decoding == sum(s.decoding for s in stays)
+    def validate(self, intervals: list[DecodeInterval]) -> None:
+        assert self._num_intervals == len(intervals)
+        assert self._interval_tokens == sum(s.context_tokens for s in intervals)
+        assert self._num_decoding == sum(s.decoding for s in intervals)
         for ring, buckets in (
-            (self._begins, [s.begins for s in stays]),
-            (self._ends, [s.ends for s in stays]),
+            (self._begins, [s.begins for s in intervals]),
+            (self._ends, [s.ends for s in intervals]),
         ):
             assert ring.past[0] == sum(b < ring.first for b in buckets)
             assert ring.ahead[0] == sum(b >= ring.first for b in buckets)
-            assert ring.until(ring.first + NUM_BUCKETS)[0] == ring.ahead[0]
+            assert ring.until(ring.first + NUM_INTERVAL_BUCKETS)[0] == ring.ahead[0]
 
     def _buckets(self, begins_s: float, duration_s: float) -> tuple[int, int]:
-        furthest = self._begins.first + NUM_BUCKETS - 1
-        begins = min(int(begins_s / BUCKET_S), furthest)
-        return begins, min(max(int((begins_s + duration_s) / BUCKET_S), begins), furthest)
+        furthest = self._begins.first + NUM_INTERVAL_BUCKETS - 1
+        begins = min(int(begins_s / INTERVAL_BUCKET_S), furthest)
+        return begins, min(max(int((begins_s + duration_s) / INTERVAL_BUCKET_S), begins), furthest)
 
-    def _count(self, stay: Stay, sign: int) -> None:
-        tokens = sign * stay.context_tokens
-        self._begins.add(stay.begins, sign, tokens)
-        self._ends.add(stay.ends, sign, tokens)
-        self._num_stays += sign
-        self._stay_tokens += tokens
+    def _count(self, interval: DecodeInterval, sign: int) -> None:
+        tokens = sign * interval.context_tokens
+        self._begins.add(interval.begins, sign, tokens)
+        self._ends.add(interval.ends, sign, tokens)
+        self._num_intervals += sign
+        self._interval_tokens += tokens
 
     def _advance(self, now: float) -> None:
-        first = int(now / BUCKET_S)
+        first = int(now / INTERVAL_BUCKET_S)
         if first <= self._begins.first:
             return
-        while self._said and self._said[0][0] < first:
-            self.error.note(self._said.popleft()[1], self._num_decoding)
+        self._check_projections(first)
         self._begins.advance(first)
         self._ends.advance(first)
+
+
+class SurvivalForecast(_Measured):
+    """Weighs decodes by their age, with the learned distribution of durations. The durations that
+    callers pass are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__(SURVIVAL_BUCKET_S, NUM_SURVIVAL_BUCKETS)
+        self._now = 0  # bucket
+        # [0] requests, [1] their tokens; by the bucket of their begin, modulo the ring.
+        self._decoding = np.zeros((2, NUM_SURVIVAL_BUCKETS))
+        self._coming = np.zeros((2, NUM_SURVIVAL_BUCKETS))
+        self._old = np.zeros(2)  # have decoded for longer than the ring is
+        self._overdue = np.zeros(2)  # should have begun to decode, but have not
+        self._lasted = np.zeros(NUM_SURVIVAL_BUCKETS)
+        self._lasted[:FIRST_GUESS_BUCKETS] = FIRST_GUESS_WEIGHT / FIRST_GUESS_BUCKETS
+        self._num_new = 0
+        self._survival = self._learn()
+        self._shares: dict[int, tuple[Floats, Floats]] = {}  # by buckets ahead
+
+    def enter(
+        self, begins_s: float, duration_s: float, context_tokens: int, now: float
+    ) -> DecodeInterval:
+        self._advance(now)
+        begins = min(int(begins_s / SURVIVAL_BUCKET_S), self._now + NUM_SURVIVAL_BUCKETS - 1)
+        interval = DecodeInterval(begins, begins, context_tokens)
+        self._count(interval, 1)
+        return interval
+
+    def begin(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
+        self._advance(now)
+        self._count(interval, -1)
+        interval.begins, interval.decoding = self._now, True
+        self._num_decoding += 1
+        self._count(interval, 1)
+
+    def prolong(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
+        """Does nothing: a decode that goes on is weighed by its age."""
+
+    def leave(self, interval: DecodeInterval, now: float) -> None:
+        self._advance(now)
+        self._count(interval, -1)
+        self._num_decoding -= interval.decoding
+
+    def observe(self, duration_s: float) -> None:
+        self._mean_duration_s.add(duration_s)
+        self._lasted[min(int(duration_s / SURVIVAL_BUCKET_S), NUM_SURVIVAL_BUCKETS - 1)] += 1.0
+        self._num_new += 1
+        if self._num_new >= RELEARN_EVERY:
+            if self._lasted.sum() > 2 * MEMORY_ANSWERS:
+                self._lasted *= 0.5
+            self._survival, self._num_new = self._learn(), 0
+            self._shares.clear()
+
+    def project(self, at_s: float, now: float) -> tuple[float, float]:
+        self._advance(now)
+        ahead = min(max(int(at_s / SURVIVAL_BUCKET_S) - self._now, 0), NUM_SURVIVAL_BUCKETS - 1)
+        shares = self._shares.get(ahead)
+        if shares is None:
+            shares = self._shares[ahead] = self._share(ahead)
+        staying, beginning = shares
+        sums = self._old * staying[0] + self._overdue * beginning[0]
+        sums += _weigh(self._decoding, (self._now + 1) % NUM_SURVIVAL_BUCKETS, staying)
+        sums += _weigh(self._coming, self._now % NUM_SURVIVAL_BUCKETS, beginning)
+        return sums.item(0) / ONE, sums.item(1) / ONE
+
+    def validate(self, intervals: list[DecodeInterval]) -> None:
+        assert self._num_decoding == sum(s.decoding for s in intervals)
+        for ring, rest, decoding in (
+            (self._decoding, self._old, True),
+            (self._coming, self._overdue, False),
+        ):
+            known = [s for s in intervals if s.decoding == decoding]
+            assert ring[0].sum() + rest[0] == len(known)
+            assert ring[1].sum() + rest[1] == sum(s.context_tokens for s in known)
+            assert (ring >= 0).all() and (rest >= 0).all()
+
+    def _count(self, interval: DecodeInterval, sign: int) -> None:
+        place = interval.begins % NUM_SURVIVAL_BUCKETS
+        if interval.decoding:
+            is_old = interval.begins <= self._now - NUM_SURVIVAL_BUCKETS
+            sums = self._old if is_old else self._decoding[:, place]
+        else:
+            sums = self._coming[:, place] if interval.begins >= self._now else self._overdue
+        sums[0] += sign
+        sums[1] += sign * interval.context_tokens
+
+    def _advance(self, now: float) -> None:
+        bucket = int(now / SURVIVAL_BUCKET_S)
+        if bucket <= self._now:
+            return
+        self._check_projections(bucket)
+        num_passed = min(bucket - self._now, NUM_SURVIVAL_BUCKETS)
+        _pour(self._coming, self._now, num_passed, self._overdue)
+        # The next buckets take the places of the oldest.
+        _pour(self._decoding, self._now + 1, num_passed, self._old)
+        self._now = bucket
+
+    def _share(self, ahead: int) -> tuple[Floats, Floats]:
+        """The shares that will decode `ahead` buckets from now, in whole numbers of 1 / ONE: of the
+        present decodes, oldest first, and of those that begin in each bucket until then."""
+        survival = self._survival
+        later = np.concatenate([survival[ahead:], np.full(ahead, survival[-1])])
+        return np.rint((later / survival)[::-1] * ONE), np.rint(survival[ahead::-1] * ONE)
+
+    def _learn(self) -> Floats:
+        """Share of answers that last at least as long, by number of buckets."""
+        lasting = np.cumsum(self._lasted[::-1])[::-1]
+        survival: Floats = (lasting / lasting[0] + RARE) / (1.0 + RARE)
+        return survival
+
+
+def _pour(ring: Floats, start: int, count: int, rest: Floats) -> None:
+    """Moves `count` columns of the ring, from `start` on, into `rest`. All at once: after a long
+    silence, that is the whole ring."""
+    places = np.arange(start, start + count) % NUM_SURVIVAL_BUCKETS
+    rest += ring[:, places].sum(axis=1)
+    ring[:, places] = 0.0
+
+
+def _weigh(ring: Floats, start: int, shares: Floats) -> Floats:
+    """Weighted sum of the ring's columns from `start` on."""
+    num_straight = min(NUM_SURVIVAL_BUCKETS - start, len(shares))
+    sums: Floats = ring[:, start : start + num_straight] @ shares[:num_straight]
+    if num_straight < len(shares):
+        sums += ring[:, : len(shares) - num_straight] @ shares[num_straight:]
+    return sums

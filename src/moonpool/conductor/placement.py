@@ -1,25 +1,33 @@
-"""Where a request is prefilled and decoded, without side effects.
+"""Chooses where a request is prefilled and decoded, without side effects.
 
-`place` finds who can take it at all, asks the policy (`policies`) for the prefill, and chooses the
-decode instance: the smallest predicted TBT among those with room (`SelectDecodingInstance` is
-unspecified in the papers), among near equals the one that already holds most of the prompt, then
-the one that has been idle longest.
+`place` determines which instances can take the request, has the policy (`policies`) rank them for
+the prefill, and chooses the decode instance: the smallest predicted TBT among those with room (the
+papers do not specify `SelectDecodingInstance`), among near equals the one that already holds most
+of the prompt, then the one that has been idle longest.
 
 A decode instance holds blocks from the moment of the booking, because the KVCache streams in while
-the prefill runs; so it must have room now. On a mixed instance a prefill takes room, too.
+the prefill runs, so it must have room at once. On a mixed instance a prefill takes room, too.
+
+A short prompt may be computed within a decode batch (`InlinePrefill`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from moonpool.conductor.explanation import Candidate, Chosen
-from moonpool.conductor.fleet import Bools, Fleet, Floats
-from moonpool.conductor.inline import best_inline
-from moonpool.conductor.policies import POLICIES, Demand, Scene, Scores, source_load_s
+from moonpool.conductor.instance_table import Bools, Floats, InstanceTable
+from moonpool.conductor.policies import (
+    POLICIES,
+    CustomPlacement,
+    RequestFootprint,
+    SelectionContext,
+    WorkerScores,
+    source_load_s,
+)
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import InstanceId
@@ -28,27 +36,96 @@ TBT_TIE = 1.05
 """Predicted TBTs within 5 % are equal: below the estimate's own error."""
 NUM_EXPLAINED = 4
 
+PlacementFunction = Callable[[SelectionContext], WorkerScores]
+
+
+class PlacementCandidate(NamedTuple):
+    """The predictions for one instance that was considered for a prefill."""
+
+    instance_id: InstanceId
+    queue_s: float
+    hit_tokens: int  # the fetched ones included
+    fetch_from: InstanceId | None
+    prefill_s: float
+    ttft_s: float
+    load_tokens: int = 0  # of the hit, from the instance's own SSD
+    source_load_s: float = 0.0  # time of the fetch's source to read from its SSD
+
+    def __str__(self) -> str:
+        how = f"fetches from {self.fetch_from}" if self.fetch_from else "computes the rest"
+        ssd = f" ({self.load_tokens} of them on its SSD)" if self.load_tokens else ""
+        return (
+            f"{self.instance_id}: queue {self.queue_s:.3f} s, hit {self.hit_tokens} tokens{ssd},"
+            f" {how},"
+            f" prefill {self.prefill_s:.3f} s, TTFT {self.ttft_s:.3f} s"
+        )
+
+
+class ChosenPlacement(NamedTuple):
+    """Why a request was placed as it was: the best candidates, the chosen one first."""
+
+    candidates: tuple[PlacementCandidate, ...]
+    num_others: int
+    prefill: InstanceId
+    decode: InstanceId | None
+    fetch_tokens: int
+    tbt_s: float
+
+    def lines(self) -> list[str]:
+        lines = [str(candidate) for candidate in self.candidates]
+        if self.num_others:
+            lines.append(f"{self.num_others} other instances were considered")
+        best = self.candidates[0]
+        text = f"prefill on {self.prefill}"
+        if self.decode is not None:
+            text += f", decode on {self.decode}"
+        if best.fetch_from is not None:
+            text += f", fetching {self.fetch_tokens} tokens from {best.fetch_from}"
+        lines.append(f"{text}; predicted TTFT {best.ttft_s:.3f} s, TBT {self.tbt_s:.4f} s")
+        return lines
+
+
+class Explanation:
+    """The decisions about one request and its faults, in order. Kept as numbers; `lines` formats
+    them when `/explain` needs them."""
+
+    __slots__ = ("_notes",)
+
+    def __init__(self) -> None:
+        self._notes: list[ChosenPlacement | str] = []
+
+    def add(self, note: ChosenPlacement | str) -> None:
+        self._notes.append(note)
+
+    def lines(self) -> tuple[str, ...]:
+        lines: list[str] = []
+        for note in self._notes:
+            lines += [note] if isinstance(note, str) else note.lines()
+        return tuple(lines)
+
 
 class Placement(msgspec.Struct, frozen=True):
-    """Both halves, chosen together, before any work."""
+    """Prefill and decode instance of a request, chosen together, before any work."""
 
     prefill: InstanceId
     decode: InstanceId | None  # None: the prefill instance goes on (mixed), or nothing is left
     fetch_from: InstanceId | None
     fetch_tokens: int
-    hit_tokens: int  # usable at the prefill instance, the fetch included
-    held_blocks: int  # of the prompt's, held in the prefill instance's DRAM now
-    source_load_s: float  # of the fetch: that its source should take to read from its SSD
+    hit_tokens: int  # usable at the prefill instance, the fetched ones included
+    held_blocks: int  # of the prompt, held in the prefill instance's DRAM now
+    source_load_s: float  # time of the fetch's source to read from its SSD
     decoder_row: int
     queue_s: float
     prefill_s: float
     ttft_s: float
     tbt_s: float
-    chosen: Chosen
+    chosen: ChosenPlacement
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    status: int
+    """Why a request is not served."""
+
+    status: int  # of HTTP
     reason: str  # for machines
     message: str  # for people
     retry_after_s: float
@@ -56,55 +133,60 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 def place(
-    demand: Demand,
-    fleet: Fleet,
+    footprint: RequestFootprint,
+    table: InstanceTable,
     match: PrefixMatch,
     config: ConductorConfig,
     now: float,
     avoid: Sequence[int] = (),
+    policy: PlacementFunction | None = None,
 ) -> Placement | Rejection:
-    """Chooses prefill and decode instance, leaving out the rows in `avoid`. Says nothing of SLOs:
-    that is `admission`."""
-    if not fleet.num_prefills:
+    """Chooses prefill and decode instance, leaving out the rows in `avoid`. SLOs are checked by
+    `admission`. `policy`: None for the built-in one that the config names.
+
+    Raises PolicyError if a policy from outside the package fails.
+    """
+    if not table.num_prefills:
         return Rejection(503, "no_prefill_instance", "no prefill instance is up", 5.0)
-    if demand.decodes and not fleet.num_decodes:
+    if footprint.decodes and not table.num_decodes:
         return Rejection(503, "no_decode_instance", "no decode instance is up", 5.0)
-    has_room: Bools = fleet.room_tokens >= demand.expected_tokens
-    if demand.num_tokens > fleet.least_capacity_tokens:
-        possible = fleet.prefills & (fleet.capacity_tokens >= demand.num_tokens)
+    has_room: Bools = table.room_tokens >= footprint.expected_tokens
+    if footprint.num_tokens > table.least_capacity_tokens:
+        possible = table.prefills & (table.capacity_tokens >= footprint.num_tokens)
         if not np.count_nonzero(possible):
-            return _too_long(demand, fleet)
+            return _too_long(footprint, table)
     else:
-        possible = fleet.prefills
-    if fleet.mixed is not None:
-        possible = possible & (has_room | ~fleet.mixed)
-    able: Bools = fleet.decodes & has_room
+        possible = table.prefills
+    if table.mixed is not None:
+        possible = possible & (has_room | ~table.mixed)
+    able: Bools = table.decodes & has_room
     if avoid:
         possible = possible.copy()
         possible[list(avoid)] = able[list(avoid)] = False
-    # Counting is what numpy does soonest with so few.
+    # Counting is numpy's fastest test for so few elements.
     num_possible = np.count_nonzero(possible)
-    if not num_possible or (demand.decodes and not np.count_nonzero(able)):
-        return _no_room(demand, fleet)
-    scene = Scene(demand, fleet, match, config, fleet.queue_s(now), possible)
-    scores = POLICIES[config.placement](scene)
-    rank = fleet.infinite.copy()
+    if not num_possible or (footprint.decodes and not np.count_nonzero(able)):
+        return _no_room(footprint, table)
+    context = SelectionContext(footprint, table, match, config, table.queue_s(now), possible, able)
+    policy = policy or POLICIES[config.placement]  # type: ignore[index]
+    scores = policy(context)
+    rank = table.infinite.copy()
     np.copyto(rank, scores.rank, where=possible)
-    best = _first(rank, scene.queue_s, fleet.last_placed_s)
+    best = _first(rank, context.queue_s, table.last_placed_s)
     tbt_s = 0.0
     decoder = best
-    if demand.decodes:
-        if config.inline_prefill and not fleet.decodes[best]:
-            best = decoder = _perhaps_inline(able, scene, scores, best)
-        tbts_s = fleet.booked_tbt_s(demand.expected_tokens)
-        if not fleet.decodes[best]:
-            decoder = _select_decode(able, tbts_s, scene, fleet)
+    if footprint.decodes:
+        if config.inline_prefill and not table.decodes[best]:
+            best = decoder = _inline_or(best, context, scores)
+        tbts_s = table.booked_tbt_s(footprint.expected_tokens)
+        if not table.decodes[best]:
+            decoder = _select_decode(context, tbts_s, policy)
         tbt_s = tbts_s.item(decoder)
-    return _describe(scene, scores, rank, best, decoder, tbt_s, int(num_possible))
+    return _describe(context, scores, rank, best, decoder, tbt_s, int(num_possible))
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
-    """The lowest rank; among equals the shortest queue, then the one idle longest."""
+    """The lowest rank; among equals the shortest queue, then the longest idle time."""
     ties = (rank == rank.item(rank.argmin())).nonzero()[0]
     if len(ties) > 1:
         queues_s = queue_s[ties]
@@ -113,21 +195,80 @@ def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
     return int(ties[0])
 
 
-def _select_decode(able: Bools, tbts_s: Floats, scene: Scene, fleet: Fleet) -> int:
-    able_s = fleet.infinite.copy()
+def _select_decode(context: SelectionContext, tbts_s: Floats, policy: PlacementFunction) -> int:
+    table, able = context.table, context.decode_possible
+    able_s = table.infinite.copy()
+    if isinstance(policy, CustomPlacement):
+        scores = policy.decode_scores(context, tbts_s)
+        if scores is not None:
+            np.copyto(able_s, scores, where=able)
+            return _first(able_s, tbts_s, table.last_placed_s)
     np.copyto(able_s, tbts_s, where=able)
     near = (able_s <= able_s.item(able_s.argmin()) * TBT_TIE).nonzero()[0]
-    if len(near) > 1 and scene.match.deepest:
-        held = np.minimum(scene.match.hits[near], scene.demand.usable_blocks)
+    if len(near) > 1 and context.match.deepest:
+        held = np.minimum(context.match.hits[near], context.footprint.usable_blocks)
         near = near[held == held.item(held.argmax())]
-    return int(near[fleet.last_placed_s[near].argmin()])
+    return int(near[table.last_placed_s[near].argmin()])
 
 
-def _perhaps_inline(able: Bools, scene: Scene, scores: Scores, best: int) -> int:
-    """Where to prefill by the inline rule: there (its scores are corrected), or where it was."""
+class InlinePrefill(NamedTuple):
+    """A prompt that a decode instance computes itself, within its batch (Mooncake's inline rule).
+
+    "A prefill is put into a decode batch only if it needs no chunking and does not break the TBT
+    SLO; otherwise it goes to the separate pool" (v3 section 5). A cached prefix needs no computing,
+    so the next turn of a conversation often qualifies on the instance that holds its last answer.
+    """
+
+    row: int
+    prefill_s: float
+    ttft_s: float
+
+
+def best_inline(
+    footprint: RequestFootprint,
+    table: InstanceTable,
+    able: Bools,
+    hit_tokens: Floats,
+    queue_s: Floats,
+    separate_ttft_s: float,
+) -> InlinePrefill | None:
+    """The decode instance that gives the first token soonest by the inline rule, if it does so
+    before the prefill pool: in an idle cluster the pools stay apart. `able`: it has room and may be
+    chosen.
+
+    All prompts that are booked inline and have not ended share one step with this one, and must fit
+    the SLO together. The instance sizes its chunks by the SLO anyway (`scheduler.chunk_budget`), so
+    a wrong estimate here delays the prompt, but not the decodes.
+    """
+    new = footprint.num_tokens - hit_tokens
+    rows = (able & ~table.prefills & (new <= table.chunk_tokens)).nonzero()[0]
+    if not len(rows):
+        return None
+    batch, context = table.booked_batch[rows], table.booked_context[rows]
+    base_s = table.decode_base_s[rows]
+    prefill_s = table.prefill_s(footprint.num_tokens, hit_tokens)[rows]
+    decodes_s = table.decode_s_per_sequence[rows] * batch
+    decodes_s = decodes_s + table.decode_s_per_context_token[rows] * context
+    step_s = np.maximum(base_s, queue_s[rows] + prefill_s) + decodes_s
+    # A step is under way when the prompt arrives, unless the instance decodes nothing.
+    under_way_s = np.where(batch > 0, base_s + decodes_s, 0.0)
+    ttft_s = under_way_s + step_s
+    fits = step_s <= footprint.tbt_s
+    fits &= context + footprint.num_tokens <= table.engine_tokens[rows]
+    fits &= ttft_s < separate_ttft_s
+    if not np.count_nonzero(fits):
+        return None
+    best = int(np.where(fits, ttft_s, np.inf).argmin())
+    return InlinePrefill(int(rows[best]), prefill_s.item(best), ttft_s.item(best))
+
+
+def _inline_or(best: int, context: SelectionContext, scores: WorkerScores) -> int:
+    """The row of the inline prefill, whose scores are corrected (mutates); or else `best`."""
     separate_s = scores.ttft_s.item(best)
-    hit_tokens = scene.hit_tokens()
-    inline = best_inline(scene.demand, scene.fleet, able, hit_tokens, scene.queue_s, separate_s)
+    hit_tokens, able = context.hit_tokens(), context.decode_possible
+    inline = best_inline(
+        context.footprint, context.table, able, hit_tokens, context.queue_s, separate_s
+    )
     if inline is None:
         return best
     scores.ttft_s[inline.row], scores.prefill_s[inline.row] = inline.ttft_s, inline.prefill_s
@@ -135,52 +276,54 @@ def _perhaps_inline(able: Bools, scene: Scene, scores: Scores, best: int) -> int
 
 
 def _describe(
-    scene: Scene,
-    scores: Scores,
+    context: SelectionContext,
+    scores: WorkerScores,
     rank: Floats,
     best: int,
     decoder: int,
     tbt_s: float,
     num_possible: int,
 ) -> Placement:
-    """Uses up `rank`."""
-    ids, demand = scene.fleet.ids, scene.demand
-    candidates = [_candidate(scene, scores, best)]
+    """Overwrites `rank`."""
+    ids, footprint = context.table.ids, context.footprint
+    candidates = [_candidate(context, scores, best)]
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):
         row = int(rank.argmin())
         if rank.item(row) == np.inf:
             break
-        candidates.append(_candidate(scene, scores, row))
+        candidates.append(_candidate(context, scores, row))
         rank[row] = np.inf
-    taken = candidates[0]
-    decode = ids[decoder] if demand.decodes and decoder != best else None
-    fetch_tokens = taken.hit_tokens if taken.fetch_from is not None else 0
+    chosen = candidates[0]
+    decode = ids[decoder] if footprint.decodes and decoder != best else None
+    fetch_tokens = chosen.hit_tokens if chosen.fetch_from is not None else 0
     num_others = num_possible - len(candidates)
     return Placement(
         prefill=ids[best],
         decode=decode,
-        fetch_from=taken.fetch_from,
+        fetch_from=chosen.fetch_from,
         fetch_tokens=fetch_tokens,
-        hit_tokens=taken.hit_tokens,
-        held_blocks=int(_in_dram(scene).item(best)),
-        source_load_s=taken.source_load_s,
+        hit_tokens=chosen.hit_tokens,
+        held_blocks=int(_in_dram(context).item(best)),
+        source_load_s=chosen.source_load_s,
         decoder_row=decoder,
-        queue_s=taken.queue_s,
-        prefill_s=taken.prefill_s,
-        ttft_s=taken.ttft_s,
+        queue_s=chosen.queue_s,
+        prefill_s=chosen.prefill_s,
+        ttft_s=chosen.ttft_s,
         tbt_s=tbt_s,
-        chosen=Chosen(tuple(candidates), num_others, ids[best], decode, fetch_tokens, tbt_s),
+        chosen=ChosenPlacement(
+            tuple(candidates), num_others, ids[best], decode, fetch_tokens, tbt_s
+        ),
     )
 
 
-def _in_dram(scene: Scene) -> Floats:
-    match = scene.match
+def _in_dram(context: SelectionContext) -> Floats:
+    match = context.match
     return match.held if match.held_in_dram is None else match.held_in_dram
 
 
-def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
-    ids, local = scene.fleet.ids, scores.local
+def _candidate(context: SelectionContext, scores: WorkerScores, row: int) -> PlacementCandidate:
+    ids, local = context.table.ids, scores.local
     hit_tokens = int(local.hit_tokens.item(row))
     load_tokens = 0
     if local.near_tokens is not None:
@@ -188,11 +331,11 @@ def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
     source = -1 if scores.sources is None else scores.sources.item(row)
     load_s = 0.0
     if source >= 0:
-        load_s = source_load_s(scene, source, hit_tokens)
-        hit_tokens = int(scene.usable_tokens(scene.match.held.item(source)))
-    return Candidate(
+        load_s = source_load_s(context, source, hit_tokens)
+        hit_tokens = int(context.usable_tokens(context.match.held.item(source)))
+    return PlacementCandidate(
         instance_id=ids[row],
-        queue_s=scene.queue_s.item(row),
+        queue_s=context.queue_s.item(row),
         hit_tokens=hit_tokens,
         fetch_from=ids[source] if source >= 0 else None,
         prefill_s=scores.prefill_s.item(row),
@@ -202,20 +345,20 @@ def _candidate(scene: Scene, scores: Scores, row: int) -> Candidate:
     )
 
 
-def _too_long(demand: Demand, fleet: Fleet) -> Rejection:
-    most = int(fleet.capacity_tokens[fleet.prefills].max())
+def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
+    most = int(table.capacity_tokens[table.prefills].max())
     text = (
-        f"the prompt of {demand.num_tokens} tokens is longer than the {most} tokens of KVCache of"
-        f" any prefill instance: shorten it"
+        f"the prompt of {footprint.num_tokens} tokens is longer than the {most} tokens of KVCache"
+        f" of any prefill instance: shorten it"
     )
     return Rejection(503, "no_prefill_capacity", text, 5.0)
 
 
-def _no_room(demand: Demand, fleet: Fleet) -> Rejection:
-    text = f"no decode instance has room for {demand.expected_tokens} more tokens of KVCache"
-    most = int(fleet.booked_batch.max())
+def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
+    text = f"no decode instance has room for {footprint.expected_tokens} more tokens of KVCache"
+    most = int(table.booked_batch.max())
     if not most:
         return Rejection(503, "no_decode_capacity", f"{text}, not even an idle one", 5.0)
-    wait_s = demand.answer_s / most  # their answers end one after another
+    wait_s = footprint.answer_s / most  # their answers end one after another
     text += f"; the next answer should end within {max(wait_s, 0.1):.1f} s"
     return Rejection(503, "no_decode_capacity", text, wait_s)

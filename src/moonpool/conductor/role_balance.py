@@ -1,21 +1,20 @@
-"""Whether the numbers of prefill and decode instances fit the load, and who should change sides.
+"""Whether the ratio of prefill to decode instances fits the load, and which instance should switch.
 
 Decides only: `role_switching` drains and switches.
 
-What is measured is demand: the seconds of prefill and of decode that the requests of the last
-minutes bring with them, rejected ones included, per second, if the instances did nothing else. It
-does not change when an instance changes sides, as queues, batches and rejections do; so the loads
-after a switch can be told beforehand, and a switch never looks like a reason for the next one.
+The measure is demand: the seconds of prefill and of decode per second that the requests of the last
+minutes need, rejected requests included. Demand does not depend on the roles of instances, as
+queues, batches and rejections do. So the loads after a switch can be predicted, and a switch never
+looks like a reason for the next one.
 
-* Prefill: the cost of what is not cached, by the instances' own cost model.
-* Decode: an answer of L tokens in a context of c takes its own share of L steps, f L + g L c, and
-  its part of what each step costs whoever is in it, e. The part is 1 / B of the largest batch B
-  that keeps the promised time between tokens and fits the engine's memory.
+* Prefill: the cost of the tokens that are not cached, by the instances' own cost model.
+* Decode: an answer of L tokens in a context of c takes f L + g L c of its own (f per sequence and
+  g per context token), and a part of the base time e of each step. The part is 1 / B of the largest
+  batch B that meets the TBT SLO and fits the engine's memory.
 
-Both are linear in sums over the requests, so that a few numbers tell the demand on any instance, of
-whatever hardware and with whatever costs are believed of it by then. How long an answer will be is
-learned by the length of its prompt: long documents get short answers, and it is their mix that
-shifts.
+Both are linear in sums over the requests, so a few numbers yield the demand on any instance, for
+any hardware and any present cost estimate. The length of an answer is predicted from the length of
+its prompt: long documents get short answers, and it is their mix that shifts.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moonpool.conductor.fleet import Fleet, Floats
-from moonpool.conductor.output_length import OutputLengths
+from moonpool.conductor.estimators import OutputLengths
+from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.types import InstanceId, Role, Slo
 
 NUM_FADES = 32
-"""So many times in a window, what was offered before loses a part: 1 / NUM_FADES."""
+"""Times per window that the earlier demand is reduced by 1 / NUM_FADES."""
 MARGIN = 0.1
-"""The fuller pool's load must fall at least by this share, once as many switched as should."""
-PRESSED = 0.5
-"""Below this load of the fuller pool, nobody gains from a switch."""
+"""Least share by which the advised switches must reduce the load of the fuller pool."""
+LOADED = 0.5
+"""Below this load of the fuller pool, a switch has no benefit."""
 MIXED_SHARE = 0.5
-"""Of a mixed instance, to either side."""
-LIKE = 1.1
-"""Instances are equally apt for the other side if their costs say so within 10 %."""
-LEAST_ROOM = 0.1
-"""Of a bare step: a promised time between tokens that leaves less for answers is no measure."""
+"""Share of a mixed instance that counts for each pool."""
+EQUAL_COST = 1.1
+"""Instances are equally suitable for the other role if their costs differ by at most 10 %."""
+MIN_DECODE_SHARE = 0.1
+"""Least room for decodes in a step, as a share of its base time, if the TBT SLO leaves less."""
 LONGEST_FADE = 4096
 TINY_S = 1e-12
 
 
 class Pools(NamedTuple):
-    """Load of both pools: demand over what the instances can do; 1 is all of it."""
+    """Load of both pools: demand over capacity."""
 
     prefill: float
     decode: float
@@ -61,14 +60,14 @@ class Pools(NamedTuple):
         return Role.PREFILL if self.prefill > self.decode else Role.DECODE
 
 
-class Advice(NamedTuple):
+class RoleAdvice(NamedTuple):
     """`instance_id` should become a `role` instance, the first of `num_switches`."""
 
     instance_id: InstanceId
     role: Role
     num_switches: int
     now: Pools
-    then: Pools  # after all of them
+    then: Pools  # after all switches
 
     def describe(self, num_prefills: int, num_decodes: int) -> str:
         more = self.num_switches if self.role is Role.PREFILL else -self.num_switches
@@ -80,18 +79,18 @@ class Advice(NamedTuple):
         )
 
 
-class Offered:
-    """Sums over the requests of the last minutes, older ones fading. All that demand depends on."""
+class OfferedLoad:
+    """Sums over the requests of the last minutes, from which demand follows. Older ones fade."""
 
     def __init__(self, window_s: float) -> None:
         self._step_s = window_s / NUM_FADES
         self._step: int | None = None
-        self.seen_s = 0.0  # time that the sums stand for; the window, in the end
+        self.seen_s = 0.0  # time that the sums stand for; grows to the window
         # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context.
         self._sums = np.zeros(6)
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
-        """One request (mutates)."""
+        """Adds a request (mutates)."""
         self.advance(now)
         context_tokens = new_tokens + cached_tokens + answer_tokens / 2
         self._sums += (
@@ -104,7 +103,7 @@ class Offered:
         )
 
     def advance(self, now: float) -> None:
-        """Lets time pass (mutates). By multiplications alone: every machine rounds those alike."""
+        """Fades the sums (mutates). Multiplies only, because every machine rounds that alike."""
         step = int(now / self._step_s)
         if self._step is None:
             self._step = step
@@ -114,115 +113,126 @@ class Offered:
             self.seen_s = self.seen_s * fade + self._step_s
         self._step = step
 
-    def prefill_s(self, fleet: Fleet) -> Floats:
-        """By row: seconds of prefill per second, if it had to do all of it."""
+    def prefill_s(self, table: InstanceTable) -> Floats:
+        """Seconds of prefill per second if the instance did all of it, by row."""
         number, new, squares, products, _, _ = self._sums.tolist()
-        work_s: Floats = fleet.a * number + fleet.b * new + fleet.c * squares + fleet.d * products
+        work_s: Floats = (
+            table.prefill_base_s * number
+            + table.prefill_s_per_token * new
+            + table.prefill_s_per_token_squared * squares
+            + table.prefill_s_per_new_x_cached * products
+        )
         return work_s / max(self.seen_s, TINY_S)
 
-    def decode_s(self, fleet: Fleet, tbt_s: float, memory_share: float) -> Floats:
-        """By row: seconds of decode per second, if it had to do all of it, in batches as large as
-        promise and memory allow."""
+    def decode_s(self, table: InstanceTable, tbt_s: float, memory_share: float) -> Floats:
+        """Seconds of decode per second if the instance did all of it, by row. Batches are as large
+        as SLO and memory allow."""
         tokens, contexts = self._sums[4:].tolist()
-        own_s = fleet.f * tokens + fleet.g * contexts
-        room_s = np.maximum(tbt_s - fleet.e, LEAST_ROOM * fleet.e + TINY_S)
-        limit_tokens = np.minimum(fleet.engine_tokens, np.maximum(fleet.capacity_tokens, 1.0))
+        own_s = table.decode_s_per_sequence * tokens + table.decode_s_per_context_token * contexts
+        least_s = MIN_DECODE_SHARE * table.decode_base_s + TINY_S
+        room_s = np.maximum(tbt_s - table.decode_base_s, least_s)
+        limit_tokens = np.minimum(table.engine_tokens, np.maximum(table.capacity_tokens, 1.0))
         in_memory = contexts / (limit_tokens * memory_share)
-        work_s: Floats = own_s + fleet.e * np.maximum(own_s / room_s, in_memory)
+        work_s: Floats = own_s + table.decode_base_s * np.maximum(own_s / room_s, in_memory)
         return work_s / max(self.seen_s, TINY_S)
 
 
 class RoleBalance:
-    """Remembers what was offered, and for how long the ratio has not fitted."""
+    """Tracks the demand, and for how long the ratio has not fitted it."""
 
     def __init__(self, window_s: float, slo: Slo, load_limit: float = 1.0) -> None:
-        """`load_limit`: so much of what was promised, and of the memory, may be used."""
+        """`load_limit`: share of the SLO and of the memory that may be used."""
         self._window_s = window_s
         self._tbt_s = slo.tbt_s * load_limit
         self._load_limit = load_limit
-        self._offered = Offered(window_s)
+        self._offered = OfferedLoad(window_s)
         self._lengths = OutputLengths()
-        self._wanted: Role | None = None
-        self._wanted_since_s = 0.0
-        self._rest_until_s = 0.0
+        self._advised_role: Role | None = None
+        self._advised_since_s = 0.0
+        self._paused_until_s = 0.0
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
-        """A request, whatever becomes of it. Of its answer, the first token is the prefill's."""
+        """Adds an arrived request, served or not. The prefill produces the first token of its
+        answer."""
         answer_tokens = 0.0
         if max_answer_tokens > 1:
-            usual = self._lengths.predict(num_tokens, (), 0)
-            answer_tokens = min(float(max_answer_tokens), usual) - 1.0
+            expected = self._lengths.predict(num_tokens, (), 0)
+            answer_tokens = min(float(max_answer_tokens), expected) - 1.0
         cached_tokens = min(cached_tokens, num_tokens)
         self._offered.add(num_tokens - cached_tokens, cached_tokens, max(answer_tokens, 0.0), now)
 
     def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
-        """A complete one."""
+        """Learns from a complete answer."""
         self._lengths.learn(num_prompt_tokens, (), num_generated, num_generated)
 
-    def rest(self, now: float) -> None:
-        """An instance has just switched, or could not: no other for a while."""
-        self._rest_until_s = now + self._window_s / 4
+    def pause(self, now: float) -> None:
+        """Pauses switching after an instance has switched or has failed to."""
+        self._paused_until_s = now + self._window_s / 4
 
-    def loads(self, fleet: Fleet, now: float) -> Pools:
+    def loads(self, table: InstanceTable, now: float) -> Pools:
         self._offered.advance(now)
-        return self._scales(fleet).loads()
+        return self._capacities(table).loads()
 
-    def advise(self, fleet: Fleet, losses: Sequence[tuple[int, int]], now: float) -> Advice | None:
-        """What should be done, if that has been so for half a window. `losses`: by row, what is
-        under way and what is cached there; who has least goes first."""
-        advice = self.judge(fleet, losses, now)
-        wanted = None if advice is None else advice.role
-        if wanted is not self._wanted:
-            self._wanted, self._wanted_since_s = wanted, now
-        lasts = now - self._wanted_since_s >= self._window_s / 2
+    def advise(
+        self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
+    ) -> RoleAdvice | None:
+        """The advice, if it has been the same for half a window. `losses`: attempts under way and
+        blocks cached, by row; the instance that loses least switches first."""
+        advice = self.judge(table, losses, now)
+        role = None if advice is None else advice.role
+        if role is not self._advised_role:
+            self._advised_role, self._advised_since_s = role, now
+        lasts = now - self._advised_since_s >= self._window_s / 2
         return advice if lasts else None
 
     def may_switch(self, now: float) -> bool:
-        return now >= self._rest_until_s
+        return now >= self._paused_until_s
 
-    def judge(self, fleet: Fleet, losses: Sequence[tuple[int, int]], now: float) -> Advice | None:
-        """The same, as of this moment."""
+    def judge(
+        self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
+    ) -> RoleAdvice | None:
+        """The advice at this moment."""
         self._offered.advance(now)
         if self._offered.seen_s < self._window_s / 4:
             return None
-        scales = self._scales(fleet)
-        before = scales.loads()
-        if before.worst < PRESSED:
+        capacities = self._capacities(table)
+        before = capacities.loads()
+        if before.worst < LOADED:
             return None
         role = before.short_of
-        rows = scales.donors(role, losses)
+        rows = capacities.donors(role, losses)
         best, best_number = before, 0
         for number, row in enumerate(rows, start=1):
-            scales.move(row, role)
-            after = scales.loads()
+            capacities.move(row, role)
+            after = capacities.loads()
             if after.worst >= best.worst:
                 break
             best, best_number = after, number
-            if after.worst < PRESSED:
+            if after.worst < LOADED:
                 break
         if not best_number or best.worst > (1.0 - MARGIN) * before.worst:
             return None
-        return Advice(fleet.ids[rows[0]], role, best_number, before, best)
+        return RoleAdvice(table.ids[rows[0]], role, best_number, before, best)
 
-    def _scales(self, fleet: Fleet) -> _Scales:
+    def _capacities(self, table: InstanceTable) -> _PoolCapacities:
         offered = self._offered
-        decode_s = offered.decode_s(fleet, self._tbt_s / fleet.tbt_tail, self._load_limit)
-        return _Scales(fleet, offered.prefill_s(fleet), decode_s)
+        decode_s = offered.decode_s(table, self._tbt_s / table.tbt_tail, self._load_limit)
+        return _PoolCapacities(table, offered.prefill_s(table), decode_s)
 
 
-class _Scales:
-    """Both pools as sums of what their instances can do: the inverse of the time that each would
-    take alone."""
+class _PoolCapacities:
+    """Capacities of both pools: sums over the instances of the inverse of the time that each
+    would take alone."""
 
-    def __init__(self, fleet: Fleet, prefill_s: Floats, decode_s: Floats) -> None:
-        self._fleet = fleet
-        self._prefills, self._decodes = fleet.prefills.tolist(), fleet.decodes.tolist()
+    def __init__(self, table: InstanceTable, prefill_s: Floats, decode_s: Floats) -> None:
+        self._table = table
+        self._prefills, self._decodes = table.prefills.tolist(), table.decodes.tolist()
         self._prefill_s: list[float] = np.maximum(prefill_s, TINY_S).tolist()
         self._decode_s: list[float] = np.maximum(decode_s, TINY_S).tolist()
-        self._can_prefill = self._sum(self._prefills, self._prefill_s)
-        self._can_decode = self._sum(self._decodes, self._decode_s)
+        self._prefill_capacity = self._sum(self._prefills, self._prefill_s)
+        self._decode_capacity = self._sum(self._decodes, self._decode_s)
 
     def _sum(self, members: list[bool], work_s: list[float]) -> float:
         return fsum(
@@ -233,28 +243,28 @@ class _Scales:
 
     def loads(self) -> Pools:
         return Pools(
-            1.0 / self._can_prefill if self._can_prefill > 0 else float("inf"),
-            1.0 / self._can_decode if self._can_decode > 0 else float("inf"),
+            1.0 / self._prefill_capacity if self._prefill_capacity > 0 else float("inf"),
+            1.0 / self._decode_capacity if self._decode_capacity > 0 else float("inf"),
         )
 
     def move(self, row: int, role: Role) -> None:
-        """To that side (mutates)."""
+        """Moves an instance to the pool of this role (mutates)."""
         sign = 1.0 if role is Role.PREFILL else -1.0
-        self._can_prefill += sign / self._prefill_s[row]
-        self._can_decode -= sign / self._decode_s[row]
+        self._prefill_capacity += sign / self._prefill_s[row]
+        self._decode_capacity -= sign / self._decode_s[row]
 
     def donors(self, role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:
-        """Who could change to this side, best first: whose costs speak most for it, then who has
-        least to lose. One stays behind, and whoever alone takes the longest requests."""
-        mine, theirs = self._prefills, self._decodes
+        """Rows that could switch to this role, best first: by the ratio of their costs, then by
+        what they lose. One instance must remain, and so must a single one with the most room."""
+        own, other = self._prefills, self._decodes
         if role is Role.PREFILL:
-            mine, theirs = theirs, mine
-        side = [row for row, is_member in enumerate(mine) if is_member]
-        rows = [row for row in side if not theirs[row]]
+            own, other = other, own
+        pool = [row for row, is_member in enumerate(own) if is_member]
+        rows = [row for row in pool if not other[row]]
         num_spare = len(rows) - 1
-        capacities = self._fleet.capacity_tokens
-        largest = max(map(capacities.item, side), default=0.0)
-        large = [row for row in side if capacities.item(row) == largest]
+        capacities = self._table.capacity_tokens
+        largest = max(map(capacities.item, pool), default=0.0)
+        large = [row for row in pool if capacities.item(row) == largest]
         if len(large) == 1:
             rows = [row for row in rows if row != large[0]]
         return self._ranked(rows, role, losses)[: max(num_spare, 0)]
@@ -270,7 +280,7 @@ class _Scales:
         def cost(row: int) -> float:
             return there_s[row] / here_s[row]
 
-        limit = LIKE * min(map(cost, rows))
-        like = sorted((row for row in rows if cost(row) <= limit), key=lambda r: (*losses[r], r))
+        limit = EQUAL_COST * min(map(cost, rows))
+        equal = sorted((row for row in rows if cost(row) <= limit), key=lambda r: (*losses[r], r))
         others = sorted((row for row in rows if cost(row) > limit), key=lambda r: (cost(r), r))
-        return [*like, *others]
+        return [*equal, *others]

@@ -1,5 +1,4 @@
-"""What the Conductor remembers: the instances, and the requests under way. Soft state, all of
-it."""
+"""The Conductor's state of instances and of requests under way. All of it is soft state."""
 
 from __future__ import annotations
 
@@ -7,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moonpool.conductor.decode_forecast import Stay
-from moonpool.conductor.explanation import Explanation
-from moonpool.conductor.fleet import NEVER_S, S_PER_NS
-from moonpool.cost.learned import LearnedFactor
-from moonpool.metrics import RequestRecord
+from moonpool.conductor.decode_forecast import DecodeInterval
+from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
+from moonpool.conductor.placement import Explanation
+from moonpool.cost.online import LearnedFactor
+from moonpool.protocol.messages import AttemptId, HotPrefixes, InstanceInfo, InstanceLoad
+from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey, InstanceId, Request, Role, Token
-from moonpool.workers.messages import HotPrefixes, InstanceInfo, InstanceLoad, WorkId
 
 
-class Stage(Enum):
-    """How far an attempt is."""
+class AttemptStage(Enum):
+    """Progress of an attempt."""
 
     PREFILL = "prefill"
-    HANDOVER = "handover"  # first token drawn; decode has not yet accepted
+    HANDOVER = "handover"  # the first token is drawn, the decode instance has not accepted yet
     DECODE = "decode"
 
 
@@ -28,33 +27,34 @@ class Stage(Enum):
 class Attempt:
     """One placement of a request, as booked."""
 
-    work_id: WorkId
+    attempt_id: AttemptId
     prefill: InstanceId
     decode: InstanceId | None
     fetch_from: InstanceId | None
     prefill_ns: int
-    num_tokens: int  # of its context: prompt and answer so far
-    booked_tokens: int  # room at the instance that gives the tokens; 0: none is needed there
-    answers: bool  # False if the first token is also the last
+    num_tokens: int  # context: prompt and answer so far
+    booked_tokens: int  # KVCache booked on the decoder; 0: none is needed there
+    decodes: bool  # False if the first token is also the last
     tbt_s: float  # predicted
-    expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the instance's
-    stay: Stay | None = None
-    stay_tokens: int = 0  # length of the answer that the stay's end was reckoned with; 0: none
-    stage: Stage = Stage.PREFILL
+    expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the prefill instance
+    interval: DecodeInterval | None = None
+    interval_tokens: int = 0  # answer length that the interval's end is based on; 0: none
+    stage: AttemptStage = AttemptStage.PREFILL
     started_s: float | None = None
-    expected_s: float = 0.0  # of its prefill, by the profile, with what was then really cached
+    expected_s: float = 0.0  # prefill time by the profile, with the tokens actually cached
     decoding_since_s: float | None = None
     first_token: Token | None = None
 
     @property
     def decoder(self) -> InstanceId:
-        """The instance that gives the tokens."""
+        """The instance that produces the tokens."""
         return self.decode if self.decode is not None else self.prefill
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
-    """A request under way. `generated` were delivered already: a new attempt goes on after them."""
+class TrackedRequest:
+    """A request under way. A new attempt continues after the tokens in `generated`, which are
+    already delivered."""
 
     request: Request
     record: RequestRecord
@@ -64,53 +64,57 @@ class Tracked:
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
-    failed_on: set[InstanceId] = field(default_factory=set)  # other instances come first
+    failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
 
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """An instance gets no new work; when what it has is over, it becomes something else, or
+    """An instance that gets no new work. When its present work has ended, it changes its role or
     leaves."""
 
     reason: str  # for people
     since_s: float
-    until_s: float  # then it is given up, and the instance serves on as before
+    until_s: float  # a role change is given up then; a departure takes place
     becomes: Role | None  # None: it leaves
-    told: bool = False  # the instance knows
+    commanded: bool = False  # the instance has received the command
 
 
 @dataclass(slots=True, eq=False)
 class InstanceState:
-    """An instance and what is booked on it."""
+    """An instance and its bookings."""
 
     info: InstanceInfo
     row: int
-    prefills: dict[WorkId, Tracked] = field(default_factory=dict)
-    started: dict[WorkId, Attempt] = field(default_factory=dict)  # those of `prefills` that run
-    decodes: dict[WorkId, Tracked] = field(default_factory=dict)
-    handed_over: dict[WorkId, Tracked] = field(default_factory=dict)  # prefilled here
-    serving: dict[WorkId, Attempt] = field(default_factory=dict)  # fetches from here
-    taking: dict[int, int] = field(default_factory=dict)  # tokens booked for what it takes over
-    freed_s: float = NEVER_S  # when the oldest of the started prefills could go on alone
+    prefills: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
+    started: dict[AttemptId, Attempt] = field(
+        default_factory=dict
+    )  # the running ones of `prefills`
+    decodes: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
+    handed_over: dict[AttemptId, TrackedRequest] = field(
+        default_factory=dict
+    )  # prefilled here, decoded elsewhere
+    serving: dict[AttemptId, Attempt] = field(default_factory=dict)  # they fetch a prefix from here
+    handover_tokens: dict[int, int] = field(default_factory=dict)  # booked, by fetch
+    freed_s: float = NEVER_S  # when the prefill before the oldest started one ended
     load: InstanceLoad | None = None
-    resyncing: bool = False  # all its blocks were asked for
+    resyncing: bool = False  # a snapshot of its blocks was requested
     drain: Drain | None = None
-    hot: HotPrefixes | None = None  # what it uses most, if somebody asked
+    hot: HotPrefixes | None = None  # its most used prefixes, if requested
     prefill_factor: LearnedFactor = field(default_factory=LearnedFactor)
     decode_factor: LearnedFactor = field(default_factory=LearnedFactor)
     transfer_factor: LearnedFactor = field(default_factory=LearnedFactor)
 
     @property
     def drained(self) -> bool:
-        """No work needs it any more. What it handed over is the decode instance's, once that has
-        accepted; fetches are served in any role."""
+        """No attempt needs the instance any more. A request that it handed over no longer needs it
+        once the decode instance has accepted; fetches are served in any role."""
         if self.prefills or self.decodes:
             return False
         attempts = [tracked.attempt for tracked in self.handed_over.values()]
-        return all(attempt is None or attempt.stage is Stage.DECODE for attempt in attempts)
+        return all(attempt is None or attempt.stage is AttemptStage.DECODE for attempt in attempts)
 
     def busy_until_s(self) -> float:
-        """When the prefills that have started should be over: they run one after another."""
+        """When the started prefills should be over. They run one after another."""
         until_s = self.freed_s if self.started else NEVER_S
         for attempt in self.started.values():
             assert attempt.started_s is not None

@@ -1,22 +1,23 @@
-"""A cost model fitted to measurements of a running engine.
+"""A cost model fitted to measurements of a running engine. All times in seconds.
 
-prefill(n, p)   = a + b (n-p) + c (n-p)^2 + d (n-p) p     n prompt tokens, p of them cached
-decode(B, ctx)  = e + f B + g ctx                         ctx = sum of the B contexts
-transfer(bytes) = h + bytes / bandwidth
-load(bytes)     = bytes / bandwidth of the SSD
+    prefill(n, p)   = a + b (n-p) + c (n-p)^2 + d (n-p) p     n prompt tokens, p of them cached
+    decode(B, ctx)  = e + f B + g ctx                         ctx = sum of the B contexts, in tokens
+    mixed           = max(e, chunks) + f' B + g' ctx          chunks and B decodes in one step
+    transfer(bytes) = h + bytes / bandwidth
+    load(bytes)     = bytes / bandwidth of the SSD
 
-The prefill form is the one that fits Mooncake's own testbed within 8 % (FAST'25 Fig. 14).
-Coefficients are fitted by non-negative least squares on *relative* errors, so that estimates grow
-with every argument and short requests count as much as long ones. The arithmetic is written out, so
-that every machine and every Python gets the same bits: LAPACK's differ, and so does `sum` of floats
-from Python 3.12 on; `fsum` does not.
+The prefill form fits Mooncake's own testbed within 8 % (FAST'25 Fig. 14). Coefficients are fitted
+by non-negative least squares on *relative* errors, so that estimates grow with every argument and
+short requests count as much as long ones. The arithmetic is written out, so that every machine and
+every Python gives the same bits: LAPACK's results differ, and so does `sum` of floats from Python
+3.12 on; `fsum` does not.
 
-As the truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it adds to
-its prompt's total, `a` with the first, so any chunking of a prompt costs prefill(n, p). A step of
-chunks and decodes together reads the weights once: max(e, chunks) + f' B + g' ctx, with f' and g'
-of their own where mixed steps were measured: beside a chunk that fills the device, a decode's row
-is no longer free, as it is where only reading the weights takes time. Without decodes there is no
-such floor, for it would break the sum.
+As the ground truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it
+adds to its prompt's total, with `a` in the first chunk, so every chunking of a prompt costs
+prefill(n, p). A mixed step reads the weights once, hence the floor e. It has f' and g' of its own
+where mixed steps were measured: beside a chunk that fills the device, a decode's row is no longer
+free, as it is while only reading the weights takes time. A step without decodes has no such floor,
+which would break the sum.
 """
 
 from __future__ import annotations
@@ -28,27 +29,31 @@ from math import fsum, inf, sqrt
 import msgspec
 
 from moonpool.cost.model import Chunk
-from moonpool.cost.offload_parts import OffloadParts
 from moonpool.types import Struct
 
 DecodeSpread = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 class PrefillSample(Struct, frozen=True):
+    """A measured prefill of `num_tokens`, of which the first `cached_tokens` were cached."""
+
     num_tokens: int
     cached_tokens: int
     seconds: float
 
 
 class DecodeSample(Struct, frozen=True):
+    """A measured decode step of `batch` requests whose contexts sum to `context_tokens`."""
+
     batch: int
     context_tokens: int
     seconds: float
 
 
 class MixedSample(Struct, frozen=True):
-    """A step of one chunk and `batch` decodes, whose contexts sum to `context_tokens`. `chunk_s`:
-    what the chunk takes alone, where that was measured; what decodes add is a small difference."""
+    """A measured step of one chunk and `batch` decodes whose contexts sum to `context_tokens`.
+    `chunk_s`: the time of the chunk alone, if measured. It matters, because the decodes add only a
+    small difference."""
 
     num_tokens: int
     cached_tokens: int
@@ -58,17 +63,42 @@ class MixedSample(Struct, frozen=True):
     chunk_s: float | None = None
 
 
+class OffloadParts(Struct, frozen=True):
+    """Parts of a decode step with one attention worker, in seconds for all layers together, as
+    measured on one machine.
+
+    `model`: what the model worker computes, by batch size; piecewise linear between these points.
+    `attention`: (e, f, g), the worker is busy for e + f batch + g context_tokens.
+    `message_s`: what a step takes beyond these two.
+    `cores`: number of cores that computed.
+    `seen_workers`, `seen_own_tokens`: attention workers of the instance in the profile that
+    contains this, and KVCache tokens that it kept itself. 0 workers: it attended by itself.
+    """
+
+    model: tuple[tuple[int, float], ...]
+    attention: tuple[float, float, float]
+    message_s: float
+    cores: int
+    seen_workers: int = 0
+    seen_own_tokens: int = 0
+
+
 class FittedCost(Struct, frozen=True):
     """Coefficients of the formulas above; implements `CostModel` and `StepCost`.
 
-    Of a machine that was measured as it serves, for its simulation: `contention`, by how much a
-    step with prompts, or of decodes alone, takes longer while the machine's other instances
-    compute, too; `control_latency_s`, one message between head and worker; `front_s`, what HTTP
-    adds to a first token; `token_bytes` of KVCache; `decode_curve`, what a decode step takes by
-    its batch, beyond g ctx: straight between these points and f per answer above the last, instead
-    of e + f B; `decode_spread`, equally likely ratios of single decode steps to what is said of
-    them: while no other instance computes, while any does, and where an answer has just begun;
-    `offload`, its attention workers. 0, empty or None: not measured.
+    The fields from `contention` on are measured on a serving machine, for its simulation. 0, empty
+    or None: not measured.
+
+    `contention`: factors by which a step with prompts, and a step of decodes alone, takes longer
+    while other instances of the machine compute.
+    `control_latency_s`: of one message between head and worker.
+    `front_s`: what HTTP adds to a first token.
+    `token_bytes`: KVCache bytes of one token.
+    `decode_curve`: (batch, seconds) of decode steps without g ctx. It replaces e + f B: linear
+    between the points, and f for each request above the last.
+    `decode_spread`: equally likely ratios of the times of single decode steps to the predicted
+    time: while no other instance computes, while one does, and where an answer has just begun.
+    `offload`: parts of steps with attention workers.
     """
 
     prefill: tuple[float, float, float, float]
@@ -96,7 +126,7 @@ class FittedCost(Struct, frozen=True):
         return self._decode_base_s(batch) + self.decode[2] * context_tokens
 
     def _decode_base_s(self, batch: int) -> float:
-        """Of a step without contexts."""
+        """The time of a decode step without its contexts."""
         e, f, _ = self.decode
         curve = self.decode_curve
         if not curve:
@@ -162,19 +192,38 @@ class FittedCost(Struct, frozen=True):
         return num_bytes * max(num_sharing, 1) / self.ssd_read_bytes_per_s
 
 
+class ChunkChoice(Struct, frozen=True):
+    """The largest chunk of whole tiles whose step, with these decodes, meets a TBT SLO."""
+
+    tbt_s: float
+    decodes: int
+    context_tokens: int  # of each decode
+    chunk_tokens: int  # without the decodes
+    step_s: float  # predicted
+    holds: bool  # False: even the smallest chunk misses the SLO
+
+
+class Profile(FittedCost, frozen=True):
+    """What `moonpool profile` writes: fitted costs, the curve of chunk sizes, and the chunks they
+    recommend. A file of it is accepted wherever fitted costs are (`hardware.cost`)."""
+
+    step_s_by_tokens: dict[int, float] = msgspec.field(default_factory=dict)  # nothing cached
+    saturation_tokens: int = 0  # the smallest chunk with nearly the highest throughput
+    chunks: tuple[ChunkChoice, ...] = ()
+
+
 def fit_cost(
     prefills: Sequence[PrefillSample],
     decodes: Sequence[DecodeSample],
     mixed: Sequence[MixedSample] = (),
     single_steps: bool = False,
 ) -> FittedCost:
-    """Fits all formulas. Raises ValueError when there is nothing to fit to; steps of both kinds
-    need not have been measured.
+    """Fits all formulas; `mixed` may be empty. Raises ValueError without prefill or decode samples.
 
-    `single_steps`: each prefill sample is one chunk, and prompts will be several. What is quadratic
-    is attention, which takes the same over tokens of an earlier chunk as over cached ones, and half
-    of it over its own: c = d/2. A c of its own would be fitted to what makes one chunk unlike
-    another, and a prompt ten times as long be predicted by its square."""
+    `single_steps`: each prefill sample is one chunk, while prompts will have several. The quadratic
+    part is attention, which costs the same over tokens of an earlier chunk as over cached ones, and
+    half as much over the chunk's own: c = d/2. A separate c would be fitted to differences between
+    chunks, and a prompt ten times as long be predicted by its square."""
     if not prefills or not decodes:
         raise ValueError("a cost model needs at least one prefill and one decode measurement")
     prefill_rows = []
@@ -191,7 +240,7 @@ def fit_cost(
 
 
 def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float, float] | None:
-    """What decodes add to a chunk's time."""
+    """f' and g': what decodes add to a chunk's time; None if they add nothing."""
     rows, added_s = [], []
     for sample in samples:
         chunk_s = sample.chunk_s
@@ -208,8 +257,8 @@ def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float
 
 
 def _fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
-    """Least relative squares with coefficients >= 0: with so few terms, every subset can be
-    tried."""
+    """Least squares of relative errors with coefficients >= 0. `rows` has one tuple of terms for
+    each sample. With at most four terms, all subsets of them are tried."""
     num_terms = len(rows[0])
     columns, magnitudes = [], []
     for term in range(num_terms):
@@ -231,8 +280,8 @@ def _fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float
 
 
 def _least_squares(columns: Sequence[list[float]]) -> tuple[list[float], float] | None:
-    """The coefficients with which the columns come nearest to all ones, and the squared error, by
-    modified Gram-Schmidt; None if a column is a combination of the others."""
+    """Solves `columns` x = 1 by modified Gram-Schmidt. Returns the coefficients and the squared
+    error; None if the columns are linearly dependent."""
     basis: list[list[float]] = []
     upper: list[list[float]] = []  # column j of R: the products with basis 0..j
     target: list[float] = []

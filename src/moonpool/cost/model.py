@@ -1,8 +1,7 @@
-"""How long things take: the protocols. The Conductor holds a `CostModel` as its belief; a simulator
-holds a `StepCost` as the truth.
+"""How long steps, transfers and loads take: the protocols.
 
-Nothing here measures, guesses at random or remembers: the same question has the same answer on
-every machine.
+The Conductor predicts with a `CostModel`; a simulator takes a `StepCost` as ground truth. Both are
+deterministic and without state: equal arguments give equal results on every machine.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ class Chunk(NamedTuple):
 
     num_tokens: int
     start: int  # context tokens before it, cached or computed earlier
-    cached_tokens: int  # of its prompt, found cached: where computing began
-    last: bool  # its end gives the prompt's first token, so it needs logits
+    cached_tokens: int  # cached tokens of its prompt: where computing began
+    last: bool  # it ends the prompt, so its last token needs logits
 
     @property
     def first(self) -> bool:
-        """Whether the prompt's computing begins with it."""
+        """Whether it is the first computed chunk of its prompt."""
         return self.start == self.cached_tokens
 
 
@@ -31,7 +30,7 @@ class CostModel(Protocol):
 
     @property
     def tile_tokens(self) -> int:
-        """Steps of whole multiples of so many tokens use the device best; 1: it has no tiles."""
+        """Steps of a multiple of this many tokens use the device best; 1: it has no tiles."""
         ...
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
@@ -47,7 +46,7 @@ class CostModel(Protocol):
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
         """Time of a step of these chunks and of `decode_batch` requests whose contexts sum to
-        `decode_context_tokens`. A step of nothing takes no time."""
+        `decode_context_tokens`. An empty step takes no time."""
         ...
 
     def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
@@ -56,15 +55,15 @@ class CostModel(Protocol):
 
     def load_s(self, num_bytes: int, num_sharing: int = 1) -> float:
         """Time to read KVCache from the instance's SSD while `num_sharing` loads share it; infinite
-        where there is none."""
+        without an SSD."""
         ...
 
 
 class StepCost(Protocol):
-    """How long a step takes on an instance: any prompts' chunks together with any decodes.
+    """How long a step of any chunks and decodes takes on an instance, in seconds.
 
-    A pipeline has `num_stages` > 1: `step_s` is then the time of ONE stage, and `hop_s` what it
-    takes to hand the activations on to the next. A step of nothing takes no time.
+    A pipeline has `num_stages` > 1: `step_s` is then the time of ONE stage, and `hop_s` the time to
+    send the activations to the next. An empty step takes no time.
     """
 
     @property
@@ -82,11 +81,13 @@ class StepCost(Protocol):
         context: the sum of `step_s`, to rounding, without computing each."""
         ...
 
-    def hop_s(self, num_tokens: int) -> float: ...
+    def hop_s(self, num_tokens: int) -> float:
+        """Time to send the activations of `num_tokens` tokens to the next stage."""
+        ...
 
 
 def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tuple[Chunk, ...]:
-    """A prompt cut into steps of at most `chunk_tokens`. At least its last token is computed, for
+    """Cuts a prompt into chunks of at most `chunk_tokens`. At least its last token is computed, for
     the logits."""
     start = min(cached_tokens, num_tokens - 1)
     assert start >= 0 and chunk_tokens >= 1
@@ -101,7 +102,9 @@ def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tup
     )
 
 
-def prompt_s(truth: StepCost, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:
-    """For how long a prompt's chunks keep an instance (or each of its stages) busy."""
+def prompt_s(
+    ground_truth: StepCost, num_tokens: int, cached_tokens: int, chunk_tokens: int
+) -> float:
+    """Time for which a prompt's chunks keep an instance, or each of its stages, busy."""
     chunks = prompt_chunks(num_tokens, cached_tokens, chunk_tokens)
-    return fsum(truth.step_s((chunk,), 0, 0) for chunk in chunks)
+    return fsum(ground_truth.step_s((chunk,), 0, 0) for chunk in chunks)

@@ -1,7 +1,6 @@
-"""What a live Conductor believed, and how far the truth was from it: to be replayed in simulation.
+"""A record of a live Conductor's cost model and its errors, to be replayed in a simulation.
 
-Written by the head, read by `moonpool simulate --beliefs`. Owns the format and its checks; nothing
-is decided here.
+The head writes it; `moonpool simulate --beliefs` reads it. Owns the format and its checks.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import msgspec
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.learned import MOST
+from moonpool.cost.online import MAX_FACTOR
 from moonpool.types import InstanceId, Role, Struct
 
 
 class InstanceRecord(Struct, frozen=True):
-    """`prefill`, `decode` and `transfer` are the recent ratios of times taken to times that the
-    profile says; empty where nothing was seen."""
+    """One instance's cost. `prefill`, `decode` and `transfer` are the recent ratios of observed to
+    predicted seconds; empty where nothing was observed."""
 
     instance_id: InstanceId
     role: Role
@@ -23,28 +22,32 @@ class InstanceRecord(Struct, frozen=True):
     prefill: tuple[float, ...] = ()
     decode: tuple[float, ...] = ()
     transfer: tuple[float, ...] = ()
-    factors: dict[str, float] = msgspec.field(default_factory=dict)  # the Conductor's
+    factors: dict[str, float] = msgspec.field(
+        default_factory=dict
+    )  # the Conductor's `LearnedFactor`s
 
 
-class BeliefRecord(Struct, frozen=True):
-    """`errors` are those of predictions, by what was predicted."""
+class CostEstimatorRecord(Struct, frozen=True):
+    """All instances' costs. `errors` are the errors of predictions, by predicted quantity."""
 
     instances: tuple[InstanceRecord, ...]
     errors: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
 class RecordError(ValueError):
-    """It is no record of beliefs; one line says why."""
+    """The text is not a valid record; the message is one line."""
 
 
-def parse_beliefs(text: str | bytes) -> BeliefRecord:
-    """Raises RecordError."""
+def parse_beliefs(text: str | bytes) -> CostEstimatorRecord:
+    """Parses and checks a record. Raises RecordError."""
     try:
-        record = msgspec.json.decode(text, type=BeliefRecord)
+        record = msgspec.json.decode(text, type=CostEstimatorRecord)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"it is no record of `moonpool profile --beliefs-of`: {error}") from None
+        raise RecordError(f"not a record of `moonpool profile --beliefs-of`: {error}") from None
     if not record.instances:
-        raise RecordError("it names no instance: record a cluster whose instances are up")
+        raise RecordError(
+            "the record has no instances: make it while the cluster's instances are up"
+        )
     for instance in record.instances:
         _check(instance)
     return record
@@ -53,11 +56,14 @@ def parse_beliefs(text: str | bytes) -> BeliefRecord:
 def _check(record: InstanceRecord) -> None:
     cost, name = record.profile, record.instance_id
     if min((*cost.prefill, *cost.decode, cost.transfer_latency_s)) < 0:
-        raise RecordError(f"the profile of {name} holds a negative time")
+        raise RecordError(f"the profile of {name} has a negative time")
     if not any(cost.prefill) or not any(cost.decode):
-        raise RecordError(f"by the profile of {name} all work takes no time")
+        raise RecordError(f"in the profile of {name}, prefill or decode takes no time")
     if min(cost.shared_memory_bytes_per_s, cost.network_bytes_per_s) <= 0:
-        raise RecordError(f"the profile of {name} holds a bandwidth of 0 or less")
+        raise RecordError(f"the profile of {name} has a bandwidth of 0 or less")
     for ratio in (*record.prefill, *record.decode, *record.transfer):
-        if not 1.0 / MOST <= ratio <= MOST:
-            raise RecordError(f"{name} departs {ratio:g} times from its profile: at most {MOST:g}")
+        if not 1.0 / MAX_FACTOR <= ratio <= MAX_FACTOR:
+            raise RecordError(
+                f"{name} takes {ratio:g} times what its profile predicts;"
+                f" the factor must lie between 1/{MAX_FACTOR:g} and {MAX_FACTOR:g}"
+            )

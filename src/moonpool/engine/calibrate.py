@@ -1,7 +1,7 @@
-"""Measures the engine in front of it for a second or two, for the cost model's fit.
+"""Measures step times of an engine, to fit its cost model.
 
-Owns which steps are worth measuring. Runs before any request is served: it writes into blocks from
-number 0 on, and takes cached contexts for granted, since attention costs the same over any bytes.
+It runs for a second or two before any request is served, and overwrites blocks from number 0 on.
+Cached contexts are not computed first, since attention costs the same over any bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from moonpool.cost.fitted import (
     PrefillSample,
     fit_cost,
 )
-from moonpool.cost.tiles import find_tile, tile_points
+from moonpool.cost.step_curves import find_tile, tile_points
 from moonpool.engine.spec import ModelSpec
-from moonpool.engine.step import Draw, SequenceStep, StepResult
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.types import RequestId, SamplingParams, Struct
+from moonpool.engine.step import StepResult
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import BlockId, SamplingParams, Struct
 
 # (new tokens, cached tokens) and (batch, context of each), cheap ones first: the time may run out.
 PREFILLS = (
@@ -40,32 +42,35 @@ PREFILLS = (
     (512, 7680),
 )
 DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256), (16, 2048))
-# A chunk's new and cached tokens; batch and context of each of the decodes beside it. None so small
-# that the decodes ride for less than the arithmetic of their rows: those that serve are larger.
+# New and cached tokens of a chunk; batch and context of the decodes in the step. Smaller chunks are
+# left out: there decodes cost less than the arithmetic of their rows, unlike in service.
 MIXED = ((64, 0, 16, 64), (64, 0, 16, 1024), (32, 0, 8, 256), (64, 512, 16, 256), (256, 0, 32, 512))
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-ALWAYS = 3  # of each kind, however slow: enough to tell the terms apart
+ALWAYS = 3  # steps of each kind are measured even if slow: the fit needs them
 REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]
 Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
-_GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+_GREEDY = SamplingParams(temperature=0.0)
 
 
-class Measured(Protocol):
-    """What is asked of an engine here, be it one process or several stages."""
+class MeasuredEngine(Protocol):
+    """The part of an engine that is measured: one process or several stages."""
 
     spec: ModelSpec
     layout: BlockLayout
     num_blocks: int
     ops_name: str
 
-    def step(self, sequences: Sequence[SequenceStep]) -> StepResult: ...
+    def step(self, entries: Sequence[StepEntry]) -> StepResult: ...
 
 
-class Sample(Struct, frozen=True):
-    """One kind of step, timed. context_tokens: what was in the KVCache before, over the batch. A
-    mixed step is one chunk, of which these speak, and `batch` decodes with contexts of their own.
-    A sample of the curve says what a chunk of some size takes, and is not part of the fit."""
+class StepSample(Struct, frozen=True):
+    """The time of one step.
+
+    `context_tokens` are the cached tokens, summed over the batch. A mixed step is one chunk, with
+    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in all. A
+    "curve" sample is the time of a chunk by its size and is not part of the fit.
+    """
 
     kind: Kind
     new_tokens: int
@@ -75,8 +80,8 @@ class Sample(Struct, frozen=True):
     decode_context_tokens: int = 0
 
 
-def fit_samples(samples: Iterable[Sample]) -> FittedCost:
-    """The cost model that these measurements speak for."""
+def fit_samples(samples: Iterable[StepSample]) -> FittedCost:
+    """Fits the cost model to the samples."""
     samples = list(samples)
     prefills = [
         PrefillSample(
@@ -109,16 +114,16 @@ def fit_samples(samples: Iterable[Sample]) -> FittedCost:
     return msgspec.structs.replace(cost, tile_tokens=find_tile(curve_of(samples)))
 
 
-def curve_of(samples: Iterable[Sample]) -> dict[int, float]:
-    """Seconds of a step by the size of its only chunk, where the curve was measured."""
+def curve_of(samples: Iterable[StepSample]) -> dict[int, float]:
+    """Seconds of a step by the size of its only chunk, from the "curve" samples."""
     return {s.new_tokens: s.seconds for s in samples if s.kind == "curve"}
 
 
-def measure_samples(engine: Measured, budget_s: float = 1.5) -> list[Sample]:
-    """Best of a few runs of each step; two fifths of the time for prefills, as much for decodes,
-    the rest for both together.
+def measure_samples(engine: MeasuredEngine, budget_s: float = 1.5) -> list[StepSample]:
+    """Takes the best of a few runs of each step: two fifths of the time for prefills, two fifths
+    for decodes, the rest for mixed steps.
 
-    A model so slow that little fits has `ALWAYS` steps of each kind measured.
+    Measures at least `ALWAYS` steps of each kind, also of a slow model.
     """
     _run(engine, _step(engine, 1, 1, 0))  # touches all weights once
     prefills: list[Point] = [("prefill", 1, new, cached) for new, cached in PREFILLS]
@@ -130,9 +135,13 @@ def measure_samples(engine: Measured, budget_s: float = 1.5) -> list[Sample]:
     ]
 
 
-def measure_curve(engine: Measured, budget_s: float, say: Callable[[Sample], None]) -> list[Sample]:
-    """The time of a step over the size of its chunk, small ones first, as far as the time goes:
-    what tells the machine's tiles and its saturation. `say` hears of each as it is measured."""
+def measure_curve(
+    engine: MeasuredEngine, budget_s: float, say: Callable[[StepSample], None]
+) -> list[StepSample]:
+    """Measures steps of one chunk by the chunk's size, small ones first, within `budget_s`.
+
+    The curve shows the machine's tile size and its saturation. `say` is called with each sample.
+    """
     _run(engine, _step(engine, 1, 16, 0))
     points: list[Point] = [("curve", 1, new, 0) for new in sorted({*CURVE, *tile_points()})]
     samples = []
@@ -142,7 +151,7 @@ def measure_curve(engine: Measured, budget_s: float, say: Callable[[Sample], Non
     return samples
 
 
-def _mixed_within(engine: Measured, budget_s: float) -> Iterator[Sample]:
+def _mixed_within(engine: MeasuredEngine, budget_s: float) -> Iterator[StepSample]:
     ends_s = time.perf_counter() + budget_s
     per_token_s = 0.0
     for i, (new, cached, batch, context) in enumerate(MIXED):
@@ -153,7 +162,7 @@ def _mixed_within(engine: Measured, budget_s: float) -> Iterator[Sample]:
         step = _step(engine, 1, new, cached) + _step(engine, batch, 1, context)
         seconds = _best_s(engine, step, ends_s)
         per_token_s = seconds / (new + batch)
-        yield Sample(
+        yield StepSample(
             kind="mixed",
             new_tokens=new,
             context_tokens=cached,
@@ -163,7 +172,9 @@ def _mixed_within(engine: Measured, budget_s: float) -> Iterator[Sample]:
         )
 
 
-def _within(engine: Measured, budget_s: float, points: Iterable[Point]) -> Iterator[Sample]:
+def _within(
+    engine: MeasuredEngine, budget_s: float, points: Iterable[Point]
+) -> Iterator[StepSample]:
     ends_s = time.perf_counter() + budget_s
     fitting = dict.fromkeys(_fitted(engine, point) for point in points)
     per_token_s = 0.0
@@ -172,7 +183,7 @@ def _within(engine: Measured, budget_s: float, points: Iterable[Point]) -> Itera
             return
         seconds = _best_s(engine, _step(engine, batch, new, context), ends_s)
         per_token_s = seconds / (batch * new)
-        yield Sample(
+        yield StepSample(
             kind=kind,
             new_tokens=batch * new,
             context_tokens=batch * context,
@@ -181,31 +192,31 @@ def _within(engine: Measured, budget_s: float, points: Iterable[Point]) -> Itera
         )
 
 
-def _fitted(engine: Measured, point: Point) -> Point:
-    """The point cut to what the model's context and the arena hold."""
+def _fitted(engine: MeasuredEngine, point: Point) -> Point:
+    """The point, limited to the model's context and the size of the arena."""
     kind, batch, new, context = point
     most = min(engine.spec.max_positions, engine.num_blocks * engine.layout.block_tokens)
     new = min(new, most)
     return kind, batch, new, min(context, most - new)
 
 
-def _step(engine: Measured, batch: int, new: int, context: int) -> list[SequenceStep]:
-    """Sequences in blocks of their own as far as the arena has them, as life has it."""
+def _step(engine: MeasuredEngine, batch: int, new: int, context: int) -> list[StepEntry]:
+    """Sequences in disjoint blocks, as far as the arena is large enough."""
     blocks = engine.layout.blocks_for(new + context)
     ids = count()
     return [
-        SequenceStep(
-            request_id=RequestId(f"calibration-{i}"),
+        StepEntry(
+            attempt_id=AttemptId(f"calibration-{i}"),
             new_token_ids=[(i + 7 * t) % 256 for t in range(new)],
             start=context,
-            block_ids=[next(ids) % engine.num_blocks for _ in range(blocks)],
+            block_ids=[BlockId(next(ids) % engine.num_blocks) for _ in range(blocks)],
             draw=_GREEDY,
         )
         for i in range(batch)
     ]
 
 
-def _best_s(engine: Measured, step: list[SequenceStep], ends_s: float) -> float:
+def _best_s(engine: MeasuredEngine, step: list[StepEntry], ends_s: float) -> float:
     best_s = _run(engine, step)
     for _ in range(REPEATS - 1):
         if time.perf_counter() + best_s > ends_s:
@@ -214,5 +225,5 @@ def _best_s(engine: Measured, step: list[SequenceStep], ends_s: float) -> float:
     return best_s
 
 
-def _run(engine: Measured, step: list[SequenceStep]) -> float:
+def _run(engine: MeasuredEngine, step: list[StepEntry]) -> float:
     return engine.step(step).seconds

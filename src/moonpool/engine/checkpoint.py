@@ -1,8 +1,8 @@
 """Checkpoints in the Hugging Face layout: `config.json` and safetensors, in one file or in shards.
 
-Owns finding them (a folder, or an id in the Hub and its local cache), checking every tensor's name
-and shape before anything is read, and the identity of the weights. Tensors are mapped, read when
-asked for and cast one by one, so loading never holds the model twice. Never reads other formats.
+This module finds a checkpoint (a folder, or an id in the Hub and its local cache), checks every
+tensor's name and shape before reading, and computes the fingerprint of the weights. Tensors are
+mapped and cast one by one, so loading never holds the model twice. Other formats are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moonpool.engine.spec import ModelError, ModelSpec, parse_config
-from moonpool.engine.tensors import tensor_shapes
+from moonpool.engine.spec import ModelError, ModelSpec, parse_config, tensor_shapes
 from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
@@ -32,7 +31,7 @@ STORED_DTYPES = {"F32", "BF16", "F16"}
 FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".safetensors"}
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
-# Tensors some exporters add and no computation needs.
+# Tensors that some exporters add and the engine does not need.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 NAMED_AT_MOST = 5
 log = logging.getLogger(__name__)
@@ -40,6 +39,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """A checked checkpoint; its weights are read on demand."""
+
     folder: Path
     spec: ModelSpec
     weights: CheckpointWeights
@@ -58,7 +59,7 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
 
 
 class CheckpointWeights:
-    """Reads tensors out of mapped safetensors files and casts them to one dtype."""
+    """Reads tensors from mapped safetensors files and casts them to one dtype."""
 
     def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
         self._files = files
@@ -67,13 +68,13 @@ class CheckpointWeights:
     def load(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
-        # A copy even if the dtype fits: a mapped tensor would keep its pages and lie unaligned.
+        # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
         return tensor.to(self._dtype, copy=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The JSON header of one safetensors file, and where its data begins."""
+    """The JSON header of one safetensors file, and the offset of its data."""
 
     path: Path
     tensors: Mapping[str, Any]  # name -> {"dtype", "shape", "data_offsets"}
@@ -94,7 +95,7 @@ class _Header:
 
 
 def find_folder(name: str, patterns: Sequence[str]) -> Path:
-    """A folder here, or of the Hub what matches. Raises `ModelError`."""
+    """A local folder, or the files of Hub id `name` that match. Raises `ModelError`."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -114,8 +115,8 @@ def _download(name: str, patterns: Sequence[str]) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelError(
-            f"model {name!r} is no folder here and could not be had from the Hugging Face Hub "
-            f"({reason}); give a folder, or download it first where there is a network"
+            f"model {name!r} is no local folder and cannot be loaded from the Hugging Face Hub "
+            f"({reason}); give a folder, or download it first on a machine with network access"
         ) from error
 
 
@@ -132,7 +133,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the ends of answers that generation_config.json adds (chat models do)."""
+    """config.json, with the further end tokens of generation_config.json (chat models)."""
     config = _json(folder / "config.json")
     if (folder / "generation_config.json").exists():
         eos = _json(folder / "generation_config.json").get("eos_token_id")
@@ -142,8 +143,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:
-    """How those who made the model want it drawn from, where a request does not say; as vLLM reads
-    generation_config.json. What is no number in its range is left out, with a warning."""
+    """The model's own sampling defaults, read from generation_config.json as vLLM does.
+
+    Values that are not numbers in their range are left out with a warning.
+    """
     if not (folder / "generation_config.json").exists():
         return {}
     found: dict[str, float] = {}
@@ -160,13 +163,14 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def as_list(ids: object) -> list[object]:
+    """A config's value that may be missing, one id or a list of ids, as a list."""
     if ids is None:
         return []
     return ids if isinstance(ids, list) else [ids]
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file each tensor lies in."""
+    """The file of each tensor, by name."""
     if (folder / INDEX_FILE).exists():
         weight_map = _json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -222,11 +226,11 @@ def _listed(names: list[str]) -> str:
 def _fingerprint(
     spec: ModelSpec, files: Mapping[str, Path], headers: Mapping[Path, _Header]
 ) -> str:
-    """Identity of config and weights: every tensor's name and shape, and bytes from all over it.
+    """The identity of config and weights: names, shapes, and samples of every tensor.
 
-    Eight windows of 4 KiB per tensor tell training runs, merges and fine-tunes apart (they move all
-    elements of the tensors they touch) and cost milliseconds, where hashing a model of 16 GB in
-    every worker costs ten seconds and a pass over the disk. Damaged files are not what it detects.
+    Eight windows of 4 KiB per tensor distinguish training runs, merges and fine-tunes, which change
+    all elements of the tensors they touch. The samples cost milliseconds. Hashing 16 GB would cost
+    every worker ten seconds and a pass over the disk. Damage to a file is not detected.
     """
     digest = hashlib.sha256(repr(sorted(spec.computed_fields().items())).encode())
     opened = {path: path.open("rb") for path in headers}

@@ -1,9 +1,9 @@
-"""Which tokens may come next in an answer that must have a form: a JSON schema's, a regular
-expression's, a grammar's.
+"""Structured output (guided decoding): which tokens a JSON schema, regular expression or grammar
+allows next.
 
-How far the form has come follows from the tokens generated so far and from nothing else. So it does
-not travel with a request: whoever draws its next token allows the same ones, on any instance,
-before and after a fault. What is kept here only spares reading those tokens again.
+The state of a grammar is a function of the tokens generated so far. It therefore does not travel
+with a request: every instance that draws the next token allows the same ones, before and after a
+fault. The matchers kept here are only a cache, which saves reading those tokens again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from numpy.typing import NDArray
 from moonpool.engine.tokenizer import Tokenizer
 
 MAX_KEPT = 256
-"""Answers whose state is kept; more at a time are read anew for each token."""
+"""Matchers in the cache. With more answers at a time, some are read again for each token."""
 LIMITS = LLParserLimits(max_items_in_row=500, verbose_errors=False)
-"""Of a form that clients send. An ambiguous grammar costs as many items squared: with these 10 ms
-for a token, where llguidance's own 2,000 cost half a second. JSON schemas have tens."""
+"""Limits on grammars from clients. The cost of an ambiguous grammar grows with the square of its
+items per row. At 500 items a token takes 10 ms; at llguidance's default of 2,000, half a second.
+JSON schemas have tens."""
 log = logging.getLogger("moonpool.engine")
 
 Mask = NDArray[np.bool_]
 
 
 class Grammars:
-    """Of one model, whose answers end with one of `ends`. Used by one thread. `open_tokenizer` is
-    called when first needed, or by `prepare`."""
+    """The matchers of one model, whose answers end with one of `ends`. Used by one thread.
+
+    `open_tokenizer` is called at first use, or by `prepare`.
+    """
 
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, ends: Collection[int]
@@ -39,18 +42,25 @@ class Grammars:
         self._open_tokenizer = open_tokenizer
         self._vocab_size = vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        self._words: LLTokenizer | None = None
+        self._vocabulary: LLTokenizer | None = None
         self._kept: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
 
     def prepare(self) -> None:
-        """Does now what takes up to a second, for large vocabularies. Nothing for a model that
-        cannot end an answer: the head promises no form of its. Raises `TokenizerError`."""
-        if self._words is None and self._ends:
-            self._words = _words_of(self._open_tokenizer(), self._vocab_size, self._ends)
+        """Reads the vocabulary now, which takes up to a second for a large one.
+
+        Does nothing for a model without end tokens: the API refuses structured output there.
+        Raises `TokenizerError`.
+        """
+        if self._vocabulary is None and self._ends:
+            self._vocabulary = _read_vocabulary(
+                self._open_tokenizer(), self._vocab_size, self._ends
+            )
 
     def allowed(self, grammar: str, generated: Sequence[int]) -> Mask:
-        """[vocab_size]: what may follow `generated`. What ends an answer may where its form is
-        complete, and must where nothing else can follow."""
+        """[vocab_size] bool: the tokens that may follow `generated`.
+
+        End tokens are allowed where the answer is complete, and where no other token is possible.
+        """
         matcher = self._matcher(grammar, tuple(generated))
         mask = np.zeros(self._vocab_size, np.bool_)
         if not matcher.is_stopped():
@@ -59,20 +69,20 @@ class Grammars:
             mask[: len(found)] = found
         may_end = matcher.is_accepting() or not mask.any()
         mask[self._ends] = may_end
-        if matcher.is_error():  # the head tells the client (see `api.forms`)
+        if matcher.is_error():  # the API reports it to the client (`api.structured_output`)
             why = matcher.get_error().partition("\n")[0]
-            log.warning("an answer ends, as its form cannot be followed: %s", why)
+            log.warning("an answer ends because its grammar cannot be followed: %s", why)
         return mask
 
     def _matcher(self, grammar: str, generated: tuple[int, ...]) -> LLMatcher:
-        """As it is after `generated`."""
+        """The matcher in its state after `generated`."""
         matcher = self._kept.pop((grammar, generated[:-1]), None) if generated else None
         if matcher is not None:
             matcher.consume_token(generated[-1])
         else:
             self.prepare()
-            assert self._words is not None
-            matcher = LLMatcher(self._words, grammar, log_level=0, limits=LIMITS)
+            assert self._vocabulary is not None
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
             matcher.consume_tokens(list(generated))
         self._kept[grammar, generated] = matcher
         if len(self._kept) > MAX_KEPT:
@@ -80,8 +90,8 @@ class Grammars:
         return matcher
 
 
-def keeps(grammar: str, text: str) -> bool:
-    """Whether a whole answer has that form."""
+def matches_grammar(grammar: str, text: str) -> bool:
+    """Whether `text` is a complete answer under `grammar`."""
     matcher = LLMatcher(_single_bytes(), grammar, log_level=0, limits=LIMITS)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
@@ -92,7 +102,7 @@ def _single_bytes() -> LLTokenizer:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it. Special tokens are no text: no form allows them."""
+    """A tokenizer with llguidance's interface. Special tokens are not text and never allowed."""
 
     bos_token_id = None
 
@@ -106,6 +116,6 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
 
 
-def _words_of(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LLTokenizer:
+def _read_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LLTokenizer:
     vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
     return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends)

@@ -1,24 +1,26 @@
-"""The built-in default model: a Llama whose weights are written down, not learned.
+"""The built-in default model: a Llama with constructed weights instead of learned ones.
 
-It continues a text as it went on the last time the same bytes occurred, so any wrong, stale or
-misplaced KVCache block shows in its answer, which a person can judge by eye.
+It continues a text as the text continued when the same bytes last occurred. So any wrong, stale or
+misplaced KVCache block is visible in the answer (docs/decisions/037).
 
-The residual stream (hidden 288) is eighteen slots of 16 numbers. Slot 0 holds the code of a row's
-own token, slot 17 the constant 1; the layers fill the rest, each by one attention head:
+The residual stream (hidden 288) consists of eighteen slots of 16 numbers. Slot 0 holds the code of
+the row's own token, slot 17 the constant 1. The layers fill the other slots, each with one
+attention head:
 
-* **Shift** layers copy, from exactly 1, then 2, then 4 tokens back, the slots filled so far: slots
-  1..7 come to hold the codes of the seven tokens before. The score is a sum of cosines in the fast
+* **Shift** layers copy the slots filled so far from exactly 1, then 2, then 4 tokens back. Slots
+  1..7 then hold the codes of the seven previous tokens. The score is a sum of cosines in the fast
   RoPE pairs, largest at that distance.
 * The **search** layer attends to the position whose *predecessors* equal the latest tokens (near
-  ones weigh more), and copies those predecessors to slots 8..14. Content lies in the slow RoPE
-  pairs, which hardly turn over the whole context. Equal contexts tie: a slight preference for the
-  recent one falls with the logarithm of the distance (all middle pairs, in phase).
-* The **answer** layer knows only what search found: it attends to the position with those
-  predecessors, and copies the token there to slot 16. Two layers that would find the same place by
-  themselves could make up for each other's damage; like this, each layer's blocks far back matter.
+  ones weigh more) and copies those predecessors to slots 8..14. Content lies in the slow RoPE
+  pairs, which hardly rotate over the whole context. Between equal contexts, a slight preference for
+  the recent one falls with the logarithm of the distance (all middle pairs, in phase).
+* The **answer** layer uses only the result of the search layer. It attends to the position with
+  those predecessors and copies the token there to slot 16. If both layers searched independently,
+  one could hide damage to the other's blocks.
 
-Codes are the 256 words of the Nordstrom-Robinson code (any two overlap at most 1/4) and three more
-for the special tokens. Every RMSNorm sees a known number of unit slots; its weights divide it out.
+The codes are the 256 words of the Nordstrom-Robinson code (any two overlap at most 1/4) and three
+more for the special tokens. Every RMSNorm sees a known number of unit slots, which its weights
+cancel.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import ModelSpec, RopeSpec
-from moonpool.engine.tensors import tensor_shapes
+from moonpool.engine.spec import ModelSpec, RopeSpec, tensor_shapes
 
 NAME = "moonpool/induction"
 BOS, EOS = 256, 257  # 258 is padding
@@ -44,9 +45,9 @@ FAST = range(22)  # pairs that turn by more than 0.01 per token
 MIDDLE = range(22, 64)
 SLOW = range(64, 128)  # pairs that turn by less than a millionth per token
 
-FOUND = 8  # first of the slots for what the search layer finds
+FOUND = 8  # the first slot of the search layer's result
 ANSWER = 16
-ONE = 17 * CODE  # where the constant 1 lies
+ONE = 17 * CODE  # the element with the constant 1
 SHIFTS = (1, 2, 4)
 NUM_LAYERS = len(SHIFTS) + 2
 
@@ -78,7 +79,7 @@ SPEC = ModelSpec(
 
 
 class InductionWeights:
-    """The tensors of `SPEC`, made when asked for."""
+    """The tensors of `SPEC`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -118,11 +119,11 @@ class InductionWeights:
         return self._tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"]
 
     def _norm(self, name: str, unit_slots: int) -> None:
-        """Weights that leave unit slots of unit length after RMSNorm."""
+        """Sets norm weights that give `unit_slots` unit slots unit length after RMSNorm."""
         self._tensors[name].fill_((unit_slots / HIDDEN) ** 0.5)
 
     def _shift(self, layer: int, distance: int) -> None:
-        """Attends `distance` tokens back and copies slots 0 .. distance - 1 behind themselves."""
+        """Attends `distance` tokens back; copies slots 0 .. distance - 1 to the next slots."""
         q, k = self._attention(layer, "q"), self._attention(layer, "k")
         sharpness = SHIFT_SHARPNESS * HEAD_DIM**0.5
         for pair in FAST:
@@ -133,7 +134,7 @@ class InductionWeights:
         self._copy(layer, range(distance), to=distance)
 
     def _search(self, layer: int, queries: range, copied: range, to: int) -> None:
-        """Attends where the predecessors (slots 1..7) equal the query slots, copies from there."""
+        """Attends to the position whose predecessors (slots 1..7) equal the query slots."""
         q, k = self._attention(layer, "q"), self._attention(layer, "k")
         places = [*SLOW, *(pair + PAIRS for pair in SLOW)]
         for i, (query, weight) in enumerate(zip(queries, WEIGHTS, strict=True)):
@@ -147,14 +148,14 @@ class InductionWeights:
         self._copy(layer, copied, to)
 
     def _copy(self, layer: int, slots: range, to: int) -> None:
-        """The head's values are `slots` of the attended position; they are added from `to` on."""
+        """Copies `slots` of the attended position to the slots from `to` on."""
         begin, width = slots.start * CODE, len(slots) * CODE
         self._attention(layer, "v")[:width, begin : begin + width].fill_diagonal_(1)
         self._attention(layer, "o")[to * CODE : to * CODE + width, :width].fill_diagonal_(1)
 
 
 def token_codes() -> Tensor:
-    """[259, 16] of +-1/4: one unit vector per token, any two bytes' overlapping at most 1/4."""
+    """[259, 16] of +-1/4: one unit vector per token; those of any two bytes overlap at most 1/4."""
     points = [[(x >> i) & 1 for i in range(4)] for x in range(16)]
     pairs = list(itertools.combinations(range(4), 2))
     words = []
@@ -170,5 +171,5 @@ def token_codes() -> Tensor:
 
 
 def _special_words() -> tuple[int, int, int]:
-    """Three words at most half overlapping any byte's and not overlapping each other."""
+    """Three words that overlap any byte's word at most 1/2, and each other not at all."""
     return 15, 51, 85

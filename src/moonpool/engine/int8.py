@@ -1,10 +1,9 @@
-"""Weights of 8 bits: what they are, and their product in plain torch.
+"""Quantization to 8-bit weights: the rounding, and the product in plain torch.
 
-Owns the rounding of weights and of rows. `in` is cut into groups of `GROUP`; of each, an output has
-8-bit weights and one scale, and a row is given 16 bits and one scale of its own (more than bfloat16
-has). Sums within a group are whole numbers, exact in any order; over the groups they are added in
-rising order, one operation at a time. So the native kernels give these bits, and a row's bits do
-not depend on its neighbours.
+The input features are divided into groups of `GROUP`. Per group an output has 8-bit weights and one
+scale; a row has 16-bit numbers, finer than bfloat16, and one scale. Sums within a group are whole
+numbers and exact in any order; groups are added in rising order. So the native kernels give the
+same bits, and rows are independent (docs/decisions/036).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 256
-"""Of `in`; linear_int8.cpp has the same number."""
+"""Input features per group; linear_int8.cpp has the same number."""
 LARGEST_WEIGHT, LARGEST_INPUT = 127.0, 32767.0
 LEAST = 1e-30
-"""A row whose group is smaller than this counts as nothing: its scale could not be inverted."""
+"""A row's group with no larger number counts as zero, since its scale has no finite inverse."""
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] -> int8 [out, in] and scales [out, groups] float32."""
+    """Rounds a weight [out, in] to int8 [out, in] and scales [out, groups] float32."""
     groups = _grouped(weight.float())
     scales = groups.abs().amax(-1) / LARGEST_WEIGHT
     inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
@@ -30,7 +29,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear:
-    """`y = x @ (weights * scales).T + bias`: the meaning, slow and portable."""
+    """`y = x @ (weights * scales).T + bias`: the slow and portable reference. x: [T, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         rounded, self._scales = quantize(weight)
@@ -50,7 +49,7 @@ class Int8Linear:
 
 
 def _rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers [T, groups, GROUP] and scales [T, groups]; NaN where a number is not finite."""
+    """Rows as whole numbers [T, groups, GROUP] and scales [T, groups], NaN for non-finite rows."""
     groups = _grouped(x.float())
     most = groups.abs().amax(-1)
     # `LARGEST_INPUT / most` would be a reciprocal and a product, rounded twice.
@@ -60,6 +59,6 @@ def _rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """[n, in] -> [n, groups, GROUP], the last group filled up with zeros."""
+    """[n, in] -> [n, groups, GROUP]; zeros pad the last group."""
     groups: Tensor = F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     return groups

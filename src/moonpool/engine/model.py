@@ -1,8 +1,8 @@
-"""One decoder model for all families: each layer is two dense halves around an attention call.
+"""The decoder model of all families: each layer is two dense halves around an attention call.
 
-Owns the packed weights and the order of operations. Chunked prefill, layer-wise streaming and
-attention offloading all cut a layer at the same place: `qkv`, attend, `output`.
-Knows only the `Ops` protocol; never allocates blocks, never samples.
+It owns the packed weights and the order of operations. Chunked prefill, layer-wise streaming and
+attention offloading all divide a layer at the same points: `qkv`, attend, `output`. The model uses
+only the `Ops` protocol. It does not allocate blocks and does not sample.
 """
 
 from __future__ import annotations
@@ -14,16 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.ops import HeadShape, KvCache, Linear, Ops, QkNorm, RopeTable, StepMeta
+from moonpool.engine.ops import (
+    AttendArgs,
+    HeadShape,
+    KvCache,
+    Linear,
+    Ops,
+    QkNorm,
+    RopeTable,
+    StepMeta,
+)
 from moonpool.engine.rope import rope_table
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
 
 
 class Weights(Protocol):
-    """Gives tensors by their Hugging Face names, in the model's dtype.
+    """Loads tensors by their Hugging Face names, in the model's dtype.
 
-    Each call makes a fresh tensor, so that no second copy of the model stays in memory.
+    Each call returns a new tensor, so that no second copy of the model stays in memory.
     """
 
     def load(self, name: str) -> Tensor: ...
@@ -31,17 +40,19 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """One layer's packed weights. Norm weights are [hidden]."""
+
     qkv: Linear
     output: Linear
     gate_up: Linear
     down: Linear
     post_norm: Tensor
-    next_norm: Tensor  # the input norm of the layer after it, or the final norm
+    next_norm: Tensor  # the next layer's input norm, or the final norm
     qk_norm: QkNorm | None
 
 
 class _Placed:
-    """Weights, loaded straight to a device."""
+    """Weights that are moved to a device as they are loaded."""
 
     def __init__(self, weights: Weights, device: torch.device) -> None:
         self._weights = weights
@@ -52,14 +63,14 @@ class _Placed:
 
 
 class DecoderModel:
-    """Weights packed by `ops`, and the way of a step's rows through them.
+    """Weights packed by `ops`, and the forward pass of a step's T rows.
 
     Between layers a step carries two tensors [T, hidden]: the residual stream, updated in place,
     and its normed copy, the input of the next `qkv`.
 
-    One stage of a pipeline has some of the `layers` only: the first stage also embeds, and only the
-    last one has logits. What it does to a row is what the whole model does. Without `edges` it
-    neither embeds nor has logits.
+    A pipeline stage has only some of the `layers`: the first stage embeds, the last one computes
+    logits. A row gets the same bits as in the whole model. Without `edges` the model neither embeds
+    nor computes logits.
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class DecoderModel:
         edges: bool = True,
         rope: RopeTable | None = None,
     ) -> None:
-        """`rope`: the model's, where another part of it in this process has it already."""
+        """`rope` is given if another part of the model in this process has made the table."""
         self.spec = spec
         self.layers = range(spec.num_layers) if layers is None else layers
         assert self.layers and self.layers.start >= 0 and self.layers.stop <= spec.num_layers
@@ -95,55 +106,65 @@ class DecoderModel:
             tied = self._embedding if spec.tie_embeddings else None
             self._head = ops.linear(weights.load("lm_head.weight") if tied is None else tied, None)
         if not self.begins:
-            self._embedding = None  # packed as the head, and not looked up here
+            self._embedding = None  # needed only to pack the tied LM head
 
     @property
     def begins(self) -> bool:
-        """Whether it has the first layer."""
+        """Whether it has the model's first layer."""
         return self.layers.start == 0
 
     @property
     def ends(self) -> bool:
-        """Whether it has the last layer."""
+        """Whether it has the model's last layer."""
         return self.layers.stop == self.spec.num_layers
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [T] -> residual and normed [T, hidden]. Of the first stage."""
+        """token_ids [T] int64 -> residual and normed, each [T, hidden]. First stage only."""
         assert self._embedding is not None
         residual = F.embedding(token_ids, self._embedding)
         return residual, self.enter(residual)
 
     def enter(self, residual: Tensor) -> Tensor:
-        """The embedded rows, normed: the input of the first layer."""
+        """Norms the embedded rows: residual [T, hidden] -> the first layer's input, same shape."""
         assert self._first_norm is not None
         return self._ops.rms_norm(residual, self._first_norm, self.spec.rms_eps)
 
     def qkv(self, layer: int, normed: Tensor) -> Tensor:
-        """First dense half: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
+        """The first dense half: normed [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
         return self._layers[layer].qkv(normed)
 
     def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """Rotates q and k, puts k and v into their blocks, returns q [T, heads, head_dim]."""
+        """Rotates q and k, writes k and v into their blocks, returns q [T, heads, head_dim].
+
+        qkv: [T, (heads + 2 * kv_heads) * head_dim].
+        """
         qk_norm = self._layers[layer].qk_norm
-        return self._ops.rope_store(qkv, self.heads, self.rope, qk_norm, cache, layer, meta)
+        args = AttendArgs(self.heads, cache, layer, meta, self._scale)
+        return self._ops.rope_store(qkv, self.rope, qk_norm, args)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        return self._ops.attend(q, self.heads, cache, layer, meta, self._scale)
+        return self._ops.attend(q, AttendArgs(self.heads, cache, layer, meta, self._scale))
 
     def output(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
-        """Second dense half: updates `residual` in place, returns the next normed input."""
+        """The second dense half; updates `residual` in place.
+
+        attention [T, heads * head_dim], residual [T, hidden] -> the next normed input [T, hidden].
+        """
         normed = self.add_attention(layer, self.project(layer, attention), residual)
         return self.add_mlp(layer, self.mlp(layer, normed), residual)
 
-    # The second half in four, for whoever has to sum up what several shards give
+    # The second half in four parts, between which shards are summed
 
     def project(self, layer: int, attention: Tensor) -> Tensor:
-        """[T, heads * head_dim] -> what the attention adds to the residual."""
+        """The output projection: [T, heads * head_dim] -> [T, hidden], to add to the residual."""
         return self._layers[layer].output(attention)
 
     def add_attention(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
-        """Adds it to `residual` in place, returns the MLP's input."""
+        """Adds the projected attention to `residual` in place; returns the MLP's input.
+
+        All tensors are [T, hidden].
+        """
         norm = self._layers[layer].post_norm
         return self._ops.add_rms_norm(added, residual, norm, self.spec.rms_eps)
 
@@ -158,7 +179,7 @@ class DecoderModel:
         return self._ops.add_rms_norm(added, residual, norm, self.spec.rms_eps)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Of the last layer's output: [rows, hidden] -> [rows, vocab] float32. Last stage only."""
+        """The last layer's output [rows, hidden] -> [rows, vocab] float32. Last stage only."""
         assert self._head is not None
         return self._head(normed).float()
 
@@ -171,9 +192,10 @@ class DecoderModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """Fills the KVCache of the rows; logits [len(wanted), vocab] of the `wanted` rows, if any.
+        """Fills the KVCache of the rows and returns the logits of the `wanted` ones, if any.
 
-        The last layer goes on after its KVCache only with the wanted rows: nobody reads the others.
+        token_ids [T] int64, wanted [W] row numbers -> [W, vocab] float32. After its KVCache is
+        stored, the last layer computes only the wanted rows, since no other row is read.
         """
         start = self.embed(token_ids)
         done = self.advance(*start, cache, meta, wanted, on_layer, before_attend)
@@ -189,8 +211,10 @@ class DecoderModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Residual and normed of all rows [T, hidden] through all layers that are here; after the
-        model's last layer those of the `wanted` rows, None if there are none."""
+        """Runs residual and normed, each [T, hidden], through this model's layers.
+
+        After the model's last layer only the `wanted` rows remain, [W, hidden]; None without them.
+        """
         last = self.spec.num_layers - 1
         for layer in self.layers:
             q = self.store(layer, self.qkv(layer, normed), cache, meta)

@@ -1,35 +1,35 @@
-"""The few tensor operations a decoder model is made of, and who may implement them.
+"""The tensor operations of a decoder model, as a protocol for several implementations.
 
-`engine.reference` implements them in plain torch: it is the meaning, slow and portable.
-`engine.native` implements them with prepacked linears and our C++ kernels: it is checked against
-the reference and chosen by itself where CPU and installation allow. Model code knows only this
-protocol.
+`engine.reference` implements them in plain torch; it is slow, portable, and defines the results.
+`engine.native` implements them in C++ and is tested against the reference. `engine.cuda` implements
+them on GPUs. Model code uses only this protocol.
 
 Two rules bind every implementation, because a cache hit must not change an answer:
 
-* **Rows do not see each other.** The bits of a row's result depend on that row's input (and, in
-  attention, on the KVCache before it), never on how many rows share the call, on their order, on
-  how the prompt was chunked, nor on the thread count.
-* **Nothing past a sequence's context is read into a result**: blocks may hold any bytes there,
-  NaN included.
+* **Rows are independent (batch invariance).** The bits of a row's result depend on that row's
+  input, and in attention on the KVCache before it. They do not depend on the number or order of
+  rows in the call, on the chunks of the prompt, or on the thread count. Library kernels break this
+  rule: `F.linear` differs at 1 to 3 rows in float32 (docs/decisions/034).
+* **No result reads past a sequence's context.** Blocks may hold any bytes there, NaN included.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moonpool.config import Quantization
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout
 
 SPAN = 256
-"""Tokens that attention takes at once, from a multiple of it on."""
+"""Tokens that attention processes at once, starting at a multiple of SPAN."""
 SEGMENT = 8 * SPAN
-"""Tokens after which attention begins anew: segments may be attended apart, anywhere, and merged
-in their order, with the same bits as in one go. attention.cpp has the same numbers."""
+"""Tokens after which attention restarts its sums. Segments may be computed separately, in any
+process, and merged in their order, with the bits of a single pass. attention.cpp has the same
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The block arena as the engine sees it: `blocks[b, layer - first_layer]` is one contiguous
-    slice. Only a stage's cache on a GPU has not all layers.
+    """The block arena: `blocks[b, layer - first_layer]` is one contiguous slice. It has all layers,
+    except on a GPU in a pipeline stage.
 
     blocks: [num_blocks, num_layers, slice_elements], of the layout's dtype.
     """
@@ -67,8 +67,7 @@ class KvCache:
 class RopeTable:
     """Rotary angles, already scaled. cos, sin: [max_positions, rotary_dim / 2] float32.
 
-    The rotation pairs element i with i + rotary_dim / 2 ("rotate half", as Llama checkpoints have
-    it).
+    The rotation pairs element i with i + rotary_dim / 2 ("rotate half", as in Llama checkpoints).
     """
 
     cos: Tensor
@@ -77,6 +76,8 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
+    """Grouped-query attention: `num_heads` is a multiple of `num_kv_heads`."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -91,6 +92,16 @@ class QkNorm:
     eps: float
 
 
+class AttendArgs(NamedTuple):
+    """The arguments that all attention operations on one layer share. `scale` multiplies scores."""
+
+    heads: HeadShape
+    cache: KvCache
+    layer: int
+    meta: StepMeta
+    scale: float
+
+
 class Linear(Protocol):
     """`y = x @ weight.T + bias`. x: [T, in_features] -> [T, out_features], dtype of the model."""
 
@@ -98,16 +109,18 @@ class Linear(Protocol):
 
 
 class Ops(Protocol):
-    """Stateless but for the weights packed by `linear`. Engines whose `arithmetic` is equal compute
-    equal bits; others must not share blocks."""
+    """The operations of one device. They have no state except the weights packed by `linear`.
+
+    Engines with equal `arithmetic` compute equal bits; others must not share blocks.
+    """
 
     name: str
     arithmetic: str
-    inner: str  # of the slices they read and write
-    device: torch.device  # of the blocks, the weights and every [T, ...]; `StepMeta` is on the CPU
+    inner: str  # the element order inside the slices (`engine.slices`)
+    device: torch.device  # of blocks, weights and every [T, ...]; `StepMeta` is on the CPU
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Packs `weight` [out, in]. The caller drops its own copy afterwards."""
+        """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,7 +128,7 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x` in place, then returns the norm of residual. All [T, hidden]."""
+        """Adds x to residual in place and returns the norm of residual. All [T, hidden]."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -123,30 +136,15 @@ class Ops(Protocol):
         ...
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        heads: HeadShape,
-        rope: RopeTable,
-        qk_norm: QkNorm | None,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
+        self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        """Norms (if asked) and rotates q and k, writes k and v into their blocks, returns q.
+        """Norms q and k (with `qk_norm`), rotates them, writes k and v into their blocks.
 
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim] -> q [T, num_heads, head_dim].
         """
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         """Causal attention of each row over its sequence's KVCache, the row's own token included.
 
         q [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Scores and sums in float32.
@@ -155,14 +153,17 @@ class Ops(Protocol):
 
 
 def with_quantization(arithmetic: str, quantization: Quantization) -> str:
-    """Its name with rounded weights: other numbers come of it, so other blocks."""
+    """The name of the arithmetic with quantized weights, which give other blocks."""
     return arithmetic if quantization == "none" else f"{arithmetic} {quantization}"
 
 
 class SplitOps(Ops, Protocol):
-    """Operations whose attention call can be taken apart, so that another process, which holds the
-    blocks, does its share: `rope` here; `store`, and one of the others, there. Every way gives the
-    bits of `rope_store` and `attend`."""
+    """Operations whose attention can be divided between two processes (attention offloading).
+
+    This process calls `rope`. The process with the blocks calls `store`, then either `attend`, or
+    `attend_old` and `attend_new`, or `attend_segments`. All combinations give the bits of
+    `rope_store` and `attend`.
+    """
 
     def rope(
         self,
@@ -172,54 +173,37 @@ class SplitOps(Ops, Protocol):
         qk_norm: QkNorm | None,
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor]:
-        """`rope_store` without blocks: q [T, num_heads, head_dim], and K beside V
+        """`rope_store` without blocks. Returns q [T, num_heads, head_dim], and K followed by V
         [T, 2 * num_kv_heads, head_dim]."""
         ...
 
-    def store(
-        self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
-    ) -> None:
-        """Writes what `rope` gave into the rows' blocks."""
+    def store(self, kv: Tensor, args: AttendArgs) -> None:
+        """Writes K and V, as `rope` returned them, into the rows' blocks."""
         ...
 
-    def attend_old(
-        self, q: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta, scale: float
-    ) -> Tensor:
-        """Attention as far as it goes without the step's own K and V: a state for `attend_new`."""
+    def attend_old(self, q: Tensor, args: AttendArgs) -> Tensor:
+        """The attention over tokens before the step's own K and V: a state for `attend_new`."""
         ...
 
-    def attend_new(
-        self,
-        q: Tensor,
-        state: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
-        """Goes on from `attend_old`, with K and V stored: the result of `attend`."""
+    def attend_new(self, q: Tensor, state: Tensor, args: AttendArgs) -> Tensor:
+        """Continues `attend_old` once K and V are stored: the result of `attend`."""
         ...
 
-    def attend_segments(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-        segments: Tensor,
-    ) -> Tensor:
-        """Partials [T, num_heads, head_dim + 2] float32 of one segment of each sequence's context:
-        highest score (base 2, -inf if there is none), sum of weights, and output times that sum.
-        segments: [S] int32. Only their blocks need be in the tables."""
+    def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
+        """Partial attention over one segment of each sequence's context.
+
+        segments [S] int32 -> [T, num_heads, head_dim + 2] float32: the highest score (base 2, -inf
+        without tokens), the sum of weights, and the output times that sum. The block tables need
+        only contain the blocks of those segments.
+        """
         ...
 
     def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, num_heads, head_dim + 2] -> [rows, num_heads * head_dim]: row r is the merged
-        `partials[order[starts[r] : starts[r + 1]]]`, in the order of their tokens; 0 if none has
-        seen a token. order, starts: int32."""
+        """Merges partials [P, num_heads, head_dim + 2] -> [rows, num_heads * head_dim].
+
+        Row r merges `partials[order[starts[r] : starts[r + 1]]]`, in the order of their tokens. It
+        is 0 if no partial has a token. order, starts: int32.
+        """
         ...
 
 
@@ -229,8 +213,7 @@ def empty_cache(
     device: torch.device | None = None,
     layers: range | None = None,
 ) -> KvCache:
-    """Zeroed blocks of the engine's own, not shared with the messenger; on the CPU, and with all
-    layers, by default."""
+    """Zeroed blocks in the engine's own memory, by default on the CPU and with all layers."""
     layers = range(layout.num_layers) if layers is None else layers
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
     shape = (num_blocks, len(layers), layout.slice_elements)

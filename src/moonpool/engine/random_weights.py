@@ -1,7 +1,7 @@
-"""Models of random weights, of any asked size, for tests and benchmarks: `random:m150` and so on.
+"""Models with random weights of any size, for tests and benchmarks: `random:m150` and so on.
 
-Owns the names' grammar and the generation. Every process makes the same bits: they are raw output
-of a seeded generator, scaled once, so the name alone is the model's identity. Never reads a file.
+Every process generates the same bits, as scaled raw output of a seeded generator. So the name alone
+identifies the model, and no file is read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
-from moonpool.engine.tensors import tensor_shapes
+from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec, tensor_shapes
 
 PREFIX = "random:"
-GENERATION = "random-weights-1"  # goes into the fingerprint: change it with any change of the bits
+GENERATION = "random-weights-1"  # part of the fingerprint: change it with any change of the bits
 MIN_VOCAB = 259
 INT16_STD = 65536 / 12**0.5
 
@@ -98,7 +97,7 @@ def _checked(name: str, spec: ModelSpec, given: dict[str, int]) -> ModelSpec:
 
 
 class RandomWeights:
-    """Seeded uniform weights, so scaled that attention and the next token depend on the input."""
+    """Seeded uniform weights, scaled so that attention and next tokens depend on the input."""
 
     def __init__(self, spec: ModelSpec, seed: int, dtype: torch.dtype) -> None:
         self._spec = spec

@@ -1,12 +1,13 @@
-"""The operations of a decoder in plain torch: the meaning every faster implementation is held to.
+"""The operations of a decoder in plain torch: the reference for every faster implementation.
 
-Rows do not see each other *by construction*: whatever adds numbers up (linears, attention) works on
-tiles of one fixed shape, padded where rows are missing, and `exp` is made of single operations, so
-neither the batch, nor the chunking, nor torch's choice of kernel can change a bit.
-Never allocates blocks, never samples.
+Rows are independent by construction. Every sum (linears, attention) runs over tiles of one fixed
+shape, padded where rows are missing, and `exp` consists of single operations. So neither the batch,
+nor the chunks, nor torch's choice of kernel changes a bit.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,8 @@ from moonpool.config import Quantization
 from moonpool.engine.int8 import Int8Linear
 from moonpool.engine.ops import (
     SEGMENT,
+    AttendArgs,
     HeadShape,
-    KvCache,
     Linear,
     QkNorm,
     RopeTable,
@@ -28,7 +29,7 @@ from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
 KEY_TILE = 128
-EMPTY = -1e30  # score of a row that has seen nothing: -inf less itself would be NaN
+EMPTY = -1e30  # best score of a row without keys: -inf minus itself would be NaN
 LN2 = (0.693359375, -2.12194440e-4)  # high and low part
 EXP_TERMS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -67,15 +68,9 @@ class ReferenceOps:
         return (gate / (1 + _exp(-gate)) * up).to(gate_up.dtype)
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        heads: HeadShape,
-        rope: RopeTable,
-        qk_norm: QkNorm | None,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
+        self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
+        heads, cache, layer, meta, _ = args
         q, k, v = self.rotated(qkv, heads, rope, qk_norm, meta)
         block_ids, offsets = places(meta, cache.layout.block_tokens)
         write_rows(cache, layer, block_ids, offsets, k, v)
@@ -89,7 +84,7 @@ class ReferenceOps:
         qk_norm: QkNorm | None,
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each [T, its heads, head_dim]: normed if asked, and turned."""
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: normed, rotated."""
         widths = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
         if qk_norm is not None:
@@ -99,15 +94,8 @@ class ReferenceOps:
         cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def attend(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        heads, cache, layer, meta, scale = args
         out = torch.empty_like(q)
         starts = meta.row_starts.tolist()
         for s, context in enumerate(meta.context_starts.tolist()):
@@ -121,7 +109,7 @@ class ReferenceOps:
 
 
 class _TiledLinear:
-    """Multiplies `ROW_TILE` rows at a time, always that many."""
+    """Multiplies exactly `ROW_TILE` rows at a time, padded with zeros."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
@@ -137,8 +125,8 @@ class _TiledLinear:
 class SequenceAttention:
     """Online softmax of one sequence's rows over its keys, in fixed tiles counted from token 0.
 
-    k, v: [context, kv_heads, head_dim] float32. Only the products need tiles of one shape: what is
-    done to single elements is done to all row tiles at once.
+    k, v: [context, kv_heads, head_dim] float32. Only products need tiles of one shape; operations
+    on single elements run over all row tiles at once.
     """
 
     def __init__(self, k: Tensor, v: Tensor, heads: HeadShape, scale: float) -> None:
@@ -152,7 +140,7 @@ class SequenceAttention:
         self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(shape).permute(0, 2, 1, 3).contiguous()
 
     def rows(self, q: Tensor, first_position: int) -> Tensor:
-        """q [T, num_heads, head_dim], its first row at `first_position` -> the same shape."""
+        """q [T, num_heads, head_dim] -> the same shape. Row 0 stands at `first_position`."""
         tiles, positions = self._row_tiles(q), self._positions(q, first_position)
         state = self._walk(tiles, positions, 0)
         for segment in range(1, -(-len(self._k) * KEY_TILE // SEGMENT)):
@@ -161,14 +149,14 @@ class SequenceAttention:
         return self._merged(out / total)[: q.shape[0]].to(q.dtype)
 
     def partials(self, q: Tensor, first_position: int, segment: int) -> Tensor:
-        """Of one segment: [T, num_heads, head_dim + 2] float32, see `SplitOps`."""
+        """One segment's partials, [T, num_heads, head_dim + 2] float32; see `SplitOps`."""
         tiles, positions = self._row_tiles(q), self._positions(q, first_position)
         best, total, out = self._walk(tiles, positions, segment)
         best = best.masked_fill(best <= EMPTY, -torch.inf)
         return self._merged(torch.cat((best, total, out), dim=-1))[: q.shape[0]]
 
     def _positions(self, q: Tensor, first_position: int) -> Tensor:
-        """Of the rows of every row tile, those of the padding too."""
+        """[tiles, 1, ROW_TILE * group, 1]: positions of all rows, including the padding."""
         num_tiles = -(-q.shape[0] // ROW_TILE)
         positions = torch.arange(first_position, first_position + num_tiles * ROW_TILE)
         return positions.repeat_interleave(self._group).view(num_tiles, 1, -1, 1)
@@ -198,14 +186,14 @@ class SequenceAttention:
         return tiles.reshape(-1, kv_heads, ROW_TILE * self._group, head_dim)
 
     def _merged(self, tiles: Tensor) -> Tensor:
-        """The way back: [tiles * ROW_TILE, num_heads, width]."""
+        """[tiles, kv_heads, ROW_TILE * group, width] -> [tiles * ROW_TILE, num_heads, width]."""
         kv_heads, width = self._heads.num_kv_heads, tiles.shape[-1]
         apart = tiles.view(-1, kv_heads, ROW_TILE, self._group, width).permute(0, 2, 1, 3, 4)
         return apart.reshape(-1, self._heads.num_heads, width)
 
 
 def fold(state: State, later: State) -> State:
-    """Highest score, sum and output of two runs of tokens together. Exact where one is empty."""
+    """Combines the softmax states of two runs of tokens. Exact if one of them is empty."""
     best, total, out = state
     later_best, later_total, later_out = later
     now = torch.maximum(best, later_best)
@@ -215,7 +203,7 @@ def fold(state: State, later: State) -> State:
 
 
 def places(meta: StepMeta, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Block and offset in it of every row."""
+    """The block of every row and its offset in that block, each [T] int64."""
     counts = meta.row_starts.diff().long()
     sequences = torch.arange(meta.num_sequences).repeat_interleave(counts)
     positions = meta.positions.long()
@@ -224,18 +212,21 @@ def places(meta: StepMeta, block_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) in float32. x [T, heads, head_dim]."""
+    """Rotates the pairs (i, i + head_dim / 2) in float32.
+
+    x: [T, heads, head_dim]; cos, sin: [T, 1, head_dim / 2].
+    """
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp of float32, right to 1e-7 relative, exactly 0 below -87, finite above 88.
+    """exp of float32 with relative error 1e-7, exactly 0 below -87, finite above 88.
 
-    torch's own elementwise functions are no use here: their bits depend on where in the tensor an
-    element lies (vector body or scalar tail) and on how many threads share it. Multiplications and
-    additions one by one are rounded alike everywhere.
+    The bits of torch's elementwise functions depend on an element's place in the tensor (vector
+    body or scalar tail) and on the thread count. Single multiplications and additions round alike
+    everywhere.
     """
     kept = x.clamp(-87.0, 88.0)
     powers = (kept * 1.4426950408889634).round_()
@@ -245,3 +236,60 @@ def _exp(x: Tensor) -> Tensor:
         terms = (terms + term) * rest
     scale = ((powers.int() + 127) << 23).view(torch.float32)
     return torch.where(x < -87.0, 0.0, (terms * rest + rest + 1.0) * scale)
+
+
+class ReferenceSplitOps(ReferenceOps):
+    """`SplitOps` in plain torch."""
+
+    def rope(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        rope: RopeTable,
+        qk_norm: QkNorm | None,
+        meta: StepMeta,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = self.rotated(qkv, heads, rope, qk_norm, meta)
+        return q, torch.cat((k, v), dim=1)
+
+    def store(self, kv: Tensor, args: AttendArgs) -> None:
+        _, cache, layer, meta, _ = args
+        k, v = kv.chunk(2, dim=1)
+        block_ids, offsets = places(meta, cache.layout.block_tokens)
+        write_rows(cache, layer, block_ids, offsets, k, v)
+
+    def attend_old(self, q: Tensor, args: AttendArgs) -> Tensor:
+        return torch.empty(0)  # the reference computes everything in `attend_new`
+
+    def attend_new(self, q: Tensor, state: Tensor, args: AttendArgs) -> Tensor:
+        return self.attend(q, args)
+
+    def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
+        heads, cache, layer, meta, scale = args
+        partials = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim + 2)
+        starts = meta.row_starts.tolist()
+        for s, context in enumerate(meta.context_starts.tolist()):
+            first, last, segment = starts[s], starts[s + 1], int(segments[s])
+            end = min(context + last - first, (segment + 1) * SEGMENT)
+            k, v = read_rows(cache, layer, meta.block_tables[s], max(end, 0))
+            # Tokens before the segment may lie in blocks that this process does not have.
+            k, v = k.float(), v.float()
+            k[: segment * SEGMENT] = 0
+            v[: segment * SEGMENT] = 0
+            attention = SequenceAttention(k, v, heads, scale)
+            partials[first:last] = attention.partials(q[first:last], context, segment)
+        return partials
+
+    def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        bounds = starts.tolist()
+        out = torch.zeros(len(bounds) - 1, partials.shape[1], partials.shape[2] - 2)
+        for row, (first, end) in enumerate(pairwise(bounds)):
+            state = None
+            for index in order[first:end].tolist():
+                best, total, sums = partials[index].split_with_sizes((1, 1, out.shape[2]), dim=-1)
+                part = (best.clamp(min=EMPTY), total, sums)
+                state = part if state is None else fold(state, part)
+            if state is not None:
+                seen = state[1] > 0
+                out[row] = torch.where(seen, state[2] / state[1].where(seen, 1.0), 0.0)
+        return out.flatten(1).to(dtype)

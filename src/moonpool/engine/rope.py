@@ -1,7 +1,7 @@
-"""Rotary tables: the angles of every position, with the scaling a checkpoint was trained with.
+"""Rotary tables: the angles of every position, with the checkpoint's RoPE scaling.
 
-Owns the frequency formulas, evaluated in float32 and in the order `transformers` has, because that
-arithmetic is what checkpoints were trained and are judged with. Never rotates anything.
+The formulas are evaluated in float32 and in the order of `transformers`, because checkpoints are
+trained and judged with that arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moonpool.engine.spec import RopeSpec
 
 
 def rope_table(rope: RopeSpec, head_dim: int, max_positions: int) -> RopeTable:
-    """cos and sin [max_positions, head_dim / 2] float32, times the attention factor of YaRN."""
+    """cos and sin, each [max_positions, head_dim / 2] float32, times YaRN's attention factor."""
     frequencies = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     scale = _attention_factor(rope)
@@ -37,7 +37,10 @@ def _frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Stretches long waves by `factor`, keeps short ones, and interpolates between them.
+
+    frequencies: [head_dim / 2] float32, as the result.
+    """
     original = rope.original_max_positions
     longest = original / rope.low_freq_factor
     shortest = original / rope.high_freq_factor
@@ -50,7 +53,10 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """Pairs that turn less than `beta_slow` times over the original context are interpolated."""
+    """Interpolates the pairs that rotate less than `beta_slow` times over the original context.
+
+    wavelengths: [head_dim / 2] -> frequencies of the same shape.
+    """
 
     def pair_turning(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)

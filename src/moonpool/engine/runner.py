@@ -1,8 +1,8 @@
-"""Runs steps: turns what the sequences ask for into rows, through the model, into tokens.
+"""The engine of one process: a step's entries become rows, logits and tokens.
 
-Owns the packed model of one process. The blocks belong to whoever made the arena: the engine writes
-the slots the sequences name, and nothing else. Never decides what runs, and keeps nothing between
-steps but the weights.
+It owns the packed model. The blocks belong to the arena's owner: the engine writes only the blocks
+that a step's entries name. It does not decide what runs, and keeps nothing but weights between
+steps.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from torch import Tensor
 
 from moonpool.config import Quantization
 from moonpool.engine import native
-from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.cuda.choice import Model, choose_device_ops, with_graphs
-from moonpool.engine.cuda.mirror import Mirror
+from moonpool.engine.builtin import LoadedModel, open_tokenizer
+from moonpool.engine.cuda.host_sync import HostGpuSync
+from moonpool.engine.device import Model, choose_device_ops, with_graphs
 from moonpool.engine.grammar import Grammars
 from moonpool.engine.model import DecoderModel
-from moonpool.engine.ops import KvCache, Ops
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.rows import plan_rows
-from moonpool.engine.sampler import sample
+from moonpool.engine.ops import KvCache, Ops, SplitOps
+from moonpool.engine.parallel.tensor_model import ShardedModel
+from moonpool.engine.reference import ReferenceOps, ReferenceSplitOps
+from moonpool.engine.sampler import draw_of, sample
 from moonpool.engine.slices import INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
-from moonpool.engine.step import BeforeAttend, LayerDone, SequenceStep, StepResult
-from moonpool.engine.tensor.model import ShardedModel
-from moonpool.engine.tokenizers.registry import open_tokenizer
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.engine.step import BeforeAttend, LayerDone, StepResult, plan_rows
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model, its operations and the blocks it works in. Steps run one at a time."""
+    """One model, its operations and its KVCache blocks. Steps run one at a time."""
 
     def __init__(
         self,
         model: LoadedModel,
         ops: Ops,
         cache: KvCache,
-        mirror: Mirror | None = None,
+        host_sync: HostGpuSync | None = None,
         staggered: bool = False,
         sharded: ShardedModel | None = None,
     ) -> None:
-        """`staggered`: decodes run as two halves that take turns, see `engine.staggered`.
-        `sharded`: the model, where it is computed in shards, see `engine.tensor`."""
+        """`host_sync` copies between GPU blocks and the arena. `staggered`: decodes run as two
+        alternating half batches (`engine.staggered`). `sharded` replaces the model where it is
+        computed in shards (`engine.parallel.tensor_model`).
+
+        Raises `ValueError` if the cache's layout does not fit the model.
+        """
         self.spec: ModelSpec = model.spec
         self.layout: BlockLayout = cache.layout
         self.ops_name = ops.name
@@ -70,7 +73,7 @@ class Engine:
         self.grammars = grammars_of(model)
         self._cache = cache
         self._device = ops.device
-        self.mirror = mirror
+        self.host_sync = host_sync
         self._model: Model
         if sharded is not None:
             self._model = sharded
@@ -81,19 +84,19 @@ class Engine:
 
     def step(
         self,
-        sequences: Sequence[SequenceStep],
+        entries: Sequence[StepEntry],
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> StepResult:
-        """Computes all new tokens' KVCache, and draws where asked. Raises `StepError`.
+        """Computes the KVCache of all new tokens and draws the tokens that entries ask for.
 
         `on_layer(i)` is called, in this thread, once layer i of the whole step is in its blocks,
-        and in those of the `mirror` if there is one. `before_attend(i)` is called before layer i of
-        the blocks is read.
+        and with `host_sync` also in the arena. `before_attend(i)` is called before layer i of the
+        blocks is read. Raises `StepError`.
         """
         began_s = time.perf_counter()
-        drawing = [i for i, sequence in enumerate(sequences) if sequence.draw is not None]
-        tokens: list[Token | None] = [None] * len(sequences)
+        drawing = [i for i, entry in enumerate(entries) if entry.draw is not None]
+        tokens: list[Token | None] = [None] * len(entries)
         void: set[int] = set()
 
         def wait(layer: int) -> Collection[int]:
@@ -102,49 +105,49 @@ class Engine:
             return void
 
         waits = None if before_attend is None else wait
-        logits = self._forward(sequences, drawing, on_layer, waits)
+        logits = self._forward(entries, drawing, on_layer, waits)
         if logits is not None and void:
             rows = [row for row, i in enumerate(drawing) if i not in void]
             logits, drawing = logits[rows], [drawing[row] for row in rows]
         if logits is not None and drawing:
-            draws = [draw for i in drawing if (draw := sequences[i].draw) is not None]
-            ends = [sequences[i].start + len(sequences[i].new_token_ids) for i in drawing]
+            draws = [draw_of(entries[i], self.spec.eos_token_ids) for i in drawing]
+            ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
             for i, token in zip(drawing, sample(logits, draws, ends, self.grammars), strict=True):
                 tokens[i] = token
         return StepResult(tokens, time.perf_counter() - began_s)
 
-    def logits(self, sequences: Sequence[SequenceStep]) -> Tensor:
-        """Runs the step and returns the last row's logits of every sequence: [S, vocab] float32."""
-        logits = self._forward(sequences, list(range(len(sequences))), None)
+    def logits(self, entries: Sequence[StepEntry]) -> Tensor:
+        """Runs the step. Returns the logits after each sequence's last row: [S, vocab] float32."""
+        logits = self._forward(entries, list(range(len(entries))), None)
         assert logits is not None
         return logits
 
     def _forward(
         self,
-        sequences: Sequence[SequenceStep],
+        entries: Sequence[StepEntry],
         drawing: list[int],
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        rows = plan_rows(sequences, self.spec, self.layout, self.num_blocks)
+        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
         wanted = None
         if drawing:
             wanted = torch.from_numpy(rows.last[drawing]).to(self._device)
         layer_done = on_layer
-        if self.mirror is not None:
-            layer_done = self.mirror.begin(rows.meta, announced=on_layer is not None)
+        if self.host_sync is not None:
+            layer_done = self.host_sync.begin(rows.meta, announced=on_layer is not None)
         with torch.inference_mode():
             token_ids = rows.token_ids.to(self._device)
             logits = self._model.forward(
                 token_ids, self._cache, rows.meta, wanted, layer_done, before_attend
             )
-        if self.mirror is not None:
-            self.mirror.end(on_layer)
+        if self.host_sync is not None:
+            self.host_sync.end(on_layer)
         return logits
 
 
 def grammars_of(model: LoadedModel) -> Grammars:
-    """For answers that must have a form; opens the model's tokenizer when that is first asked."""
+    """The matchers for structured output. They open the model's tokenizer at first use."""
     spec = model.spec
     reader = partial(open_tokenizer, model.tokenizer, spec.vocab_size)
     return Grammars(reader, spec.vocab_size, spec.eos_token_ids)
@@ -153,10 +156,11 @@ def grammars_of(model: LoadedModel) -> Grammars:
 def make_layout(
     model: LoadedModel, block_tokens: int, ops: Ops | None = None, num_shards: int = 1
 ) -> BlockLayout:
-    """The blocks this model fills, named after `ops` if they are to be shared with other engines,
-    and after the shards in which it is computed: sums over them have other last bits.
+    """The layout of the blocks that this model fills.
 
-    Raises `ValueError` where the engine cannot have them.
+    With `ops` it includes the name of their arithmetic, which instances that share blocks must have
+    in common. It includes the number of shards, since sums over shards differ in their last bits.
+    Raises `ValueError` for a layout that the engine does not support.
     """
     arithmetic = "" if ops is None else ops.arithmetic
     if arithmetic and num_shards > 1:
@@ -176,12 +180,13 @@ def make_layout(
 
 
 def choose_ops(dtype: str, device: str = "cpu", quantization: Quantization = "none") -> Ops:
-    """The fastest operations this machine and installation have for `dtype`; logs which and why.
+    """The fastest operations for `dtype` on this machine; logs the choice and its reason.
 
-    Raises `ValueError` where the device does not take such weights."""
+    Raises `ValueError` if the device does not support the quantization.
+    """
     if device != "cpu":
         if quantization != "none":
-            raise ValueError(f"{quantization} weights are for --device cpu, not {device}")
+            raise ValueError(f"{quantization} weights need --device cpu, not {device}")
         return choose_device_ops(torch.device(device))
     kind = dtype if quantization == "none" else f"{dtype} with {quantization} weights"
     missing = native.available()
@@ -193,3 +198,15 @@ def choose_ops(dtype: str, device: str = "cpu", quantization: Quantization = "no
     ops = NativeOps(quantization=quantization)
     logger.info("%s runs on native kernels (%s)", kind, ops.isa)
     return ops
+
+
+def choose_split_ops(quantization: Quantization = "none") -> SplitOps:
+    """The operations that `choose_ops` chooses on the CPU, with an attention that can be split.
+
+    The arithmetic is the same, so the blocks can be shared.
+    """
+    if native.available() is not None:
+        return ReferenceSplitOps(quantization)
+    from moonpool.engine.native.split import NativeSplitOps
+
+    return NativeSplitOps(quantization=quantization)

@@ -1,21 +1,22 @@
 """Draws the next token of each sequence from its logits.
 
-Each draw is keyed by (seed, position of the new token) through a counted hash, and each row is
-worked on by itself, so a request's tokens depend neither on its batch nor on its instance.
-Never keeps anything between steps.
+Each draw is keyed by (seed, position of the new token) through a counter-based hash, and rows are
+independent. So a request's tokens depend neither on its batch nor on its instance. The sampler
+keeps no state between steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moonpool.engine.grammar import Grammars, Mask
-from moonpool.engine.step import Draw
+from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams, Token, TokenLogprobs
 
 Row = NDArray[np.float64]
@@ -26,7 +27,28 @@ _MASK = (1 << 64) - 1
 
 
 class NonFiniteLogitsError(ArithmeticError):
-    """The model's output holds NaN or infinity where a token was to be drawn."""
+    """The logits of a row to be sampled contain NaN or infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How to draw one sequence's next token.
+
+    `generated` are the tokens generated so far, those of this step included; the penalties and
+    `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty applies
+    to them, else empty.
+    """
+
+    params: SamplingParams
+    generated: Sequence[int]
+    eos_token_ids: Sequence[int]
+    prompt_ids: frozenset[int] = frozenset()
+
+
+def draw_of(entry: StepEntry, eos_token_ids: Sequence[int]) -> Draw:
+    """The draw of an entry whose `draw` is set."""
+    assert entry.draw is not None
+    return Draw(entry.draw, entry.generated, eos_token_ids, entry.prompt_ids)
 
 
 def sample(
@@ -35,16 +57,16 @@ def sample(
     positions: Sequence[int],
     grammars: Grammars | None = None,
 ) -> list[Token]:
-    """One token per row. logits [rows, vocab] float32; positions: where the new tokens will stand;
-    grammars: for draws that have one.
+    """Draws one token per row.
 
-    Raises `NonFiniteLogitsError`.
+    logits: [rows, vocab] float32. positions: [rows], the places of the new tokens in their
+    sequences. grammars: needed by draws with structured output. Raises `NonFiniteLogitsError`.
     """
     best_logits, best_ids = logits.max(dim=-1)
     best, values = best_ids.tolist(), best_logits.tolist()
     tokens = []
     for i, draw in enumerate(draws):
-        # NaN wins the maximum, so the chosen logit shows it.
+        # The maximum of a row with NaN is NaN.
         if not abs(values[i]) < np.inf:
             raise NonFiniteLogitsError(
                 f"row {i} of the step has logit {values[i]}: weights or KVCache"
@@ -58,7 +80,7 @@ def sample(
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments (splitmix64, twice)."""
+    """A number in [0, 1) that depends only on the arguments (splitmix64, applied twice)."""
     return (_mix(_mix(seed & _MASK) ^ (position & _MASK)) >> 11) / (1 << 53)
 
 
@@ -84,11 +106,11 @@ def _is_plainly_greedy(draw: Draw) -> bool:
 
 
 def _allowed(draw: Draw, grammars: Grammars | None) -> Mask | None:
-    """None: any."""
+    """[vocab] bool; None if every token is allowed."""
     grammar = draw.params.grammar
     if not grammar:
         return None
-    assert grammars is not None, "whoever draws for requests has them"
+    assert grammars is not None, "engines that serve requests have grammars"
     return grammars.allowed(grammar, draw.generated)
 
 
@@ -110,7 +132,7 @@ def _draw(raw: Row, draw: Draw, position: int, allowed: Mask | None) -> Token:
 
 
 def _penalised(raw: Row, draw: Draw) -> Row:
-    """With biases, penalties for what was seen, and no end before `min_tokens`."""
+    """The row [vocab] with logit biases, penalties, and end tokens masked before `min_tokens`."""
     params = draw.params
     row = raw.copy()
     for token_id, bias in params.logit_bias:
@@ -132,7 +154,10 @@ def _penalised(raw: Row, draw: Draw) -> Row:
 
 
 def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
-    """Token ids that top_k, top_p and min_p leave, and their weights (not normalised)."""
+    """The token ids that top_k, top_p and min_p keep, and their weights (not normalised).
+
+    row: [vocab]; both results: [candidates].
+    """
     row = row - row.max()
     if not params.top_k and params.top_p >= 1:
         weights = np.exp(row)
@@ -145,7 +170,7 @@ def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
         ids = _largest(row, count)
         weights = np.exp(row[ids])
         if params.top_k:
-            total = float(weights.sum())  # top_p counts within what top_k leaves, as in vLLM
+            total = float(weights.sum())  # top_p applies to what top_k keeps, as in vLLM
         kept = _nucleus(weights / total, params.top_p)
         if kept < count or params.top_k or count == len(row):
             break
@@ -156,7 +181,7 @@ def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
 
 
 def _largest(row: Row, count: int) -> Ids:
-    """Ids of the `count` largest, falling; equal ones by id."""
+    """Ids of the `count` largest numbers in falling order; ties by id."""
     ids = np.arange(len(row))
     if count < len(row):
         ids = np.argpartition(-row, count - 1)[:count]
@@ -164,7 +189,7 @@ def _largest(row: Row, count: int) -> Ids:
 
 
 def _nucleus(probabilities: Row, top_p: float) -> int:
-    """How many of the falling probabilities it takes to reach top_p; at least one."""
+    """How many of the falling `probabilities` are needed to reach top_p; at least one."""
     if top_p >= 1:
         return len(probabilities)
     reached = int(np.searchsorted(probabilities.cumsum(), top_p, side="left"))
@@ -172,7 +197,8 @@ def _nucleus(probabilities: Row, top_p: float) -> int:
 
 
 def _logprobs(raw: Row, token_id: int, count: int) -> TokenLogprobs:
-    """From the model's own distribution, before temperature and penalties, as OpenAI gives them."""
+    """Logprobs of the model's own distribution, before temperature and penalties, as in OpenAI's
+    API. raw: [vocab]."""
     peak = raw.max()
     normaliser = peak + np.log(np.exp(raw - peak).sum())
     top = _largest(raw, min(count, len(raw))) if count else np.empty(0, dtype=np.int64)

@@ -1,16 +1,20 @@
-"""The inside of a layer slice: where each K and V element of a block lies ("paired-v1").
+"""The element order inside a block's layer slice: "paired-v1" on the CPU, "rows-v1" on GPUs.
 
-Owns that order, in plain torch, for whoever needs elements rather than bytes: the reference ops
-and the tests. The native kernels walk the same order by address. Never allocates, never computes.
+This module reads and writes elements in plain torch, for the reference operations and tests. The
+native kernels use the same order by address.
 
-A slice is K, then V. The unit is a 32-bit lane of `pack` neighbours (bfloat16: 2, float32: 1), as
-dot-product instructions take lanes: K pairs neighbours in head_dim, V neighbours in tokens.
+A slice is K, then V. In "paired-v1" the unit is a 32-bit lane of `pack` neighbours (bfloat16: 2,
+float32: 1), as dot-product instructions need them: K pairs neighbours in head_dim, V neighbours in
+tokens.
 
     K [kv_heads][head_dim / pack][block_tokens][pack]
     V [kv_heads][block_tokens / pack][head_dim][pack]
 
-Where a model is computed in shards ("paired-v1/2": in two), a slice is one such slice per shard,
-each with its share of the KV heads, so that a shard's part of it is contiguous.
+With shards ("paired-v1/2" has two), a slice consists of one such slice per shard, each with its
+share of the KV heads. A shard's part is therefore contiguous.
+
+"rows-v1" has whole rows, as GPU attention reads them: K, then V, each
+[block_tokens][kv_heads][head_dim].
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ import msgspec
 from torch import Tensor
 
 from moonpool.engine.ops import KvCache
-from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
+from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 
 INNER = "paired-v1"
-ROWS_INNER = "rows-v1"  # what GPUs work on: see `engine.cuda.slices`
+ROWS_INNER = "rows-v1"
 LANE_BYTES = 4
 
 
@@ -32,12 +36,12 @@ def pack(layout: BlockLayout) -> int:
 
 
 def sharded_inner(inner: str, num_shards: int) -> str:
-    """The name of that order in so many shards."""
+    """The name of the order `inner` in `num_shards` shards."""
     return inner if num_shards == 1 else f"{inner}/{num_shards}"
 
 
 def shard_cache(cache: KvCache, shard: int, num_shards: int) -> KvCache:
-    """One shard's part of all blocks, shared: to operations, a cache of its own KV heads."""
+    """A view of one shard's part of all blocks: a cache with only that shard's KV heads."""
     own = msgspec.structs.replace(
         cache.layout,
         num_kv_heads=cache.layout.num_kv_heads // num_shards,
@@ -48,11 +52,11 @@ def shard_cache(cache: KvCache, shard: int, num_shards: int) -> KvCache:
 
 
 def check_layout(layout: BlockLayout) -> None:
-    """Refuses, with ValueError, a layout the engine's slices cannot have."""
+    """Raises ValueError for a layout that the engine does not support."""
     inner, _, shards = layout.inner.partition("/")
     divided = shards.isdecimal() and layout.num_kv_heads % int(shards) == 0
     if inner not in (INNER, ROWS_INNER) or (shards and not divided):
-        raise ValueError(f"KVCache layout {layout.inner!r} is unknown here: use {INNER!r}")
+        raise ValueError(f"KVCache layout {layout.inner!r} is not supported: use {INNER!r}")
     if layout.block_tokens % 16:
         raise ValueError(f"block_tokens is {layout.block_tokens}: make it a multiple of 16")
     if layout.head_dim % 16:
@@ -62,17 +66,20 @@ def check_layout(layout: BlockLayout) -> None:
 def cut_of_heads(
     layout: BlockLayout, first: int, count: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The bytes (start, end) of a slice that are K, and those that are V, of so many kv heads; put
-    together they are a slice of a layout with these heads alone. ValueError on other layouts."""
+    """The byte ranges (start, end) in a slice of K and of V for `count` KV heads from `first` on.
+
+    Joined, the two ranges are a slice of a layout with only these heads. Raises ValueError for
+    layouts other than "paired-v1".
+    """
     if layout.inner != INNER:
-        raise ValueError(f"slices of layout {layout.inner!r} cannot be shared out by head")
+        raise ValueError(f"slices of layout {layout.inner!r} cannot be divided by head")
     head_bytes = layout.slice_bytes // (2 * layout.num_kv_heads)
     start, end, half = first * head_bytes, (first + count) * head_bytes, layout.slice_bytes // 2
     return (start, end), (half + start, half + end)
 
 
 def key_view(cache: KvCache, layer: int) -> Tensor:
-    """K of all blocks, shared: [num_blocks, kv_heads, head_dim / pack, block_tokens, pack]."""
+    """A view of K in all blocks: [num_blocks, kv_heads, head_dim / pack, block_tokens, pack]."""
     own = cache.layout
     lanes = pack(own)
     keys = cache.blocks[:, layer, : own.slice_elements // 2]
@@ -82,7 +89,7 @@ def key_view(cache: KvCache, layer: int) -> Tensor:
 
 
 def value_view(cache: KvCache, layer: int) -> Tensor:
-    """V of all blocks, shared: [num_blocks, kv_heads, block_tokens / pack, head_dim, pack]."""
+    """A view of V in all blocks: [num_blocks, kv_heads, block_tokens / pack, head_dim, pack]."""
     own = cache.layout
     lanes = pack(own)
     values = cache.blocks[:, layer, own.slice_elements // 2 :]
@@ -97,7 +104,7 @@ def write_rows(
     """Stores row t at token `offsets[t]` of block `block_ids[t]`. k, v: [T, kv_heads, head_dim]."""
     lanes = pack(cache.layout)
     block_ids, offsets = block_ids.long(), offsets.long()
-    # Index tensors apart from each other put the row dimension first: [T, kv_heads, ...].
+    # Index tensors that are not adjacent move the row dimension first: [T, kv_heads, ...].
     key_view(cache, layer)[block_ids, :, :, offsets, :] = k.unflatten(2, (-1, lanes))
     value_view(cache, layer)[block_ids, :, offsets // lanes, :, offsets % lanes] = v
 
@@ -112,3 +119,23 @@ def read_rows(
     keys = key_view(cache, layer)[table].permute(0, 3, 1, 2, 4).reshape(shape)
     values = value_view(cache, layer)[table].permute(0, 2, 4, 1, 3).reshape(shape)
     return keys[:num_tokens], values[:num_tokens]
+
+
+def key_rows(cache: KvCache, layer: int) -> Tensor:
+    """A view of K in all "rows-v1" blocks: [num_blocks, block_tokens, kv_heads, head_dim]."""
+    return _rows(cache, _slices(cache, layer)[:, : cache.layout.slice_elements // 2])
+
+
+def value_rows(cache: KvCache, layer: int) -> Tensor:
+    """A view of V in all "rows-v1" blocks: [num_blocks, block_tokens, kv_heads, head_dim]."""
+    return _rows(cache, _slices(cache, layer)[:, cache.layout.slice_elements // 2 :])
+
+
+def _slices(cache: KvCache, layer: int) -> Tensor:
+    return cache.blocks[:, layer - cache.first_layer]
+
+
+def _rows(cache: KvCache, half: Tensor) -> Tensor:
+    own = cache.layout
+    rows: Tensor = half.unflatten(1, (own.block_tokens, own.num_kv_heads, own.head_dim))
+    return rows

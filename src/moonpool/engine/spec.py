@@ -1,7 +1,7 @@
-"""What a model is: the dimensions and switches of a dense decoder, read from its `config.json`.
+"""The dimensions and options of a dense decoder, read from `config.json`, and its tensor shapes.
 
-Owns the reading of configs, in the old spelling (`rope_scaling`) and the new (`rope_parameters`),
-and the refusal of what the engine would compute wrongly. Never touches weights or tensors.
+Reads both spellings of RoPE scaling (`rope_scaling` and `rope_parameters`), and refuses every
+option that the engine would compute wrongly. It reads no weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class ModelError(ValueError):
-    """A model that cannot be served; the text says what is wrong and what to do."""
+    """The model cannot be served; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding and its scaling. Fields a kind does not use keep their defaults."""
+    """Rotary embedding and its scaling. Fields that `kind` does not use keep their defaults."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -47,8 +47,8 @@ class RopeSpec:
 class ModelSpec:
     """A dense decoder: pre-norm layers of grouped-query attention and a SwiGLU.
 
-    `max_positions` is the context the engine may serve; `notes` say in words where it is less than
-    the config promises.
+    `max_positions` is the context that the engine serves; `notes` explain a limit below the
+    config's.
     """
 
     family: str
@@ -73,7 +73,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all weights, tied ones once."""
+        """The number of elements in all weights; tied weights count once."""
         attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
@@ -81,7 +81,7 @@ class ModelSpec:
         return self.num_layers * (attention + mlp) + embeddings + norms
 
     def computed_fields(self) -> dict[str, Any]:
-        """The fields that change what is computed: they go into the fingerprint."""
+        """The fields that change results. They are part of the model's fingerprint."""
         fields = asdict(self)
         for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions"):
             del fields[name]
@@ -94,7 +94,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
     _refuse_unsupported(config)
     hidden_size = _positive(config, "hidden_size")
     num_heads = _positive(config, "num_attention_heads")
-    all_heads = num_heads if family == "llama" else None  # what older Llama configs leave out
+    all_heads = num_heads if family == "llama" else None  # older Llama configs leave it out
     num_kv_heads = _positive(config, "num_key_value_heads", default=all_heads)
     if num_heads % num_kv_heads:
         raise ModelError(
@@ -157,7 +157,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _context(config: Mapping[str, Any], family: str) -> tuple[int, tuple[str, ...]]:
-    """Positions that may be served. Up to the sliding window, attending to all is exact."""
+    """The positions that can be served, and notes. Within the sliding window, full attention is
+    exact."""
     positions = _positive(config, "max_position_embeddings")
     window = _window(config, family)
     if window is None or window >= positions:
@@ -170,8 +171,8 @@ def _context(config: Mapping[str, Any], family: str) -> tuple[int, tuple[str, ..
 
 
 def _window(config: Mapping[str, Any], family: str) -> int | None:
-    """The window in effect: always in Mistral, where asked for in Qwen, never in Llama."""
-    # A config may leave it out: Mistral's own default is a window.
+    """The sliding window in effect: always in Mistral, by option in Qwen, never in Llama."""
+    # A config may leave it out; Mistral's default is a window.
     window = config.get("sliding_window", MISTRAL_WINDOW if family == "mistral" else None)
     slides = family == "mistral" or bool(config.get("use_sliding_window", False))
     if window is None or not slides or family == "llama":
@@ -253,7 +254,7 @@ def _head_dim(config: Mapping[str, Any], default: int) -> int:
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object of the config; empty where there is none."""
+    """An object of the config; empty if it is missing."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ModelError(f"config.json: {name} is {value!r}, not an object")
@@ -278,3 +279,43 @@ def _positive(config: Mapping[str, Any], name: str, default: int | None = None) 
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
     return value
+
+
+Shape = tuple[int, ...]
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """All tensors of a model by Hugging Face name, in the order of use; weights are [out, in]."""
+    hidden = spec.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(spec).items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    hidden, inter = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linears = {
+        "self_attn.q_proj": (q, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, q, spec.o_bias),
+        "mlp.gate_proj": (inter, hidden, spec.mlp_bias),
+        "mlp.up_proj": (inter, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, inter, spec.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+    for name, (out_features, in_features, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (out_features, in_features)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out_features,)
+    if spec.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    return shapes

@@ -1,8 +1,8 @@
-"""Two halves of a batch that take turns: while one half's attention is done elsewhere, the other's
-dense layers are computed here (Lamina's rotational pipelining, n = 2).
+"""Staggered decoding for attention offloading (Lamina's rotational pipelining with n = 2).
 
-Uses the model's own cut, so that nothing of a model is written twice; rows do not see each other,
-so the tokens are those of one batch.
+A decode batch is split into two halves. While attention workers compute one half's attention, this
+process computes the other half's dense layers. Each half uses the model's own parts of a layer. No
+row depends on another row, so the tokens are those of one batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from moonpool.engine.ops import KvCache, StepMeta
 from moonpool.engine.step import BeforeAttend, LayerDone
 
 MIN_SEQUENCES = 8
-"""Fewer are not worth two passes over the weights."""
+"""The smallest batch to split: smaller ones do not pay for two passes over the weights."""
 
 
 @dataclass(slots=True)
 class _Half:
+    """Half a batch of S sequences. residual, normed: [S, hidden]; q: [S, heads, head_dim]."""
+
     meta: StepMeta
     residual: Tensor
     normed: Tensor
@@ -29,7 +31,7 @@ class _Half:
 
 
 class StaggeredModel:
-    """Steps of decodes alone are halved; others go as they are."""
+    """Splits steps that contain only decodes; runs other steps unchanged."""
 
     def __init__(self, model: DecoderModel, min_sequences: int = MIN_SEQUENCES) -> None:
         self._model = model
@@ -66,7 +68,7 @@ class StaggeredModel:
     def _begin(
         self, token_ids: Tensor, cache: KvCache, meta: StepMeta, first: int, end: int
     ) -> _Half:
-        """Up to the first layer's attention, which is under way then."""
+        """Runs sequences first .. end - 1 up to the first layer's attention, and starts that."""
         own = StepMeta(
             positions=meta.positions[first:end].contiguous(),
             row_starts=torch.arange(end - first + 1, dtype=torch.int32),

@@ -1,57 +1,128 @@
-"""What the engine is asked to do in one step, and what comes of it.
+"""One engine step: its rows (which tokens, at which positions, in which blocks) and its result.
 
-A step mixes prefill chunks and decodes of any lengths: the engine does not tell them apart.
+A step mixes prefill chunks and decodes of any lengths; the engine treats both alike. The step's
+input is the scheduler's `StepEntry`, one per sequence. `plan_rows` checks that a step can run and
+lays its tokens out as rows. It never touches a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from moonpool.types import RequestId, SamplingParams, Token
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
-    """One sequence's share of a step.
-
-    `new_token_ids` stand at positions `start ...`; the KVCache of every position before `start`
-    is already in the blocks of `block_ids`, which also has room for the new ones. If `draw` is
-    set, the token that follows the last new one is drawn.
-    """
-
-    request_id: RequestId
-    new_token_ids: Sequence[int]
-    start: int
-    block_ids: Sequence[int]
-    draw: Draw | None
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How to draw the next token. `generated` are the tokens generated so far (for the penalties,
-    `min_tokens`), the new ones of this step included; `prompt_ids` the prompt's tokens, each once,
-    if there is a penalty for them."""
-
-    params: SamplingParams
-    generated: Sequence[int]
-    eos_token_ids: Sequence[int]
-    prompt_ids: frozenset[int] = frozenset()
-
+from moonpool.engine.ops import StepMeta
+from moonpool.engine.spec import ModelSpec
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import Token
 
 LayerDone = Callable[[int], None]
-"""Called in the engine's thread after a layer's K and V of the whole step are in their blocks."""
-
+"""Called in the engine's thread once a layer's K and V of the whole step are in their blocks."""
 
 BeforeAttend = Callable[[int], Collection[int]]
-"""Called in the engine's thread before a layer's attention reads the KVCache of earlier tokens:
-returns when that layer of it is there, and of which sequences of the step it never will be. Those
-are computed on with whatever lies there, which changes no other's rows, and nothing is drawn."""
+"""Called in the engine's thread before a layer's attention reads the KVCache of earlier tokens.
+
+It returns once that layer has arrived, with the indices of the entries for which it never will.
+Those entries are still computed, over whatever their blocks hold. That changes no other entry's
+rows, and the engine draws no token for them.
+"""
+
+
+class StepError(ValueError):
+    """The engine cannot run this step; it has computed and written nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[i]` belongs to the i-th sequence of the step; None where none was asked for."""
+    """`tokens[i]` belongs to the step's i-th entry; None where the entry draws none."""
 
     tokens: list[Token | None]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one step. token_ids: [T] int64. last: [S], the last row of each sequence."""
+
+    token_ids: Tensor
+    meta: StepMeta
+    last: NDArray[np.int64]
+
+
+def plan_rows(
+    entries: Sequence[StepEntry], spec: ModelSpec, layout: BlockLayout, num_blocks: int
+) -> Rows:
+    """Lays out a step's rows over an arena of `num_blocks`. Raises `StepError`."""
+    if not entries:
+        raise StepError("a step needs at least one sequence")
+    counts = np.array([len(entry.new_token_ids) for entry in entries])
+    starts = np.array([entry.start for entry in entries])
+    _check(entries, counts, starts, spec.max_positions)
+    bounds = np.zeros(len(entries) + 1, dtype=np.int64)
+    counts.cumsum(out=bounds[1:])
+    num_rows = int(bounds[-1])
+    if num_rows == len(entries):
+        positions = starts
+        token_ids = np.array([entry.new_token_ids[0] for entry in entries])
+    else:
+        positions = np.arange(num_rows) + np.repeat(starts - bounds[:-1], counts)
+        everything = chain.from_iterable(entry.new_token_ids for entry in entries)
+        token_ids = np.fromiter(everything, np.int64, num_rows)
+    if token_ids.min() < 0 or token_ids.max() >= spec.vocab_size:
+        raise StepError(f"a token id lies outside the vocabulary of {spec.vocab_size}")
+    tables = _block_tables(entries, starts + counts, layout.block_tokens, num_blocks)
+    meta = StepMeta(
+        positions=torch.from_numpy(positions.astype(np.int32)),
+        row_starts=torch.from_numpy(bounds.astype(np.int32)),
+        context_starts=torch.from_numpy(starts.astype(np.int32)),
+        block_tables=torch.from_numpy(tables),
+        num_rows=num_rows,
+        num_sequences=len(entries),
+    )
+    return Rows(torch.from_numpy(token_ids), meta, bounds[1:] - 1)
+
+
+def _check(
+    entries: Sequence[StepEntry],
+    counts: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    max_positions: int,
+) -> None:
+    if counts.min() < 1:
+        attempt = entries[int(counts.argmin())].attempt_id
+        raise StepError(f"attempt {attempt} has no new token in its step")
+    ends = starts + counts
+    if starts.min() < 0 or ends.max() > max_positions:
+        i = int(ends.argmax()) if starts.min() >= 0 else int(starts.argmin())
+        raise StepError(
+            f"attempt {entries[i].attempt_id}: tokens {starts[i]}..{ends[i] - 1} do not fit "
+            f"the model's context of {max_positions}"
+        )
+
+
+def _block_tables(
+    entries: Sequence[StepEntry],
+    ends: NDArray[np.int64],
+    block_tokens: int,
+    num_blocks: int,
+) -> NDArray[np.int32]:
+    """[S, most blocks of a sequence] int32, padded with 0. ends: [S], one past the last token."""
+    needed = (-(-ends // block_tokens)).tolist()
+    tables = np.zeros((len(entries), max(needed)), dtype=np.int32)
+    for i, entry in enumerate(entries):
+        count = needed[i]
+        if len(entry.block_ids) < count:
+            raise StepError(
+                f"attempt {entry.attempt_id} holds {len(entry.block_ids)} blocks, but its "
+                f"step needs {count}"
+            )
+        tables[i, :count] = entry.block_ids[:count]
+    if tables.min() < 0 or tables.max() >= num_blocks:
+        raise StepError(f"a block id lies outside 0..{num_blocks - 1}")
+    return tables

@@ -1,48 +1,57 @@
-"""Text to tokens and back."""
+"""The tokenizer protocol, its errors, and incremental detokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
 class TextStream(Protocol):
-    """Incremental detokeniser of one answer: never yields half a character."""
+    """The incremental detokenizer of one answer. It never returns part of a character."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token, "" if none."""
+        """The text that is complete with this token; may be ""."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end (an incomplete character becomes U+FFFD)."""
+        """The remaining text at the end; an incomplete character becomes U+FFFD."""
         ...
 
 
 class TokenizerError(ValueError):
-    """A model's tokenizer cannot be loaded; the text says what is missing and what to do."""
+    """A model's tokenizer cannot be loaded; the message says what is missing and what to do."""
 
 
 class ChatTemplateError(ValueError):
-    """A chat template that does not compile, or that messages do not fit; the text says why."""
+    """The chat template does not compile, or does not accept the messages; the message says why."""
 
 
 class Tokenizer(Protocol):
+    """Text to token ids and back, for one model."""
+
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     special_token_ids: frozenset[int]
-    """Those that stand for no text."""
+    """Tokens without text."""
     tool_template: str
-    """The source of the chat template that tells the model of tools."""
+    """The source of the chat template that is used for requests with tools."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for (for `logprobs`); may be part of a character."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`."""
         ...
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of the tokens. Invalid bytes become U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token (for `logprobs`), possibly part of a character."""
+        ...
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """An incremental detokenizer for one answer."""
+        ...
 
     def render_chat(
         self,
@@ -53,3 +62,59 @@ class Tokenizer(Protocol):
     ) -> str:
         """Applies the chat template. Raises `ChatTemplateError`."""
         ...
+
+
+_LONGEST_PENDING_TOKENS = 16
+
+
+class ByteTextStream:
+    """For tokenizers in which every token has fixed bytes: exact, at a constant cost per token.
+
+    Invalid bytes become U+FFFD as soon as they are known to be invalid, so that no output of a
+    model can delay the stream.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped_ids: frozenset[int]):
+        self._token_bytes = token_bytes
+        self._skipped_ids = skipped_ids
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped_ids:
+            return ""
+        return self._decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class DiffTextStream:
+    """For other tokenizers: decodes the latest tokens again and returns the added text.
+
+    The last returned tokens stay as context for the next ones, because many decoders treat the
+    first token of a text differently.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []
+        self._num_context = 0
+        self._context_text = ""
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        num_pending = len(self._ids) - self._num_context
+        if text.endswith("\ufffd") and num_pending < _LONGEST_PENDING_TOKENS:
+            return ""
+        return self._return_added(text)
+
+    def flush(self) -> str:
+        return self._return_added(self._decode(self._ids)) if self._ids else ""
+
+    def _return_added(self, text: str) -> str:
+        added = text[len(self._context_text) :]
+        self._ids = self._ids[self._num_context :]
+        self._num_context = len(self._ids)
+        self._context_text = self._decode(self._ids)
+        return added

@@ -1,15 +1,15 @@
-"""Evicts the block that is predicted to bring the fewest hits for the room it takes.
+"""Predictive eviction: evicts the block with the fewest predicted hits for the space it takes.
 
-What predicts a block's future is its prompt's last visit: how often the block was used before; for
-a new one, how often its last known predecessor was (a session goes on, a shared beginning starts
-many); how much the visit brought that was new; and whether the prompt came back and left the block
-behind. These make its class; how soon blocks of a class come back is learned online (`survival`),
-also from blocks that were evicted and missed: their names are remembered for a while.
+A block's class is made from its prompt's last visit: how often the block was used before; for a new
+block, how often its last known predecessor was (a session continues, a shared beginning starts many
+prompts); how many new blocks the visit added; and whether the prompt came back without using the
+block (it was left behind). `survival` learns online how soon blocks of a class are used again, also
+from blocks that were evicted and missed: their keys (ghosts) are remembered for a while.
 
-A visit's blocks of one class are a segment. Segments wait in one queue per class and range of ages.
-The queue worth least loses the last block of its oldest segment. Only the ends of cached prompts
-are in the queues: a segment from which others continue waits until those are gone, so no block is
-kept whose predecessor was evicted.
+A visit's consecutive blocks of one class are a segment. There is one queue of segments for each
+class and range of ages (a cell). The cell with the least worth loses the last block of its oldest
+segment. Only ends of cached prompts are in queues: a segment that other segments continue enters
+its queue when those are gone, so no block stays cached whose predecessor was evicted.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from moonpool.kvcache.survival import AGE_RANGE, MAX_AGE, NUM_AGES, ReuseModel
 from moonpool.types import BlockId, BlockKey
 
 GHOSTS_PER_BLOCK = 4
-"""Names of evicted blocks remembered, per block of the pool."""
+"""Keys of evicted blocks that are remembered, per block of the pool."""
 EPOCHS_PER_TURNOVER = 8
-"""Epochs in which as many blocks are touched as the pool has: the resolution of ages."""
+"""Epochs in the time in which as many blocks are touched as the pool has: the resolution of
+ages."""
 MIN_EPOCH_TOUCHES = 32
 MIN_LESSON_TOUCHES = 1024
-"""What was seen is turned into an order of eviction no more often than this: it costs about a
+"""Touches between two updates of the order of eviction, at least: an update costs about a
 millisecond."""
 MEMORY_TURNOVERS = 16
 MIN_MEMORY_TOUCHES = 1 << 15
-"""How far back the memory reaches, in turnovers of the pool but at least so many touches."""
+"""How far back the statistics reach: in turnovers of the pool, but at least this many touches."""
 
-
-LEFT_BEHIND = -1  # stands for a number of uses
+LEFT_BEHIND = -1  # in place of a number of uses
 
 
 class _Segment:
-    """Blocks [start, end) of `blocks`, each the next one's predecessor, let go together."""
+    """Blocks [start, end) of `blocks`: consecutive blocks of a prompt, released together."""
 
     __slots__ = ("blocks", "cell", "class_id", "end", "parent", "released_at", "start")
 
@@ -50,10 +50,12 @@ class _Segment:
         self.parent = parent
         self.class_id = class_id
         self.released_at = released_at
-        self.cell = -1  # the queue it is in; -1: none, because others continue it
+        self.cell = -1  # the cell whose queue it is in; -1: none, because others continue it
 
 
 class PredictiveEviction:
+    """An `EvictionPolicy`; see there for what each method does."""
+
     def __init__(self, num_blocks: int) -> None:
         self._epoch_touches = max(MIN_EPOCH_TOUCHES, num_blocks // EPOCHS_PER_TURNOVER)
         period = -(-MIN_LESSON_TOUCHES // self._epoch_touches)
@@ -68,7 +70,7 @@ class PredictiveEviction:
         self._num_uses: list[int] = []
         self._depth: list[int] = []
         self._segment_of: list[_Segment | None] = []
-        self._num_continuing: dict[BlockId, int] = {}  # segments whose parent it is
+        self._num_continuing: dict[BlockId, int] = {}  # number of segments with this parent
         self._ghosts: OrderedDict[BlockKey, tuple[int, int, int]] = OrderedDict()
         self._class_ids: dict[tuple[int, int, int], int] = {}
         self._queues: list[OrderedDict[_Segment, None]] = []  # by class and range of ages
@@ -163,7 +165,7 @@ class PredictiveEviction:
             self.remove([block_id])
         self._keys[block_id] = None
         if self._num_continuing.pop(block_id, 0):
-            # Another prompt's block may be here next, and must not wait for these. Rare.
+            # The block id is used again, and its next content must not wait for these. Rare.
             for segment in set(self._segment_of):
                 if segment is not None and segment.parent == block_id:
                     segment.parent = None
@@ -181,7 +183,7 @@ class PredictiveEviction:
     # Segments
 
     def _alike(self, block_ids: Sequence[BlockId]) -> list[Sequence[BlockId]]:
-        """The run in parts, of blocks used equally often that follow on each other."""
+        """Splits a run into parts of consecutive blocks that were used equally often."""
         num_uses, depth = self._num_uses, self._depth
         parts = []
         start = 0
@@ -195,9 +197,10 @@ class PredictiveEviction:
         return parts
 
     def _pop_end(self, segment: _Segment, num_wanted: int, popped: list[BlockId]) -> None:
-        """Takes up to so many blocks from the segment's end, none that others continue."""
+        """Moves up to `num_wanted` blocks from the segment's end to `popped`, but none that others
+        continue."""
         keys = self._keys
-        # All of a segment were used equally often, so one memory serves them all.
+        # All blocks of a segment were used equally often, so they share one ghost.
         num_uses = self._num_uses[segment.blocks[segment.start]]
         ghost = (num_uses, segment.class_id, segment.released_at)
         while num_wanted:
@@ -219,7 +222,8 @@ class PredictiveEviction:
                 return
 
     def _remove_front(self, segment: _Segment, block_ids: Sequence[BlockId], done: int) -> int:
-        """Takes from the segment's front what follows in `block_ids`; returns how many blocks."""
+        """Removes from the segment's front the blocks that equal `block_ids` from index `done` on;
+        returns how many."""
         blocks, place, end = segment.blocks, segment.start, segment.end
         num_left = min(end - place, len(block_ids) - done)
         count = 0
@@ -227,7 +231,7 @@ class PredictiveEviction:
             self._segment_of[blocks[place + count]] = None
             count += 1
         self._size -= count
-        if segment.released_at != self._clock:  # else it was let go only to change hands
+        if segment.released_at != self._clock:  # else it was released only to change its owner
             self._model.note_reuse(segment.class_id, self._age_range(segment.released_at), count)
         parent = segment.parent
         segment.start += count
@@ -241,7 +245,8 @@ class PredictiveEviction:
         return count
 
     def _leave_behind(self, segment: _Segment) -> None:
-        """The prompt that was here came back and went another way, or ended: a class by itself."""
+        """The prompt came back, but ended or went on differently: the rest gets a class of its
+        own."""
         queued = segment.cell >= 0
         self._dequeue(segment)
         num_left = segment.end - segment.start
@@ -268,9 +273,9 @@ class PredictiveEviction:
         return rest
 
     def _link(self, segment: _Segment) -> None:
-        """Enters a new segment in the tables."""
+        """Enters a new segment into the tables."""
         parent, first = segment.parent, segment.blocks[0]
-        # Only depths that rise make it certain that some segment is continued by no other.
+        # Rising depths guarantee that some segment is continued by no other.
         if parent is not None and self._depth[parent] + 1 == self._depth[first]:
             self._num_continuing[parent] = self._num_continuing.get(parent, 0) + 1
             before = self._segment_of[parent]
@@ -282,7 +287,7 @@ class PredictiveEviction:
             self._segment_of[block_id] = segment
 
     def _unlink(self, parent: BlockId | None) -> None:
-        """A segment that continued `parent` is gone."""
+        """Removes one segment that continued `parent`."""
         if parent is None:
             return
         left = self._num_continuing.pop(parent) - 1
@@ -294,7 +299,7 @@ class PredictiveEviction:
             self._enqueue(segment)
 
     def _enqueue(self, segment: _Segment) -> None:
-        """Unless others continue it."""
+        """Puts the segment into its queue, unless others continue it."""
         if segment.blocks[segment.end - 1] in self._num_continuing:
             return
         cell = segment.class_id * NUM_AGES + self._age_range(segment.released_at)
@@ -311,7 +316,7 @@ class PredictiveEviction:
 
     def _class_of(self, num_uses: int, uses_before: int, num_new: int) -> int:
         own = _bucket(num_uses)
-        # What is known of a block by itself outweighs its predecessors.
+        # A block's own history outweighs that of its predecessors.
         before = _bucket(uses_before) if own <= 1 else 0
         name = (own, before, min(num_new.bit_length() // 2, 4))
         class_id = self._class_ids.get(name)

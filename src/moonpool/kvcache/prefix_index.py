@@ -1,18 +1,24 @@
 """Which instance holds which blocks: the Conductor's global, soft-state index.
 
-Fed by the workers' stored/removed events. Each instance numbers its events, and names its life by
-an incarnation; a gap, or an event of another life, makes the index distrust that instance until a
-snapshot arrives. Bounded by what the instances can hold: an event can only name blocks that
-exist.
+Fed by the instances' stored/removed events. Each instance numbers its events and marks them with
+its incarnation. A gap in the numbers, or an event of another incarnation, makes the index drop that
+instance's blocks until a snapshot arrives. The index is bounded by what the instances can hold,
+because events report existing blocks only.
 
-A block may be on its holder's SSD only; that is a bit as well, in a set of its own, which costs
-nothing where no instance has an SSD tier.
+A block may be on its holder's SSD only (*demoted*). Demoted holders are a set of their own, which
+costs nothing where no instance has an SSD tier.
 
 Blocks that are being computed are *expected*: to a later request they are hits on that instance,
-because it serves in order, but nobody else can fetch them yet.
+because it serves in order, but no other instance can fetch them yet.
 
-Every instance has a row, which is its bit in the sets of holders and its place in the arrays that
-`match` returns. A row is free for another instance when its own is removed.
+Sets of instances
+    Every instance has a *row*: its index in the arrays that `match` returns. Rows of removed
+    instances are used again. A set of instances is an int with bit `1 << row` for each member.
+    Most blocks have a single holder. All these blocks share the one int object in `_bits[row]`
+    instead of having an int each (28 bytes or more per block), and `holders[key]
+    is bit` tests for "this instance alone" by identity: one pointer comparison, however many rows
+    there are. So every set with one member must be that very object: `_take_bit` puts it back when
+    a set shrinks to one member.
 """
 
 from __future__ import annotations
@@ -24,38 +30,42 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.kvcache.copies import Copies, CopyNews
+from moonpool.kvcache.replicas import ReplicaChanges, ReplicaTracker
 from moonpool.types import BlockKey, InstanceId
 
 Depths = npt.NDArray[np.float64]
-"""Whole numbers, as floats because they go into predictions."""
+"""Prefix lengths in blocks, by row: [num_rows]. Floats, because predictions are made from them."""
 FEW = 8
-"""So many rows are visited one by one; more are spread over the array at once."""
+"""Up to this many rows are visited one by one; more are written to the array at once."""
 
 
 @dataclass(slots=True)
 class _Announced:
+    """What one instance has reported."""
+
     row: int
-    bit: int
+    bit: int  # 1 << row, the shared object
     incarnation: int
     num_blocks: int
     next_sequence: int = 0
     in_sync: bool = False
     keys: set[BlockKey] = field(default_factory=set)
-    again: dict[BlockKey, int] = field(default_factory=dict)  # expected, and once more, ...
+    again: dict[BlockKey, int] = field(default_factory=dict)  # further `expect`s of a key
 
 
 class PrefixMatch(NamedTuple):
-    """Blocks of one prompt's prefix, by row: `held` now, and held or expected (`hits`). The two
-    are the same array where nothing is expected; none may be written to. `held_in_dram` and
-    `hits_in_dram` are how far it goes before the first block that is on the row's SSD only; None
-    where no row has any of it there only."""
+    """How much of one prompt's prefix each row has, in blocks.
 
-    held: Depths
-    hits: Depths
-    deepest: int  # of `held`
-    few: tuple[int, ...] = ()  # rows: the largest set of deepest holders that has a FEW at most
-    crowd: int = 0  # how deep the next larger set of holders goes; 0: there is none
+    `held` and `hits` are the same array where nothing is expected. No array may be written to. The
+    `_in_dram` arrays end before the first block that is on the row's SSD only; None if no row has
+    any of these blocks on its SSD only.
+    """
+
+    held: Depths  # [num_rows], held now
+    hits: Depths  # [num_rows], held or expected
+    deepest: int  # the longest in `held`
+    deepest_rows: tuple[int, ...] = ()  # the largest set of deepest holders with at most FEW rows
+    crowd_depth: int = 0  # how long the prefix of the next larger set is; 0: there is none
     held_in_dram: Depths | None = None
     hits_in_dram: Depths | None = None
 
@@ -65,11 +75,11 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._holders: dict[BlockKey, int] = {}
-        self._demoted: dict[BlockKey, int] = {}  # of the holders, those with it on the SSD only
+        self._demoted: dict[BlockKey, int] = {}  # holders that have it on the SSD only
         self._expecting: dict[BlockKey, int] = {}
-        self._copies = Copies()
+        self._replicas = ReplicaTracker()
         self._instances: dict[InstanceId, _Announced] = {}
-        self._bits: list[int] = []  # by row: the one object that stands for this row alone
+        self._bits: list[int] = []  # by row: the one object for this row alone
         self._free_rows: list[int] = []
 
     def __len__(self) -> int:
@@ -81,8 +91,8 @@ class PrefixIndex:
         return len(self._bits)
 
     def add_instance(self, instance_id: InstanceId, incarnation: int, num_blocks: int = 1) -> int:
-        """Begins a life with nothing known: a snapshot must come before events count. `num_blocks`
-        can be held in DRAM. Returns the instance's row."""
+        """Adds an instance, or a new incarnation of one, without blocks (mutates). Events count
+        only after a snapshot. `num_blocks` is the size of its DRAM pool. Returns its row."""
         self.remove_instance(instance_id)
         if self._free_rows:
             row = self._free_rows.pop()
@@ -93,8 +103,7 @@ class PrefixIndex:
         return row
 
     def remove_instance(self, instance_id: InstanceId) -> None:
-        """Forgets all of an instance's blocks; none may be expected of it. Unknown instances are
-        fine."""
+        """Removes an instance, if known, with its blocks (mutates). None may be expected of it."""
         announced = self._instances.pop(instance_id, None)
         if announced is None:
             return
@@ -110,9 +119,9 @@ class PrefixIndex:
         removed: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Takes one event: what is in DRAM, nowhere, and on the SSD only from now on. False if a
-        snapshot is needed (a gap, another life, or none seen yet); the instance's blocks then count
-        for nothing until it comes."""
+        """Applies one event: blocks that are now in DRAM, nowhere, and on the SSD only (mutates).
+        Returns False if a snapshot is needed (a gap, another incarnation, or none seen yet); the
+        instance's blocks are then dropped until it arrives."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
@@ -134,12 +143,13 @@ class PrefixIndex:
         keys: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Replaces all that is known of the instance. False if it is of another life."""
+        """Replaces all that is known of the instance (mutates). Returns False for another
+        incarnation."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
         for key in announced.keys:
-            self._copies.note_all_dropped(key, announced.bit)  # it forgot what it was told
+            self._replicas.note_all_dropped(key, announced.bit)  # it dropped all its marks
         self._drop(announced, list(announced.keys))
         self._add(announced, keys)
         self._demote(announced, demoted)
@@ -147,16 +157,17 @@ class PrefixIndex:
         announced.in_sync = True
         return True
 
-    def take_copy_news(self, num_keys: int) -> list[tuple[InstanceId, CopyNews]]:
-        """What instances should be told of copies, from the next so many blocks (mutates)."""
+    def take_replica_changes(self, num_keys: int) -> list[tuple[InstanceId, ReplicaChanges]]:
+        """What to send to each instance about replicas, from the oldest changes of up to `num_keys`
+        blocks (mutates)."""
         instances = self._instances.items()
-        rooms = {one.bit: one.num_blocks for _, one in instances}
-        news = self._copies.take_news(self._holders, self._demoted, num_keys, rooms)
-        return [(name, news[one.bit]) for name, one in instances if one.bit in news]
+        capacities = {one.bit: one.num_blocks for _, one in instances}
+        changes = self._replicas.take_changes(self._holders, self._demoted, num_keys, capacities)
+        return [(name, changes[one.bit]) for name, one in instances if one.bit in changes]
 
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
-        """These blocks are going to be computed there; each call needs its `unexpect`, before the
-        instance is removed."""
+        """These blocks will be computed on the instance (mutates). Each call needs its `unexpect`
+        before the instance is removed."""
         announced = self._instances[instance_id]
         expecting, bit = self._expecting, announced.bit
         for key in keys:
@@ -169,6 +180,7 @@ class PrefixIndex:
                 expecting[key] = others | bit
 
     def unexpect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
+        """Takes back one `expect` of these blocks (mutates)."""
         announced = self._instances[instance_id]
         expecting, bit, again = self._expecting, announced.bit, announced.again
         for key in keys:
@@ -182,47 +194,48 @@ class PrefixIndex:
                 self._take_bit(expecting, key, bit)
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """How much of the prefix lies where. The sets of instances that still match only shrink
-        along the prompt, and change a few times, so only their changes cost anything."""
+        """How much of the prefix each instance has. The set of instances that still match only
+        shrinks along the prompt, and only a few times, so only its changes cost time."""
         holders, expecting = self._holders.get, self._expecting.get
         expects = not self._expecting.keys().isdisjoint(keys)
-        held_ends = _shrink(holders(key, 0) for key in keys)
-        hit_depths = held_depths = self._spread(held_ends)
+        levels = _levels(holders(key, 0) for key in keys)
+        hits = held = self._depths(levels)
         if expects:
-            hit_ends = _shrink(holders(key, 0) | expecting(key, 0) for key in keys)
-            hit_depths = self._spread(hit_ends)
-        deepest = few = crowd = 0
-        for alive, depth in reversed(held_ends):
-            if alive > 0:
+            hits = self._depths(_levels(holders(key, 0) | expecting(key, 0) for key in keys))
+        deepest = deepest_set = crowd_depth = 0
+        for matching, depth in reversed(levels):
+            if matching > 0:
                 deepest = deepest or depth
-                if alive.bit_count() > FEW:
-                    crowd = depth
+                if matching.bit_count() > FEW:
+                    crowd_depth = depth
                     break
-                few = alive
-        match = PrefixMatch(held_depths, hit_depths, deepest, _rows(few), crowd)
+                deepest_set = matching
+        match = PrefixMatch(held, hits, deepest, _rows(deepest_set), crowd_depth)
         if not self._demoted or self._demoted.keys().isdisjoint(keys):
             return match
-        near = far = self._spread(self._shrink_in_dram(keys, {}))
+        hits_in_dram = held_in_dram = self._depths(self._levels_in_dram(keys, {}))
         if expects:
-            near = self._spread(self._shrink_in_dram(keys, self._expecting))
-        return match._replace(held_in_dram=far, hits_in_dram=near)
+            hits_in_dram = self._depths(self._levels_in_dram(keys, self._expecting))
+        return match._replace(held_in_dram=held_in_dram, hits_in_dram=hits_in_dram)
 
     def holds(self, instance_id: InstanceId, key: BlockKey) -> bool:
+        """Whether the instance has the block, in DRAM or on its SSD."""
         announced = self._instances.get(instance_id)
         return announced is not None and key in announced.keys
 
     def holders_of(self, key: BlockKey) -> list[tuple[InstanceId, bool]]:
-        """Who has the block, and whether on the SSD only. Slow: for people."""
+        """The instances that have the block, and whether on the SSD only. Slow: for inspection."""
         here, demoted = self._holders.get(key, 0), self._demoted.get(key, 0)
         instances = self._instances.items()
         return [(name, bool(demoted & one.bit)) for name, one in instances if here & one.bit]
 
     def num_blocks(self, instance_id: InstanceId) -> int:
+        """Number of blocks that the instance has reported."""
         announced = self._instances.get(instance_id)
         return len(announced.keys) if announced else 0
 
     def expected(self, instance_id: InstanceId) -> set[BlockKey]:
-        """All that is being computed there. Slow: for checks."""
+        """All blocks that the instance is expected to compute. Slow: for checks."""
         bit = self._instances[instance_id].bit
         return {key for key, rows in self._expecting.items() if rows & bit}
 
@@ -244,58 +257,60 @@ class PrefixIndex:
         rows = [announced.row for announced in self._instances.values()]
         assert sorted(rows + self._free_rows) == list(range(len(self._bits)))
 
-    def _shrink_in_dram(
+    def _levels_in_dram(
         self, keys: Sequence[BlockKey], expecting: dict[BlockKey, int]
-    ) -> list[tuple[int, int]]:
-        """As `_shrink`, of who holds the blocks in DRAM or is expected to: it ends with the first
-        block that nobody does, which most prompts on SSDs begin with."""
+    ) -> list[Level]:
+        """As `_levels`, for the instances that hold the blocks in DRAM or are expected to. Ends at
+        the first block that no instance has there, often the very first of a prompt on SSDs."""
         holders, demoted = self._holders.get, self._demoted.get
-        ends: list[tuple[int, int]] = []
-        alive, depth = -1, 0
+        levels: list[Level] = []
+        matching, depth = -1, 0
         for key in keys:
-            left = alive & holders(key, 0)
-            below = demoted(key, 0)
-            if below:
-                left ^= left & below
+            left = matching & holders(key, 0)
+            on_ssd = demoted(key, 0)
+            if on_ssd:
+                left ^= left & on_ssd
             if expecting:
-                left |= alive & expecting.get(key, 0)
-            if left != alive:
-                ends.append((alive, depth))
-                alive = left
+                left |= matching & expecting.get(key, 0)
+            if left != matching:
+                levels.append((matching, depth))
+                matching = left
                 if not left:
-                    return ends
+                    return levels
             depth += 1
-        ends.append((alive, depth))
-        return ends
+        levels.append((matching, depth))
+        return levels
 
-    def _spread(self, ends: Sequence[tuple[int, int]]) -> Depths:
-        """`ends` are nested sets of rows, largest first, each with the depth it reached."""
+    def _depths(self, levels: Sequence[Level]) -> Depths:
+        """The depth of each row, from nested sets of rows, the largest first."""
         depths = np.zeros(len(self._bits))
-        for position, (alive, depth) in enumerate(ends):
-            if depth == 0 or not alive:
+        for position, (matching, depth) in enumerate(levels):
+            if depth == 0 or not matching:
                 continue
-            inner = ends[position + 1][0] if position + 1 < len(ends) else 0
-            lost = alive ^ inner
-            if lost.bit_count() <= FEW:
-                for row in _rows(lost):
+            inner = levels[position + 1][0] if position + 1 < len(levels) else 0
+            ended = matching ^ inner
+            if ended.bit_count() <= FEW:
+                for row in _rows(ended):
                     depths[row] = depth
             else:
-                depths[self._rows_of(alive)] = depth  # the inner ones are overwritten in turn
+                depths[self._mask(matching)] = depth  # inner sets are overwritten in turn
         return depths
 
-    def _rows_of(self, alive: int) -> npt.NDArray[np.bool_]:
+    def _mask(self, members: int) -> npt.NDArray[np.bool_]:
+        """The set as booleans by row: [num_rows]."""
         num_rows = len(self._bits)
-        data = np.frombuffer(alive.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
+        data = np.frombuffer(members.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
         return np.unpackbits(data, count=num_rows, bitorder="little").view(np.bool_)
 
     def _add(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
+        """The instance has these blocks in DRAM now."""
         own, holders, bit = announced.keys, self._holders, announced.bit
         demoted = self._demoted
         shared = []
         for key in keys:
             if key in own:
                 if demoted and demoted.get(key, 0) & bit:
-                    self._leave(demoted, key, bit)
+                    self._discard(demoted, key, bit)
                     shared.append(key)
                 continue
             own.add(key)
@@ -305,9 +320,10 @@ class PrefixIndex:
             else:
                 holders[key] = others | bit
                 shared.append(key)
-        self._copies.note(shared)
+        self._replicas.note(shared)
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
+        """The instance does not have these blocks any more."""
         own, holders, bit = announced.keys, self._holders, announced.bit
         demoted = self._demoted
         shared = []
@@ -321,10 +337,11 @@ class PrefixIndex:
                 self._take_bit(holders, key, bit)
                 shared.append(key)
             if demoted and demoted.get(key, 0) & bit:
-                self._leave(demoted, key, bit)
-        self._copies.note_dropped(shared, bit)
+                self._discard(demoted, key, bit)
+        self._replicas.note_dropped(shared, bit)
 
     def _demote(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
+        """The instance has these blocks on its SSD only."""
         keys = tuple(keys)
         if not keys:
             return
@@ -333,46 +350,52 @@ class PrefixIndex:
         for key in keys:
             others = demoted.get(key)
             demoted[key] = bit if others is None else others | bit
-        self._copies.note_dropped([key for key in keys if self._holders[key] is not bit], bit)
+        self._replicas.note_dropped([key for key in keys if self._holders[key] is not bit], bit)
 
-    def _leave(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
+    def _discard(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
+        """Takes the instance out of the key's set, and the key with the last one."""
         if sets[key] is bit:
             del sets[key]
         else:
             self._take_bit(sets, key, bit)
 
     def _take_bit(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
+        """Takes one member out of a set that may have others."""
         left = sets[key] ^ bit
         if not left:
             del sets[key]
         elif left.bit_count() == 1:
-            # Most blocks have one holder: they share one number instead of having one each.
-            sets[key] = self._bits[left.bit_length() - 1]
+            sets[key] = self._bits[left.bit_length() - 1]  # the shared object, see above
         else:
             sets[key] = left
 
 
-def _shrink(sets: Iterable[int]) -> list[tuple[int, int]]:
-    """The intersections of the first sets, of the first two and so on: each of them once, with the
-    number of sets it goes on for."""
-    ends: list[tuple[int, int]] = []
-    alive, depth = -1, 0
+Level = tuple[int, int]
+"""A set of instances, and how many blocks of the prefix all of them have."""
+
+
+def _levels(sets: Iterable[int]) -> list[Level]:
+    """The distinct intersections of the first set, the first two, and so on: each with the number
+    of sets in it. The first is -1, the set of all."""
+    levels: list[Level] = []
+    matching, depth = -1, 0
     for one in sets:
-        left = alive & one
-        if left != alive:
-            ends.append((alive, depth))
-            alive = left
+        left = matching & one
+        if left != matching:
+            levels.append((matching, depth))
+            matching = left
             if not left:
-                return ends
+                return levels
         depth += 1
-    ends.append((alive, depth))
-    return ends
+    levels.append((matching, depth))
+    return levels
 
 
-def _rows(alive: int) -> tuple[int, ...]:
+def _rows(members: int) -> tuple[int, ...]:
+    """The rows in the set, in rising order."""
     rows = []
-    while alive:
-        bit = alive & -alive
+    while members:  # not `bits_of`: a generator would take twice the time
+        bit = members & -members
         rows.append(bit.bit_length() - 1)
-        alive ^= bit
+        members ^= bit
     return tuple(rows)

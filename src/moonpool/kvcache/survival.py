@@ -1,19 +1,19 @@
-"""How soon blocks of each class are used again, learned online, and what that makes them worth.
+"""Learns how soon blocks of each class are used again, and derives what a cached block is worth.
 
-Time is counted in touches (blocks that went through the cache), in epochs of `epoch_touches`. For
-each class and range of ages it keeps, decaying, how many blocks were let go and how many of them
-were used again at that age, whether still cached or not. From the two follows the survival curve
-of the class, and from it the worth of a block that has reached an age unused:
+Time is counted in touches (blocks that went through the cache), grouped in epochs. For each class
+and range of ages the model keeps two decaying counts: blocks released, and blocks of these used
+again at that age, whether still cached or not. They give the survival curve of the class, and with
+it the worth of a block that has reached an age unused:
 
-    worth(age) = max over t of  P(used within t | age) / E[room x time it takes until then | age]
+    worth(age) = max over t of  P(used within t | age) / E[cache space x time until then | age]
 
-the hits per unit of cache that it brings if it is kept for the best time from now on. (The Gittins
-index of the block; LHD's hit density is the same with t fixed.) A falling hazard makes it the
-hazard, and the order that of LRU; a hazard that rises first makes the middle-aged worth more than
-the new.
+It is the number of hits per unit of cache if the block is kept for the best time from now on: the
+Gittins index of the block (LHD's hit density is the same with a fixed t). With a falling hazard,
+worth equals the hazard and the order is that of LRU. With a hazard that rises first, middle-aged
+blocks are worth more than new ones.
 
-A class with little history has its family's curve, made higher or lower as a whole by what was seen
-of the class; a family with little history is drawn towards all blocks.
+A class with little history uses its family's curve, scaled to what was observed of the class. A
+family with little history is drawn towards the curve of all blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Sequence
 from operator import add
 
 AGE_LIMITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-"""Upper ends of the ranges of ages, in epochs; the last range has none."""
+"""Upper ends of the ranges of ages, in epochs; the last range is open."""
 NUM_AGES = len(AGE_LIMITS) + 1
 MAX_AGE = AGE_LIMITS[-1]
 PRIOR_BLOCKS = 4000.0
-"""Blocks of its own history that weigh as much as the family's in the shape of a class's curve."""
+"""Weight of the family in the shape of a class's curve, in blocks of the class's own history."""
 PRIOR_HITS = 100.0
-"""Hits of its own history that weigh as much as the family's in the curve's height."""
+"""Weight of the family in the height of a class's curve, in hits of the class's own history."""
 PRIOR_REUSE = 0.03
-"""Before anything was seen: the share of blocks used again before the first limit, and between
-each age and its double. Such a hazard falls with age, so that the order is that of LRU."""
+"""Prior without any history: the share of blocks used again before the first limit, and between
+each age and its double. This hazard falls with age, so the order is that of LRU."""
 
 
 def _age_table() -> tuple[int, ...]:
@@ -50,14 +50,14 @@ def _prior() -> tuple[float, ...]:
 
 
 AGE_RANGE = _age_table()
-"""The range in which an age lies, by whole epochs up to MAX_AGE."""
+"""The range of each age, in whole epochs up to MAX_AGE."""
 _DELAYS = tuple((a + b) // 2 for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
 _WIDTHS = tuple(b - a for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
 _PRIOR = _prior()
 
 
 class _History:
-    """What was seen of one class."""
+    """Observations of one class. A lesson is one update of the curves, every `period` epochs."""
 
     __slots__ = ("exposed", "family", "released_by", "released_now", "reused", "reused_now")
 
@@ -65,9 +65,9 @@ class _History:
         self.family = family
         self.released_now = [0] * period  # by epoch since the last lesson
         self.reused_now = [0] * NUM_AGES  # since the last lesson, by age
-        # All blocks ever let go until the end of each of the latest epochs.
+        # All blocks released until the end of each of the latest epochs.
         self.released_by = [0] * (MAX_AGE + period + 1)
-        self.exposed = [0.0] * (NUM_AGES - 1)  # let go long enough ago to have reached the age
+        self.exposed = [0.0] * (NUM_AGES - 1)  # released long enough ago to have reached the age
         self.reused = [0.0] * (NUM_AGES - 1)
 
     def learn(self, decay: float) -> None:
@@ -86,9 +86,10 @@ class _History:
 
 
 class ReuseModel:
-    """Classes are numbered in the order of `add_class`. It learns every `period` epochs."""
+    """The reuse statistics of all classes, which are numbered in the order of `add_class`."""
 
     def __init__(self, period: int, decay: float) -> None:
+        """Learns every `period` epochs; each time, older counts are multiplied by `decay`."""
         assert period > 0 and 0 < decay < 1
         self._histories: list[_History] = []
         self._period = period
@@ -98,17 +99,20 @@ class ReuseModel:
         self._family_shares: dict[int, list[float]] = {}
 
     def add_class(self, family: int) -> int:
+        """Adds a class of a family and returns its number (mutates)."""
         self._histories.append(_History(family, self._period))
         return len(self._histories) - 1
 
     def note_release(self, class_id: int, num_blocks: int) -> None:
+        """Blocks of the class were released in this epoch (mutates)."""
         self._histories[class_id].released_now[self._epoch] += num_blocks
 
     def note_reuse(self, class_id: int, age_range: int, num_blocks: int) -> None:
+        """Blocks of the class were used again at this age (mutates)."""
         self._histories[class_id].reused_now[age_range] += num_blocks
 
     def end_epoch(self) -> bool:
-        """True if the worths have changed."""
+        """Ends an epoch (mutates). Returns True if the worths have changed."""
         self._epoch += 1
         if self._epoch < self._period:
             return False
@@ -118,7 +122,7 @@ class ReuseModel:
         return True
 
     def worths(self) -> list[list[float]]:
-        """By class and range of ages, from all that was learned."""
+        """Recomputes the worths of all classes by range of ages (mutates)."""
         total = _Sums()
         sums: dict[int, _Sums] = {}
         for history in self._histories:
@@ -132,14 +136,15 @@ class ReuseModel:
         return [self.worths_of(class_id) for class_id in range(len(self._histories))]
 
     def worths_of(self, class_id: int) -> list[float]:
-        """Of one class by range of ages; its family is taken as it was at the last `worths`."""
+        """The worths of one class by range of ages, with its family's curve as of the last
+        `worths`."""
         history = self._histories[class_id]
         family = self._family_shares.get(history.family, self._overall)
         return _worths(_own_shares(history, family))
 
 
 class _Sums:
-    """Of the histories of several classes."""
+    """Sums over the histories of several classes."""
 
     __slots__ = ("exposed", "reused")
 
@@ -155,7 +160,7 @@ class _Sums:
 def _shares(
     reused: Sequence[float], exposed: Sequence[float], prior: Sequence[float]
 ) -> list[float]:
-    """Of all blocks let go, the share used again in each range of ages."""
+    """The share of all released blocks that is used again in each range of ages."""
     return [
         (hits + PRIOR_BLOCKS * expected) / (blocks + PRIOR_BLOCKS)
         for hits, blocks, expected in zip(reused, exposed, prior, strict=True)
@@ -163,16 +168,16 @@ def _shares(
 
 
 def _own_shares(history: _History, family: Sequence[float]) -> list[float]:
-    """Those of the class: the family's curve, higher or lower as a whole where little was seen, and
-    the class's own curve where much was."""
+    """The shares of the class: the family's curve, scaled, where the class has little history, and
+    its own curve where it has much."""
     expected = sum(blocks * share for blocks, share in zip(history.exposed, family, strict=True))
     factor = (sum(history.reused) + PRIOR_HITS) / (expected + PRIOR_HITS)
     return _shares(history.reused, history.exposed, [share * factor for share in family])
 
 
 def _worths(shares: list[float]) -> list[float]:
-    """The worth at the beginning of each range: the steepest slope, from there on, of the curve of
-    hits against room x time, which is that of its concave hull."""
+    """The worth at the beginning of each range: the steepest slope from there on of the curve of
+    hits over cache space x time, which is the slope of its concave hull."""
     survivors = 1.0
     costs, gains = [], []
     for share, width in zip(shares, _WIDTHS, strict=True):
@@ -181,7 +186,7 @@ def _worths(shares: list[float]) -> list[float]:
         gains.append(gain)
         survivors -= gain
     worths = [0.0] * NUM_AGES
-    hull: list[tuple[float, float]] = []  # of what follows: (gain, cost), steepest last
+    hull: list[tuple[float, float]] = []  # of the later ranges: (gain, cost), steepest last
     for age in range(len(shares) - 1, -1, -1):
         gain, cost = gains[age], costs[age]
         while hull and hull[-1][0] * cost > gain * hull[-1][1]:

@@ -1,6 +1,6 @@
-"""What a plan says in words: what to buy, what binds, and when one instance fewer breaks the SLOs.
+"""A plan in words: what to buy, what limits it, and which SLO one instance fewer breaks.
 
-All of it is read off simulations: causes and moments are those of the misses they had.
+Causes and moments are those of the misses in the simulations.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moonpool.config import SloConfig
-from moonpool.plan.assess import Assessment
+from moonpool.plan.assess import Assessment, NeighbourFound
 from moonpool.plan.candidate import Candidate, tokens
 from moonpool.plan.confidence import Interval
-from moonpool.plan.search import NeighbourFound, Plan
-from moonpool.plan.trial import Outcome
-from moonpool.plan.watcher import Cause
+from moonpool.plan.search import ClusterPlan
+from moonpool.plan.trial import Cause, Outcome
 from moonpool.types import Struct
 
 WINDOW_MINUTES = 5
 BINDS_SHARE = 0.005
-"""Of requests: fewer misses than this name no bottleneck; the neighbours are asked then."""
+"""Smallest share of misses that names a bottleneck; below it, the neighbours name one."""
 _SLO = {
     Cause.PREFILL.value: "the TTFT SLO",
     Cause.DECODE_SPEED.value: "the TBT SLO",
@@ -29,15 +28,15 @@ _SLO = {
 
 
 class Moment(Struct, frozen=True):
-    """Where a run missed most: `at` is hours and minutes from the trace's start."""
+    """The five minutes with most misses; `at` is hours and minutes since the trace's start."""
 
     at: str
     missed: int
     arrived: int
 
 
-class Broken(Struct, frozen=True):
-    """One instance fewer: what it breaks, and when."""
+class InstanceLossEffect(Struct, frozen=True):
+    """The effect of one instance fewer: its outcome, the main cause of misses, and when."""
 
     change: str
     outcome: Outcome
@@ -47,7 +46,7 @@ class Broken(Struct, frozen=True):
 
 
 def worst_moment(outcome: Outcome) -> Moment | None:
-    """The stretch of five minutes whose arrivals missed most often; None if none missed."""
+    """Returns the five minutes whose arrivals missed most often; None if none missed."""
     arrived = {minute: number for minute, number, _ in outcome.misses_by_minute}
     missed = {minute: number for minute, _, number in outcome.misses_by_minute}
     best: tuple[int, int] | None = None
@@ -66,15 +65,17 @@ def worst_moment(outcome: Outcome) -> Moment | None:
 
 
 def main_cause(misses: dict[str, int]) -> str:
-    """The most frequent; "" if there are no misses."""
+    """Returns the most frequent cause; "" if there are no misses."""
     return max(sorted(misses), key=lambda cause: misses[cause], default="")
 
 
 def broken_by_fewer(
     around: Sequence[NeighbourFound], in_full: Callable[[Candidate], Outcome]
-) -> list[Broken]:
-    """Of the neighbours with one instance fewer, the worst first; `in_full` simulates one without
-    giving up."""
+) -> list[InstanceLossEffect]:
+    """Returns the effects of the neighbours with one instance fewer, the worst first.
+
+    `in_full` simulates a candidate to the end, where an early end would hide the moment.
+    """
     found = []
     for neighbour in around:
         if not neighbour.change.endswith("instance fewer"):
@@ -84,7 +85,7 @@ def broken_by_fewer(
         if outcome.gave_up:
             outcome = in_full(assessment.candidate)
         found.append(
-            Broken(
+            InstanceLossEffect(
                 neighbour.change,
                 outcome,
                 assessment.interval,
@@ -95,8 +96,8 @@ def broken_by_fewer(
     return sorted(found, key=lambda one: one.outcome.share)
 
 
-def binding(choice: Assessment, fewer: Sequence[Broken]) -> str:
-    """What the choice is nearest to lacking; "" if nothing is short even with an instance less."""
+def binding(choice: Assessment, fewer: Sequence[InstanceLossEffect]) -> str:
+    """Returns the bottleneck of the choice; "" if nothing lacks even with an instance less."""
     misses = choice.misses()
     requests = sum(outcome.attainment.num_requests for outcome in choice.outcomes)
     if sum(misses.values()) >= BINDS_SHARE * requests:
@@ -104,8 +105,10 @@ def binding(choice: Assessment, fewer: Sequence[Broken]) -> str:
     return next((one.cause for one in fewer if one.cause), "")
 
 
-def sentence(plan: Plan, fewer: Sequence[Broken], slo: SloConfig, wanted: float) -> str:
-    """A few sentences that a person can act on."""
+def sentence(
+    plan: ClusterPlan, fewer: Sequence[InstanceLossEffect], slo: SloConfig, wanted: float
+) -> str:
+    """Returns the advice in a few sentences."""
     choice = plan.choice
     if choice is None:
         return nothing(plan, slo, wanted)
@@ -125,7 +128,7 @@ def sentence(plan: Plan, fewer: Sequence[Broken], slo: SloConfig, wanted: float)
     return text
 
 
-def _broken(broken: Broken, wanted: float) -> str:
+def _broken(broken: InstanceLossEffect, wanted: float) -> str:
     change, share = broken.change.capitalize(), broken.outcome.share
     if broken.outcome.share >= wanted:
         return (
@@ -141,10 +144,10 @@ def _broken(broken: Broken, wanted: float) -> str:
     )
 
 
-def nothing(plan: Plan, slo: SloConfig, wanted: float) -> str:
-    """Where no cluster was found."""
+def nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
+    """Returns the advice where no cluster was found."""
     text = (
-        f"No cluster was found in which {wanted:.0%} of requests surely meet TTFT {slo.ttft_s:g} s"
+        f"No cluster was found in which {wanted:.0%} of requests meet TTFT {slo.ttft_s:g} s"
         f" and TBT {slo.tbt_s:g} s"
     )
     if plan.assessed:
@@ -155,5 +158,5 @@ def nothing(plan: Plan, slo: SloConfig, wanted: float) -> str:
             f" {best.interval.mean:.1%}, short of {cause or 'nothing else'}"
         )
     if not plan.complete:
-        return f"{text}: the simulations allowed were used up; give it more with --runs."
+        return f"{text}: all allowed simulations were used: allow more with --runs."
     return f"{text}: raise the SLOs, lower --attainment, or name other --devices."

@@ -1,6 +1,9 @@
-"""The smallest counts of instances that meet the SLO on given hardware, found by asking for few
-simulations: up by what the misses lacked, then down role by role. More instances are taken to be no
-worse. A conversation: candidates go out, outcomes come in; several are held side by side."""
+"""Finds the fewest instances that meet the SLOs on given hardware, with few simulations.
+
+The search goes up by what the misses lacked, then down role by role. It assumes that more instances
+are no worse. Each search is a generator: it yields candidates and receives their outcomes, so that
+several searches run side by side.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import msgspec
 
 from moonpool.plan.candidate import Candidate
-from moonpool.plan.trial import Outcome
-from moonpool.plan.watcher import Cause
+from moonpool.plan.trial import Cause, Outcome
 
-MAX_ASKED = 40
+MAX_PROBES = 40
 _DECODE = (Cause.DECODE_SPEED.value, Cause.DECODE_MEMORY.value)
 
-Asking = Generator[Candidate, Outcome, Candidate | None]
+Search = Generator[Candidate, Outcome, Candidate | None]
 
 
-def boundary(start: Candidate, wanted: float, roles: Sequence[str]) -> Asking:
-    """`roles`: the dearest first, from which is saved first. Returns None if no number helps."""
+def boundary(start: Candidate, wanted: float, roles: Sequence[str]) -> Search:
+    """Yields candidates; returns the smallest that meets, or None if no number helps.
+
+    `roles`: the dearest first, because instances are saved in this order.
+    """
     now, fails = start, list[Candidate]()
-    for _ in range(MAX_ASKED):
+    for _ in range(MAX_PROBES):
         outcome = yield now
         if outcome.share >= wanted:
             break
@@ -67,18 +72,18 @@ def _more(count: int, missed: float) -> int:
 
 
 def side_by_side(
-    askings: Sequence[Asking], answer: Callable[[list[Candidate]], list[Outcome]]
+    searches: Sequence[Search], answer: Callable[[list[Candidate]], list[Outcome]]
 ) -> list[Candidate | None]:
-    """Carries all conversations to their ends, and asks for what they want next at once."""
-    found: list[Candidate | None] = [None] * len(askings)
-    wanted = {number: next(asking) for number, asking in enumerate(askings)}
+    """Runs all searches to their ends; `answer` simulates the next candidates of all together."""
+    found: list[Candidate | None] = [None] * len(searches)
+    wanted = {number: next(search) for number, search in enumerate(searches)}
     while wanted:
         outcomes = answer(list(wanted.values()))
         replies = dict(zip(wanted, outcomes, strict=True))
         wanted = {}
         for number, outcome in replies.items():
             try:
-                wanted[number] = askings[number].send(outcome)
+                wanted[number] = searches[number].send(outcome)
             except StopIteration as end:
                 found[number] = end.value
     return found

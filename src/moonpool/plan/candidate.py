@@ -1,5 +1,4 @@
-"""One cluster that could be bought: how many instances of what, how much cache, which policies;
-what it costs by the hour, and its neighbours, one step away."""
+"""A candidate cluster: instances, hardware, cache and policies; its price and its neighbours."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.config import Admission, Config, EvictionName, Placement
-from moonpool.cost.prices import Prices
+from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
 CACHE_STEPS = tuple(
@@ -22,8 +21,8 @@ EVICTIONS: tuple[EvictionName, ...] = ("lru", "length-aware")
 
 
 class NodeKind(Struct, frozen=True):
-    """With `num_attention` devices more that keep the KVCache and attend (Lamina), it decodes and
-    does nothing else."""
+    """A kind of node. With `num_attention` more devices, which keep the KVCache and compute
+    attention (Lamina), it can only decode."""
 
     device: str
     num_devices: int
@@ -39,7 +38,7 @@ class NodeKind(Struct, frozen=True):
         return self.num_attention > 0
 
     def usd_per_h(self, prices: Prices) -> float:
-        """Raises ConfigError where a device has no price."""
+        """Returns the price per hour. Raises ConfigError where a device has no price."""
         usd = prices.node_usd_per_h(self.device, self.num_devices)
         if self.offloads:
             usd += prices.node_usd_per_h(self.attention_device, self.num_attention)
@@ -47,7 +46,7 @@ class NodeKind(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """Either `prefill` and `decode` or `mixed` instances. `cache_tokens`: of each instance."""
+    """Either `prefill` and `decode` or `mixed` instances, each with `cache_tokens` of DRAM pool."""
 
     kind: NodeKind
     decode_kind: NodeKind
@@ -79,7 +78,7 @@ class Candidate(Struct, frozen=True):
         return f"{self.placement}, {self.admission}, {self.eviction}"
 
     def config(self, base: Config) -> Config:
-        """`base` with this cluster."""
+        """Returns `base` with this cluster."""
         change = msgspec.structs.replace
         hardware = change(
             base.hardware,
@@ -108,19 +107,19 @@ class Candidate(Struct, frozen=True):
         )
 
     def may_only_lose(self, other: Candidate) -> bool:
-        """Whether it has no more of anything than the other one, and is alike otherwise."""
+        """Whether this has no more of anything than the other one, and is equal otherwise."""
         mine = (self.prefill, self.decode, self.mixed, self.cache_tokens)
         others = (other.prefill, other.decode, other.mixed, other.cache_tokens)
-        alike = msgspec.structs.replace(
+        equal = msgspec.structs.replace(
             self, prefill=other.prefill, decode=other.decode, mixed=other.mixed,
             cache_tokens=other.cache_tokens,
         )  # fmt: skip
-        return alike == other and all(a <= b for a, b in zip(mine, others, strict=True))
+        return equal == other and all(a <= b for a, b in zip(mine, others, strict=True))
 
 
 class Priced(Struct, frozen=True):
-    """What candidates cost: of a model with so many bytes of KVCache a token, and groups of so many
-    nodes to a prefill (or mixed) and to a decode instance."""
+    """Prices of candidates, for one model's bytes of KVCache per token, and for the nodes of one
+    prefill (or mixed) and of one decode instance."""
 
     prices: Prices
     kv_bytes_per_token: float
@@ -128,7 +127,7 @@ class Priced(Struct, frozen=True):
     nodes_per_decode: int = 1
 
     def usd_per_h(self, candidate: Candidate) -> float:
-        """Raises ConfigError where a device has no price."""
+        """Returns the price per hour. Raises ConfigError where a device has no price."""
         groups = (candidate.prefill + candidate.mixed) * self.nodes_per_prefill
         decodes = candidate.decode * self.nodes_per_decode
         usd = groups * candidate.kind.usd_per_h(self.prices)
@@ -139,15 +138,14 @@ class Priced(Struct, frozen=True):
 
 
 class Neighbour(Struct, frozen=True):
-    """`change`: how it differs, in words that go on from "with"."""
+    """A candidate one step away; `change` says how it differs, as words after "with"."""
 
     change: str
     candidate: Candidate
 
 
 def neighbours(of: Candidate, least_cache_tokens: int) -> list[Neighbour]:
-    """One instance of each role, one step of cache and one chunk size away, and each other policy
-    by itself."""
+    """Returns the candidates one instance, one step of cache, one chunk size or one policy away."""
     found = [*_instance_neighbours(of), *_step_neighbours(of, least_cache_tokens)]
     choices: list[tuple[str, Sequence[str]]] = [
         ("placement", PLACEMENTS),
@@ -189,13 +187,13 @@ def _step_neighbours(of: Candidate, least_cache_tokens: int) -> list[Neighbour]:
 
 
 def stepped(steps: Sequence[int], value: int, number: int) -> int | None:
-    """The value so many steps up or down from the nearest one; None beyond the ends."""
+    """Returns the step `number` steps above the one nearest to `value`; None beyond the ends."""
     at = min(range(len(steps)), key=lambda i: abs(steps[i] - value)) + number
     return steps[at] if 0 <= at < len(steps) else None
 
 
 def tokens(number: float) -> str:
-    """`40M`, `1.5M`, `500k`."""
+    """Formats a number of tokens, such as `40M`, `1.5M` or `500k`."""
     if number >= 999_500:
         return f"{number / 1e6:.3g}M"
     return f"{number / 1e3:.3g}k" if number >= 1000 else f"{number:.0f}"

@@ -1,17 +1,24 @@
-"""What a workload asks of a cluster, by the cost model alone: where a search begins, what no
-cluster can do, and which part of the trace is the busiest. Nothing is simulated but an endless
-cache."""
+"""What a workload demands of a cluster by the cost model, and where a search begins.
+
+`prepare` gives one candidate for each mix of hardware, colocated or not, and the busiest part of
+the trace. It raises ConfigError for a plan that no cluster can satisfy. Nothing is simulated but an
+endless cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, fsum
+from typing import Literal
+
+import msgspec
 
 from moonpool.config import Config, ConfigError
-from moonpool.plan.candidate import CHUNK_STEPS, NodeKind
+from moonpool.plan.candidate import CACHE_STEPS, CHUNK_STEPS, Candidate, NodeKind, Priced
 from moonpool.plan.trial import WHOLE, Span, Workload
 from moonpool.sim.capacity import PromptCache, prompts_of
-from moonpool.sim.hardware import NodeHardware
+from moonpool.sim.hardware import calibrated
+from moonpool.sim.hardware.build import Hardware, NodeHardware, build_hardware
 from moonpool.types import Struct
 
 SPAN_SHARE = 1 / 6
@@ -20,8 +27,7 @@ MOST_INSTANCES = 4096
 
 
 class Demand(Struct, frozen=True):
-    """Of each request in order: when it comes, its prompt, how much of it an endless cache would
-    have, and its answer."""
+    """The requests in order: arrival, prompt tokens, tokens that an endless cache hits, answer."""
 
     arrived_s: tuple[float, ...]
     input_tokens: tuple[int, ...]
@@ -38,7 +44,7 @@ class Demand(Struct, frozen=True):
 
     @property
     def context_tokens(self) -> float:
-        """Mean context of a request half-way through its answer."""
+        """The mean context of a request half-way through its answer."""
         return fsum(self.input_tokens) / len(self.input_tokens) + self.answer_tokens / 2
 
     @property
@@ -47,8 +53,10 @@ class Demand(Struct, frozen=True):
 
 
 class Need(Struct, frozen=True):
-    """Of one kind of node, at the busiest time: instances by the cost model; `idle_ttft_s` is that
-    of the request at which the wanted share is just met on an idle cluster."""
+    """Instances of one kind of node that the busiest time needs, by the cost model.
+
+    `idle_ttft_s` is the quantile of the wanted share of the TTFT on an idle cluster.
+    """
 
     prefill: int
     decode: int
@@ -57,7 +65,7 @@ class Need(Struct, frozen=True):
 
 
 def demand_of(workload: Workload, block_tokens: int) -> Demand:
-    """Raises ConfigError where the two block sizes do not fit."""
+    """Returns the demand. Raises ConfigError where the two block sizes do not fit."""
     rows = workload.rows
     hits = [0] * len(rows)
     if workload.block_tokens:
@@ -76,13 +84,13 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
 
 
 def prefill_times_s(demand: Demand, node: NodeHardware) -> list[float]:
-    """Of each request, on an idle instance with all that could be cached."""
+    """Returns the prefill time of each request on an idle instance with every possible hit."""
     pairs = zip(demand.input_tokens, demand.hit_tokens, strict=True)
     return [node.belief.prefill_s(n, min(hit, n - 1)) for n, hit in pairs]
 
 
 def busiest_span(demand: Demand, work_s: Sequence[float]) -> Span:
-    """The part with most prefill work, a sixth of the trace, and half of that before it."""
+    """Returns the sixth of the trace with most prefill work; half as much before it warms up."""
     length_s = max(demand.duration_s * SPAN_SHARE, LEAST_SPAN_S)
     if demand.duration_s < 2 * length_s:
         return WHOLE
@@ -104,8 +112,8 @@ def need_of(
     demand: Demand, span: Span, node: NodeHardware, decoder: NodeHardware, config: Config,
     wanted: float,
 ) -> Need:  # fmt: skip
-    """By throughput: prefill seconds per second, and the smallest decode pool whose batches stay
-    within the TBT and its memory."""
+    """Returns the need by throughput: prefill seconds per second, and the fewest decode instances
+    whose batches keep the TBT and fit in memory."""
     work_s = prefill_times_s(demand, node)
     end_s = min(span.end_s, demand.duration_s)
     inside = [i for i, at in enumerate(demand.arrived_s) if span.begin_s <= at < end_s]
@@ -128,7 +136,7 @@ def _decode_instances(
     number = 1
     while number < MOST_INSTANCES:
         batch = 1.0
-        for _ in range(64):  # Little's law: as many run as arrive while one is answered
+        for _ in range(64):  # Little's law gives the batch
             step_s = decoder.belief.decode_step_s(ceil(batch), ceil(batch * context))
             batch = rate_rps / number * answer * step_s
             if step_s > config.slo.tbt_s or batch > most:
@@ -140,7 +148,7 @@ def _decode_instances(
 
 
 def mixed_chunk_tokens(demand: Demand, node: NodeHardware, config: Config) -> int:
-    """The largest chunk beside which a usual batch of decodes still keeps the TBT."""
+    """Returns the largest chunk with which 16 decodes in the same step still keep the TBT."""
     for chunk in reversed(CHUNK_STEPS):
         chunk_s = node.belief.prefill_s(chunk, 0) - node.belief.prefill[0]
         step_s = chunk_s + node.belief.decode_step_s(16, round(16 * demand.context_tokens))
@@ -156,15 +164,142 @@ def check_possible(needs: dict[NodeKind, Need], config: Config, wanted: float) -
     idle_s = needs[fastest].idle_ttft_s
     if idle_s > config.slo.ttft_s:
         raise ConfigError(
-            f"no cluster can: for {wanted:.0%} of the requests, prefill alone takes up to"
-            f" {idle_s:.3g} s on an idle instance of {fastest}, all cache hits counted, and"
-            f" --slo-ttft is {config.slo.ttft_s:g} s: raise it, lower --attainment, or name faster"
-            " --devices"
+            f"no cluster keeps the SLOs: for {wanted:.0%} of the requests, prefill alone takes"
+            f" up to {idle_s:.3g} s on an idle instance of {fastest}, all cache hits included,"
+            f" and --slo-ttft is {config.slo.ttft_s:g} s: raise it, lower --attainment, or name"
+            " faster --devices"
         )
     fastest = min(needs, key=lambda kind: needs[kind].idle_tbt_s)
     idle_s = needs[fastest].idle_tbt_s
     if idle_s > config.slo.tbt_s:
         raise ConfigError(
-            f"no cluster can: a decode step takes {idle_s:.3g} s on an idle instance of {fastest},"
-            f" and --slo-tbt is {config.slo.tbt_s:g} s: raise it, or name faster --devices"
+            f"no cluster keeps the SLOs: a decode step takes {idle_s:.3g} s on an idle"
+            f" instance of {fastest}, and --slo-tbt is {config.slo.tbt_s:g} s: raise it, or name"
+            " faster --devices"
         )
+
+
+Layout = Literal["both", "disaggregated", "colocated"]
+FIRST_CHUNK_TOKENS = 2048
+FIRST_CACHE_TOKENS = 3_000_000
+
+
+class Prepared(Struct, frozen=True):
+    """Where a search begins. `span_runs`: the requests of `span` as a share of the trace.
+    `left_out`: why kinds of nodes are left out."""
+
+    base: Config
+    starts: tuple[Candidate, ...]
+    span: Span
+    span_runs: float
+    least_cache_tokens: int
+    left_out: tuple[str, ...]
+    context_tokens: int  # mean, of a request half-way through its answer
+
+
+def truth_for(base: Config, kinds: Sequence[NodeKind], cost: str | None) -> Config:
+    """Returns `base` with the cost model for these kinds of nodes.
+
+    That is the measured one if all are the node that it was measured on, else roofline.
+    """
+    measured = NodeKind(calibrated.DEVICE, calibrated.NUM_DEVICES)
+    if cost is None:
+        alone = set(kinds) == {measured} and base.hardware.shape == calibrated.SHAPE
+        cost = calibrated.NAME if alone else "roofline"
+    return msgspec.structs.replace(base, hardware=msgspec.structs.replace(base.hardware, cost=cost))
+
+
+def prepare(
+    workload: Workload,
+    base: Config,
+    kinds: Sequence[NodeKind],
+    priced: Priced,
+    wanted: float,
+    layout: Layout = "both",
+) -> Prepared:
+    """Returns where the search begins. Raises ConfigError if no cluster could keep the SLOs."""
+    demand = demand_of(workload, base.pool.block_tokens)
+    able, left_out = _able_kinds(workload, base, kinds, priced, demand)
+    first = next((node for kind, node in able.items() if not kind.offloads), None)
+    if first is None:
+        raise ConfigError(
+            f"{', '.join(str(kind) for kind in able)} only decode: name --devices that prefill, too"
+        )
+    span = busiest_span(demand, prefill_times_s(demand, first.prefill))
+    needs = {
+        kind: need_of(demand, span, node.prefill, node.decode, base, wanted)
+        for kind, node in able.items()
+    }
+    check_possible(needs, base, wanted)
+    within = [kind for kind in needs if _can_decode(needs[kind], base)]
+    starts: list[Candidate] = []
+    for kind, need in needs.items():
+        if need.idle_ttft_s > base.slo.ttft_s or kind.offloads:
+            continue
+        if layout != "colocated":
+            starts += [_disaggregated(kind, other, needs) for other in within]
+        if layout != "disaggregated" and kind in within:
+            chunk = mixed_chunk_tokens(demand, able[kind].mixed, base)
+            mixed = need.prefill + need.decode
+            starts.append(Candidate(kind, kind, 0, 0, mixed, FIRST_CACHE_TOKENS, chunk))
+    least = -(-demand.longest_tokens // base.pool.block_tokens) * base.pool.block_tokens
+    starts = [_with_room(start, least) for start in starts]
+    runs, context = _span_runs(demand, span), round(demand.context_tokens)
+    return Prepared(base, tuple(starts), span, runs, least, left_out, max(context, 1))
+
+
+def _able_kinds(
+    workload: Workload, base: Config, kinds: Sequence[NodeKind], priced: Priced, demand: Demand
+) -> tuple[dict[NodeKind, Hardware], tuple[str, ...]]:
+    able: dict[NodeKind, Hardware] = {}
+    reasons: list[str] = []
+    for kind in kinds:
+        candidate = Candidate(kind, kind, 1, 1, 0, CACHE_STEPS[-1], FIRST_CHUNK_TOKENS)
+        config = candidate.config(base)
+        workload.catalogue.device(kind.device)
+        if kind.offloads:
+            workload.catalogue.device(kind.attention_device)
+        priced.usd_per_h(candidate)
+        try:
+            hardware = build_hardware(config, workload.profile, workload.catalogue)
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        if demand.longest_tokens > hardware.largest_request_tokens:
+            reasons.append(
+                f"{kind} hold {hardware.largest_request_tokens:,} tokens of KVCache besides the"
+                f" model, and the longest request has {demand.longest_tokens:,}; use more devices"
+            )
+            continue
+        able[kind] = hardware
+    if not able:
+        raise ConfigError("; ".join(reasons))
+    return able, tuple(reasons)
+
+
+def _can_decode(need: Need, base: Config) -> bool:
+    return need.idle_tbt_s <= base.slo.tbt_s
+
+
+def _disaggregated(kind: NodeKind, decode_kind: NodeKind, needs: dict[NodeKind, Need]) -> Candidate:
+    prefill, decode = needs[kind].prefill, needs[decode_kind].decode
+    return Candidate(kind, decode_kind, prefill, decode, 0, FIRST_CACHE_TOKENS, FIRST_CHUNK_TOKENS)
+
+
+def _with_room(start: Candidate, least_tokens: int) -> Candidate:
+    """Returns the start with a cache that holds the longest request."""
+    cache = next((c for c in CACHE_STEPS if c >= max(least_tokens, start.cache_tokens)), 0)
+    if not cache:
+        raise ConfigError(
+            f"the longest request has {least_tokens:,} tokens, more than the largest cache that is"
+            f" tried, {CACHE_STEPS[-1]:,} an instance: leave such requests out of the trace"
+        )
+    return msgspec.structs.replace(start, cache_tokens=cache)
+
+
+def _span_runs(demand: Demand, span: Span) -> float:
+    if span == WHOLE:
+        return 1.0
+    begin_s = span.begin_s - span.warm_up_s
+    inside = fsum(begin_s <= at < span.end_s for at in demand.arrived_s)
+    return inside / len(demand.arrived_s)

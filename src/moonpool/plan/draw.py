@@ -1,5 +1,7 @@
-"""A plan as a picture: price against attainment and against TTFT, the choice and the front marked.
-The format follows from the file's name."""
+"""Draws a plan: attainment and TTFT over price, with the choice and the front.
+
+The format follows from the file's name.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,27 @@ from matplotlib.figure import Figure
 from moonpool.config import SloConfig
 from moonpool.plan.assess import Assessment
 from moonpool.plan.confidence import Verdict
-from moonpool.plan.search import Plan
+from moonpool.plan.search import ClusterPlan
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {Verdict.MEETS: "#2c9a4b", Verdict.UNCLEAR: "#c7a000", Verdict.MISSES: "#d9541e"}
 _GREY = "#555555"
 
 
-def draw_plan(plan: Plan, wanted: float, slo: SloConfig, path: Path) -> None:
-    """Raises OSError."""
+def draw_plan(plan: ClusterPlan, wanted: float, slo: SloConfig, path: Path) -> None:
+    """Writes the picture. Raises OSError."""
     figure = Figure(figsize=(12.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     shown = [one for one in plan.assessed if not one.gave_up]
     _attainment(left, plan, shown, wanted)
     _ttft(right, plan, shown, slo)
-    with rc_context({"svg.hashsalt": "moonpool"}):  # the same picture, byte for byte
+    with rc_context({"svg.hashsalt": "moonpool"}):  # byte for byte reproducible
         stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
         figure.savefig(path, dpi=120, metadata={stamp: None})
 
 
-def _attainment(axes: Axes, plan: Plan, shown: Sequence[Assessment], wanted: float) -> None:
+def _attainment(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], wanted: float) -> None:
     axes.set(title="Attainment", xlabel="USD per hour", ylabel="requests within both SLOs")
     for verdict, colour in _COLOURS.items():
         ones = [one for one in shown if one.verdict is verdict]
@@ -66,7 +68,7 @@ def _attainment(axes: Axes, plan: Plan, shown: Sequence[Assessment], wanted: flo
     axes.legend(frameon=False, fontsize=8)
 
 
-def _ttft(axes: Axes, plan: Plan, shown: Sequence[Assessment], slo: SloConfig) -> None:
+def _ttft(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], slo: SloConfig) -> None:
     axes.set(title="Time to first token", xlabel="USD per hour", ylabel="90th percentile (s)")
     for verdict, colour in _COLOURS.items():
         ones = [one for one in shown if one.verdict is verdict]
@@ -81,7 +83,7 @@ def _ttft(axes: Axes, plan: Plan, shown: Sequence[Assessment], slo: SloConfig) -
     _mark_choice(axes, plan, [0.0] if plan.choice is None else [plan.choice.ttft_p90_s])
 
 
-def _mark_choice(axes: Axes, plan: Plan, at: Sequence[float]) -> None:
+def _mark_choice(axes: Axes, plan: ClusterPlan, at: Sequence[float]) -> None:
     if plan.choice is None:
         return
     one = plan.choice.candidate

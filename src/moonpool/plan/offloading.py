@@ -1,8 +1,8 @@
-"""Does attention offloading pay (Lamina, arXiv 2405.01814v2)? Decode nodes side by side by the cost
-model, and what the search found with them and without.
+"""Whether attention offloading pays (Lamina, arXiv 2405.01814v2).
 
-The paper compares with the computing devices alone. Devices with much memory alone, for no more
-money, are the rival that it leaves out; they are always put beside it here.
+Decode nodes are compared by the cost model, and by the search's results with and without them. The
+paper compares with nodes of the computing device alone. Nodes of the memory device alone, for the
+same money, are a rival that the paper omits; they are always compared here.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moonpool.config import Config
-from moonpool.cost.catalogue import Catalogue
 from moonpool.cost.model import StepCost
-from moonpool.cost.node import open_node
-from moonpool.cost.offload import OffloadCost, Wire, least_bandwidth_bytes_per_s
-from moonpool.cost.prices import Prices
 from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind
-from moonpool.plan.search import MixFound, Plan
-from moonpool.sim.hardware import decode_nodes
+from moonpool.plan.search import ClusterPlan, MixFound
+from moonpool.sim.hardware.build import decode_nodes
+from moonpool.sim.hardware.catalogue import Catalogue
+from moonpool.sim.hardware.node_cost import open_node
+from moonpool.sim.hardware.offload_cost import (
+    OffloadCost,
+    OffloadNetwork,
+    least_bandwidth_bytes_per_s,
+)
+from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
 MOST_DEVICES = 8  # of a node
 
 
 class Balance(Struct, frozen=True):
-    """Of one layer with the batch halved among two: the model's part, attention's, the wire's; and
-    the bandwidth that the wire needs (Lamina's BW_min, section 3.1) beside what it has."""
+    """Times of one layer for half the batch: model, attention and wire; and the bandwidth that the
+    wire needs (Lamina's BW_min, section 3.1) and has."""
 
     model_s: float
     attention_s: float
@@ -35,20 +39,19 @@ class Balance(Struct, frozen=True):
 
     @property
     def slower(self) -> str:
-        """Which side sets the pace; they are best alike (t_a = t_m / (n - 1), n = 2)."""
+        """The slower side; equal times are best (t_a = t_m / (n - 1), n = 2)."""
         return "attention" if self.attention_s > self.model_s else "model"
 
 
 class DecodeNode(Struct, frozen=True):
-    """What one decode node of a kind can do: the largest batch within the limit between tokens and
-    its memory, `context_tokens` each."""
+    """The largest batch of one decode node within its memory and the TBT SLO, and its step time."""
 
     kind: NodeKind
     usd_per_h: float
     kv_tokens: int
     batch: int
     step_s: float
-    full: bool  # of KVCache, so that memory is what binds
+    full: bool  # whether memory limits the batch
     balance: Balance | None = None
 
     @property
@@ -57,7 +60,7 @@ class DecodeNode(Struct, frozen=True):
 
 
 def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
-    """As many of its attention devices alone, a power of two, as its price buys."""
+    """Returns the node of attention devices alone, a power of two, that the same price buys."""
     usd = kind.usd_per_h(prices)
     number = MOST_DEVICES
     while number > 1 and prices.node_usd_per_h(kind.attention_device, number) > usd:
@@ -66,7 +69,7 @@ def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
 
 
 def with_rivals(kinds: Sequence[NodeKind], prices: Prices) -> list[NodeKind]:
-    """The kinds, and the rival of each that offloads. Raises ConfigError: no price."""
+    """Returns the kinds and the rival of each that offloads. Raises ConfigError: no price."""
     rivals = [all_memory(kind, prices) for kind in kinds if kind.offloads]
     return list(dict.fromkeys([*kinds, *rivals]))
 
@@ -78,23 +81,23 @@ def decode_nodes_of(
     prices: Prices,
     context_tokens: int,
 ) -> list[DecodeNode]:
-    """Most tokens per dollar first. Raises ConfigError."""
+    """Returns the nodes, most tokens per dollar first. Raises ConfigError."""
     found = [_decode_node(kind, base, catalogue, prices, context_tokens) for kind in kinds]
     return sorted(found, key=lambda one: -one.tokens_per_usd)
 
 
-def verdict(plan: Plan, usd_per_h: Callable[[Candidate], float]) -> str:
-    """One sentence: whether the cluster that was chosen offloads, and what the cheapest of the
-    other way costs. `usd_per_h`: of any candidate."""
+def verdict(plan: ClusterPlan, usd_per_h: Callable[[Candidate], float]) -> str:
+    """Says in one sentence whether the chosen cluster offloads, and what the cheapest other one
+    costs."""
     if plan.choice is None:
-        return "Whether offloading attention pays is open: no cluster was found."
+        return "Whether offloading attention pays is unknown: no cluster was found."
     chosen = plan.choice.candidate
     name = f"{chosen.counts} of {chosen.hardware} ({plan.choice.usd_per_h:,.2f} USD/h)"
     offloads = chosen.decode_kind.offloads
     says = "pays" if offloads else "does not pay"
     others = [mix for mix in plan.mixes if mix.start.decode_kind.offloads is not offloads]
     if not others:
-        return f"Offloading attention {says}: nothing else than {name} was compared."
+        return f"Offloading attention {says}: only {name} was compared."
     rival = min(others, key=lambda mix: usd_per_h(_furthest(mix)))
     usd = usd_per_h(_furthest(rival))
     counts = f"{_furthest(rival).counts} of {rival.start.hardware}"
@@ -106,7 +109,7 @@ def verdict(plan: Plan, usd_per_h: Callable[[Candidate], float]) -> str:
 
 
 def _furthest(mix: MixFound) -> Candidate:
-    """How far a mix came: the later, the surer its price."""
+    """Returns the latest candidate of a mix, whose price is the most certain."""
     return mix.settled.candidate if mix.settled is not None else mix.boundary or mix.start
 
 
@@ -139,7 +142,7 @@ def _decode_node(
 
 
 def _largest_batch(cost: StepCost, context_tokens: int, most: int, limit_s: float) -> int:
-    """A step's time only grows with its batch, so halving finds it."""
+    """Bisects, because a step's time never falls with its batch."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -153,6 +156,6 @@ def _largest_batch(cost: StepCost, context_tokens: int, most: int, limit_s: floa
 def _balance(cost: OffloadCost, batch: int, context_tokens: int, num_devices: int) -> Balance:
     half = max(batch / cost.num_batches, 1)
     times = cost.layer_times(half, half * context_tokens)
-    wire = Wire.of(cost.model.device, num_devices, cost.attention)
+    wire = OffloadNetwork.of(cost.model.device, num_devices, cost.attention)
     least = least_bandwidth_bytes_per_s(cost.model, cost.attention, int(half), context_tokens)
-    return Balance(times.model_s, times.attention_s, times.wire_s, least, wire.bytes_per_s)
+    return Balance(times.model_s, times.attention_s, times.network_s, least, wire.bytes_per_s)

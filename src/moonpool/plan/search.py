@@ -1,17 +1,17 @@
 """The search for the cheapest cluster that meets the SLOs.
 
-    demand      by the cost model: where each mix of hardware begins; mixes that cost twice the
-                cheapest, or that cannot hold the model, are left out
-    boundaries  on the busiest part of the trace: the fewest instances, all mixes side by side
-    tuning      there, with one instance fewer: policies and chunk size
-    settling    on the whole trace, the best mixes: first up to where each meets, then, the cheapest
-                first, down in price, step by step, to where nothing cheaper that was looked at
-                meets with confidence; a mix that begins above the best is not settled
-    confirming  each neighbour of the choice that is cheaper, with as many seeds as it takes, and of
-                those as dear the ones that do better on the busiest part; one that meets, and is
-                cheaper or better, takes its place
+    demand      The cost model gives where each mix of hardware begins. Mixes that cost twice the
+                cheapest, or that cannot hold the model, are left out.
+    boundaries  On the busiest part of the trace: the fewest instances, for all mixes in parallel.
+    tuning      On the same part, with one instance fewer: policies and chunk size.
+    settling    On the whole trace, for the best mixes: up to where each meets; then, the cheapest
+                mix first, down in price until no cheaper candidate meets with confidence. A mix
+                that begins above the best price is not settled.
+    confirming  Each cheaper neighbour of the choice, with as many seeds as necessary; and those of
+                equal price that do better on the busiest part. One that meets, and is cheaper or
+                better, becomes the choice.
 
-Which simulations are run follows from their outcomes alone, not from the time they take or the
+The choice of simulations follows from their outcomes alone, not from the time they take or the
 number of processes.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.plan.assess import Assessment, Assessor, BudgetError
+from moonpool.plan.assess import Assessment, Assessor, BudgetError, NeighbourFound
 from moonpool.plan.boundary import boundary, side_by_side
 from moonpool.plan.candidate import (
     ADMISSIONS,
@@ -39,30 +39,25 @@ from moonpool.types import Struct
 
 KEPT_MIXES = 8
 DEAREST = 2.0
-"""Mixes beyond this many times the cheapest, by the cost model, are not simulated."""
+"""Mixes above this multiple of the cheapest price, by the cost model, are not simulated."""
 SETTLED_MIXES = 3
 SETTLED_WITHIN = 1.3
-"""Of these, the cheapest by their boundaries, and no others than within this many times the
-cheapest."""
+"""At most SETTLED_MIXES mixes are settled: the cheapest by their boundaries, up to this multiple of
+the cheapest price."""
 GAIN = 0.01
-"""Of attainment, from which on another policy or chunk size is worth changing to."""
+"""Least gain of attainment that justifies another policy or chunk size."""
 MAX_GROWTHS = 8
 CACHE_STRIDE = 2
-"""Steps of cache by which a cluster that misses is given more."""
+"""Steps of cache that a cluster gains when it misses."""
 MAX_MOVES = 40
 SEARCH_SHARE = 0.6
-"""Of the runs allowed, for all before confirming: a choice that was not compared with its
-neighbours is worth less than one that was not compared with every mix."""
-
-
-class NeighbourFound(Struct, frozen=True):
-    change: str
-    assessment: Assessment
+"""Share of the allowed runs for all stages before confirming, because a comparison of the choice
+with its neighbours is worth more than one with every mix."""
 
 
 class MixFound(Struct, frozen=True):
-    """How far a mix of hardware came. `start`: by the cost model; `boundary`: on the busiest part
-    of the trace; `settled`: the cheapest of it that was found to meet on the whole trace."""
+    """The results of one mix of hardware: `start` by the cost model, `boundary` on the busiest part
+    of the trace, and `settled`, the cheapest that meets on the whole trace."""
 
     start: Candidate
     start_usd_per_h: float
@@ -70,9 +65,9 @@ class MixFound(Struct, frozen=True):
     settled: Assessment | None = None
 
 
-class Plan(Struct, frozen=True):
-    """`choice` is None where nothing meets the SLOs. `assessed`: all that was simulated whole and
-    with more than one seed, by price."""
+class ClusterPlan(Struct, frozen=True):
+    """The result of a search. `choice` is None where nothing meets the SLOs. `assessed`: all
+    candidates with more than one whole simulation, by price."""
 
     choice: Assessment | None
     neighbours: tuple[NeighbourFound, ...]
@@ -82,7 +77,7 @@ class Plan(Struct, frozen=True):
     complete: bool
 
     def front(self) -> list[Assessment]:
-        """Those than which nothing cheaper attains as much."""
+        """Returns the candidates for which nothing cheaper attains as much."""
         found: list[Assessment] = []
         for one in self.assessed:
             if not found or one.interval.mean > found[-1].interval.mean:
@@ -91,6 +86,8 @@ class Plan(Struct, frozen=True):
 
 
 class Planner:
+    """One search, stage by stage."""
+
     def __init__(self, assessor: Assessor, least_cache_tokens: int) -> None:
         self._assessor = assessor
         self._least_cache = least_cache_tokens
@@ -98,8 +95,8 @@ class Planner:
         self._best: Assessment | None = None
         self._mixes: list[MixFound] = []
 
-    def plan(self, starts: Sequence[Candidate]) -> Plan:
-        """`starts`: one for each mix of hardware. Raises ConfigError."""
+    def plan(self, starts: Sequence[Candidate]) -> ClusterPlan:
+        """Runs all stages. `starts`: one for each mix of hardware. Raises ConfigError."""
         complete, around = True, tuple[NeighbourFound, ...]()
         most = self._assessor.goal.max_runs
         self._assessor.allowed_runs = SEARCH_SHARE * most
@@ -118,7 +115,9 @@ class Planner:
         known = [one for one in self._assessor.known.values() if len(one.outcomes) > 1]
         known.sort(key=lambda one: (one.usd_per_h, -one.interval.mean))
         mixes = sorted(self._mixes, key=self._mix_order)
-        return Plan(self._best, around, tuple(mixes), tuple(known), self._assessor.runs, complete)
+        return ClusterPlan(
+            self._best, around, tuple(mixes), tuple(known), self._assessor.runs, complete
+        )
 
     # Boundaries
 
@@ -132,15 +131,15 @@ class Planner:
             if mix.start_usd_per_h <= DEAREST * least
         ]
         self._assessor.doing = "the busiest part, by hardware"
-        askings = [
+        searches = [
             boundary(mix.start, self._wanted, self._roles(mix.start))
             for mix in (self._mixes[number] for number in kept)
         ]
-        for number, found in zip(kept, side_by_side(askings, self._assessor.probe), strict=True):
+        for number, found in zip(kept, side_by_side(searches, self._assessor.probe), strict=True):
             self._mixes[number] = msgspec.structs.replace(self._mixes[number], boundary=found)
 
     def _roles(self, candidate: Candidate) -> list[str]:
-        """The dearest first."""
+        """Returns the roles of the candidate, the dearest first."""
         if candidate.mixed:
             return ["mixed"]
         price = self._assessor.usd_per_h
@@ -167,7 +166,7 @@ class Planner:
     # Tuning
 
     def _tune(self) -> None:
-        """Of the cheapest disaggregated and the cheapest colocated mix; the others follow them."""
+        """Tunes the cheapest disaggregated and the cheapest colocated mix; the others follow."""
         for colocated in (False, True):
             numbers = [
                 n for n in self._worth_settling() if bool(self._mixes[n].start.mixed) is colocated
@@ -179,18 +178,18 @@ class Planner:
             settings = self._tuned(first)
             if not settings:
                 continue
-            askings = []
+            searches = []
             for n in numbers:
                 found = self._mixes[n].boundary
                 assert found is not None
                 start = msgspec.structs.replace(found, **settings)
-                askings.append(boundary(start, self._wanted, self._roles(start)))
-            for n, found in zip(numbers, side_by_side(askings, self._assessor.probe), strict=True):
+                searches.append(boundary(start, self._wanted, self._roles(start)))
+            for n, found in zip(numbers, side_by_side(searches, self._assessor.probe), strict=True):
                 if found is not None:
                     self._mixes[n] = msgspec.structs.replace(self._mixes[n], boundary=found)
 
     def _tuned(self, found: Candidate) -> dict[str, Any]:
-        """Settings better than those of `found`, where it is short of one instance."""
+        """Returns settings better than those of `found` with one instance fewer."""
         self._assessor.doing = "policies and chunk size"
         role = self._roles(found)[0]
         count = max(getattr(found, role) - 1, 1)
@@ -227,7 +226,7 @@ class Planner:
             mix = self._mixes[number]
             assert mix.boundary is not None
             self._assessor.doing = f"the whole trace, {mix.start.hardware}"
-            start = self._brought_up(mix.boundary)
+            start = self._grown_until_it_meets(mix.boundary)
             if start is not None:
                 starts.append((start.usd_per_h, number, start))
                 self._note_settled(number, start)
@@ -241,10 +240,12 @@ class Planner:
         self._mixes[number] = msgspec.structs.replace(self._mixes[number], settled=found)
         self._take(found)
 
-    def _brought_up(self, candidate: Candidate) -> Assessment | None:
-        """Until it meets on the whole trace; None if it then costs more than the best. Of the ways
-        to have more the cheapest that meets, and while none does, that which helps most."""
-        looked = [candidate, *self._dearer_moves(candidate)[:1]]  # side by side
+    def _grown_until_it_meets(self, candidate: Candidate) -> Assessment | None:
+        """Grows a candidate until it meets on the whole trace; None if it then costs too much.
+
+        Each step takes the cheapest way that meets, or while none does, the one that helps most.
+        """
+        looked = [candidate, *self._dearer_moves(candidate)[:1]]  # in parallel
         for _ in range(MAX_GROWTHS):
             outcomes = self._assessor.glance(looked)
             for one, outcome in zip(looked, outcomes, strict=True):
@@ -262,7 +263,7 @@ class Planner:
         return None
 
     def _dearer_moves(self, now: Candidate) -> list[Candidate]:
-        """An instance more, or more cache; cheapest first."""
+        """Returns candidates with one instance more or with more cache, the cheapest first."""
         change = msgspec.structs.replace
         more = [change(now, **{role: getattr(now, role) + 1}) for role in self._roles(now)]
         cache = stepped(CACHE_STEPS, now.cache_tokens, CACHE_STRIDE)
@@ -280,8 +281,8 @@ class Planner:
         return now
 
     def _cheaper_moves(self, now: Candidate) -> list[Candidate]:
-        """What costs less of: less cache; an instance less or more, with any cache; an instance
-        less of one role and more of the other."""
+        """Returns the cheaper ones of: any cache; one instance fewer or more with any cache; one
+        instance fewer of one role and one more of the other."""
         change = msgspec.structs.replace
         caches = [cache for cache in CACHE_STEPS if cache >= self._least_cache]
         moves = [change(now, cache_tokens=cache) for cache in caches]
@@ -298,8 +299,11 @@ class Planner:
         return [move for move in dict.fromkeys(moves) if price(move) < price(now)]
 
     def _cheapest_that_meets(self, candidates: Sequence[Candidate]) -> Assessment | None:
-        """Those with the same instances together, the cheapest first: with the most cache, whose
-        failure speaks for all of them, then with less. No dearer ones than what is known to do."""
+        """Returns the cheapest candidate that meets, or None.
+
+        Candidates with the same instances form a group. The one with most cache is simulated first,
+        because if it misses, so do the others. Groups dearer than a known success are skipped.
+        """
         price = self._assessor.usd_per_h
         alike: dict[tuple[int, int, int], list[Candidate]] = {}
         for one in sorted(candidates, key=lambda c: -c.cache_tokens):
@@ -321,8 +325,10 @@ class Planner:
         return None
 
     def _with_less_cache(self, group: Sequence[Candidate]) -> list[Candidate]:
-        """Those seen to meet at a glance, on the way to the least cache; two looks at a time. The
-        first does, and more cache is taken to be no worse."""
+        """Returns those that meet at a glance, down to the least cache, by two glances at a time.
+
+        The first of the group is known to meet. More cache is assumed to be no worse.
+        """
         meets, fails = 0, len(group)
         seen = [group[0]]
         while fails - meets > 1:
@@ -344,8 +350,10 @@ class Planner:
     # Confirming
 
     def _confirm(self) -> tuple[NeighbourFound, ...]:
-        """Moves on while a neighbour is cheaper, or as cheap and better; then names them all. Each
-        move is one or the other, and the runs allowed bound them."""
+        """Moves to a neighbour while one is cheaper, or equally cheap and better; returns all.
+
+        The allowed runs bound the moves.
+        """
         if self._best is None:
             return ()
         while True:
@@ -361,8 +369,8 @@ class Planner:
         return self._known_neighbours()
 
     def _rivals(self, best: Assessment) -> list[Candidate]:
-        """Neighbours that are cheaper; and of those that cost the same (other policies, other
-        chunks) the ones that do better on the busiest part of the trace."""
+        """Returns the cheaper neighbours, and those of the same price (other policies or chunks)
+        that do better on the busiest part of the trace."""
         around = [n.candidate for n in neighbours(best.candidate, self._least_cache)]
         alike = [one for one in around if self._price_over_best(one) == 0]
         base, *outcomes = self._assessor.probe([best.candidate, *alike])

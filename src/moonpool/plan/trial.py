@@ -1,32 +1,36 @@
-"""One simulation as a unit of work: what to run, and what came of it. Runs in any process.
+"""One simulation as a unit of work: what to run, its outcome, and the causes of missed SLOs.
 
-The same trial has the same outcome everywhere; nothing in an outcome depends on the machine.
+A trial has the same outcome in any process; nothing in an outcome depends on the machine. A
+rejected request is a miss, and so is a failed one. The cause of a miss is the reason of its
+rejection, or the SLO that it broke; whether decode lacked speed or memory follows from how both
+were used at that moment.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 
 from moonpool.config import Config, ConfigError
-from moonpool.cost.catalogue import BUILT_IN, Catalogue
 from moonpool.cost.fitted import FittedCost
 from moonpool.plan.confidence import Attainment
-from moonpool.plan.watcher import Cause, Watcher
-from moonpool.sim.arrival import Arrival
-from moonpool.sim.hardware import build_hardware
-from moonpool.sim.histogram import rounded
+from moonpool.request_record import RequestRecord
+from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
+from moonpool.sim.metrics import COMPLETED, Collector, rounded
 from moonpool.sim.simulation import Simulation
-from moonpool.sim.workload import make_arrivals
-from moonpool.trace.resample import resample
+from moonpool.sim.workload import Arrival, make_arrivals
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.types import Role, Struct
+from moonpool.trace.transform import resample
+from moonpool.types import RequestId, Role, Struct
 
-SAMPLE_S = 60.0  # of the simulation's own series, which nobody reads here
+SAMPLE_S = 60.0  # of the simulation's own series, which the planner does not use
 
 
 class Span(Struct, frozen=True):
-    """Part of a trace, in seconds of it: counted are arrivals of [begin, end); those of the
-    `warm_up_s` before are served too, and fill the caches."""
+    """Part of a trace in seconds. Arrivals in [begin, end) are counted; those of the `warm_up_s`
+    before are served, too, and fill the caches."""
 
     begin_s: float = 0.0
     end_s: float = float("inf")
@@ -37,7 +41,7 @@ WHOLE = Span()
 
 
 class Workload(Struct, frozen=True):
-    """What all trials share; goes to each process once."""
+    """What all trials share; each process receives it once."""
 
     rows: tuple[TraceRow, ...]
     block_tokens: int  # of the trace's hashes; 0: it has none
@@ -49,8 +53,8 @@ class Workload(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """`seed` draws the sessions anew (0: as they are). With `give_up_below`, a run ends as soon as
-    no more than that share of requests can still be effective."""
+    """One simulation to run. `seed` draws the sessions again (0 keeps them). With `give_up_below`,
+    a run ends once at most that share of requests can still be effective."""
 
     config: Config
     seed: int = 0
@@ -60,8 +64,8 @@ class Trial(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """`error`: why it cannot be run at all; then nothing else is meant. `gave_up`: the run ended
-    early; its attainment is what could still have been reached then, so the true one is less."""
+    """The outcome of a trial. With an `error` it could not run, and nothing else holds. If it
+    `gave_up`, the run ended early, and the true attainment is less than the one here."""
 
     attainment: Attainment
     misses: dict[str, int]  # by cause
@@ -79,15 +83,109 @@ class Outcome(Struct, frozen=True):
         return self.attainment.share
 
     def how_far(self) -> tuple[float, int]:
-        """Orders outcomes also where runs were given up at the same share: by the requests that
-        it took to get there."""
+        """A key that also orders runs that gave up: by the requests until then."""
         if not self.gave_up:
             return self.share, 0
         return 0.0, sum(arrived for _, arrived, _ in self.misses_by_minute)
 
 
+BIN_S = 60.0
+
+
+class Cause(Enum):
+    """What a request that missed its SLOs would have needed more of."""
+
+    PREFILL = "prefill time"
+    DECODE_SPEED = "decode speed"
+    DECODE_MEMORY = "decode memory"
+    POOL = "room in the pool"
+    DEADLINE = "time until the deadline"
+
+
+_BY_REASON = {
+    "ttft_slo": Cause.PREFILL,
+    "no_decode_capacity": Cause.DECODE_MEMORY,
+    "no_prefill_capacity": Cause.POOL,
+}
+
+
+class Watcher(Collector):
+    """A collector that also notes why and when requests missed their SLOs.
+
+    Requests that arrive before `begin_s` are served but not counted.
+    """
+
+    def __init__(self, simulation: Simulation, begin_s: float, speed: float) -> None:
+        super().__init__()
+        self.misses: Counter[Cause] = Counter()
+        self.gave_up = False
+        self._simulation = simulation
+        self._begin_s = begin_s
+        self._speed = speed
+        self._reasons: dict[RequestId, str] = {}
+        self._arrived: Counter[int] = Counter()
+        self._missed: Counter[int] = Counter()
+
+    @property
+    def num_missed(self) -> int:
+        return self.misses.total()
+
+    def by_minute(self) -> tuple[tuple[int, int, int], ...]:
+        """Returns (minute of the trace, its arrivals, misses of these) for each minute."""
+        minutes = sorted(self._arrived)
+        return tuple((minute, self._arrived[minute], self._missed[minute]) for minute in minutes)
+
+    def note_refused(self, request_id: RequestId, status: int, reason: str) -> None:
+        self._reasons[request_id] = reason
+        super().note_refused(request_id, status, reason)
+
+    def note_ended(self, record: RequestRecord) -> None:
+        reason = self._reasons.pop(record.request_id, "")
+        if record.arrived_s < self._begin_s:
+            self._prefill_s.pop(record.request_id, None)
+            self._refused.pop(record.request_id, None)
+            return
+        super().note_ended(record)
+        minute = int(record.arrived_s * self._speed // BIN_S)
+        self._arrived[minute] += 1
+        if record.effective:
+            return
+        self._missed[minute] += 1
+        self.misses[self._cause(record, reason)] += 1
+
+    def _cause(self, record: RequestRecord, reason: str) -> Cause:
+        if record.outcome in COMPLETED:
+            assert record.ttft_s is not None
+            late = record.ttft_s > record.slo.ttft_s
+            return Cause.PREFILL if late and not self._waited_for_decode(record) else self._decode()
+        if reason in _BY_REASON:
+            return _BY_REASON[reason]
+        if reason.startswith(("decode_load", "tbt_slo")):
+            return self._decode()
+        return Cause.DEADLINE
+
+    def _waited_for_decode(self, record: RequestRecord) -> bool:
+        """Whether more than half of the TTFT SLO passed between prefill and decode."""
+        stages_s = record.stages_s()
+        return stages_s.get("handover", 0.0) > 0.5 * record.slo.ttft_s
+
+    def _decode(self) -> Cause:
+        """Returns whether speed or memory of the decoding instances is nearer to its limit."""
+        held = memory = 0
+        step_s = 0.0
+        nodes = [n for n in self._simulation.nodes.values() if n.role is not Role.PREFILL]
+        block_tokens = self._simulation.hardware.layout.block_tokens
+        for node in nodes:
+            tokens = node.instance.pool.num_held * block_tokens
+            held += tokens
+            memory += min(node.info.engine_tokens or tokens, node.info.num_blocks * block_tokens)
+            step_s += node.info.cost.decode_step_s(node.instance.num_running, tokens)
+        slow = step_s / len(nodes) / self._simulation.config.slo.tbt_s
+        return Cause.DECODE_MEMORY if held > slow * max(memory, 1) else Cause.DECODE_SPEED
+
+
 def run_trial(trial: Trial, workload: Workload) -> Outcome:
-    """Simulates. What cannot be run is an outcome with an `error`, not an exception."""
+    """Simulates one trial; a trial that cannot run gives an outcome with an `error`."""
     try:
         hardware = build_hardware(
             trial.config,

@@ -1,7 +1,10 @@
-"""Processes that simulate: trials go out, outcomes come back in the order of the trials.
+"""Processes that run trials in parallel; outcomes come back in the order of the trials.
 
-How many there are changes how long it takes, nothing else. Each is started afresh (spawn) and given
-the workload once. One process: no other is started. Outcomes are kept: no trial is run twice.
+The number of processes changes only the time. Each is spawned and receives the workload once; with
+one process, none is spawned. Outcomes are kept, so no trial runs twice.
+
+`concurrent.futures.ProcessPoolExecutor` does not fit: a trial may take minutes, and on Ctrl-C or an
+error the executor waits for running trials, since Python before 3.14 cannot terminate its workers.
 """
 
 from __future__ import annotations
@@ -14,23 +17,23 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
+from moonpool.gc_tuning import rare_collections
 from moonpool.plan.trial import Outcome, Trial, Workload, run_trial
-from moonpool.runtime.settle import rare_collections
 
 
 class WorkforceError(RuntimeError):
-    """A process ended before its work was done."""
+    """A process ended before its trial was done."""
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Workforce:
-    """To be used as a context: its processes end with it."""
+    """Processes that simulate; they end with the `with` block."""
 
     def __init__(self, workload: Workload, num_processes: int) -> None:
         assert num_processes >= 1
@@ -56,21 +59,21 @@ class Workforce:
             process.join()
 
     def run(
-        self, trials: Sequence[Trial], tell: Callable[[int], None] = lambda done: None
+        self, trials: Sequence[Trial], report: Callable[[int], None] = lambda done: None
     ) -> list[Outcome]:
-        """Outcomes of all, in order; `tell` hears how many of the new ones are done."""
+        """Returns the outcomes in order; `report` is called with the number of new ones so far."""
         new = list(dict.fromkeys(trial for trial in trials if trial not in self._known))
         if self._num_processes == 1 or (len(new) == 1 and not self._processes):
             with rare_collections():
                 for done, trial in enumerate(new, 1):
                     self._known[trial] = run_trial(trial, self._workload)
-                    tell(done)
+                    report(done)
         elif new:
-            self._run_elsewhere(new, tell)
+            self._run_in_processes(new, report)
         self.num_run += len(new)
         return [self._known[trial] for trial in trials]
 
-    def _run_elsewhere(self, new: list[Trial], tell: Callable[[int], None]) -> None:
+    def _run_in_processes(self, new: list[Trial], report: Callable[[int], None]) -> None:
         self._start(min(len(new), self._num_processes))
         waiting = deque(new)
         under_way: dict[Connection, Trial] = {}
@@ -86,12 +89,12 @@ class Workforce:
                     self._known[under_way.pop(line)] = line.recv()
                 except EOFError:
                     raise WorkforceError(
-                        "a simulating process ended early, perhaps for want of memory: use fewer"
+                        "a simulating process ended early, perhaps by lack of memory: use fewer"
                         " with --processes"
                     ) from None
                 self._idle.append(line)
                 done += 1
-                tell(done)
+                report(done)
 
     def _start(self, number: int) -> None:
         context = get_context("spawn")
@@ -105,7 +108,7 @@ class Workforce:
 
 
 def _serve(workload: Workload, line: Connection) -> None:
-    """The life of a process: until it is ended, or nobody is there any more."""
+    """Runs trials until the parent ends this process or has ended itself."""
     try:
         with rare_collections():
             while True:

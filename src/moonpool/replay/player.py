@@ -1,8 +1,7 @@
-"""Plays a trace to a live server: open loop, by the trace's own clock, whatever the answers do.
+"""Plays a trace to a live server in an open loop: at the trace's times, however slow the answers.
 
-Owns when a request is sent, sent again, and given up. Times are counted from the instant at which
-the trace says a request came, so a client that cannot keep up makes its own figures worse, and says
-so (`late_s`, `num_delayed`), rather than hide the server's queue.
+Times count from a request's arrival in the trace. A client that cannot keep up therefore makes its
+own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the server's queue.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from time import monotonic
 
 import msgspec
 
-from moonpool.metrics import RequestRecord
-from moonpool.replay.connection import ConnectionFailedError, HttpClient
+from moonpool.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool.replay.prompts import PromptMaker
 from moonpool.replay.stream import CompletionReceiver
-from moonpool.sim.collector import Collector
-from moonpool.sim.histogram import Histogram
+from moonpool.request_record import RequestRecord
+from moonpool.sim.metrics import Collector, Histogram
 from moonpool.trace.row import TraceRow
 from moonpool.types import RequestId, Slo
 
 TURNED_AWAY = (429, 503)
 HOPELESS = (401, 403, 404, 405)
-"""Answers that every other request would get, too."""
+"""Status codes that every other request would get, too."""
 
 
 class HopelessError(Exception):
@@ -35,8 +33,8 @@ class HopelessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """`send_slo`: tell a moonpool server the SLO with each request. `retries`: how often a request
-    that was turned away is sent again, each time after the server's Retry-After."""
+    """How to play. `send_slo` sends the SLO to a moonpool server with each request. `retries`: how
+    often to send a rejected request again, each time after the server's Retry-After."""
 
     model: str
     slo: Slo
@@ -47,7 +45,7 @@ class PlayOptions:
 
 
 class Player:
-    """One run. Build, `play` once, read the rest."""
+    """One run: call `play` once, then read the attributes."""
 
     def __init__(self, client: HttpClient, prompts: PromptMaker, options: PlayOptions) -> None:
         self.collector = Collector()
@@ -73,8 +71,10 @@ class Player:
         self._headers = _slo_headers(options.slo) if options.send_slo else b""
 
     async def play(self, rows: Iterable[TraceRow], on_end: Callable[[], None]) -> None:
-        """Sends all and waits for all; `on_end` hears of each answer's end. After `stop`, what is
-        under way is given up. Raises HopelessError."""
+        """Sends all requests and waits for their ends; calls `on_end` at each.
+
+        After `stop`, requests in flight are cancelled. Raises HopelessError.
+        """
         began_s = monotonic()
         for number, row in enumerate(rows):
             body = self._body(row, number)
@@ -99,7 +99,7 @@ class Player:
             raise HopelessError(self._hopeless)
 
     def stop(self) -> None:
-        """Ends the run with what there is."""
+        """Ends the run; the figures so far remain."""
         self.interrupted = True
         self._stopped.set()
 
@@ -146,7 +146,7 @@ class Player:
         options = self._options
         for attempt in range(options.retries + 1):
             receiver = CompletionReceiver(record)
-            status, reason = await self._ask(receiver, body)
+            status, reason = await self._request(receiver, body)
             if status not in TURNED_AWAY or attempt == options.retries or record.gap_runs:
                 break
             self.num_resent += 1
@@ -158,20 +158,20 @@ class Player:
             self._stopped.set()
         self._note(record, receiver, status, reason)
 
-    async def _ask(self, receiver: CompletionReceiver, body: bytes) -> tuple[int, str]:
-        """HTTP's status and how the request ended: a finish reason, or why it has none."""
+    async def _request(self, receiver: CompletionReceiver, body: bytes) -> tuple[int, str]:
+        """Returns the HTTP status and the finish reason, or the error code where there is none."""
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._client.post("/v1/completions", body, receiver, self._headers)
         except TimeoutError:
-            receiver.error_message = f"no whole answer within {self._options.timeout_s:g} s"
+            receiver.error_message = f"no complete answer within {self._options.timeout_s:g} s"
             return 0, "timeout"
         except ConnectionFailedError as error:
             receiver.error_message = str(error)
             return 0, "connection"
         receiver.on_end()
         if receiver.error_code:
-            # An error in the middle of a stream has no status; the answer is broken off.
+            # An error in the middle of a stream has no status of its own.
             return receiver.status if receiver.status != 200 else 0, receiver.error_code
         if not receiver.finish_reason:
             receiver.error_message = "the stream ended without a finish reason"
@@ -202,7 +202,7 @@ class Player:
 
 
 def _body_head(model: str) -> bytes:
-    """Fields that vLLM and moonpool share; `return_token_ids` so that no token goes uncounted."""
+    """Returns fields that vLLM and moonpool share; `return_token_ids` makes every token count."""
     fields = {
         "model": model,
         "stream": True,
@@ -219,8 +219,10 @@ def _slo_headers(slo: Slo) -> bytes:
 
 
 def _note_stages(record: RequestRecord, timings_s: dict[str, float]) -> None:
-    """The server's word on where the time went, as instants after the arrival (mutates). What
-    network and client add falls to the handover and to decoding."""
+    """Sets the record's stage times from the durations that the server reports.
+
+    Time of network and client counts as handover and decoding.
+    """
     at_s = record.arrived_s
     for stage, name in (
         ("placement", "placed_s"),

@@ -1,7 +1,7 @@
-"""Real tokens for a trace that has none: prompts that share prefixes exactly as its ids say.
+"""Makes prompts for a trace's rows that share prefixes exactly as its hash ids do.
 
-A block's tokens follow from its id alone, and ids name whole prefixes; so two prompts agree as far
-as their ids do, and no further. Without ids each request's prompt is its own. Never sends anything.
+The tokens of a block follow from its id alone, and an id names a whole prefix. Two prompts are
+therefore equal as far as their ids are. Without ids, no two prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ WORDS = tuple(
     )
     for word in line.split()
 )
-"""Common words, each one token of most vocabularies, for servers that take no token ids."""
+"""Common words, each one token in most vocabularies, for servers that take no token ids."""
 
 
 class PromptMaker:
-    """`vocab_size`: token ids are drawn below it. `as_text`: words instead of ids."""
+    """Makes prompts of token ids below `vocab_size`, or of words if `as_text`."""
 
     def __init__(
         self, block_tokens: int, vocab_size: int, seed: int = 0, as_text: bool = False
@@ -41,7 +41,7 @@ class PromptMaker:
         self._encoded = lru_cache(maxsize=KEPT_BLOCKS)(self._encode)
 
     def json(self, row: TraceRow, number: int) -> bytes:
-        """The prompt of the `number`-th request as a JSON value, as a body wants it."""
+        """Returns the prompt of the `number`-th request as a JSON value."""
         size = self._block_tokens
         full, rest = divmod(row.input_tokens, size)
         names = self._names(row, number, full + bool(rest))
@@ -53,7 +53,7 @@ class PromptMaker:
         return b"[" + b",".join(parts) + b"]"
 
     def token_ids(self, row: TraceRow, number: int) -> list[int]:
-        """The same prompt as numbers."""
+        """Returns the same prompt as a list of token ids."""
         size = self._block_tokens
         names = self._names(row, number, -(-row.input_tokens // size))
         return [t for name in names for t in self._tokens(name)][: row.input_tokens]

@@ -1,6 +1,6 @@
-"""What a server says of itself: models, vocabulary, SLOs, and its counters before and after a run.
+"""Queries a server: models, vocabulary, SLOs, and its counters before and after a run.
 
-Owns what is asked of which kind of server. Anything but moonpool answers only `/v1/models`.
+A server other than moonpool answers only `/v1/models`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.replay.connection import ConnectionFailedError, HttpClient
+from moonpool.replay.http_client import ConnectionFailedError, HttpClient
 
 ASSUMED_VOCAB = 1000
 """Token ids below it are ordinary in nearly every vocabulary."""
@@ -20,7 +20,7 @@ class ServerUnfitError(Exception):
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """`config` is a moonpool server's, else None."""
+    """What a server says of itself; `config` is None unless it is a moonpool server."""
 
     model: str
     vocab_size: int | None
@@ -28,8 +28,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     config: dict[str, Any] | None
 
 
-async def ask_server(client: HttpClient, model: str | None) -> ServerFacts:
-    """Raises ServerUnfitError: nobody there, no key, no such model."""
+async def query_server(client: HttpClient, model: str | None) -> ServerFacts:
+    """Queries the server. Raises ServerUnfitError: no server, no API key, or no such model."""
     try:
         status, body = await client.get("/v1/models")
     except ConnectionFailedError as error:
@@ -39,7 +39,7 @@ async def ask_server(client: HttpClient, model: str | None) -> ServerFacts:
         ) from None
     if status in (401, 403):
         raise ServerUnfitError(
-            f"{client.url} wants an API key ({status}): give --api-key or set OPENAI_API_KEY"
+            f"{client.url} needs an API key ({status}): give --api-key or set OPENAI_API_KEY"
         )
     listed = _json(body) if status == 200 else {}
     cards = {card["id"]: card for card in listed.get("data", ()) if "id" in card}
@@ -67,8 +67,10 @@ async def _moonpool_info(client: HttpClient) -> dict[str, Any] | None:
 
 
 async def read_counters(client: HttpClient) -> dict[str, float]:
-    """The counters and gauges of `/metrics`, by name and the label that is not the model's; empty
-    where there are none."""
+    """Returns counters and gauges of `/metrics` by name and label; empty where there are none.
+
+    The labels of model and engine are left out.
+    """
     try:
         status, body = await client.get("/metrics")
     except ConnectionFailedError:
@@ -77,7 +79,7 @@ async def read_counters(client: HttpClient) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """`name{model_name="m",reason="x"} 3.0` becomes `name{x}`: 3.0."""
+    """Parses metrics: `name{model_name="m",reason="x"} 3.0` becomes `name{x}`: 3.0."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("#"):

@@ -1,7 +1,6 @@
-"""One streamed completion as it comes: its tokens are noted, its ending and errors understood.
+"""Parses a streamed completion (server-sent events of OpenAI's API): tokens, end and errors.
 
-Owns the reading of server-sent events in OpenAI's shape. Counts tokens by `token_ids` where the
-server sends them, else an event with text as one token.
+Tokens are counted by `token_ids` where the server sends them; else each event with text is one.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.metrics import RequestRecord
+from moonpool.request_record import RequestRecord
 
 
 class _Choice(msgspec.Struct):
@@ -30,7 +29,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Extra(msgspec.Struct):
-    """moonpool's own."""
+    """The field that only a moonpool server sends."""
 
     timings_s: dict[str, float] = {}
 
@@ -46,8 +45,8 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     moonpool: _Extra | None = None
     error: _Error | str | None = None
-    message: str = ""  # where an older server sends the error itself
-    detail: Any = None  # FastAPI's
+    message: str = ""  # older servers send the error here
+    detail: Any = None  # FastAPI sends the error here
 
 
 _DECODER = msgspec.json.Decoder(_Event)
@@ -55,7 +54,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 class CompletionReceiver:
     """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
-    how it ended, `retry_after_s` when to come back."""
+    how the request ended, and `retry_after_s` when to send it again."""
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
@@ -88,7 +87,7 @@ class CompletionReceiver:
                 self._on_event(line[5:].strip(), now_s)
 
     def on_end(self) -> None:
-        """The answer is whole; an error's body is understood now."""
+        """Is called after the whole answer; parses the body of an error."""
         if self.status != 200:
             self._take_error(self._rest)
 

@@ -1,7 +1,7 @@
-"""Whether the sums of `/cluster` balance: every block of every tier has an owner or is free.
+"""Checks that the sums of `/cluster` balance: every block of every tier has an owner or is free.
 
-Reads the answer of `/cluster` as it is; asks nobody. Each instance's figures were taken at one
-moment, so what does not balance is a fault, not a race.
+It reads the JSON of `/cluster` only. The figures of an instance are from one moment, so a sum that
+does not balance is a fault, not a race.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from typing import Any
 
 
 def audit_cluster(cluster: dict[str, Any]) -> list[str]:
-    """One line for each thing that is wrong; none if all is well."""
+    """Returns one line per problem."""
     problems: list[str] = []
     for instance in cluster["instances"]:
         name = instance["instance_id"]
         if "held" not in instance["pool"]:
-            continue  # it has joined, but not been heard of since
+            continue  # it has joined but not yet reported its load
         problems += _audit_tier(f"{name} DRAM", instance["pool"])
         if instance.get("ssd"):
             problems += _audit_tier(f"{name} {tier_name(instance)}", instance["ssd"])
         idle = not instance.get("running") and not instance.get("waiting")
         strays = sorted(o for o in instance["pool"]["owners"] if o.startswith("work:"))
         if idle and strays:
-            problems.append(f"{name}: no request runs, yet blocks are held for {strays[0]}")
+            problems.append(f"{name}: no request is running, but blocks are held for {strays[0]}")
     return problems
 
 
 def tier_rows(cluster: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(instance, tier, its figures) of every tier that was heard of."""
+    """Returns (instance, tier, figures) of every tier that has reported."""
     rows = []
     for instance in cluster["instances"]:
         rows.append((instance["instance_id"], "DRAM", instance["pool"]))
@@ -37,7 +37,7 @@ def tier_rows(cluster: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def tier_name(instance: dict[str, Any]) -> str:
-    """Of what is below DRAM."""
+    """Returns the name of the tier below DRAM."""
     return str(instance["ssd"].get("name", "SSD"))
 
 
@@ -46,11 +46,13 @@ def _audit_tier(name: str, tier: dict[str, Any]) -> list[str]:
     cached, holds = tier["cached"], sum(tier["owners"].values())
     problems = []
     if held + available != blocks:
-        problems.append(f"{name}: {held} held and {available} available are not {blocks} blocks")
+        problems.append(
+            f"{name}: {held} held plus {available} available blocks are not {blocks} in total"
+        )
     if holds < held:
-        problems.append(f"{name}: {held} blocks are held, but their owners name only {holds}")
+        problems.append(f"{name}: {held} blocks are held, but their owners hold only {holds}")
     if holds and not held:
-        problems.append(f"{name}: owners name {holds} holds, but no block is held")
+        problems.append(f"{name}: owners hold {holds} blocks, but no block is held")
     if cached > blocks:
-        problems.append(f"{name}: {cached} named blocks are more than there are, {blocks}")
+        problems.append(f"{name}: {cached} blocks are cached, but there are only {blocks}")
     return problems

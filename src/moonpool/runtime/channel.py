@@ -1,8 +1,8 @@
-"""The control connection: a handshake, then typed frames, each 4 bytes of length and msgpack.
+"""The control connection: a handshake, then typed frames of 4 length bytes and msgpack.
 
-An asyncio protocol rather than streams: a frame is handled in the very callback that brought its
-bytes, which halves what a token costs the head. Writes never wait, but are bounded: a peer that
-does not read is cut off instead of being buffered for.
+It is an asyncio protocol rather than a stream: the callback that brings a frame's bytes also
+handles the frame, which halves the head's cost per token. Writes never wait but are bounded: a peer
+that does not read is disconnected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
-from moonpool.messenger.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
+from moonpool.transfer.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
 
 In = TypeVar("In")
 In_contra = TypeVar("In_contra", contravariant=True)
@@ -26,8 +26,10 @@ HANDSHAKE_S = 10.0
 
 
 class Listener(Protocol[In_contra]):
-    """Whoever uses a channel. Called on the event loop; `on_closed` exactly once, also when the
-    handshake failed."""
+    """The user of a channel. Called on the event loop.
+
+    `on_closed` is called exactly once, also after a failed handshake.
+    """
 
     def on_open(self, peer: Identity) -> None: ...
 
@@ -54,34 +56,33 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._reason = ""
-        self.refused = False  # the handshake failed: to try again would not help
+        self.refused = False  # the handshake failed: a retry would not help
         self._patience: asyncio.TimerHandle | None = None
 
     def send(self, *frames: Out) -> None:
-        """Queues frames, in one write. Does nothing before `on_open` or on a closed connection:
-        `on_closed` tells of it."""
+        """Queues frames in one write. Does nothing before `on_open` or on a closed connection."""
         transport = self._transport
         if transport is None or self._handshake is not None or transport.is_closing():
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._fail("the peer does not read what it is sent")
+            self._fail("the peer does not read its messages")
             return
         bodies = [self._encoder.encode(frame) for frame in frames]
         transport.write(b"".join(_HEADER.pack(len(body)) + body for body in bodies))
 
-    def close(self, reason: str = "it was closed here") -> None:
-        """Ends the connection once everything is sent."""
+    def close(self, reason: str = "closed on this side") -> None:
+        """Ends the connection after everything is sent."""
         self._reason = self._reason or reason
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Ends the connection now: a peer that does not read would keep `close` waiting."""
+        """Ends the connection at once. `close` would wait for a peer that does not read."""
         self._fail(reason)
 
     @property
     def local_host(self) -> str:
-        """Our own address, as the peer sees it."""
+        """This side's address as the peer sees it."""
         assert self._transport is not None
         return str(self._transport.get_extra_info("sockname")[0])
 
@@ -89,7 +90,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._handshake is not None
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(
             self._handshake_s, self._fail, "the handshake took too long"
@@ -125,7 +126,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
             self._patience.cancel()
-        self._listener.on_closed(self._reason or (str(exc) if exc else "the peer closed it"))
+        self._listener.on_closed(self._reason or (str(exc) if exc else "closed by the peer"))
 
     def _take(self, body: bytes) -> None:
         try:

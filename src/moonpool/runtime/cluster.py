@@ -1,4 +1,4 @@
-"""One cluster from start to end: head, HTTP server and, if asked, local workers."""
+"""Runs one cluster from start to end: head, HTTP server and, with `launch`, local workers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from functools import partial
 
 import msgspec
 
-from moonpool.api.app import make_app
-from moonpool.api.frontend import ModelCard
-from moonpool.api.options import ApiOptions
-from moonpool.api.server import PortError, http_server, listen
-from moonpool.config import Config, ConfigError, check_values
-from moonpool.engine.cuda.choice import resolve_device
-from moonpool.engine.dtype import resolve_dtype
-from moonpool.engine.outline import outline_of, outline_without_weights
-from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import TokenizerError
-from moonpool.engine.tokenizers.registry import open_tokenizer
-from moonpool.runtime.cores import (
+from moonpool.api.app import PortError, http_server, listen, make_app
+from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.config import Config, ConfigError
+from moonpool.config_rules import check_values
+from moonpool.cores import (
     CoreShare,
     format_cores,
     pin_thread,
@@ -31,20 +24,24 @@ from moonpool.runtime.cores import (
     threads_per_process,
     usable_cores,
 )
+from moonpool.engine.builtin import model_info, model_info_without_weights, open_tokenizer
+from moonpool.engine.device import resolve_device, resolve_dtype
+from moonpool.engine.spec import ModelError
+from moonpool.engine.tokenizer import TokenizerError
+from moonpool.gc_tuning import settle_memory
+from moonpool.runtime.fork_server import ForkServer
 from moonpool.runtime.head import Head
 from moonpool.runtime.launcher import LocalLauncher
-from moonpool.runtime.nursery import Nursery
-from moonpool.runtime.settle import settle_memory
 
 log = logging.getLogger("moonpool")
 
 START_S = 300.0
 UNKNOWN_TOKENS = 1 << 30
-"""The context of a model whose files do not say; what its instances have room for limits it."""
+"""The context of a model whose files state none. The instances' pools limit it."""
 
 
 class ClusterError(Exception):
-    """The cluster cannot start or go on; one line says why and what to do."""
+    """The cluster cannot start or continue; one line says why and what to do."""
 
 
 async def run_cluster(
@@ -52,23 +49,27 @@ async def run_cluster(
     secret: bytes,
     launch: bool,
     install_signals: Callable[[asyncio.Event], None],
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
 ) -> None:
     """Serves until a signal sets the stop event. Raises ClusterError."""
     stop = asyncio.Event()
     install_signals(stop)
-    async with running_cluster(config, secret, launch, stop, nursery) as url:
+    async with running_cluster(config, secret, launch, stop, fork_server) as url:
         if not stop.is_set():
             log.info("serving %s at %s (Ctrl-C ends it)", config.model.name, url)
             await stop.wait()
-        log.info("ending")
+        log.info("stopping")
 
 
 @asynccontextmanager
 async def running_cluster(
-    config: Config, secret: bytes, launch: bool, stop: asyncio.Event, nursery: Nursery | None
+    config: Config,
+    secret: bytes,
+    launch: bool,
+    stop: asyncio.Event,
+    fork_server: ForkServer | None,
 ) -> AsyncIterator[str]:
-    """Yields the API's URL once all instances are up (or `stop` was set before)."""
+    """Yields the API's URL when all instances are up, or `stop` is set."""
     config = resolved(config)
     try:
         sock = listen(config.api.host, config.api.port)
@@ -91,14 +92,14 @@ async def running_cluster(
             shares = _shares(config)
             threads = threads_per_process(config)
             launcher = LocalLauncher(
-                config.cluster, head_port, secret, threads, shares, nursery, config.vllm
+                config.cluster, head_port, secret, threads, shares, fork_server, config.vllm
             )
             head.on_silent = launcher.kill
             launcher.start()
             pin_thread(shares[0].others if shares else ())
             await _wait_for_workers(head, launcher, stop)
         else:
-            log.info("workers join at %s:%d", config.network.head_host, head_port)
+            log.info("waiting for workers at %s:%d", config.network.head_host, head_port)
         settle_memory()
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         broken: list[str] = []
@@ -120,18 +121,17 @@ async def running_cluster(
 
 
 def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:
-    """A head without its clock or its HTTP server must end, not linger: someone restarts it
-    then."""
+    """Ends a head that has lost its ticker or its HTTP server, so that it can be restarted."""
     if task.cancelled() or task.exception() is None:
         return
     error = task.exception()
-    log.error("the head cannot go on", exc_info=error)
+    log.error("the head failed", exc_info=error)
     broken.append(f"the head failed: {type(error).__name__}: {error}; see the log above")
     stop.set()
 
 
 async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.Event) -> None:
-    """Until all joined, one failed, or the person lost patience."""
+    """Waits until all workers have joined. Raises ClusterError if one fails or time runs out."""
     joined = asyncio.create_task(head.wait_for_instances(launcher.num_instances))
     failed = asyncio.create_task(head.start_failures.get())
     stopped = asyncio.create_task(stop.wait())
@@ -148,15 +148,17 @@ async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.E
     for keeper in launcher.keepers:
         if keeper.done() and not (joined in done or stopped in done):
             error = keeper.exception()
-            text = f"cannot start a worker: {error}" if error else "a worker does not stay up"
+            text = f"cannot start a worker: {error}" if error else "a worker ended too often"
             raise ClusterError(f"{text}; see the log above")
     if not done:
-        raise ClusterError(f"the workers did not come up within {START_S:.0f} s; see the log above")
+        raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 
 
 def resolved(config: Config) -> Config:
-    """Device and dtype are settled here, so that all instances agree on them. Raises
-    ClusterError where the rest does not go with the device that was found."""
+    """Resolves device and dtype, so that all instances agree on them.
+
+    Raises ClusterError if other settings do not fit the device that was found.
+    """
     device = resolve_device(config.engine.device)
     engine = msgspec.structs.replace(config.engine, device=device)
     dtype = resolve_dtype(config.model.dtype, device)
@@ -171,7 +173,7 @@ def resolved(config: Config) -> Config:
 
 def _make_head(config: Config, secret: bytes) -> Head:
     try:
-        read = outline_without_weights if config.engine.kind == "vllm" else outline_of
+        read = model_info_without_weights if config.engine.kind == "vllm" else model_info
         model = read(config.model.name, config.model.dtype)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
     except (ModelError, TokenizerError) as error:
@@ -182,7 +184,8 @@ def _make_head(config: Config, secret: bytes) -> Head:
     wanted = config.model.max_model_tokens
     if longest and wanted > longest:
         raise ClusterError(
-            f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name} supports"
+            f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name}"
+            " supports; lower it"
         )
     card = ModelCard(
         model_id=config.model.served_name or config.model.name,
@@ -192,7 +195,10 @@ def _make_head(config: Config, secret: bytes) -> Head:
         eos_token_ids=model.eos_token_ids,
         sampling=dict(model.sampling),
     )
-    return Head(config, card, tokenizer, secret)
+    try:
+        return Head(config, card, tokenizer, secret)
+    except ConfigError as error:
+        raise ClusterError(str(error)) from None
 
 
 def _api_options(config: Config) -> ApiOptions:
@@ -205,7 +211,7 @@ def _api_options(config: Config) -> ApiOptions:
 
 
 def _shares(config: Config) -> list[CoreShare]:
-    """Of this machine's cores, for every worker; none where they are not to be pinned."""
+    """Returns the cores of each worker, or an empty list if workers are not pinned."""
     engine = config.engine
     if engine.pinning == "off" or engine.device != "cpu" or engine.kind == "vllm":
         return []

@@ -1,26 +1,29 @@
-"""The thread that computes: one step at a time, handed over and answered through the event loop."""
+"""The threads that compute steps, and the watchdog that notices a step that hangs.
+
+`EngineThread` computes one step at a time. `PipelineThread` drives an engine of several stages: it
+begins the next step as soon as the first stage is free. The event loop submits steps to either and
+receives their outcome.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
-from moonpool.attention.remote_ops import AttentionLostError
+from moonpool.attention_offload.offload import Offload
+from moonpool.attention_offload.remote_ops import AttentionLostError
+from moonpool.cores import pin_thread
+from moonpool.cost.model import Chunk, CostModel
+from moonpool.engine.parallel.pipeline import Outcome, PipelineEngine
+from moonpool.engine.parallel.process_group import StageLostError
 from moonpool.engine.runner import Engine
-from moonpool.engine.stages.fellows import StageLostError
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.messenger.gate import LayerGate
-from moonpool.messenger.messenger import Messenger
-from moonpool.runtime.cores import pin_thread
-from moonpool.runtime.layer_waits import LayerWaits
-from moonpool.runtime.offload import Offload
-from moonpool.runtime.transfers import begin_writing, send_layer
-from moonpool.types import RequestId
-from moonpool.workers.actions import (
+from moonpool.runtime.transfers import LayerWaits, begin_writing, send_layer
+from moonpool.scheduler.actions import (
     ExpectStream,
     FetchBlocks,
     LoadBlocks,
@@ -30,31 +33,41 @@ from moonpool.workers.actions import (
     StepFailed,
     WorkerAction,
 )
+from moonpool.transfer.gate import LayerGate
+from moonpool.transfer.messenger import Messenger
 
 log = logging.getLogger("moonpool.engine")
 
+PATIENCE_S = 15.0
+"""The least limit of a step. A silent worker has the same: both must outlast a machine that is
+briefly starved."""
+OFFLOADED_PATIENCE_S = 120.0
+"""The least limit of a step with attention workers, which have deadlines of their own."""
+SLOWER = 10.0
+"""A step may take this many times its predicted time: other processes may occupy the cores."""
+
 Arrival = FetchBlocks | ExpectStream | LoadBlocks
-"""What lets others write blocks of the arena."""
+"""Actions after which other threads write blocks of the arena."""
 _Order = tuple[RunStep, Sequence[Sequence[LayerGate]]] | Arrival
 
 
 class EngineThread:
-    """Runs `RunStep` actions and posts their outcome. While a step runs, each layer's finished
-    blocks are handed to the messenger as soon as the layer is done, and where some of a prefix is
-    still arriving, each layer waits for its own of it (Mooncake 5.2)."""
+    """Runs `RunStep` actions and posts their outcome.
+
+    Each layer's finished blocks go to the messenger as soon as the layer is computed. Where a part
+    of a prefix is still arriving, each layer waits for its own slices (Mooncake 5.2).
+    """
 
     def __init__(
         self,
         engine: Engine,
         messenger: Messenger | Offload,
-        eos_token_ids: tuple[int, ...],
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
         cores: Sequence[int] = (),
     ) -> None:
         self._engine = engine
         self._messenger = messenger
-        self._eos = eos_token_ids
         self._num_threads = num_threads
         self._cores = cores
         self._post = post
@@ -65,16 +78,19 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, step: RunStep, gates: Sequence[Sequence[LayerGate]] = ()) -> None:
-        """At most one step is outstanding: the instance's state machine sees to it. `gates[i]` are
-        what the i-th entry waits at; none at all: nobody waits."""
+        """Queues a step; the instance's state machine keeps at most one outstanding.
+
+        `gates[i]` are the layer gates that entry i waits for. Without `gates` no entry waits.
+        """
         self._steps.put((step, gates))
 
     def before_transfer(self, action: WorkerAction) -> None:
-        """To be called with every action before it is performed: if it lets others write blocks of
-        the arena, the engine learns of it before any step that is submitted later."""
-        if self._engine.mirror is None:
-            return
-        if isinstance(action, Arrival):
+        """Must be called with every action before it is performed.
+
+        If the action lets others write blocks of the arena, the engine learns of it before any step
+        that is submitted later.
+        """
+        if self._engine.host_sync is not None and isinstance(action, Arrival):
             self._steps.put(action)
 
     def stop(self, timeout_s: float) -> None:
@@ -86,21 +102,20 @@ class EngineThread:
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
         while (order := self._steps.get()) is not None:
             if not isinstance(order, tuple):
-                assert self._engine.mirror is not None
-                self._engine.mirror.arriving(order.block_ids)
+                assert self._engine.host_sync is not None
+                self._engine.host_sync.arriving(order.block_ids)
                 continue
             step, gates = order
             try:
                 outcome: StepEnded | StepFailed = self._compute(step, gates)
             except StageLostError:
-                return  # the instance ends with its rank; the engine has told its owner
+                return  # the engine has reported the lost rank, and the instance ends with it
             except AttentionLostError as error:
                 assert isinstance(self._messenger, Offload), "only its steps need such workers"
                 arena = self._messenger.arena_of(error.worker)
                 outcome = StepFailed(f"{error}", lost_arena=arena)
             except Exception as error:
-                log.exception("a step of %d works failed", len(step.entries))
-                outcome = StepFailed(f"the engine failed: {type(error).__name__}: {error}")
+                outcome = _step_failed(step, error)
             self._post(outcome)
 
     def _compute(self, step: RunStep, gates: Sequence[Sequence[LayerGate]]) -> StepEnded:
@@ -108,7 +123,7 @@ class EngineThread:
         waits = LayerWaits(step, gates)
         sends = any(entry.sends for entry in step.entries)
         result = self._engine.step(
-            [sequence_step(entry, self._eos) for entry in step.entries],
+            step.entries,
             (lambda layer: send_layer(self._messenger, waits.sound(), layer)) if sends else None,
             waits.before_attend if gates else None,
         )
@@ -118,11 +133,126 @@ class EngineThread:
         return StepEnded(result.tokens, computed_s, waits.missed)
 
 
-def sequence_step(entry: StepEntry, eos_token_ids: Sequence[int]) -> SequenceStep:
-    """What the state machine plans, in the engine's words."""
-    draw = None
-    if entry.draw is not None:
-        draw = Draw(entry.draw, entry.generated, eos_token_ids, entry.prompt_ids)
-    return SequenceStep(
-        RequestId(entry.work_id), entry.new_token_ids, entry.start, entry.block_ids, draw
-    )
+class PipelineThread:
+    """Drives an engine of several stages; the methods are those of `EngineThread`.
+
+    A layer's finished blocks go to the messenger as soon as its stage has computed it, from the
+    memory that the stage wrote. If a stage is lost, its steps get no outcome: the instance ends.
+    """
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        messenger: Messenger,
+        num_threads: int,
+        post: Callable[[StepEnded | StepFailed], None],
+    ) -> None:
+        self._engine = engine
+        self._messenger = messenger
+        self._num_threads = num_threads
+        self._post = post
+        self._steps: queue.SimpleQueue[RunStep | Arrival | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, step: RunStep, gates: Sequence[Sequence[LayerGate]] = ()) -> None:
+        """At most `max_steps_in_flight` steps are outstanding. Stages do not wait for gates."""
+        assert not gates, "an instance of stages computes only with blocks that have arrived"
+        self._steps.put(step)
+
+    def before_transfer(self, action: WorkerAction) -> None:
+        if self._engine.host_sync is not None and isinstance(action, Arrival):
+            self._steps.put(action)
+
+    def stop(self, timeout_s: float) -> None:
+        self._steps.put(None)
+        self._engine.interrupt()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pin_thread(self._engine.cores)
+        torch.set_num_threads(self._num_threads)  # holds for the calling thread only
+        while (step := self._steps.get()) is not None:
+            try:
+                if isinstance(step, RunStep):
+                    self._begin(step)
+                else:
+                    self._engine.arriving(step.block_ids)
+            except StageLostError:
+                return  # the engine has reported the lost stage
+            except Exception as error:
+                assert isinstance(step, RunStep), "an arrival raises no other error"
+                self._post(_step_failed(step, error))
+
+    def _begin(self, step: RunStep) -> None:
+        begin_writing(self._messenger, step)
+        sends = [entry for entry in step.entries if entry.sends]
+        self._engine.begin(
+            step.entries,
+            (lambda layer: send_layer(self._messenger, sends, layer)) if sends else None,
+            self._end,
+        )
+
+    def _end(self, outcome: Outcome) -> None:
+        if isinstance(outcome, StageLostError):
+            return
+        if isinstance(outcome, Exception):
+            self._post(StepFailed(_reason(outcome)))
+        else:
+            self._post(StepEnded(outcome.tokens, outcome.seconds))
+
+
+class StepWatchdog:
+    """Notices an engine that hangs: a step whose time limit has passed.
+
+    A process that dies is noticed at once by the end of its socket. A process that was stopped, or
+    that is in a call that does not return, is not. The watchdog reads no clock: the caller says how
+    much time has passed. Steps end in the order in which they begin, so it watches the oldest.
+    """
+
+    def __init__(self, cost: CostModel, num_stages: int, patience_s: float = PATIENCE_S) -> None:
+        """`cost` predicts the time of a step in one of `num_stages` stages."""
+        self._cost = cost
+        self._num_stages = num_stages
+        self._patience_s = patience_s
+        self._limits_s: deque[float] = deque()
+        self._waited_s = 0.0  # for the oldest step
+
+    def begin(self, step: RunStep) -> None:
+        chunks = [_chunk(entry) for entry in step.entries if _is_chunk(entry)]
+        contexts = [entry.start + 1 for entry in step.entries if not _is_chunk(entry)]
+        stage_s = self._cost.step_s(chunks, len(contexts), sum(contexts))
+        self._limits_s.append(max(self._patience_s, SLOWER * self._num_stages * stage_s))
+
+    def end(self) -> None:
+        assert self._limits_s, "a step ended that had not begun"
+        self._limits_s.popleft()
+        self._waited_s = 0.0
+
+    def wait(self, seconds: float) -> str | None:
+        """Adds `seconds` to the wait. Returns what hangs, or None."""
+        if not self._limits_s:
+            return None
+        self._waited_s += seconds
+        if self._waited_s <= self._limits_s[0]:
+            return None
+        return f"a step has not ended in {self._waited_s:.0f} s: the engine hangs"
+
+
+def _step_failed(step: RunStep, error: Exception) -> StepFailed:
+    log.error("a step with %d sequences failed", len(step.entries), exc_info=error)
+    return StepFailed(_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return f"the engine failed: {type(error).__name__}: {error}"
+
+
+def _is_chunk(entry: StepEntry) -> bool:
+    return len(entry.new_token_ids) > 1 or not entry.generated
+
+
+def _chunk(entry: StepEntry) -> Chunk:
+    return Chunk(len(entry.new_token_ids), entry.start, 0, entry.draw is not None)

@@ -1,17 +1,19 @@
-"""What the head tells people about requests and instances, as plain JSON values."""
+"""Describes requests, instances and hot prefixes as plain JSON values, for the HTTP endpoints."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import msgspec
 
-from moonpool.conductor.beliefs import learned_factors
 from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.cost_estimator import learned_factors
 from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
-from moonpool.metrics import RequestRecord
+from moonpool.request_record import RequestRecord
+from moonpool.types import BlockKey
 
 _NO_INSTANTS = (
     "arrived_s",
@@ -23,7 +25,7 @@ _NO_INSTANTS = (
 
 
 def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict[str, Any]:
-    """Why a request went where it went, and where its time went."""
+    """Describes a request: its placement with the reasons, and the time of each stage."""
     since_arrival_s = {
         name.removesuffix("_s"): round(value - record.arrived_s, 6)
         for name in record.__slots__
@@ -59,7 +61,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
 
 
 def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
-    """Instances with their pools and bookings, and the sums over all."""
+    """Describes the instances with their pools and reservations, and the cluster's totals."""
     instances = [
         _describe_instance(conductor, state, now) for state in conductor.instances.values()
     ]
@@ -72,29 +74,31 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
             "left": conductor.drains.num_left,
             "handed_over_blocks": conductor.drains.num_handed_blocks,
         },
-        "predictions": {name: error.summary() for name, error in conductor.beliefs.errors.items()},
-        "longest_gaps_over_mean": conductor.fleet.tbt_tail,
-        "late_ttft_over_predicted": conductor.fleet.ttft_tail,
+        "predictions": {
+            name: error.summary() for name, error in conductor.cost_estimator.errors.items()
+        },
+        "longest_gaps_over_mean": conductor.instance_table.tbt_tail,
+        "late_ttft_over_predicted": conductor.instance_table.ttft_tail,
     }
 
 
 def _describe_roles(conductor: Conductor, now: float) -> dict[str, Any]:
-    """Load of both pools as the role balance sees it, and what it says and did."""
-    report, fleet = conductor.roles.report(now), conductor.fleet
+    """Describes the role balance: the load of both pools, its advice and its switches."""
+    report, instance_table = conductor.roles.report(now), conductor.instance_table
     advice = report.advice
     return {
         "mode": report.mode,
         "load": None if report.mode == "off" else _loads(report.loads),
         "advice": None
         if advice is None
-        else advice.describe(fleet.num_prefills, fleet.num_decodes),
+        else advice.describe(instance_table.num_prefills, instance_table.num_decodes),
         "switches": {role.value: number for role, number in report.num_switches.items()},
         "given_up": report.num_given_up,
     }
 
 
 def _loads(loads: Pools) -> dict[str, float | None]:
-    """None: there is no instance to carry it."""
+    """Returns the loads by pool; None for a pool without instances."""
     return {
         name: round(load, 4) if isfinite(load) else None for name, load in loads._asdict().items()
     }
@@ -114,7 +118,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         "incarnation": str(info.incarnation),
         "address": f"{info.address.tcp_host}:{info.address.tcp_port}",
         "queued_prefills": len(state.prefills),
-        "queue_s": round(float(conductor.fleet.queue_s(now)[state.row]), 4),
+        "queue_s": round(float(conductor.instance_table.queue_s(now)[state.row]), 4),
         "booked_decodes": len(state.decodes),
         "serving_fetches": len(state.serving),
         "indexed_blocks": conductor.index.num_blocks(info.instance_id),
@@ -143,3 +147,49 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         described["waiting"] = load.num_waiting
         described["counters"] = load.counters
     return described
+
+
+MAX_LISTED_BLOCKS = 16_384
+"""The most blocks that one instance may list for `/cluster/hot`."""
+
+
+@dataclass(slots=True)
+class _Prefix:
+    num_uses: int
+    num_tokens: int
+    num_bytes: int
+
+
+def describe_hot(conductor: Conductor, num_prefixes: int) -> list[dict[str, Any]]:
+    """Describes the most used prefixes first.
+
+    Uses are summed over the instances that list the prefix. The index gives the location of its
+    last block.
+    """
+    found: dict[BlockKey, _Prefix] = {}
+    for state in conductor.instances.values():
+        if state.hot is None:
+            continue
+        layout = state.info.layout
+        for prefix in state.hot.prefixes:
+            size = len(prefix.keys)
+            one = found.setdefault(
+                prefix.keys[-1],
+                _Prefix(0, size * layout.block_tokens, size * layout.block_bytes),
+            )
+            one.num_uses += prefix.num_uses
+    ranked = sorted(found.items(), key=lambda item: (-item[1].num_uses, -item[1].num_tokens))
+    return [_describe(conductor, key, one) for key, one in ranked[:num_prefixes]]
+
+
+def _describe(conductor: Conductor, key: BlockKey, prefix: _Prefix) -> dict[str, Any]:
+    holders = conductor.index.holders_of(key)
+    return {
+        "key": key.hex(),
+        "tokens": prefix.num_tokens,
+        "bytes": prefix.num_bytes,
+        "hits": prefix.num_uses,
+        "replicas": len(holders),
+        "dram": [name for name, on_ssd in holders if not on_ssd],
+        "ssd": [name for name, on_ssd in holders if on_ssd],
+    }

@@ -1,7 +1,7 @@
-"""The head's driver: performs what the Conductor decides, over control connections to the workers.
+"""The head: performs the Conductor's decisions over control connections to the workers.
 
-It owns the sockets, the clock and the answers under way; it decides nothing. It is also the
-`Frontend` that the HTTP layer talks to.
+It owns the sockets, the clock and the response streams; it decides nothing. It is also the
+`Frontend` of the HTTP layer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 
 from moonpool.api.frontend import ModelCard, Output
 from moonpool.api.metrics import ServerMetrics
+from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
     Announce,
     ConductorEvent,
@@ -37,14 +38,8 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.runtime.answers import Answer
-from moonpool.runtime.attention_crews import Crews
-from moonpool.runtime.channel import Channel
-from moonpool.runtime.explain import describe_cluster, describe_record
-from moonpool.runtime.hot import MAX_LISTED_BLOCKS, describe_hot
-from moonpool.runtime.observer import Observer
-from moonpool.runtime.protocol import (
+from moonpool.policy_loading import load_policies
+from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
     AttentionMoved,
@@ -54,9 +49,19 @@ from moonpool.runtime.protocol import (
     Stop,
     UpFrame,
 )
+from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime.channel import Channel
+from moonpool.runtime.explain import (
+    MAX_LISTED_BLOCKS,
+    describe_cluster,
+    describe_hot,
+    describe_record,
+)
+from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
-from moonpool.workers.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 
 log = logging.getLogger("moonpool.head")
 
@@ -64,11 +69,11 @@ TICK_S = 0.1
 KEPT_RECORDS = 4096
 MAX_FAILURES = 64
 HOT_S = 2.0
-"""An instance that does not say within this time what it uses most is left out."""
+"""An instance that does not report its hot prefixes within this time is left out."""
 
 
 class Head:
-    """One cluster's head. Use `start`, then serve; `stop` ends the workers."""
+    """One cluster's head. Call `start`, then serve; `stop` ends the workers."""
 
     def __init__(
         self,
@@ -85,18 +90,21 @@ class Head:
         self.default_slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
         self.request_timeout_s = config.api.request_timeout_s
         self._metrics = ServerMetrics(card.model_id)
-        self._observer = Observer(self._metrics)
+        self._observer = MetricsCollector(self._metrics)
         self.conductor = Conductor(
-            config.conductor, life=token_hex(4), default_slo=self.default_slo
+            config.conductor,
+            life=token_hex(4),
+            default_slo=self.default_slo,
+            policies=load_policies(config.conductor),
         )
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
-        self._answers: dict[RequestId, Answer] = {}
+        self._answers: dict[RequestId, ResponseStream] = {}
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._crews = Crews(_attention_each(config))
+        self._crews = AttentionAssignments(_attention_each(config))
         self._attention: dict[str, WorkerLink] = {}
         self._without_crew: set[WorkerLink] = set()
         self._server: asyncio.Server | None = None
@@ -114,7 +122,7 @@ class Head:
         return port
 
     async def stop(self) -> None:
-        """Tells every worker to end, and closes."""
+        """Stops every worker, and closes the connections."""
         self._stopping = True
         self.ticker.cancel()
         if self._server is not None:
@@ -132,7 +140,7 @@ class Head:
     # Frontend
 
     async def submit(self, request: Request) -> AsyncIterator[Output]:
-        answer = Answer()
+        answer = ResponseStream()
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
         try:
@@ -187,13 +195,13 @@ class Head:
     def drain(self, instance_id: str, within_s: float) -> str:
         refusal = self.conductor.drains.why_not(InstanceId(instance_id))
         if not refusal:
-            why = "somebody asked for it"
+            why = "a client requested it"
             self._post(DrainRequested(InstanceId(instance_id), within_s, why))
         return refusal
 
     def beliefs(self) -> dict[str, Any]:
         conductor = self.conductor
-        record = conductor.beliefs.record(list(conductor.instances.values()))
+        record = conductor.cost_estimator.record(list(conductor.instances.values()))
         described: dict[str, Any] = msgspec.to_builtins(record)
         return described
 
@@ -262,8 +270,11 @@ class Head:
             return unwanted
         self._links[info.instance_id] = link
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
-        if room_tokens < self.card.max_model_tokens:  # prompt and answer must fit every instance
-            log.warning("the context is limited to the %d tokens that fit a pool", room_tokens)
+        if room_tokens < self.card.max_model_tokens:  # prompt and output must fit every instance
+            log.warning(
+                "the context length is limited to %d tokens, the size of the smallest pool",
+                room_tokens,
+            )
             self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
         self._post(InstanceJoined(info))
         self._joined.set()
@@ -290,9 +301,9 @@ class Head:
         self._give_crews()
 
     def _give_crews(self) -> None:
-        """Instances that wait for their attention workers can start when these are there."""
+        """Starts the waiting instances whose attention workers are all present."""
         for link in sorted(self._without_crew, key=lambda link: link.instance_id):
-            crew = self._crews.crew(link.instance_id)
+            crew = self._crews.group_of(link.instance_id)
             if crew is not None:
                 self._without_crew.discard(link)
                 link.channel.send(msgspec.structs.replace(self.setup(), attention=crew))
@@ -315,7 +326,7 @@ class Head:
 
     def on_report(self, link: WorkerLink, report: Report) -> None:
         if self._links.get(link.instance_id) is not link:
-            return  # it has not joined, or no longer counts
+            return  # it has not joined, or another connection has replaced it
         if isinstance(report, InstanceLoad):
             state = self.conductor.instances.get(link.instance_id)
             if state is not None:
@@ -329,7 +340,7 @@ class Head:
         self._without_crew.discard(link)
         self._lose_attention(link)
         if not self._stopping:
-            log.warning("%s is gone: %s", link.instance_id or "a control connection", reason)
+            log.warning("lost %s: %s", link.instance_id or "a control connection", reason)
         self._unjoin(link, reason)
 
     def _unjoin(self, link: WorkerLink, reason: str) -> None:
@@ -339,7 +350,7 @@ class Head:
             self._post(InstanceLost(link.instance_id, reason))
 
     def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
-        """The same process may be back before we saw its old connection end."""
+        """Drops the old connection of a process that reconnects before the head saw its end."""
         former = self._links.get(link.instance_id)
         known = self.conductor.instances.get(link.instance_id)
         if former is None or former is link or known is None:
@@ -350,11 +361,11 @@ class Head:
             former.channel.abort(reason)
 
     def _why_not(self, info: InstanceInfo, link: WorkerLink) -> str | None:
-        """Why an instance cannot join; None if it can."""
+        """Returns why an instance cannot join, or None."""
         if info.instance_id != link.instance_id:
-            return "it joined under another name than it proved"
+            return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
-            return f"an instance named {info.instance_id} is there already; choose another --name"
+            return f"an instance named {info.instance_id} exists already; choose another --name"
         others = [state.info for state in self.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
             return (
@@ -385,15 +396,15 @@ class Head:
             for link in list(self._links.values()):
                 silent_s = self.now() - link.heard_s
                 if silent_s > SILENCE_S:
-                    link.channel.abort(f"it said nothing for {silent_s:.0f} s")
+                    link.channel.abort(f"no message for {silent_s:.0f} s")
                     self.on_silent(link.instance_id)
 
 
 def _leave_alone(instance_id: InstanceId) -> None:
-    """A worker that nobody of this machine started comes back by itself, or does not."""
+    """Does nothing: the head cannot restart a worker that it has not launched."""
 
 
 def _attention_each(config: Config) -> int:
-    """Attention workers of one instance that decodes."""
+    """Returns the number of attention workers per decoding instance."""
     cluster = config.cluster
     return cluster.attention // cluster.attention_owners if cluster.attention else 0

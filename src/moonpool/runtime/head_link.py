@@ -1,7 +1,8 @@
-"""A worker's end of its control connection: seeks the head, and seeks it again when it is lost.
+"""A worker's end of its control connection, and what every instance's process does over it.
 
-Owns the connection, and why the worker ends: it is told to stop, it cannot go on, or the head stays
-away. Never looks into frames, but for the two that end it.
+`HeadLink` connects to the head, and reconnects when the connection is lost. It owns the reason why
+the worker ends: a stop from the head, a failure, or a head that stays away. `InstanceProcess` joins
+and leaves the cluster over a link.
 """
 
 from __future__ import annotations
@@ -9,55 +10,59 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import msgspec
 
-from moonpool.messenger.auth import ClientHandshake, Identity
-from moonpool.runtime.channel import Channel
-from moonpool.runtime.protocol import (
+from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     DownFrame,
+    Failed,
+    Joined,
     Stop,
     TurnedAway,
     UpFrame,
     WorkFrame,
 )
-from moonpool.types import InstanceId
+from moonpool.protocol.messages import LeaveRequested
+from moonpool.runtime.channel import Channel
+from moonpool.transfer.auth import ClientHandshake, Identity
+from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.worker")
 
 RECONNECT_S = 60.0
-"""How long a worker seeks a lost head before it ends itself."""
+"""How long a worker tries to reach a lost head before it ends."""
 RETRY_S = 1.0
 
 HeadChannel = Channel[DownFrame, UpFrame]
 
 
 class WorkerError(Exception):
-    """The worker cannot go on; one line for the person who started it."""
+    """The worker cannot continue; one line for the person who started it."""
 
 
 class HungError(WorkerError):
-    """The same, with a thread that does not come back: nobody may wait for it at exit."""
+    """A `WorkerError` of a process with a hanging thread, which its exit must not wait for."""
 
 
 class Follower(Protocol):
     """The worker behind a link. Called on the event loop."""
 
     def on_head(self) -> None:
-        """There is a connection: time to apply."""
+        """The connection is open: the worker may apply."""
         ...
 
     def on_frame(self, frame: WorkFrame) -> None: ...
 
     def on_lost(self) -> None:
-        """The connection ended, or none came about; another try follows."""
+        """The connection has ended, or could not be opened. Another try follows."""
         ...
 
 
 class HeadLink:
-    """`run` lasts as long as the worker does; `channel` is None while there is no connection."""
+    """`run` lasts as long as the worker; `channel` is None while there is no connection."""
 
     def __init__(self, name: InstanceId, secret: bytes, follower: Follower) -> None:
         self.channel: HeadChannel | None = None
@@ -71,27 +76,27 @@ class HeadLink:
 
     @property
     def local_host(self) -> str:
-        """This machine's address, as the head sees it."""
+        """This machine's address as the head sees it."""
         assert self.channel is not None
         return self.channel.local_host
 
     def send(self, *frames: UpFrame) -> None:
-        """Does nothing while there is no connection."""
+        """Sends frames; does nothing while there is no connection."""
         if self.channel is not None:
             self.channel.send(*frames)
 
     def stop(self, reason: str) -> None:
-        """Lets `run` return, once everything is sent."""
+        """Lets `run` return after everything is sent."""
         self.stopping = True
         self._hang_up(reason)
 
     def fail(self, message: str, reason: str) -> None:
-        """Lets `run` raise WorkerError(`message`); the head's log says `reason`."""
+        """Lets `run` raise WorkerError(`message`); the head logs `reason`."""
         self.fatal = message
         self._hang_up(reason)
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
-        """Raises WorkerError."""
+        """Serves until `stop` or the head ends it. Raises WorkerError."""
         where = f"{head_host}:{head_port}"
         heard_s = time.monotonic()
         while True:
@@ -105,7 +110,7 @@ class HeadLink:
             heard_s = now_s if was_there else heard_s
             if not reconnect or now_s - heard_s > RECONNECT_S:
                 raise WorkerError(f"the head at {where} is gone: {reason}")
-            log.warning("no connection to the head at %s: %s", where, reason)
+            log.warning("no connection to the head at %s: %s; trying again", where, reason)
             await asyncio.sleep(RETRY_S)
             if self._is_over():
                 return
@@ -116,7 +121,7 @@ class HeadLink:
         return self.stopping
 
     async def _serve_once(self, head_host: str, head_port: int) -> tuple[bool, str]:
-        """One connection from begin to end: whether the head was there, and why it ended."""
+        """Serves one connection. Returns whether it was opened, and why it ended."""
         me = Identity(instance_id=self._name, service=CONTROL_SERVICE, fingerprint=b"")
         handshake = ClientHandshake(self._secret, me)
         self._closed = self._loop.create_future()
@@ -135,7 +140,7 @@ class HeadLink:
         if self.channel is not None:
             self.channel.close(reason)
 
-    # Listener of the channel
+    # The channel's listener
 
     def on_open(self, peer: Identity) -> None:
         self._follower.on_head()
@@ -145,7 +150,7 @@ class HeadLink:
             case Stop():
                 self.stop("the head stops")
             case TurnedAway():
-                self.fail(f"the head turned {self._name} away: {frame.message}", "turned away")
+                self.fail(f"the head rejected {self._name}: {frame.message}", "rejected")
             case _:
                 self._follower.on_frame(frame)
 
@@ -154,3 +159,65 @@ class HeadLink:
             self.fatal = f"the head and this worker do not agree: {reason}"
         if not self._closed.done():
             self._closed.set_result(reason)
+
+
+class InstanceProcess(ABC):
+    """The life cycle that instances with Moonpool's engine and with vLLM share.
+
+    The process joins over its link. To leave in order, it reports the wish to the head, which
+    drains the instance and then lets it go.
+    """
+
+    def __init__(self, role: Role, instance_id: InstanceId, machine: str, secret: bytes) -> None:
+        self.role = role
+        self.instance_id = instance_id
+        self._machine = machine
+        self._secret = secret
+        self._loop = asyncio.get_running_loop()
+        self._link = HeadLink(instance_id, secret, self)
+        self._joined = False  # over the current connection
+        self._leave_by_s: float | None = None
+
+    def ask_to_leave(self, within_s: float) -> bool:
+        """Makes the head drain this instance, which ends `run`. Returns False without a head."""
+        if not self._joined:
+            return False
+        self._leave_by_s = time.monotonic() + within_s
+        self._report_leaving()
+        return True
+
+    @abstractmethod
+    def on_head(self) -> None: ...
+
+    @abstractmethod
+    def on_frame(self, frame: WorkFrame) -> None: ...
+
+    @abstractmethod
+    def _abort_all(self) -> None:
+        """Ends all attempts: the head that wanted their tokens is gone."""
+
+    def on_lost(self) -> None:
+        self._joined = False
+        if self._leave_by_s is not None and time.monotonic() > self._leave_by_s:
+            self._link.stop("it leaves")  # no head will drain it in time
+        else:
+            self._abort_all()
+
+    def _join_over(self, channel: HeadChannel | None, joined: Joined) -> None:
+        """Joins, unless the connection of the `Setup` has been replaced meanwhile."""
+        if channel is None or channel is not self._link.channel or self._link.stopping:
+            return
+        self._link.send(joined)
+        self._joined = True
+        self._report_leaving()
+
+    def _report_leaving(self) -> None:
+        """Also reports to a head that came back."""
+        if self._leave_by_s is not None:
+            within_s = max(self._leave_by_s - time.monotonic(), 0.0)
+            self._link.send(LeaveRequested(within_s=within_s))
+
+    def _fail(self, message: str) -> None:
+        """Reports a failed start to the head, and ends this process."""
+        self._link.send(Failed(message=message))
+        self._link.fail(message, "it cannot start")

@@ -1,4 +1,4 @@
-"""Brings an instance up: model, arena, engine, messenger, cost estimates and state machine."""
+"""Starts an instance: engine, cost estimates, messenger, SSD tier and state machine."""
 
 from __future__ import annotations
 
@@ -10,59 +10,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
-from moonpool.attention.client import AttentionError
-from moonpool.config import Degree, InstanceConfig
-from moonpool.cost.belief import pipelined
+from moonpool.attention_offload.boot import OffloadedParts
+from moonpool.attention_offload.offload import Event, Offload
+from moonpool.config import ConfigError
+from moonpool.cores import pin_thread
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.calibrate import measure_samples
-from moonpool.engine.cuda.choice import check_device, free_bytes, stages_of_fullest
-from moonpool.engine.cuda.mirror import mirrored
 from moonpool.engine.native.slices import open_slices
-from moonpool.engine.ops import KvCache, Ops
-from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.sampler import NonFiniteLogitsError
-from moonpool.engine.stages.fellows import StageLostError
-from moonpool.engine.stages.pipeline import PipelineEngine, StageOptions
-from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
-from moonpool.engine.tokenizer import TokenizerError
-from moonpool.kvcache.layout import DTYPE_BYTES, BlockLayout
-from moonpool.kvcache.transfers import MessengerEvent, PeerAddress
-from moonpool.messenger.arena import Arena, ArenaError, available_memory_bytes
-from moonpool.messenger.courier import Courier, CourierError
-from moonpool.messenger.messenger import Messenger
-from moonpool.messenger.store.folder import StoreError, default_folder
-from moonpool.messenger.store.mooncake import MooncakeStore
-from moonpool.messenger.store.store import BlockStore, open_store
-from moonpool.messenger.store.tier_store import TierStore
-from moonpool.runtime.cores import CoreShare, pin_thread, usable_cores
-from moonpool.runtime.offload import Event, Offload
-from moonpool.runtime.offload_boot import OffloadedParts, Spread, gather_crew
-from moonpool.runtime.profile_store import refine_profile
-from moonpool.runtime.protocol import Setup
+from moonpool.engine.parallel.pipeline import PipelineEngine
+from moonpool.engine.parallel.tensor_ranks import Ranks
+from moonpool.engine.runner import Engine
+from moonpool.policy_loading import load_eviction
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.frames import Setup
+from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TierLoad
+from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
+from moonpool.runtime.engine_boot import BootError, InstancePlace, build_engine, measure_cost
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.storage.folder import StoreError, default_folder
+from moonpool.storage.mooncake import MooncakeStore
+from moonpool.storage.store import BlockStore, open_store
+from moonpool.storage.tier_store import TierStore
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.messenger import Messenger
+from moonpool.transfer.nixl_agent import NixlAgent, NixlAgentError
 from moonpool.types import InstanceId, Role
-from moonpool.workers.batch import steps_in_flight
-from moonpool.workers.instance import Instance
-from moonpool.workers.messages import InstanceInfo, InstanceLoad, TierLoad
-
-DEFAULT_POOL_TOKENS = 65_536
-MEMORY_SHARE = 0.25
-GPU_SHARE = 0.8
-"""Of a GPU's free memory, for weights and KVCache; the rest is for what steps need in between."""
-WARM_UP_S = 20.0
 
 log = logging.getLogger("moonpool.worker")
 
 
-class BootError(Exception):
-    """The instance cannot be brought up; one line says why and what to do."""
-
-
 @dataclass(slots=True)
 class BootedInstance:
-    """Everything one instance consists of, but for the threads that drive it."""
+    """Everything one instance consists of, except the threads that drive it."""
 
     instance_id: InstanceId
     incarnation: int
@@ -73,17 +53,16 @@ class BootedInstance:
     address: PeerAddress
     cost: FittedCost
     instance: Instance
-    eos_token_ids: tuple[int, ...]
     threads: int
     store: TierStore | None = None
-    store_error: str = ""  # why there is none, though one was asked for
-    store_name: str = ""  # of the one that was
-    ranks: Ranks | None = None  # the engine's others, if it has any
+    store_error: str = ""  # why the configured tier is missing
+    store_name: str = ""  # of the configured tier
+    ranks: Ranks | None = None  # the other tensor-parallel ranks
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
             instance_id=self.instance_id,
-            role=self.instance.role,  # it may have switched since it was booted
+            role=self.instance.role,  # it may have switched since the start
             incarnation=self.incarnation,
             address=self.address,
             layout=self.layout,
@@ -94,11 +73,11 @@ class BootedInstance:
             chunk_tokens=self.instance.config.chunk_tokens,
             num_stages=self.instance.config.micro_batches,
             num_ranks=1 if self.ranks is None else 1 + len(self.ranks.pids),
-            largest_blocks=min(self.instance.pool.largest, self.instance.num_blocks),
+            largest_blocks=min(self.instance.max_sequence_blocks, self.instance.num_blocks),
         )
 
     def load(self) -> InstanceLoad:
-        """The instance's gauges and counters, with those of messenger and store added."""
+        """Returns the instance's gauges and counters, with those of messenger and store."""
         load = self.instance.load()
         moved = self.messenger.counts()
         counters = load.counters | {
@@ -112,15 +91,7 @@ class BootedInstance:
             if ssd is not None:
                 ssd = msgspec.structs.replace(ssd, name=self.store.name)
         elif self.store_error:
-            ssd = TierLoad(
-                blocks=0,
-                held=0,
-                available=0,
-                cached=0,
-                owners={},
-                error=self.store_error,
-                name=self.store_name,
-            )
+            ssd = _missing_tier(self.store_name, self.store_error)
         return msgspec.structs.replace(load, counters=counters, ssd=ssd)
 
     def close(self) -> None:
@@ -136,62 +107,44 @@ class BootedInstance:
 
 def boot_instance(
     setup: Setup,
-    role: Role,
-    instance_id: InstanceId,
-    listen_host: str,
-    secret: bytes,
+    place: InstancePlace,
     post: Callable[[Event], None],
-    degree: Degree,
     on_lost: Callable[[str], None],
-    share: CoreShare,
 ) -> BootedInstance:
-    """Takes seconds: loads weights, allocates, measures. `on_lost` is called, from a thread, with
-    why the instance cannot go on, if one of several processes ends. Raises BootError."""
-    threads = _settle_threads(setup, degree, share)
-    built = _build(setup, (degree, threads, share), instance_id, secret, listen_host, on_lost)
-    model, arena, engine, parts = built.model, built.arena, built.engine, built.parts
-    layout = arena.layout
+    """Starts an instance, which takes seconds. Raises BootError.
+
+    `on_lost` is called from a thread if one of the instance's processes ends: the instance cannot
+    continue then.
+    """
     try:
-        cost = _measured_cost(engine, threads, degree.num_stages, parts)
-        if isinstance(engine, Engine):  # of several stages, the last draws
-            engine.grammars.prepare()
-    except NonFiniteLogitsError as error:
-        raise BootError(f"weights or config.json are damaged: {error}") from None
-    except TokenizerError as error:
+        load_eviction(setup.pool.eviction)
+    except ConfigError as error:
         raise BootError(str(error)) from None
-    pin_thread(share.others)  # and so all threads that are started from here on
-    messenger = Messenger(
-        arena,
-        layout,
-        instance_id,
-        secret,
-        post,
-        tcp_host=listen_host,
-        use_shared_memory=setup.network.use_shared_memory,
-        courier=_open_courier(setup, arena, listen_host),
-        native=open_slices(),
-    )
-    eos = model.spec.eos_token_ids
-    store, store_error = _open_store(setup, instance_id, listen_host, arena, post)
+    built = build_engine(setup, place, on_lost)
+    arena, num_stages, parts = built.arena, place.degree.num_stages, built.parts
+    cost = measure_cost(built, num_stages)
+    pin_thread(place.share.others)  # also pins all threads that are started from here on
+    messenger = _open_messenger(setup, place, arena, post)
+    store, store_error = _open_store(setup, place.instance_id, place.listen_host, arena, post)
     if store is not None:
         cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
     address = messenger.start()
     if parts is not None:
         parts.offload.run(messenger, post)
+    eos = built.model.spec.eos_token_ids
     return BootedInstance(
-        instance_id=instance_id,
+        instance_id=place.instance_id,
         incarnation=secrets.randbits(62),
-        layout=layout,
+        layout=arena.layout,
         arena=arena,
-        engine=engine,
+        engine=built.engine,
         messenger=messenger if parts is None else parts.offload,
         address=address,
         cost=cost,
         instance=_state_machine(
-            setup, arena, role, cost, eos, store, degree.num_stages, engine, parts
+            setup, arena, place.role, cost, eos, store, num_stages, built.engine, parts
         ),
-        eos_token_ids=eos,
-        threads=threads,
+        threads=built.threads,
         store=store,
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
@@ -199,79 +152,30 @@ def boot_instance(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """What computes, and in which memory."""
-
-    model: LoadedModel
-    arena: Arena
-    engine: Engine | PipelineEngine
-    ranks: Ranks | None = None
-    parts: OffloadedParts | None = None  # where others hold the blocks
-
-
-def _build(
-    setup: Setup,
-    processes: tuple[Degree, int, CoreShare],
-    instance_id: InstanceId,
-    secret: bytes,
-    listen_host: str,
-    on_lost: Callable[[str], None],
-) -> _Built:
-    """An engine of such processes, with so many threads each, on these cores. Raises BootError."""
-    try:
-        model = open_model(setup.model.name, setup.model.dtype)
-        check_device(setup.engine.device)
-        check_ranks(model, processes[0].num_ranks, setup.engine.num_shards)
-        if setup.attention:
-            parts = gather_crew(setup, model, instance_id, secret, processes[1:], listen_host)
-            return _Built(model, parts.arena, parts.engine, parts=parts)
-        return _own_engine(setup, model, processes, instance_id, on_lost)
-    except (ArenaError, AttentionError, StageLostError, ValueError) as error:
-        # a model's errors are ValueErrors
-        raise BootError(str(error)) from None
-    except RuntimeError as error:
-        raise _in_one_line(error) from None
-
-
-def _in_one_line(error: RuntimeError) -> Exception:
-    """A BootError if memory ran out, else the error as it is."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens")
-    if "can't allocate memory" in str(error):
-        return BootError(f"this machine's memory is too small for the model: {error}")
-    return error
-
-
-def _stage_options(setup: Setup, num_stages: int, threads: int, share: CoreShare) -> StageOptions:
-    """The caller's thread, which measures as the first stage, goes to that stage's cores."""
-    chunk_tokens, quantization = setup.engine.chunk_tokens, setup.model.quantization
-    device = setup.engine.device
-    options = StageOptions(num_stages, threads, chunk_tokens, quantization, share.engine, device)
-    pin_thread(options.cores_of(0))
-    return options
-
-
-def _settle_threads(setup: Setup, degree: Degree, share: CoreShare) -> int:
-    """Of one process of the engine. The caller's thread computes with as many and on the cores of
-    the engine's: what is measured now is what will be done there."""
-    fair = len(share.engine) // degree.num_processes or max(
-        1, usable_cores() // setup.num_processes
+def _open_messenger(
+    setup: Setup, place: InstancePlace, arena: Arena, post: Callable[[Event], None]
+) -> Messenger:
+    return Messenger(
+        arena,
+        arena.layout,
+        place.instance_id,
+        place.secret,
+        post,
+        tcp_host=place.listen_host,
+        use_shared_memory=setup.network.use_shared_memory,
+        nixl_agent=_open_nixl_agent(setup, arena, place.listen_host),
+        native=open_slices(),
     )
-    threads = setup.engine.threads or fair
-    pin_thread(share.engine)
-    torch.set_num_threads(threads)
-    return threads
 
 
-def _open_courier(setup: Setup, arena: Arena, listen_host: str) -> Courier | None:
-    """None where NIXL is not wanted, or cannot be had: blocks go over TCP then."""
+def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent | None:
+    """Opens the NIXL agent. Returns None if NIXL is off or fails: blocks go over TCP then."""
     if setup.attention or not setup.network.nixl:
-        return None  # blocks of attention workers are in arenas of theirs
+        return None  # the blocks are in the attention workers' arenas
     try:
-        return Courier(arena, listen_host)
-    except CourierError as error:
-        log.warning("blocks go over TCP, not by NIXL: %s", error)
+        return NixlAgent(arena, listen_host)
+    except NixlAgentError as error:
+        log.warning("NIXL is not available, blocks go over TCP: %s", error)
         return None
 
 
@@ -282,10 +186,13 @@ def _open_store(
     arena: Arena,
     post: Callable[[MessengerEvent], None],
 ) -> tuple[TierStore | None, str]:
-    """The tier below DRAM if one is wanted, or why it cannot be had: no reason not to serve."""
+    """Opens the tier below DRAM. Returns it, or None and why the configured tier failed.
+
+    The instance serves without the tier after such a failure.
+    """
     pool = setup.pool
     if setup.attention:
-        return None, ""  # blocks are at the attention workers, which have no such tier
+        return None, ""  # the blocks are at the attention workers, which have no such tier
     if not (pool.ssd_tokens_per_instance or _wants_mooncake(setup)) or not pool.prefix_caching:
         return None, ""
     began_s = time.monotonic()
@@ -299,10 +206,10 @@ def _open_store(
             store = open_store(root, instance_id, arena, num_slots, post)
     except StoreError as error:
         tier = "Mooncake Store" if _wants_mooncake(setup) else "SSD tier"
-        log.warning("serving goes on without the %s: %s", tier, error)
+        log.warning("serving without the %s: %s", tier, error)
         return None, str(error)
     log.info(
-        "%s tier at %s: %d of %d blocks found again in %.2f s",
+        "%s tier at %s: recovered %d of %d blocks in %.2f s",
         store.name,
         store.describe(),
         len(store.stored),
@@ -316,6 +223,24 @@ def _wants_mooncake(setup: Setup) -> bool:
     return bool(setup.mooncake.master_server_address)
 
 
+def live_config(
+    setup: Setup, num_stages: int, store: TierStore | None, layer_wise_load: bool
+) -> InstanceConfig:
+    """The settings of a live instance's state machine."""
+    return instance_config(
+        setup.engine,
+        setup.pool,
+        setup.slo,
+        setup.learning,
+        num_stages,
+        ssd_blocks=0 if store is None else store.num_slots,
+        store_shared=store is not None and store.shared,
+        engine_tokens=0,  # the engine computes in the pool's own memory, or in a mirror of it
+        layer_wise_load=layer_wise_load,
+        max_repeats=1,  # the live engine reports every step
+    )
+
+
 def _state_machine(
     setup: Setup,
     arena: Arena,
@@ -327,120 +252,24 @@ def _state_machine(
     engine: Engine | PipelineEngine,
     parts: OffloadedParts | None,
 ) -> Instance:
-    config = InstanceConfig(
-        chunk_tokens=setup.engine.chunk_tokens,
-        max_sequences=setup.engine.max_sequences,
-        prefix_caching=setup.pool.prefix_caching,
-        eviction=setup.pool.eviction,
-        batching=setup.engine.batching,
-        tbt_slo_s=setup.slo.tbt_s,
-        ssd_blocks=0 if store is None else store.num_slots,
-        ssd_admission=setup.pool.ssd_admission,
-        store_shared=store is not None and store.shared,
-        learning=setup.learning,
-        max_steps_in_flight=steps_in_flight(num_stages),
-        micro_batches=num_stages,
-        # A GPU's mirror, stages and attention workers do not wait for layers that still arrive.
-        layer_wise_load=parts is None and isinstance(engine, Engine) and engine.mirror is None,
-    )
+    # An engine with host-GPU sync, stages and attention workers do not wait for single layers.
+    layer_wise = parts is None and isinstance(engine, Engine) and engine.host_sync is None
+    config = live_config(setup, num_stages, store, layer_wise)
     stored = () if store is None else store.stored
     if parts is not None:
         return Instance(
             config,
             arena.layout,
-            sum(parts.crew.sizes),
+            sum(parts.group.sizes),
             role,
             cost,
             eos_token_ids,
-            arenas=parts.crew.sizes,
-            kept=parts.crew.named,
+            arenas=parts.group.sizes,
+            kept=parts.group.cached,
             segment_blocks=parts.segment_blocks,
         )
     return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)
 
 
-def _engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
-    """On the CPU the engine works in the arena itself; on a GPU, in blocks of its own there."""
-    if ops.device.type == "cpu":
-        return Engine(model, ops, arena)
-    mirror = mirrored(arena, ops.device)
-    return Engine(model, ops, mirror.cache, mirror)
-
-
-def _own_engine(
-    setup: Setup,
-    model: LoadedModel,
-    processes: tuple[Degree, int, CoreShare],
-    instance_id: InstanceId,
-    on_lost: Callable[[str], None],
-) -> _Built:
-    """An arena in this process, and what computes in it. Raises what its parts raise."""
-    degree, threads, share = processes
-    num_shards = setup.engine.num_shards
-    if degree.num_ranks > 1 and degree.num_stages > 1:
-        raise BootError("ranks have no stages: use --pipeline-parallel-size 1")
-    ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
-    layout = make_layout(model, setup.pool.block_tokens, ops, num_shards)
-    several, nixl = degree.num_processes > 1, setup.network.nixl
-    num_blocks = _num_blocks(setup, layout, model, degree.num_stages)
-    arena = Arena(layout, num_blocks, sealed=not several and not nixl)
-    cache = _cache_over(arena, layout)
-    if not several:
-        if num_shards > 1:
-            return _Built(model, arena, sharded_engine(model, ops, cache, num_shards))
-        return _Built(model, arena, _engine(model, ops, cache))
-    engine: Engine | PipelineEngine
-    ranks: Ranks | None = None
-    if degree.num_ranks > 1:
-        options = RankOptions(
-            degree.num_ranks, num_shards, threads, setup.model.quantization, share.engine
-        )
-        pin_thread(options.cores_of(0))
-        ranks = Ranks(model, ops, cache, arena.fd, options, instance_id, on_lost)
-        engine = ranks.engine
-    else:
-        stages = _stage_options(setup, degree.num_stages, threads, share)
-        engine = PipelineEngine(model, ops, cache, arena.fd, stages, instance_id, on_lost)
-    if not nixl:
-        arena.seal()  # all processes have mapped it; a courier seals it when it has
-    return _Built(model, arena, engine, ranks)
-
-
-def _measured_cost(
-    engine: Engine | PipelineEngine, threads: int, num_stages: int, parts: OffloadedParts | None
-) -> FittedCost:
-    """With attention workers: with requests at all of them by turns; and not at all where blocks
-    are found again that measuring would overwrite and an earlier start measured."""
-    if engine.mirror is not None:
-        measure_samples(engine, WARM_UP_S)  # compiles the kernels, which nobody should wait for
-    if parts is None:
-        return pipelined(refine_profile(engine, threads), num_stages)
-    spread = Spread(parts.engine, parts.crew.sizes)
-    return refine_profile(spread, threads, only_if_new=bool(parts.crew.named))
-
-
-def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel, num_stages: int) -> int:
-    most_bytes = float("inf")
-    if setup.engine.device == "cuda":
-        weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
-        share = stages_of_fullest(num_stages) / num_stages  # of the model, on one GPU
-        most_bytes = GPU_SHARE * free_bytes() / setup.num_instances / share - weights_bytes
-    return pool_blocks(setup, layout, most_bytes)
-
-
-def pool_blocks(setup: Setup, layout: BlockLayout, most_bytes: float = float("inf")) -> int:
-    """Blocks of one worker's arena."""
-    tokens = setup.pool.dram_tokens_per_instance
-    if not tokens:
-        share_bytes = MEMORY_SHARE * available_memory_bytes() / setup.num_instances
-        share_bytes = min(share_bytes, most_bytes)
-        tokens = min(DEFAULT_POOL_TOKENS, int(share_bytes / layout.token_bytes))
-    return max(layout.blocks_for(tokens), 1)
-
-
-def _cache_over(arena: Arena, layout: BlockLayout) -> KvCache:
-    """The arena's bytes as the engine's tensor: the same memory, no copy."""
-    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
-    flat = torch.frombuffer(arena.buffer, dtype=dtype)
-    shape = (arena.num_blocks, layout.num_layers, layout.slice_elements)
-    return KvCache(flat.view(shape), layout)
+def _missing_tier(name: str, error: str) -> TierLoad:
+    return TierLoad(blocks=0, held=0, available=0, cached=0, owners={}, error=error, name=name)

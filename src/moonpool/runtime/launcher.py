@@ -1,9 +1,9 @@
-"""Starts a cluster's workers as processes of this machine, and sees that none outlives the head.
+"""Starts a cluster's workers as processes of this machine, and ends them with the head.
 
-A worker gets the cluster's secret by its environment, never on its command line. It runs in a
-session of its own, so that Ctrl-C reaches only the head, which then ends the workers in order; if
-the head dies without a word, the kernel ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous
-memory: nothing is left.
+A worker receives the cluster's secret through its environment, never on its command line. It runs
+in a session of its own, so that Ctrl-C reaches only the head, which then ends the workers in order.
+If the head dies, the kernel ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous memory, so nothing
+is left.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moonpool.config import ClusterConfig, VllmConfig
-from moonpool.runtime.cores import CoreShare, format_cores
-from moonpool.runtime.nursery import ForkedProcess, Nursery, NurseryError
+from moonpool.cores import CoreShare, format_cores
+from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
 from moonpool.types import Role
 
 log = logging.getLogger("moonpool.launcher")
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-ATTENTION = "attention"  # on the command line; to the Conductor it is no instance
+ATTENTION = "attention"  # on the command line; not an instance for the Conductor
 MAX_RESTARTS = 5
 STEADY_S = 60.0
-"""A worker that lived this long had started well: its restarts are counted anew."""
+"""A worker that lived this long had started well, so its restart count is reset."""
 STOP_S = 3.0
 
 WorkerProcess = ForkedProcess | asyncio.subprocess.Process
 
 
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
-    """What a worker's environment has beyond the head's."""
+    """Returns the variables that a worker's environment has in addition to the head's."""
     return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
 class LocalLauncher:
-    """The worker processes of one local cluster. A worker that dies is started anew, a few
-    times."""
+    """The worker processes of one local cluster. It restarts a worker that dies, a few times."""
 
     def __init__(
         self,
@@ -51,15 +50,17 @@ class LocalLauncher:
         secret: bytes,
         threads: int,
         shares: Sequence[CoreShare] = (),
-        nursery: Nursery | None = None,
+        fork_server: ForkServer | None = None,
         vllm: VllmConfig | None = None,
     ) -> None:
-        """`shares` of the cores, one per worker as in `cluster.roles`; none: nothing is pinned.
-        Workers are forked from `nursery`, or else are interpreters of their own. `vllm`: those that
-        they stand before, if any."""
+        """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
+
+        Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
+        the servers of workers with vLLM.
+        """
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
-        self._nursery = nursery
+        self._fork_server = fork_server
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
         self._places: dict[str, tuple[str, ...]] = {}
@@ -78,27 +79,29 @@ class LocalLauncher:
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
         self._processes: dict[str, WorkerProcess] = {}
-        self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives its worker up
+        self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
         self._stopping = False
 
     def start(self) -> None:
-        """Begins to start all workers; a keeper task looks after each."""
+        """Begins to start all workers. One keeper task per worker restarts it."""
         for role, instance_id in self._wanted:
             self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
 
     def kill(self, instance_id: str) -> None:
-        """Ends a worker that stands still, which then is started anew."""
+        """Kills a worker that does not respond. Its keeper restarts it."""
         process = self._processes.get(instance_id)
         if process is not None and process.returncode is None:
-            log.warning("%s stands still; it is killed", instance_id)
+            log.warning("%s does not respond; killing it", instance_id)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
     async def stop(self) -> None:
-        """Waits for the workers, which the head has told to end, and kills those that do not: one
-        that is still starting has not joined yet. Nothing is lost by it."""
+        """Waits for the workers to end, and kills those that do not.
+
+        The head has sent them a stop, but a worker that is still starting has not joined yet.
+        """
         self._stopping = True
-        # First, so that no process comes up behind our back: one being spawned is killed by it.
+        # First, so that no further process starts: this kills one that is being spawned.
         for keeper in self.keepers:
             keeper.cancel()
         await asyncio.gather(*self.keepers, return_exceptions=True)
@@ -111,8 +114,8 @@ class LocalLauncher:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         await asyncio.gather(*waits)
-        if self._nursery is not None:
-            await self._nursery.close()
+        if self._fork_server is not None:
+            await self._fork_server.close()
 
     async def _keep(self, role: str, instance_id: str) -> None:
         restarts = 0
@@ -124,26 +127,26 @@ class LocalLauncher:
             if self._stopping:
                 return
             if code == 0:
-                log.info("%s has left, as it was told to", instance_id)
+                log.info("%s has left the cluster", instance_id)
                 return
             if time.monotonic() - began_s > STEADY_S:
                 restarts = 0
             if restarts == MAX_RESTARTS:
-                log.error("%s ended with code %d too often; it stays down", instance_id, code)
+                log.error("%s ended with code %d too often; giving up on it", instance_id, code)
                 return
             restarts += 1
-            log.warning("%s ended with code %d; starting it anew", instance_id, code)
+            log.warning("%s ended with code %d; restarting it", instance_id, code)
             await asyncio.sleep(min(0.5 * 2**restarts, 10.0))
 
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-head", *self._cores.get(instance_id, ())]
         line += self._places.get(instance_id, ())
-        if self._nursery is not None:
+        if self._fork_server is not None:
             try:
-                return await self._nursery.fork(line)
-            except NurseryError as error:
-                log.debug("%s is started by itself: %s", instance_id, error)
+                return await self._fork_server.fork(line)
+            except ForkServerError as error:
+                log.debug("%s starts as a new interpreter: %s", instance_id, error)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

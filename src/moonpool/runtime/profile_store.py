@@ -1,9 +1,9 @@
-"""Cost estimates of this machine and model, kept in the user's cache folder and refined at each
-start.
+"""Measured step times of this machine and model, stored in the user's cache folder.
 
-A measurement on a busy machine is too slow, never too fast; so of each kind of step the best time
-ever seen is kept, and the cost model fitted to those. The instances of a machine start at the
-same time; a lock makes the first one measure while the others wait for its result.
+Each start refines them. A busy machine makes a measurement slower, never faster, so the store keeps
+the best time of each kind of step, and the cost model is fitted to those. The instances of a
+machine start at the same time: under a lock, the first one measures while the others wait for its
+result.
 """
 
 from __future__ import annotations
@@ -20,44 +20,50 @@ from pathlib import Path
 import msgspec
 
 from moonpool import __version__
+from moonpool.cores import cpu_name
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.calibrate import (
     DECODES,
     MIXED,
     PREFILLS,
-    Measured,
-    Sample,
+    MeasuredEngine,
+    StepSample,
     curve_of,
     fit_samples,
     measure_curve,
     measure_samples,
 )
-from moonpool.engine.machine import cpu_name
 
 log = logging.getLogger("moonpool.profile")
 
 FRESH_S = 60.0
-"""A profile this young was measured by an instance of the same start."""
+"""A younger profile was measured by an instance of the same start."""
 
 
 def measure_profile(
-    engine: Measured, threads: int, curve_s: float, say: Callable[[Sample], None]
+    engine: MeasuredEngine, threads: int, curve_s: float, say: Callable[[StepSample], None]
 ) -> tuple[FittedCost, dict[int, float]]:
-    """Measures everything anew, the curve of chunk sizes too, for `curve_s` at most; drops what was
-    measured before. Returns the fit, and the curve in seconds by tokens."""
+    """Measures everything again, and replaces the stored times.
+
+    The curve of chunk sizes takes at most `curve_s` seconds. Returns the fit, and the curve in
+    seconds by tokens.
+    """
     samples = [*measure_samples(engine), *measure_curve(engine, curve_s, say)]
     path = profile_path(engine, threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, samples)
     except OSError as error:
-        log.info("the cost profile is not kept: %s", error)
+        log.info("the cost profile cannot be stored and is measured at each start: %s", error)
     return fit_samples(samples), curve_of(samples)
 
 
-def refine_profile(engine: Measured, threads: int, only_if_new: bool = False) -> FittedCost:
-    """Measures, unless another instance just has (or ever has, with `only_if_new`), and fits to the
-    best of all measurements."""
+def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = False) -> FittedCost:
+    """Measures and fits the cost model to the best of all measurements.
+
+    It does not measure if another instance has just done so. With `only_if_new`, it does not
+    measure if there is any stored profile.
+    """
     path = profile_path(engine, threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,13 +75,13 @@ def refine_profile(engine: Measured, threads: int, only_if_new: bool = False) ->
                 samples = best_of(samples, measure_samples(engine))
                 _write(path, samples)
     except OSError as error:
-        log.info("the cost profile is not kept: %s", error)
+        log.info("the cost profile cannot be stored and is measured at each start: %s", error)
         samples = measure_samples(engine)
     return fit_samples(samples)
 
 
-def profile_path(engine: Measured, threads: int) -> Path:
-    """Differs whenever the measurements would."""
+def profile_path(engine: MeasuredEngine, threads: int) -> Path:
+    """Returns a path that differs whenever the measurements would differ."""
     what = (
         __version__,
         str((PREFILLS, DECODES, MIXED)),
@@ -90,9 +96,9 @@ def profile_path(engine: Measured, threads: int) -> Path:
     return Path(root) / "moonpool" / "profiles" / f"{name}.json"
 
 
-def best_of(kept: list[Sample], new: list[Sample]) -> list[Sample]:
-    """Of each point the faster: a busy machine makes a step slower, never faster."""
-    best: dict[tuple[str | int, ...], Sample] = {}
+def best_of(kept: list[StepSample], new: list[StepSample]) -> list[StepSample]:
+    """Returns the faster sample of each point."""
+    best: dict[tuple[str | int, ...], StepSample] = {}
     for sample in (*kept, *new):
         point = (
             sample.kind,
@@ -106,15 +112,15 @@ def best_of(kept: list[Sample], new: list[Sample]) -> list[Sample]:
     return list(best.values())
 
 
-def _write(path: Path, samples: list[Sample]) -> None:
+def _write(path: Path, samples: list[StepSample]) -> None:
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_bytes(msgspec.json.encode(samples))
     partial.replace(path)
 
 
-def _read(path: Path) -> list[Sample]:
+def _read(path: Path) -> list[StepSample]:
     try:
-        kept: list[Sample] = msgspec.json.decode(path.read_bytes(), type=list[Sample])
+        kept: list[StepSample] = msgspec.json.decode(path.read_bytes(), type=list[StepSample])
     except FileNotFoundError:
         return []
     except msgspec.DecodeError as error:

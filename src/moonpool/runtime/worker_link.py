@@ -1,4 +1,4 @@
-"""The head's end of one worker's control connection: who it is, and when it was last heard."""
+"""The head's end of one worker's control connection: its identity and its last message."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.messenger.auth import Identity, ServerHandshake
-from moonpool.runtime.channel import Channel
-from moonpool.runtime.protocol import (
+from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     Apply,
     ApplyAttention,
@@ -22,17 +19,20 @@ from moonpool.runtime.protocol import (
     TurnedAway,
     UpFrame,
 )
+from moonpool.protocol.messages import Report
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime.channel import Channel
+from moonpool.transfer.auth import Identity, ServerHandshake
 from moonpool.types import InstanceId
-from moonpool.workers.messages import Report
 
 log = logging.getLogger("moonpool.head")
 
 
 class LinkOwner(Protocol):
-    """The head, as its links see it."""
+    """The head as its links see it."""
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
-        """Sends the Setup, at once or when there is all that the instance needs."""
+        """Sends the Setup, at once or when the instance's attention workers are present."""
         ...
 
     def setup(self) -> Setup: ...
@@ -42,7 +42,7 @@ class LinkOwner(Protocol):
         ...
 
     def admit(self, link: WorkerLink, joined: Joined) -> str | None:
-        """Takes the instance in, or says in one line why not."""
+        """Admits the instance, or returns why it cannot join."""
         ...
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None: ...
@@ -50,7 +50,7 @@ class LinkOwner(Protocol):
     def on_report(self, link: WorkerLink, report: Report) -> None: ...
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
-        """Also for links that never joined."""
+        """Called also for links that never joined."""
         ...
 
     def now(self) -> float: ...
@@ -64,7 +64,10 @@ class WorkerLink:
         self._owner = owner
         self._reason = ""
         self.instance_id = InstanceId("")
-        self.pid, self.host = 0, ""  # of an attention worker; others tell when they join
+        self.pid, self.host = (
+            0,
+            "",
+        )  # of an attention worker; instances report theirs when they join
         self.heard_s = owner.now()
         self.channel: Channel[UpFrame, DownFrame] = Channel(
             ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
@@ -87,7 +90,7 @@ class WorkerLink:
                 unwanted = self._owner.admit(self, frame)
                 if unwanted is not None:
                     self.channel.send(TurnedAway(message=unwanted))
-                    self.channel.close(f"it was turned away: {unwanted}")
+                    self.channel.close(f"rejected: {unwanted}")
             case Failed():
                 self._reason = frame.message
                 self._owner.on_start_failed(self, frame.message)

@@ -1,8 +1,8 @@
-"""Hit ratio by eviction policy and capacity: a sequence of prompts, one at a time, no clock.
+"""Hit ratio by eviction policy and capacity: prompts one after the other, without time.
 
-Every prompt goes through a real BlockPool by the calls that an instance makes: match, acquire,
-allocate, seal, release. Streams; what it holds is the pool. A prompt that is larger than the pool
-keeps as many of its first blocks as fit. Belady's optimum needs the whole sequence.
+Every prompt passes through a real BlockPool by the calls of an instance: match, acquire, allocate,
+seal, release. Prompts are streamed, so memory holds the pool only; Belady's optimum needs the whole
+sequence. Of a prompt larger than the pool, the first blocks that fit are kept.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
-from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction import make_eviction
-from moonpool.trace.keys import prompt_keys
+from moonpool.trace.blocks import prompt_keys
 from moonpool.trace.row import TraceRow
 from moonpool.types import BlockKey
 
 Routing = Literal["first", "least-loaded", "round-robin"]
-"""Of prompts to caches: the longest match, ties to the first or to the one that computed least; or
-in turn."""
+"""The cache of a prompt: the longest match with ties to the first cache or to the one that computed
+least, or round-robin."""
 
 UNBOUNDED_BLOCKS = 1 << 40
 _OWNER = "prompt"
-_REPORT_EVERY = 1024  # prompts; a pool's news must be taken, or they pile up
+_REPORT_EVERY = 1024  # prompts; a pool queues its changes until they are taken
 
 
-class Prompt(NamedTuple):
-    """The names of a prompt's blocks, in order, and its length."""
+class PromptBlocks(NamedTuple):
+    """The keys of a prompt's blocks, in order, and its length."""
 
     keys: Sequence[BlockKey]
     num_tokens: int
 
 
 class HitRatios(NamedTuple):
-    """What was found in the cache. `any` also counts blocks whose predecessor was not there."""
+    """Hits of a run. `any_hit_blocks` also counts blocks whose predecessor was not cached."""
 
     num_prompts: int
     num_blocks: int
@@ -45,14 +45,17 @@ class HitRatios(NamedTuple):
 
     @property
     def by_prefix(self) -> float:
+        """The share of blocks found behind an unbroken cached prefix."""
         return self.hit_blocks / max(1, self.num_blocks)
 
     @property
     def by_block(self) -> float:
+        """The share of blocks found, whether or not their prefix was cached."""
         return self.any_hit_blocks / max(1, self.num_blocks)
 
     @property
     def by_token(self) -> float:
+        """The share of prompt tokens in an unbroken cached prefix."""
         return self.hit_tokens / max(1, self.num_tokens)
 
 
@@ -61,25 +64,27 @@ def prompts_of(
     trace_block_tokens: int,
     block_tokens: int,
     count_partial: bool = False,
-) -> Iterator[Prompt]:
-    """A trace's prompts in blocks of `block_tokens`. Full blocks only, as they are served, or also
-    the last, partial one, as the literature counts them. Raises ValueError where the sizes do not
-    fit."""
+) -> Iterator[PromptBlocks]:
+    """The prompts of a trace in blocks of `block_tokens`.
+
+    Counts full blocks only, as serving does, or with `count_partial` the last one too, as published
+    tables do. Raises ValueError if the block sizes do not fit each other.
+    """
     if count_partial and block_tokens > trace_block_tokens:
         raise ValueError(
-            f"partial blocks can be counted up to the trace's own {trace_block_tokens} tokens, not"
-            f" of {block_tokens}; count full blocks only"
+            f"partial blocks can be counted in sizes up to the trace's own {trace_block_tokens}"
+            f" tokens, not of {block_tokens}; count full blocks only"
         )
     for row in rows:
         num_tokens = row.input_tokens
         if count_partial:
             num_tokens = -(-num_tokens // block_tokens) * block_tokens
         keys = prompt_keys(row.hash_ids, num_tokens, trace_block_tokens, block_tokens)
-        yield Prompt(keys, row.input_tokens)
+        yield PromptBlocks(keys, row.input_tokens)
 
 
 class PromptCache:
-    """One cache of `capacity_blocks` (None: without bound) and what it has yielded so far."""
+    """One cache of `capacity_blocks` (None: unbounded) and its hits so far."""
 
     def __init__(self, policy: str, capacity_blocks: int | None, block_tokens: int) -> None:
         num_blocks = UNBOUNDED_BLOCKS if capacity_blocks is None else capacity_blocks
@@ -88,12 +93,12 @@ class PromptCache:
         self._num_prompts = self._num_blocks = self._num_tokens = 0
         self._hit_blocks = self._any_hit_blocks = self._hit_tokens = 0
 
-    def num_cached(self, prompt: Prompt) -> int:
-        """Blocks of its prefix that are here now."""
+    def num_cached(self, prompt: PromptBlocks) -> int:
+        """The number of leading blocks of the prompt that are cached."""
         return len(self.pool.match(prompt.keys))
 
-    def serve(self, prompt: Prompt) -> int:
-        """Uses what is cached and stores the rest; returns the tokens that were cached."""
+    def serve(self, prompt: PromptBlocks) -> int:
+        """Serves a prompt and caches its blocks; returns the number of cached tokens it found."""
         pool, keys = self.pool, prompt.keys
         cached = pool.match(keys)
         pool.acquire(_OWNER, cached)
@@ -102,7 +107,7 @@ class PromptCache:
         assert new is not None
         num_stored = 0
         for depth, block_id in enumerate(new, num_hits):
-            num_stored += pool.seal(block_id, keys[depth], depth)
+            num_stored += pool.cache_block(block_id, keys[depth], depth)
         pool.release(_OWNER)
         self._num_prompts += 1
         if self._num_prompts % _REPORT_EVERY == 0:
@@ -116,6 +121,7 @@ class PromptCache:
         return hit_tokens
 
     def ratios(self) -> HitRatios:
+        """The totals so far."""
         return HitRatios(
             self._num_prompts,
             self._num_blocks,
@@ -127,18 +133,23 @@ class PromptCache:
 
 
 def hit_ratios(
-    prompts: Iterable[Prompt], policy: str, capacity_blocks: int | None, block_tokens: int = 512
+    prompts: Iterable[PromptBlocks],
+    policy: str,
+    capacity_blocks: int | None,
+    block_tokens: int = 512,
 ) -> HitRatios:
-    """Of one cache with this eviction policy. `block_tokens` is what a block of `prompts` holds."""
+    """Serves all prompts by one cache with this eviction policy, in blocks of `block_tokens`."""
     cache = PromptCache(policy, capacity_blocks, block_tokens)
     for prompt in prompts:
         cache.serve(prompt)
     return cache.ratios()
 
 
-def belady_hit_ratio(prompts: Iterable[Prompt], capacity_blocks: int) -> float:
-    """The most that any policy could reach that stores every block: the block whose next use is
-    farthest off goes first. By block, whether or not its predecessors are cached."""
+def belady_hit_ratio(prompts: Iterable[PromptBlocks], capacity_blocks: int) -> float:
+    """The optimum of policies that store every block: evict the block with the farthest next use.
+
+    Counts blocks, whether or not their predecessors are cached.
+    """
     touches = [key for prompt in prompts for key in prompt.keys]
     never = len(touches)
     next_use = [never] * never
@@ -164,15 +175,18 @@ def belady_hit_ratio(prompts: Iterable[Prompt], capacity_blocks: int) -> float:
 
 
 class SplitRatios(NamedTuple):
-    """Of several caches together. `imbalance`: the most that one of them had to compute, in tokens,
-    over the mean; it is the number of caches where one does all."""
+    """Hits of several caches together, and their imbalance.
+
+    `imbalance` is the largest number of computed tokens of a cache over the mean: from 1 (balanced)
+    to the number of caches (one computes everything).
+    """
 
     ratios: HitRatios
     imbalance: float
 
 
 def split_hit_ratios(
-    prompts: Iterable[Prompt],
+    prompts: Iterable[PromptBlocks],
     num_caches: int,
     capacity_blocks: int,
     routing: Routing,
@@ -180,8 +194,10 @@ def split_hit_ratios(
     policy: str = "lru",
     block_tokens: int = 512,
 ) -> SplitRatios:
-    """Each prompt goes to one of `num_caches`, each of `capacity_blocks`, that share nothing. A
-    match of at most `ignored_blocks` counts as none: all prompts may begin alike."""
+    """Routes each prompt to one of `num_caches` independent caches of `capacity_blocks`.
+
+    A match of at most `ignored_blocks` counts as none, since all prompts may share a system prompt.
+    """
     caches = [PromptCache(policy, capacity_blocks, block_tokens) for _ in range(num_caches)]
     computed_tokens = [0] * num_caches
     for number, prompt in enumerate(prompts):

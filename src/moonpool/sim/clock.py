@@ -1,15 +1,11 @@
-"""Virtual time: the order in which everything in a simulation happens.
+"""Virtual time: a heap of callbacks in the total order (time, priority, sequence).
 
-Owns `now` and the callbacks still to be run, in the total order (time, priority, sequence). It
-never reads a real clock, sleeps, or knows what a callback does.
+Time is float seconds. The order is total and the same on every machine: times are finite IEEE
+doubles and compare without tolerance, equal times are ordered by priority, and equal priorities by
+sequence number, which is unique. NaN and infinity raise ValueError.
 
-Time is float seconds. The order is still total and the same on every machine: each time is one
-finite IEEE double, so any two compare as less, equal or greater, with no tolerance; equal times
-are told apart by priority, equal priorities by sequence, which no two callbacks share. NaN, which
-would compare as none of the three, and infinity are refused.
-
-Life of a callback: waiting -> run | cancelled. A cancelled one stays in the heap as a tombstone
-until its time comes or tombstones are more than half of the heap, whichever is first.
+Life of a callback: waiting -> run | cancelled. A cancelled callback stays in the heap as a
+tombstone until its time comes, or until tombstones are more than half of the heap.
 """
 
 from __future__ import annotations
@@ -24,19 +20,19 @@ MIN_HEAP_TO_COMPACT = 64
 
 
 class Priority(IntEnum):
-    """Who goes first at the same instant: what frees or breaks things before what decides."""
+    """The order at one instant: events that free or break resources come before decisions."""
 
-    FAULT = 0  # what is dead at t can do nothing more at t
-    TRANSFER_END = 1  # bytes that are there at t count for a step that starts at t
-    STEP_END = 2  # frees blocks and batch places before anybody asks for them
-    MESSAGE = 3  # reports and commands: the Conductor hears what has ended ...
-    ARRIVAL = 4  # ... before it places a request that comes at the same moment
-    TICK = 5  # samples and periodic decisions see all that happened at t
-    RERATE = 6  # links are shared anew once per instant, when all its changes are known
+    FAULT = 0  # an instance lost at t does nothing more at t
+    TRANSFER_END = 1  # bytes that arrive at t are available to a step that starts at t
+    STEP_END = 2  # frees blocks and batch slots before they are requested
+    MESSAGE = 3  # reports and commands: the Conductor sees what has ended ...
+    ARRIVAL = 4  # ... before it places a request that arrives at the same instant
+    TICK = 5  # samples and periodic decisions see all events of t
+    RERATE = 6  # link rates are computed once per instant, after all its changes
 
 
 class Timer:
-    """One callback to be run; kept by who may want to cancel it."""
+    """A scheduled callback, which can be cancelled."""
 
     __slots__ = ("args", "callback", "clock")
 
@@ -49,10 +45,11 @@ class Timer:
 
     @property
     def waiting(self) -> bool:
+        """Whether the callback is still to be run."""
         return self.callback is not None
 
     def cancel(self) -> None:
-        """Without effect if it has run (or is running) or was cancelled before."""
+        """Has no effect on a callback that runs, has run or was cancelled."""
         if self.callback is not None:
             self.callback = None
             self.args = ()
@@ -60,6 +57,8 @@ class Timer:
 
 
 class Clock:
+    """The current time `now` and the scheduled callbacks."""
+
     def __init__(self, start_s: float = 0.0) -> None:
         if not -inf < start_s < inf:
             raise ValueError(f"a clock cannot start at {start_s} s: give a finite time")
@@ -70,13 +69,13 @@ class Clock:
         self._num_dead = 0
 
     def __len__(self) -> int:
-        """Callbacks waiting, tombstones not counted."""
+        """The number of waiting callbacks, without tombstones."""
         return len(self._heap) - self._num_dead
 
     def at(
         self, time_s: float, priority: int, callback: Callable[..., object], *args: Any
     ) -> Timer:
-        """Run `callback(*args)` at `time_s`, which may be now but not before."""
+        """Schedules `callback(*args)` for `time_s`. Raises ValueError for a time before now."""
         if not self.now <= time_s < inf:
             raise ValueError(
                 f"cannot schedule for {time_s} s at {self.now} s: give a later, finite time"
@@ -89,18 +88,19 @@ class Clock:
     def after(
         self, delay_s: float, priority: int, callback: Callable[..., object], *args: Any
     ) -> Timer:
+        """Schedules `callback(*args)` for `delay_s` from now."""
         return self.at(self.now + delay_s, priority, callback, *args)
 
     def run(self, until: float | None = None) -> None:
-        """Run what is due, in order, up to and including `until`; then it is `until`.
+        """Runs callbacks in order up to and including `until`, and sets `now` to `until`.
 
-        Without `until`: until nothing is waiting. An exception of a callback comes through; the
-        callback counts as run, and the clock can go on.
+        Without `until`, it runs until none is waiting. An exception of a callback propagates; the
+        callback counts as run, and the clock can run on.
         """
         if until is not None and not self.now <= until < inf:
             raise ValueError(f"cannot run until {until} s at {self.now} s: give a later time")
         limit_s = inf if until is None else until
-        heap = self._heap  # compaction happens in place, so this stays the heap
+        heap = self._heap  # compaction is in place, so this remains the heap
         while heap and heap[0][0] <= limit_s:
             time_s, _, _, timer = heappop(heap)
             callback = timer.callback
@@ -116,7 +116,7 @@ class Clock:
             self.now = until
 
     def step(self) -> bool:
-        """Run the next callback; False if none is waiting."""
+        """Runs the next callback. Returns False if none is waiting."""
         while self._heap and self._heap[0][3].callback is None:
             heappop(self._heap)
             self._num_dead -= 1
@@ -137,5 +137,5 @@ class Clock:
         heap = self._heap
         if self._num_dead * 2 > len(heap) and len(heap) >= MIN_HEAP_TO_COMPACT:
             heap[:] = [entry for entry in heap if entry[3].callback is not None]
-            heapify(heap)  # keys are unique: the order of running does not depend on the layout
+            heapify(heap)  # keys are unique, so the order does not depend on the layout
             self._num_dead = 0

@@ -1,11 +1,11 @@
-"""The cluster that is simulated unless another is named: the paper's (FAST'25 section 5)."""
+"""The default of `moonpool simulate` and `plan`: the cluster of Mooncake (FAST'25 section 5)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    # Nodes of 8 x A800 with LLaMA3-70B; hardware.cost and the rest follow from that.
+    # Nodes of 8 x A800 with LLaMA3-70B, which are also the defaults of [hardware].
     "cluster": {"prefill": 8, "decode": 8, "mixed": 0},
     "slo": {"ttft_s": 30.0, "tbt_s": 0.1},
     # Blocks of 256 tokens and 3 M tokens of DRAM a node, as in the paper's experiments.

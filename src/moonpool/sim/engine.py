@@ -1,10 +1,10 @@
-"""Performs an instance's steps in virtual time: the truth of a simulation.
+"""The engine of a simulated instance: runs steps in virtual time.
 
-A step takes what the true cost model says. Repeated decode steps are advanced together, up to the
-first answer's end, so that a simulation's cost grows with what is scheduled, not with tokens. A
-step that reads what still arrives ends a layer's time after the last of it came, if that is later
-than its computing. A pipeline of stages runs one step per stage at a time; a step ends when the
-last stage is through.
+A step takes the time of the ground-truth cost model. Repeated decode steps are advanced together up
+to the end of the first answer, so the cost of a simulation grows with scheduled steps, not tokens.
+A step that reads blocks still under way ends when it is computed, or one layer's time after the
+last block arrived, whichever is later. A pipeline runs one step per stage at a time, and a step
+ends when its last stage ends.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moonpool.cost.model import Chunk, StepCost
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry, StepsEnded
 from moonpool.sim.clock import Clock, Priority, Timer
 from moonpool.types import Token
-from moonpool.workers.actions import RunStep, StepEnded, StepEntry, StepsEnded
-from moonpool.workers.messages import WorkId
 
 EOS_TOKEN_ID = 1
-WORD = Token(0)
+ANY_TOKEN = Token(0)
 EOS = Token(EOS_TOKEN_ID)
 
 
 @dataclass(slots=True)
 class EngineFigures:
-    """What an engine did. Bubbles are the times it was idle between two steps."""
+    """Totals of one engine. A bubble is the idle time between two steps."""
 
     num_steps: int = 0
-    busy_s: float = 0.0  # of one stage; all have the same
+    busy_s: float = 0.0  # of one stage; all stages are equal
     prefill_tokens: int = 0
     decode_tokens: int = 0
     bubble_s: float = 0.0
@@ -38,7 +38,7 @@ class EngineFigures:
 
 @dataclass(slots=True)
 class _Repeated:
-    """A decode-only step under way that may be repeated."""
+    """A decode step under way that stands for `num_steps` equal ones."""
 
     entries: tuple[StepEntry, ...]
     batch: int
@@ -51,27 +51,26 @@ class _Repeated:
 
 @dataclass(slots=True)
 class _Held:
-    """A step that cannot end before something has come."""
+    """A step that cannot end before blocks have arrived."""
 
-    layer_s: float  # what is left to compute then, at least
-    ended: StepEnded | None = None  # it is computed as far as can be
+    layer_s: float  # compute time left after the last block arrived, at least
+    ended: StepEnded | None = None  # set by whichever comes first: end of compute, or release
 
 
 class SimEngine:
-    """One instance's accelerators. `submit` steps; they come back in order through `post`."""
+    """The accelerators of one instance. Submitted steps end in order, each with one event."""
 
     def __init__(
         self,
         clock: Clock,
         cost: StepCost,
-        num_output_tokens: Callable[[WorkId], int],
+        num_output_tokens: Callable[[AttemptId], int],
         post: Callable[[StepEnded | StepsEnded], None],
         factor: Callable[[bool, bool], float],
-        note_prefill: Callable[[WorkId, float], None],
+        note_prefill: Callable[[AttemptId, float], None],
     ) -> None:
-        """`num_output_tokens` tells when an answer ends, `factor` how far a step's time departs
-        from the model (with prompts in it or not, with an answer that has just begun or not);
-        `note_prefill` hears the seconds spent on each prompt."""
+        """`num_output_tokens` is the length of an answer, `factor` multiplies the time of a step
+        (see `StepFactor`). `note_prefill` takes the compute time spent on a prompt."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
@@ -80,26 +79,29 @@ class SimEngine:
         self._factor = factor
         self._note_prefill = note_prefill
         self._free_s = [0.0] * cost.num_stages
-        self._began: dict[WorkId, int] = {}
+        self._began: dict[AttemptId, int] = {}
         self._num_under_way = 0
         self._repeated: _Repeated | None = None
         self._held: _Held | None = None
 
     @property
     def busy(self) -> bool:
+        """Whether a step is under way."""
         return self._num_under_way > 0
 
     @property
     def busy_s(self) -> float:
-        """Of one stage until now: of what is under way, the part that is done."""
+        """Compute time of one stage until now, the finished part of the current step included."""
         now = self._clock.now
         if self._repeated is not None:
             return self.figures.busy_s + now - self._repeated.began_s
         return self.figures.busy_s - max(self._free_s[0] - now, 0.0)
 
     def submit(self, step: RunStep, held_layers: int = 0) -> tuple[float, float]:
-        """Begins a step; returns when its first stage starts and its last one ends. With
-        `held_layers`, of so many layers, it does not end before `release`."""
+        """Starts a step; returns the start of its first stage and the end of its last one.
+
+        With `held_layers` (the number of layers), the step does not end before `release`.
+        """
         now = self._clock.now
         figures = self.figures
         if not self._num_under_way and now > figures.idle_since_s and figures.num_steps:
@@ -110,7 +112,7 @@ class SimEngine:
             return self._begin_repeated(step)
         chunks: list[Chunk] = []
         batch = context_tokens = num_tokens = 0
-        owners: list[WorkId] = []
+        owners: list[AttemptId] = []
         begins = False
         for entry in step.entries:
             length = len(entry.new_token_ids)
@@ -121,7 +123,7 @@ class SimEngine:
                 begins = begins or len(entry.generated) == 1
             else:
                 chunks.append(self._chunk(entry, length))
-                owners.append(entry.work_id)
+                owners.append(entry.attempt_id)
         factor = self._factor(bool(chunks), begins)
         stage_s = self._cost.step_s(chunks, batch, context_tokens) * factor
         start_s, end_s = self._run_stages(stage_s, num_tokens)
@@ -129,7 +131,7 @@ class SimEngine:
         figures.busy_s += stage_s
         figures.prefill_tokens += num_tokens - batch
         figures.decode_tokens += batch
-        # What the decodes would have taken by themselves is not the prompts'.
+        # Prefill is charged only for the time beyond that of the decodes alone.
         alone_s = self._cost.step_s((), batch, context_tokens) * factor if batch and chunks else 0.0
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -145,11 +147,11 @@ class SimEngine:
         return start_s, end_s
 
     def release(self, missed: tuple[int, ...]) -> None:
-        """What the held step waited for is here, but for the entries that `missed` it."""
+        """The blocks of the held step have arrived; `missed` are entries whose blocks did not."""
         held = self._held
         assert held is not None
         self._held = None
-        if held.ended is None:  # it is still computing: `_end_held` takes the rest
+        if held.ended is None:  # still computing: `_end_held` ends the step
             held.ended = StepEnded((), 0.0, missed)
             return
         self._free_s[0] = self._clock.now + held.layer_s
@@ -163,7 +165,7 @@ class SimEngine:
             self._end(replace(ended, missed=held.ended.missed))
 
     def stop_repeating(self) -> None:
-        """Ends the repeated step with the repetition under way."""
+        """Ends the repeated step at the end of the current repetition."""
         repeated = self._repeated
         if repeated is None:
             return
@@ -181,17 +183,17 @@ class SimEngine:
             repeated.timer.cancel()
             self._set_timer(repeated)
 
-    def forget(self, work_id: WorkId) -> None:
-        """The work has ended before its prompt was computed."""
-        self._began.pop(work_id, None)
+    def forget(self, attempt_id: AttemptId) -> None:
+        """Drops an attempt that ended before its prompt was computed."""
+        self._began.pop(attempt_id, None)
 
     def _begin_repeated(self, step: RunStep) -> tuple[float, float]:
-        assert self._cost.num_stages == 1, "the stages of a pipeline have batches of their own"
+        assert self._cost.num_stages == 1, "a pipeline does not repeat steps"
         entries = step.entries
         num_steps = step.max_repeats
         context_tokens = 0
         for entry in entries:
-            left = self._num_output_tokens(entry.work_id) - len(entry.generated)
+            left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
             num_steps = min(num_steps, max(left, 1))
             context_tokens += entry.start + 1
         repeated = _Repeated(
@@ -224,12 +226,12 @@ class SimEngine:
         figures.num_steps += num_steps
         figures.busy_s += seconds
         figures.decode_tokens += num_steps * repeated.batch
-        words = (WORD,) * num_steps
-        ended = (*words[1:], EOS)
+        tokens_until_end = (ANY_TOKEN,) * num_steps
+        ended = (*tokens_until_end[1:], EOS)
         tokens = [
             ended
-            if self._num_output_tokens(entry.work_id) <= len(entry.generated) + num_steps
-            else words
+            if self._num_output_tokens(entry.attempt_id) <= len(entry.generated) + num_steps
+            else tokens_until_end
             for entry in repeated.entries
         ]
         self._end(StepsEnded(tokens, seconds))
@@ -240,7 +242,7 @@ class SimEngine:
         self._post(event)
 
     def _run_stages(self, stage_s: float, num_tokens: int) -> tuple[float, float]:
-        """Books the step on all stages; returns when it starts and ends."""
+        """Occupies all stages with the step; returns its start and end."""
         free_s = self._free_s
         start_s = end_s = max(self._clock.now, free_s[0])
         hop_s = self._cost.hop_s(num_tokens) if len(free_s) > 1 else 0.0
@@ -252,14 +254,14 @@ class SimEngine:
         return start_s, end_s
 
     def _chunk(self, entry: StepEntry, num_tokens: int) -> Chunk:
-        began = self._began.setdefault(entry.work_id, entry.start)
+        began = self._began.setdefault(entry.attempt_id, entry.start)
         last = entry.draw is not None
         if last:
-            del self._began[entry.work_id]
+            del self._began[entry.attempt_id]
         return Chunk(num_tokens, entry.start, min(began, entry.start), last)
 
     def _draw(self, entry: StepEntry) -> Token | None:
         if entry.draw is None:
             return None
-        ends = self._num_output_tokens(entry.work_id) <= len(entry.generated) + 1
-        return EOS if ends else WORD
+        ends = self._num_output_tokens(entry.attempt_id) <= len(entry.generated) + 1
+        return EOS if ends else ANY_TOKEN

@@ -1,21 +1,19 @@
-"""Links shared by transfers: who gets how many bytes per second, and when the last byte is there.
+"""Links shared by transfers: the rate of each flow, and the time when its last byte arrives.
 
-Owns links, flows and their rates. Rates are max-min fair: no flow can have more without taking it
-from one that has no more. A link is whatever has a bandwidth that transfers share (a NIC's way in
-or out, PCIe, an SSD); what a name means, its user knows. Never decides what is sent, nor carries
-content.
+A link is anything with a bandwidth that transfers share: one direction of a NIC, PCIe, an SSD.
+Rates are max-min fair: no flow can be faster without slowing another that is not faster than it.
 
-Life of a flow: STARTING (latency) -> MOVING -> ENDED | CANCELLED. Only while MOVING has it a share
-of its links.
+Life of a flow: STARTING (latency) -> MOVING -> ENDED | CANCELLED. It occupies its links only while
+MOVING.
 
-Flows are settled lazily: between two changes of its rate a flow costs nothing. Changes of one
-instant are answered together, at its end, since rates matter only once time goes on.
+Flows are updated lazily: between two changes of its rate, a flow costs no computation. All changes
+of one instant are applied together at its end, since rates matter only when time advances.
 
-Who must be rated anew is found by a certificate. Rates are max-min fair exactly if no link carries
-more than it can and each flow runs at its limit, or else has a *bottleneck*: a full link on which
-nobody is faster. So only the flows nearest to a change are shared out first, all others held;
-whoever then lacks a bottleneck, or is too fast for somebody else's, joins them, until nobody does.
-At most that is the connected component, mostly a small part of it.
+A certificate limits how many rates are recomputed. Rates are max-min fair exactly if no link is
+overloaded and each flow runs at its own limit or has a *bottleneck*: a full link on which no flow
+is faster. So only the flows nearest to a change are recomputed first, with all others held fixed.
+Held flows that then lack a bottleneck, or are faster than a new one allows, join the recomputed
+set, until none does. The set is at most the connected component, and mostly a small part of it.
 """
 
 from __future__ import annotations
@@ -27,11 +25,13 @@ from math import inf
 
 from moonpool.sim.clock import Clock, Priority, Timer
 
-# Sums of rates carry rounding errors; a link this near to full, relative to its bandwidth, is full.
 ROUNDING = 1e-12
+"""A link this near to its bandwidth, relatively, is full: sums of rates have rounding errors."""
 
 
 class FlowState(Enum):
+    """See the module docstring."""
+
     STARTING = "starting"
     MOVING = "moving"
     ENDED = "ended"
@@ -42,7 +42,7 @@ OVER = (FlowState.ENDED, FlowState.CANCELLED)
 
 
 class Link:
-    """One shared bandwidth. Made by `Network.add_link`."""
+    """One shared bandwidth, created by `Network.add_link`."""
 
     __slots__ = (
         "_banked_busy_s",
@@ -72,7 +72,7 @@ class Link:
         self._banked_bytes: float = 0  # an int, and exact, until something is cancelled
         self._banked_busy_s = 0.0
         self._busy_since_s = 0.0
-        # Of the sharing-out in progress: what is left, for how many, who got most, last level.
+        # State of `_fill`: bandwidth left, flows to share it, highest rate given, final level.
         self._spare = 0.0
         self._num_open = 0
         self._top = 0.0
@@ -83,24 +83,24 @@ class Link:
 
     @property
     def num_flows(self) -> int:
-        """Flows with bytes on their way now."""
+        """The number of moving flows."""
         return len(self._flows)
 
     @property
     def bytes_carried(self) -> float:
-        """Up to now, those of unfinished flows included."""
+        """Bytes carried until now, those of unfinished flows included."""
         now = self._network.clock.now
         return self._banked_bytes + sum(flow._moved_bytes(now) for flow in self._flows)
 
     @property
     def busy_s(self) -> float:
-        """Time up to now in which a flow had bytes for this link, moving or stalled."""
+        """Time until now with at least one flow on this link, moving or stalled."""
         since_s = self._network.clock.now - self._busy_since_s if self._flows else 0.0
         return self._banked_busy_s + since_s
 
 
 class Flow:
-    """Bytes on their way over a path of links. Made by `Network.start`."""
+    """A transfer over a path of links, created by `Network.start`."""
 
     __slots__ = (
         "_bottleneck",
@@ -135,11 +135,11 @@ class Flow:
         self.state = FlowState.STARTING
         self.started_s = network.clock.now
         self._left_bytes: float = num_bytes
-        self._settled_s = self.started_s  # when _left_bytes was true
+        self._settled_s = self.started_s  # the time for which _left_bytes holds
         self._rate = 0.0
-        self._bottleneck: Link | None = None  # None: its own limit
+        self._bottleneck: Link | None = None  # None: limited by limit_bytes_per_s
         self._timer: Timer | None = None
-        self._next_rate = 0.0  # of the sharing-out in progress; negative: not shared out yet
+        self._next_rate = 0.0  # state of `_fill`; negative: not known yet
         self._next_bottleneck: Link | None = None
 
     def __repr__(self) -> str:
@@ -148,15 +148,17 @@ class Flow:
 
     @property
     def rate_bytes_per_s(self) -> float:
+        """The current rate, with all changes of this instant applied."""
         self._network._rerate_pending()
         return self._rate
 
     @property
     def moved_bytes(self) -> float:
+        """Bytes moved until now."""
         return self._moved_bytes(self._network.clock.now)
 
     def cancel(self) -> None:
-        """Stop where it is; `on_end` will not be called. Without effect when it is over."""
+        """Stops the flow; `on_end` is not called. Has no effect on a flow that is over."""
         if self.state not in OVER:
             self._network._cancel(self)
 
@@ -174,19 +176,20 @@ class Flow:
 
 
 class Network:
-    """All links and the flows over them, in one virtual time."""
+    """All links and flows of a simulation."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.links: dict[str, Link] = {}
-        self.num_rerated = 0  # rates computed, of all flows and times: what sharing has cost
+        self.num_rerated = 0  # rates computed in total: the cost of fair sharing
         self._new_flows: dict[Flow, None] = {}  # to be rated at the end of this instant ...
-        self._changed_links: dict[Link, None] = {}  # ... and whoever is bound here
+        self._changed_links: dict[Link, None] = {}  # ... with all flows that have a bottleneck here
         self._rerate_timer: Timer | None = None
 
     def add_link(self, name: str, bytes_per_s: float) -> Link:
+        """Raises ValueError for a name in use and for a bandwidth that is not finite."""
         if name in self.links:
-            raise ValueError(f"there is a link {name!r} already: give each its own name")
+            raise ValueError(f"there is a link {name!r} already: use another name")
         _check_bandwidth(name, bytes_per_s)
         link = self.links[name] = Link(self, name, bytes_per_s)
         return link
@@ -199,13 +202,14 @@ class Network:
         limit_bytes_per_s: float = inf,
         latency_s: float = 0.0,
     ) -> Flow:
-        """Send `num_bytes`; the first moves after `latency_s`, `on_end(flow)` follows the last.
+        """Starts a transfer: its bytes move after `latency_s`, then `on_end(flow)` is called.
 
-        `on_end` is never called from within a call to the network, always from the clock.
+        `on_end` is always called from the clock, never from within a call to the network. Raises
+        ValueError for an empty path, a link twice on it, and negative or infinite sizes.
         """
         if not path or len(dict.fromkeys(path)) != len(path):
             names = [link.name for link in path]
-            raise ValueError(f"a path needs links, each once, not {names}: name what it crosses")
+            raise ValueError(f"a path must name at least one link, and each link once, not {names}")
         _check_bytes(num_bytes)
         _check_limit(limit_bytes_per_s)
         flow = Flow(self, path, num_bytes, on_end, limit_bytes_per_s)
@@ -214,11 +218,11 @@ class Network:
         elif latency_s == 0.0:
             self._open(flow)
         else:
-            raise ValueError(f"a flow cannot start after {latency_s} s: give 0 or more")
+            raise ValueError(f"a flow cannot start after {latency_s} s: use 0 or more")
         return flow
 
     def _open(self, flow: Flow) -> None:
-        """The latency is over."""
+        """Starts moving after the latency."""
         flow._timer = None
         if flow._left_bytes > 0:
             self._join(flow)
@@ -226,7 +230,7 @@ class Network:
             flow._timer = self.clock.at(self.clock.now, Priority.TRANSFER_END, self._end, flow)
 
     def _join(self, flow: Flow) -> None:
-        """Bytes to move: take a share of the links."""
+        """Adds the flow to its links."""
         now = self.clock.now
         flow.state = FlowState.MOVING
         flow._settled_s = now
@@ -241,7 +245,7 @@ class Network:
             self._rerate_soon((flow,), flow.path)
 
     def _leave(self, flow: Flow) -> None:
-        """Of a settled flow: give its share back and have the links count what was moved."""
+        """Removes an updated flow from its links, which count the bytes it moved."""
         now = self.clock.now
         moved = flow.num_bytes - flow._left_bytes
         rate = flow._rate
@@ -265,8 +269,8 @@ class Network:
             self._rerate_soon((), changed)
 
     def _arrived(self, flow: Flow) -> None:
-        """The last byte is there."""
-        flow._left_bytes = 0  # not settled: this is when it is 0, whatever rounding says
+        """The last byte has arrived."""
+        flow._left_bytes = 0  # exactly, whatever rounding errors an update would leave
         self._leave(flow)
         self._end(flow)
 
@@ -290,14 +294,14 @@ class Network:
             flow._timer = self.clock.at(time_s, Priority.TRANSFER_END, self._arrived, flow)
 
     def _set_end(self, flow: Flow) -> None:
-        """Of a settled flow: when its last byte will be there at the rate it has now."""
+        """Schedules the end of an updated flow at its current rate."""
         rate = flow._rate
         self._set_timer(flow, self.clock.now + flow._left_bytes / rate if rate > 0.0 else None)
 
     # ---- rates ----------------------------------------------------------------------------
 
     def _rate_alone(self, flow: Flow) -> bool:
-        """Give a flow its limit at once if nobody else's rate depends on that."""
+        """Rates a flow at its limit at once if that affects no other flow. Returns whether."""
         more = flow.limit_bytes_per_s - flow._rate
         for link in flow.path:
             if link._num_bound or link._used + more > link.bytes_per_s:
@@ -330,7 +334,7 @@ class Network:
             region.update((flow, None) for flow in link._flows if flow._bottleneck is link)
         self._changed_links = {}
         while True:
-            links = _share_out(region)
+            links = _fill(region)
             joining = _uncertified(region, links)
             if not joining:
                 break
@@ -356,11 +360,11 @@ class Network:
                 self._set_end(flow)
 
 
-def _share_out(region: dict[Flow, None]) -> dict[Link, None]:
-    """Progressive filling: all rates of the region rise together, the others' being held.
+def _fill(region: dict[Flow, None]) -> dict[Link, None]:
+    """Progressive filling: all rates of the region rise together, with all other rates held.
 
-    A flow stops rising at its limit or when a link of its path is full. Leaves the outcome in
-    `_next_rate` and `_next_bottleneck`; returns the links it concerns.
+    A flow stops rising at its own limit, or when a link of its path is full. Writes `_next_rate`
+    and `_next_bottleneck`; returns the links of the region.
     """
     links: dict[Link, None] = {}
     limited = []
@@ -395,7 +399,7 @@ def _share_out(region: dict[Flow, None]) -> dict[Link, None]:
             continue
         spare = link._spare
         level_now = spare / num_open if spare > 0.0 else 0.0
-        if level_now > level:  # it was computed before others on this link stopped below it
+        if level_now > level:  # computed before other flows of this link stopped rising
             heapreplace(heap, (level_now, order, link))
             continue
         if limited and limited[-1].limit_bytes_per_s <= level_now:
@@ -424,7 +428,7 @@ def _stop_rising(flow: Flow, rate: float, bottleneck: Link | None) -> None:
 
 
 def _uncertified(region: dict[Flow, None], links: dict[Link, None]) -> dict[Flow, None]:
-    """Flows beside the region whose held rate is no longer max-min fair with the region's."""
+    """Held flows whose rates are no longer max-min fair with the new rates of the region."""
     joining: dict[Flow, None] = {}
     for link in links:
         full = link._spare <= ROUNDING * link.bytes_per_s
@@ -441,14 +445,16 @@ def _uncertified(region: dict[Flow, None], links: dict[Link, None]) -> dict[Flow
 
 def _check_bandwidth(name: str, bytes_per_s: float) -> None:
     if not 0.0 <= bytes_per_s < inf:
-        raise ValueError(f"link {name!r} cannot have {bytes_per_s} B/s: give 0 or more, finite")
+        raise ValueError(
+            f"link {name!r} cannot have {bytes_per_s} B/s: use a finite bandwidth of 0 or more"
+        )
 
 
 def _check_limit(bytes_per_s: float) -> None:
     if not bytes_per_s >= 0.0:
-        raise ValueError(f"a flow cannot be limited to {bytes_per_s} B/s: give 0 or more")
+        raise ValueError(f"a flow cannot be limited to {bytes_per_s} B/s: use 0 or more")
 
 
 def _check_bytes(num_bytes: int) -> None:
     if not 0 <= num_bytes < inf:
-        raise ValueError(f"cannot send {num_bytes} bytes: give a whole number, 0 or more")
+        raise ValueError(f"cannot send {num_bytes} bytes: use a whole number, 0 or more")

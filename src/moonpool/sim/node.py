@@ -1,65 +1,69 @@
-"""One simulated instance: the real state machine, and who performs what it asks for."""
+"""A simulated instance: the scheduler that serves, with a simulated engine and messenger."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from moonpool.sim.clock import Clock
-from moonpool.sim.engine import SimEngine
-from moonpool.sim.transfers import SimMessenger
-from moonpool.types import Role
-from moonpool.workers.actions import (
+from moonpool.protocol.messages import Abort, AttemptFailed, InstanceInfo, Report, RoleChanged
+from moonpool.scheduler.actions import (
     AbortStream,
     CancelStream,
-    Depart,
+    ExitProcess,
     ExpectStream,
     FetchBlocks,
     FinishStream,
     ForgetStored,
     GrantRead,
     LoadBlocks,
-    OpenStream,
     RunStep,
     SendBlocks,
+    SendReport,
+    StartStream,
     StopRepeating,
     StoreBlocks,
-    Tell,
     WorkerEvent,
 )
-from moonpool.workers.instance import Instance
-from moonpool.workers.messages import Abort, InstanceInfo, Report, RoleChanged, WorkFailed
+from moonpool.scheduler.instance import Instance
+from moonpool.sim.clock import Clock
+from moonpool.sim.engine import SimEngine
+from moonpool.sim.transfers import SimMessenger
+from moonpool.types import Role
 
 
 class Node:
-    """Built in two halves, because engine and messenger post to it: `attach` makes it whole."""
+    """Performs the actions of an `Instance` in virtual time.
+
+    Engine and messenger post events to the node, so `attach` adds them after construction.
+    """
 
     def __init__(
         self,
         clock: Clock,
         info: InstanceInfo,
         instance: Instance,
-        tell: Callable[[Report], None],
+        send_report: Callable[[Report], None],
         depart: Callable[[], None],
     ) -> None:
         self.info = info
         self.instance = instance
-        self.held_block_s: dict[Role, float] = {}  # blocks x seconds: occupation of the KVCache
-        self.role_s: dict[Role, float] = {}  # how long it had each role
-        self.busy_s: dict[Role, float] = {}  # and computed in it; complete after `note_role`
+        self.held_block_s: dict[Role, float] = {}  # KVCache occupation, blocks x seconds
+        self.role_s: dict[Role, float] = {}  # time in each role
+        self.busy_s: dict[Role, float] = {}  # compute time in each role, complete after `note_role`
         self._clock = clock
-        self._tell = tell
+        self._send_report = send_report
         self._depart = depart
         self._noted_s = self._role_since_s = clock.now
         self._role = instance.role
         self._busy_before_s = 0.0
 
     def attach(self, engine: SimEngine, messenger: SimMessenger) -> None:
+        """Adds engine and messenger. Must be called before `post`."""
         self.engine = engine
         self.messenger = messenger
 
     def note_occupation(self) -> None:
-        """Charges the time since the last change (mutates)."""
+        """Adds the occupation since the last call to the current role."""
         now = self._clock.now
         if now > self._noted_s:
             block_s = self.instance.pool.num_held * (now - self._noted_s)
@@ -68,34 +72,34 @@ class Node:
 
     @property
     def role(self) -> Role:
-        """That it has now."""
+        """The current role."""
         return self.instance.role
 
     def note_role(self, until_s: float) -> None:
-        """Charges the time since the last change to the role it had (mutates)."""
+        """Adds time and compute time since the last role change to the role until now."""
         role, busy_s = self._role, self.engine.figures.busy_s
         self.role_s[role] = self.role_s.get(role, 0.0) + max(until_s - self._role_since_s, 0.0)
         self.busy_s[role] = self.busy_s.get(role, 0.0) + busy_s - self._busy_before_s
         self._role, self._role_since_s, self._busy_before_s = self.role, until_s, busy_s
 
     def post(self, event: WorkerEvent) -> None:
-        """One event for the state machine; performs what it asks for."""
+        """Passes one event to the instance and performs the actions it returns."""
         self.note_occupation()
         if isinstance(event, Abort):
-            self.engine.forget(event.work_id)
+            self.engine.forget(event.attempt_id)
         for action in self.instance.handle(event, self._clock.now):
             match action:
-                case Tell():
-                    if isinstance(action.report, WorkFailed):
-                        self.engine.forget(action.report.work_id)
+                case SendReport():
+                    if isinstance(action.report, AttemptFailed):
+                        self.engine.forget(action.report.attempt_id)
                     elif isinstance(action.report, RoleChanged):
                         self.note_role(self._clock.now)
-                    self._tell(action.report)
+                    self._send_report(action.report)
                 case RunStep():
                     self._run(action)
                 case StopRepeating():
                     self.engine.stop_repeating()
-                case OpenStream():
+                case StartStream():
                     self.messenger.open_stream(action.stream_id, action.target.instance_id)
                 case SendBlocks():
                     self.messenger.send(action.stream_id, action.blocks)
@@ -116,8 +120,8 @@ class Node:
                 case LoadBlocks():
                     self.messenger.load(action)
                 case ForgetStored():
-                    pass  # no simulated block has content
-                case Depart():
+                    pass  # simulated blocks have no content
+                case ExitProcess():
                     self.messenger.gone = True
                     self.note_role(self._clock.now)
                     self._depart()
@@ -133,13 +137,13 @@ class Node:
                 self.messenger.send_while_computed(entry, start_s, end_s)
 
     def _wait(self, step: RunStep, indices: list[int]) -> None:
-        """Lets the engine end the step when all that these entries wait for has ended."""
+        """Releases the engine's step when the blocks that these entries wait for have arrived."""
         left = set(indices)
         missed: list[int] = []
 
-        def told(index: int, came: bool) -> None:
+        def arrived(index: int, complete: bool) -> None:
             left.discard(index)
-            if not came:
+            if not complete:
                 missed.append(index)
             if not left:
                 self.engine.release(tuple(sorted(missed)))
@@ -147,4 +151,4 @@ class Node:
         for index in indices:
             arriving = step.entries[index].arriving
             assert arriving is not None
-            self.messenger.when_here(arriving, partial(told, index))
+            self.messenger.when_arrived(arriving, partial(arrived, index))

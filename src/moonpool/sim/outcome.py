@@ -1,4 +1,4 @@
-"""A simulation's figures, under the names that `simulate --json` and `replay --json` share."""
+"""The figures of a run, under the names that `simulate --json` and `replay --json` share."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from typing import Any
 
 import msgspec
 
-from moonpool.conductor.beliefs import learned_factors
+from moonpool.conductor.cost_estimator import learned_factors
 from moonpool.config import Config
-from moonpool.sim.collector import Collector
-from moonpool.sim.histogram import rounded
+from moonpool.sim.metrics import Collector, rounded
 from moonpool.sim.node import Node
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
 
 def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
-    """All figures but `wall_s` follow from trace, configuration and seed."""
+    """All figures of a simulation. All but `wall_s` follow from trace, configuration and seed."""
     found = simulation.collector
     simulated_s = max(simulation.last_end_s, 1e-9)
-    # Where all come at once, there is no time of arrivals to count by.
+    # If all requests arrive at once, goodput is taken over the whole run.
     arriving_s = simulation.last_arrival_s or simulated_s
     nodes = [*simulation.past_nodes, *simulation.nodes.values()]
     return {
         **request_figures(found, arriving_s),
         "predictions": {
             name: {key: rounded(value) for key, value in error.summary().items()}
-            for name, error in simulation.conductor.beliefs.errors.items()
+            for name, error in simulation.conductor.cost_estimator.errors.items()
         },
         "learned": _learned(simulation),
         "transfer": _transfers(nodes),
@@ -53,7 +52,10 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
 
 
 def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
-    """What follows from the requests alone, simulated or live; they came within `arriving_s`."""
+    """The figures that follow from the requests alone, simulated or live.
+
+    `arriving_s` is the time of the last arrival.
+    """
     return {
         "requests": found.num_requests,
         "completed": found.num_completed,
@@ -89,7 +91,7 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
 
 
 def _learned(simulation: Simulation) -> dict[str, Any]:
-    """By what the Conductor multiplied the times of those that do a kind of work, in the end."""
+    """The final correction factors of the Conductor's cost estimates, over the instances."""
     factors: dict[str, list[float]] = {"prefill": [], "decode": [], "transfer": []}
     for state in simulation.conductor.instances.values():
         learned, role = learned_factors(state), state.info.role
@@ -125,9 +127,11 @@ def _transfers(nodes: list[Node]) -> dict[str, Any]:
 
 
 def _ssd(nodes: list[Node]) -> dict[str, Any]:
-    """What the SSD tier did; all 0 without one. Dropped are blocks that demand evicted before they
-    could be written; refused, those that the tier did not admit or had no slot for; spared, those
-    that it had already."""
+    """The work of the SSD tier; all 0 without one.
+
+    Dropped blocks were evicted before they could be written. Refused blocks were not admitted or
+    found no slot. Spared blocks were on the SSD already.
+    """
     figures = [node.messenger.figures for node in nodes]
 
     def count(name: str) -> int:
@@ -154,13 +158,13 @@ def _mean(sums: list[tuple[float, int]]) -> float:
 
 
 def _utilisation(nodes: list[Node], role: Role) -> float:
-    """Share of the time until the last answer in which the role's engines computed."""
+    """The share of the time until the last answer in which the engines of a role computed."""
     span_s = sum(node.role_s.get(role, 0.0) for node in nodes)
     return sum(node.busy_s.get(role, 0.0) for node in nodes) / max(span_s, 1e-9)
 
 
 def _roles(simulation: Simulation) -> dict[str, Any]:
-    """What the role balance did, and said."""
+    """Role changes by the role balance, and its announcements."""
     switching = simulation.conductor.roles
     return {
         "mode": switching.mode,
@@ -172,7 +176,7 @@ def _roles(simulation: Simulation) -> dict[str, Any]:
 
 
 def _bubbles(nodes: list[Node], span_s: float) -> dict[str, Any]:
-    """Idle time between an instance's steps: how many, and their share of all time."""
+    """Idle times between steps of an instance: number, mean, and share of all instances' time."""
     figures = [node.engine.figures for node in nodes]
     idle_s = sum(f.bubble_s for f in figures)
     number = sum(f.num_bubbles for f in figures)
@@ -184,7 +188,7 @@ def _bubbles(nodes: list[Node], span_s: float) -> dict[str, Any]:
 
 
 def _occupation(nodes: list[Node], block_bytes: int) -> dict[str, float]:
-    """Bytes held x seconds, by role (v3 section 5.2: the cost of a prefill that lingers)."""
+    """KVCache occupation in bytes x seconds, by role (Mooncake v3 section 5.2)."""
     total: dict[str, float] = {}
     for node in nodes:
         for role, block_s in node.held_block_s.items():

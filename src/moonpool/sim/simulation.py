@@ -1,8 +1,8 @@
 """A cluster in virtual time: the Conductor and the instances that serve, driven by a trace.
 
-Nothing is decided here. The Conductor's commands travel to the nodes and their reports back, each
-after the control network's latency; arrivals are read one by one, so a trace may be longer than
-memory. The same seed gives the same run, event for event.
+This driver decides nothing. It carries commands from the Conductor to the nodes and reports back,
+each with the latency of the control network. Arrivals are read one by one, so a trace may be larger
+than memory. The same seed gives the same run, event for event.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
+from moonpool.conductor.attempt_planner import POLICY_ERROR
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config, ConfigError, InstanceConfig
-from moonpool.cost.recorded import BeliefRecord
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.sim.arrival import Arrival
+from moonpool.config import Config, ConfigError
+from moonpool.cost.recorded import CostEstimatorRecord
+from moonpool.policy_loading import load_eviction, load_policies
+from moonpool.protocol.messages import AttemptId, InstanceInfo, Report
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig, instance_config
 from moonpool.sim.clock import Clock, Priority
-from moonpool.sim.collector import Collector
 from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
-from moonpool.sim.hardware import Hardware, NodeHardware
+from moonpool.sim.hardware.build import Hardware, NodeHardware
+from moonpool.sim.metrics import Collector, Timeline
 from moonpool.sim.network import Link, Network
 from moonpool.sim.node import Node
-from moonpool.sim.timeline import Timeline
+from moonpool.sim.perturbation import Perturbation, StepFactor
 from moonpool.sim.transfers import NodeLinks, SimMessenger
-from moonpool.sim.wrongness import StepFactor, Wrongness
+from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams, Slo
-from moonpool.workers.batch import steps_in_flight
-from moonpool.workers.instance import Instance
-from moonpool.workers.messages import InstanceInfo, Report, WorkId
 
 TICK_S = 1.0
 DRAIN_S = 60.0
 MAX_REPEATS = 256
-MAX_ANSWER_TOKENS = 1 << 20  # the client's cap; where an answer ends, only the engine knows
+MAX_ANSWER_TOKENS = 1 << 20  # the limit in the request; the simulated engine ends answers earlier
 POOL_SERIES = (
     "prefill_load",
     "decode_load",
@@ -61,7 +62,7 @@ POOL_SERIES = (
 
 
 class Simulation:
-    """One run. Build, `run` once, read `collector`, `nodes`, `network` and `timeline`."""
+    """One run: construct, call `run` once, then read `collector`, `nodes` and `timeline`."""
 
     def __init__(
         self,
@@ -74,29 +75,34 @@ class Simulation:
         node_series: int = 32,
         capped: bool = False,
         slow: Mapping[str, float] | None = None,
-        recorded: BeliefRecord | None = None,
+        recorded: CostEstimatorRecord | None = None,
         drains: Mapping[str, float] | None = None,
         restarts: Mapping[str, float] | None = None,
     ) -> None:
-        """For `noise`, `slow` and `recorded` see `Wrongness`. `capped`: clients cap each answer at
-        the length it has, as a replay does. `drains`: when instances are to leave; `restarts`: the
-        same, and an empty one of that name joins when it has left. Raises ConfigError for names
-        that no instance has."""
+        """For `noise`, `slow` and `recorded` see `Perturbation`.
+
+        `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
+        the times at which instances drain and leave; `restarts` likewise, and an empty instance of
+        the same name joins afterwards. Raises ConfigError for unknown instance names.
+        """
         self.config = config
         self.hardware = hardware
         self.seed = seed
         self.clock = Clock()
         self.network = Network(self.clock)
         slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
-        self.conductor = Conductor(config.conductor, default_slo=slo)
+        load_eviction(config.pool.eviction)
+        self.conductor = Conductor(
+            config.conductor, default_slo=slo, policies=load_policies(config.conductor)
+        )
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
-        self.past_nodes: list[Node] = []  # that others of the same name have replaced
+        self.past_nodes: list[Node] = []  # replaced by a restart
         self.last_arrival_s = 0.0
         self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.timeline = Timeline(POOL_SERIES, sample_s)
-        self._wrongness = Wrongness(noise, slow, recorded)
+        self._perturbation = Perturbation(noise, slow, recorded)
         self._layer_wise = layer_wise
         self._capped = capped
         self._latency_s = hardware.control_latency_s
@@ -124,7 +130,7 @@ class Simulation:
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
-        """Serves all arrivals to their end; they must come in order of time."""
+        """Simulates until all requests have ended. Arrivals must be in order of time."""
         self._arrivals = iter(arrivals)
         self._schedule_next()
         self.clock.after(0.0, Priority.TICK, self._sample)
@@ -141,11 +147,11 @@ class Simulation:
         if refusal:
             self.announced.append((self.clock.now, f"drain: {refusal}"))
             return
-        self._post(DrainRequested(instance_id, DRAIN_S, "the simulation says so"))
+        self._post(DrainRequested(instance_id, DRAIN_S, "simulated drain"))
         self._keep_ticking()
 
     def _depart(self, instance_id: InstanceId, role: Role, number: int) -> None:
-        """(of the node) The head hears of it, and of whoever comes in its place."""
+        """Reports the departure to the Conductor, and restarts the instance if it is to return."""
         lost = InstanceLost(instance_id, "it left")
         self.clock.after(self._latency_s, Priority.MESSAGE, self._post, lost)
         if instance_id in self._returning:
@@ -163,12 +169,12 @@ class Simulation:
         for name in names:
             if name not in self.nodes:
                 known = f"{next(iter(self.nodes))} to {list(self.nodes)[-1]}"
-                raise ConfigError(f"no instance is named {name!r}: they are {known}")
+                raise ConfigError(f"there is no instance {name!r}: use a name from {known}")
 
     def _add_node(
         self, instance_id: InstanceId, role: Role, number: int, incarnation: int = 1
     ) -> None:
-        hardware = self._wrongness.hardware(self.hardware.of_role(role), role, number)
+        hardware = self._perturbation.hardware(self.hardware.of_role(role), role, number)
         instance = Instance(
             self._instance_config(hardware),
             self.hardware.layout,
@@ -190,7 +196,7 @@ class Simulation:
             host=instance_id,
             engine_tokens=hardware.engine_tokens,
             chunk_tokens=self.config.engine.chunk_tokens,
-            num_stages=hardware.truth.num_stages,
+            num_stages=hardware.ground_truth.num_stages,
         )
         node = Node(
             self.clock,
@@ -201,7 +207,7 @@ class Simulation:
         )
         engine = SimEngine(
             self.clock,
-            hardware.truth,
+            hardware.ground_truth,
             self._output_of,
             node.post,
             self._step_factor(instance_id, role, number, hardware),
@@ -240,42 +246,36 @@ class Simulation:
         )
 
     def _instance_config(self, hardware: NodeHardware) -> InstanceConfig:
-        config = self.config
-        stages = hardware.truth.num_stages
-        return InstanceConfig(
-            chunk_tokens=config.engine.chunk_tokens,
-            max_sequences=config.engine.max_sequences,
-            prefix_caching=config.pool.prefix_caching,
-            eviction=config.pool.eviction,
+        return instance_config(
+            self.config.engine,
+            self.config.pool,
+            self.config.slo,
+            self.config.conductor.learning,
+            hardware.ground_truth.num_stages,
             ssd_blocks=hardware.num_slots,
-            ssd_admission=config.pool.ssd_admission,
-            batching=config.engine.batching,
+            store_shared=False,
             engine_tokens=hardware.engine_tokens,
-            tbt_slo_s=config.slo.tbt_s,
-            layer_wise_load=self._layer_wise and stages == 1,
-            max_steps_in_flight=steps_in_flight(stages),
-            micro_batches=stages,
-            # Where instances slow each other down, who computes is asked at each step.
-            max_repeats=MAX_REPEATS if stages == 1 and hardware.steady else 1,
-            learning=config.conductor.learning,
+            layer_wise_load=self._layer_wise,
+            # Where instances slow each other down, each step depends on which others compute.
+            max_repeats=MAX_REPEATS if hardware.steady else 1,
         )
 
     def _step_factor(
         self, instance_id: InstanceId, role: Role, number: int, hardware: NodeHardware
     ) -> StepFactor:
-        """Of the time a step takes alone and in the mean."""
-        wrong = self._wrongness.step_factor(instance_id, role, number, self._rng)
+        """The factor of a step's time: departures, and contention with busy instances."""
+        factor_of_step = self._perturbation.step_factor(instance_id, role, number, self._rng)
         if hardware.steady:
-            return wrong
-        contention, (alone, beside, beginning) = hardware.contention, hardware.decode_spread
+            return factor_of_step
+        contention, (alone, contended, beginning) = hardware.contention, hardware.decode_spread
 
         def factor(prefills: bool, begins: bool) -> float:
             busy = sum(n.engine.busy for name, n in self.nodes.items() if name != instance_id)
             slower = contention[0] if prefills else contention[1]
-            value = wrong(prefills, begins) * (
+            value = factor_of_step(prefills, begins) * (
                 1.0 + (slower - 1.0) * busy / max(len(self.nodes) - 1, 1)
             )
-            ratios = beginning if begins else beside if busy else alone
+            ratios = beginning if begins else contended if busy else alone
             if ratios and not prefills:
                 value *= ratios[int(self._rng.random() * len(ratios))]
             return value
@@ -318,12 +318,12 @@ class Simulation:
         self._keep_ticking()
         self._schedule_next()
 
-    def _output_of(self, work_id: WorkId) -> int:
-        """The true length of a work's answer; 1 if nobody waits for it any more."""
-        return self._num_output_tokens.get(RequestId(work_id[: work_id.index("/")]), 1)
+    def _output_of(self, attempt_id: AttemptId) -> int:
+        """The true length of an attempt's answer; 1 if its request has ended."""
+        return self._num_output_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 1)
 
-    def _note_prefill(self, work_id: WorkId, seconds: float) -> None:
-        request_id = _request_of(work_id)
+    def _note_prefill(self, attempt_id: AttemptId, seconds: float) -> None:
+        request_id = _request_of(attempt_id)
         if request_id in self._num_output_tokens:
             self.collector.note_prefill(request_id, seconds)
 
@@ -344,6 +344,8 @@ class Simulation:
                         action.command,
                     )
                 case Refuse():
+                    if action.reason == POLICY_ERROR:
+                        raise ConfigError(self.announced[-1][1])
                     self.collector.note_refused(action.request_id, action.status, action.reason)
                 case RequestEnded():
                     self._end(action)
@@ -363,7 +365,7 @@ class Simulation:
         return self._more or bool(self._num_output_tokens)
 
     def _keep_ticking(self) -> None:
-        """Deadlines can only pass while somebody waits; a trace may be silent for years."""
+        """Ticks only while requests or drains are pending: a trace may pause for years."""
         drains = any(state.drain for state in self.conductor.instances.values())
         if (self._num_output_tokens or drains) and not self._ticking:
             self._ticking = True
@@ -409,5 +411,5 @@ class Simulation:
             self.clock.after(self.timeline.interval_s, Priority.TICK, self._sample)
 
 
-def _request_of(work_id: WorkId) -> RequestId:
-    return RequestId(work_id[: work_id.index("/")])
+def _request_of(attempt_id: AttemptId) -> RequestId:
+    return RequestId(attempt_id[: attempt_id.index("/")])

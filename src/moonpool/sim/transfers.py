@@ -1,15 +1,15 @@
-"""Performs an instance's transfers in virtual time: fetches of cached blocks, and layer streams.
+"""The messenger of a simulated instance: transfers of KVCache in virtual time.
 
-Bytes travel over shared links: the sender's NIC out, the receiver's NIC in, and for what is to be
-decoded the receiver's PCIe, from its DRAM to its accelerators (Mooncake section 3, step 4). Layer
-by layer means that a chunk's blocks leave while it is computed, no faster than it makes them;
-without, they leave when it is done (v3 section 5.2).
+Bytes cross shared links: the sender's NIC out and the receiver's NIC in. Streams to a decode
+instance then cross its PCIe, from DRAM to the accelerators (Mooncake section 3, step 4). With
+layer-wise transfer, the blocks of a chunk leave while the chunk is computed, and no faster than it
+produces them; without, they leave when the chunk is computed (v3 section 5.2).
 
-Fetches bring layer after layer, in up to PROGRESS_PARTS parts after each of which their reader is
-told; and so do loads from the SSD that are asked to.
+Fetches, and loads from the SSD that request it, move layer after layer in up to PROGRESS_PARTS
+parts, with a progress event after each.
 
-What goes to a node's SSD or comes from it shares the SSD's two links, one each way; a peer's fetch
-of such blocks passes them before it passes the NIC, since its source reads them first.
+An SSD has two links, one per direction. When a peer fetches blocks from the SSD, the source reads
+them over its SSD link before the NIC transfer starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.transfer_events import (
     FetchEnded,
     FetchProgress,
     LoadEnded,
@@ -31,10 +31,7 @@ from moonpool.kvcache.transfers import (
     SendEnded,
     StoreEnded,
 )
-from moonpool.sim.clock import Clock, Priority, Timer
-from moonpool.sim.network import Flow, Link, Network
-from moonpool.types import BlockId, InstanceId
-from moonpool.workers.actions import (
+from moonpool.scheduler.actions import (
     Arriving,
     ExpectStream,
     FetchBlocks,
@@ -42,19 +39,22 @@ from moonpool.workers.actions import (
     StepEntry,
     StoreBlocks,
 )
+from moonpool.sim.clock import Clock, Priority, Timer
+from moonpool.sim.network import Flow, Link, Network
+from moonpool.types import BlockId, InstanceId
 
 SSD_LATENCY_S = 1e-4
 PROGRESS_PARTS = 8
 
 Ended = Callable[[bool], None]
-"""Hears once whether all that was waited for came."""
+"""Called once, with whether all blocks arrived."""
 _Name = tuple[str, str]
-"""Of a transfer: a fetch or a load, and its id."""
+"""A transfer: "fetch" or "load", and its id."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """An instance's ways in and out."""
+    """The links of an instance."""
 
     nic_in: Link
     nic_out: Link
@@ -65,6 +65,8 @@ class NodeLinks:
 
 @dataclass(slots=True)
 class TransferFigures:
+    """Totals of one messenger."""
+
     num_bytes: int = 0
     seconds: float = 0.0
     num_fetches: int = 0
@@ -81,6 +83,8 @@ class TransferFigures:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
+    """A layer stream under way."""
+
     stream_id: str
     sender: SimMessenger
     receiver: SimMessenger
@@ -95,6 +99,8 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
+    """A fetch under way."""
+
     action: FetchBlocks
     reader: SimMessenger
     source: SimMessenger
@@ -106,8 +112,8 @@ class _Fetch:
 
 
 class SimMessenger:
-    """One instance's messenger. Every operation ends with exactly one terminal event, posted at a
-    later instant or later at this one, never from within."""
+    """Every operation ends with exactly one terminal event, which is never posted from within the
+    call that starts it."""
 
     def __init__(
         self,
@@ -132,7 +138,7 @@ class SimMessenger:
         self._latency_s = latency_s
         self._layer_wise = layer_wise
         self._num_layers = num_layers
-        self._waiting: dict[_Name, list[Ended]] = {}  # by the transfer that is waited for
+        self._waiting: dict[_Name, list[Ended]] = {}  # callbacks by transfer
         self._under_way: set[_Name] = set()
         self._post = post
         self._peers = peers
@@ -152,7 +158,9 @@ class SimMessenger:
         receiver = self._peers[target]
         expected = receiver._expected.get(stream_id)
         if expected is None:
-            self._tell(SendEnded(stream_id=stream_id, error="the receiver expects no such stream"))
+            self._post_later(
+                SendEnded(stream_id=stream_id, error="the receiver does not expect this stream")
+            )
             return
         first = expected.first_index
         last = first + len(expected.block_ids)
@@ -161,25 +169,25 @@ class SimMessenger:
         self.figures.num_streams += 1
 
     def send(self, stream_id: str, blocks: Sequence[tuple[int, BlockId]]) -> None:
-        """Blocks that are complete already."""
+        """Sends blocks that are complete."""
         self._send(stream_id, blocks, 0.0)
 
     def send_while_computed(self, entry: StepEntry, start_s: float, end_s: float) -> None:
-        """Blocks that a step completes: layer by layer while it runs, or when it is over."""
-        if entry.work_id not in self._outgoing:
+        """Sends the blocks that a step completes: layer by layer while it runs, or at its end."""
+        if entry.attempt_id not in self._outgoing:
             return
         if self._layer_wise:
             self._clock.at(
                 start_s,
                 Priority.TRANSFER_END,
                 self._send,
-                entry.work_id,
+                entry.attempt_id,
                 entry.sends,
                 end_s - start_s,
             )
         else:
             self._clock.at(
-                end_s, Priority.TRANSFER_END, self._send, entry.work_id, entry.sends, 0.0
+                end_s, Priority.TRANSFER_END, self._send, entry.attempt_id, entry.sends, 0.0
             )
 
     def finish_stream(self, stream_id: str) -> None:
@@ -191,25 +199,25 @@ class SimMessenger:
     def abort_stream(self, stream_id: str) -> None:
         stream = self._outgoing.get(stream_id)
         if stream is not None:
-            self._break(stream, "the sender gave it up")
+            self._break(stream, "the sender aborted it")
 
     def cancel_stream(self, stream_id: str) -> None:
         stream = self._incoming.get(stream_id)
         if stream is not None:
-            self._break(stream, "the receiver gave it up")
+            self._break(stream, "the receiver cancelled it")
         elif stream_id in self._expected:
             del self._expected[stream_id]
-            self._tell(ReceiveEnded(stream_id=stream_id, error="cancelled"))
+            self._post_later(ReceiveEnded(stream_id=stream_id, error="cancelled"))
 
     def _send(self, stream_id: str, blocks: Sequence[tuple[int, BlockId]], over_s: float) -> None:
         stream = self._outgoing.get(stream_id)
         if stream is None or stream.ended:
             return
-        # What the receiver holds already does not travel; they come in the prompt's order.
-        wanted = len(blocks) - bisect_left(blocks, stream.first_index, key=itemgetter(0))
-        if not wanted:
+        # Blocks before `first_index` are with the receiver already; `blocks` is in prompt order.
+        num_blocks = len(blocks) - bisect_left(blocks, stream.first_index, key=itemgetter(0))
+        if not num_blocks:
             return
-        num_bytes = wanted * self._block_bytes
+        num_bytes = num_blocks * self._block_bytes
         stream.num_bytes += num_bytes
         path = (self._links.nic_out, stream.receiver._links.nic_in)
         limit = num_bytes / over_s if over_s > 0 else float("inf")
@@ -236,7 +244,7 @@ class SimMessenger:
         figures.num_bytes += stream.num_bytes
         figures.seconds += seconds
         del self._outgoing[stream.stream_id]
-        self._tell(
+        self._post_later(
             SendEnded(stream_id=stream.stream_id, num_bytes=stream.num_bytes, seconds=seconds)
         )
         stream.flows.append(
@@ -246,7 +254,7 @@ class SimMessenger:
         )
 
     def _on_loaded(self, stream: _Stream) -> None:
-        """The received KVCache is in the accelerators' memory."""
+        """The KVCache of a stream has reached the memory of the accelerators."""
         del self._incoming[stream.stream_id], self._expected[stream.stream_id]
         self._post(
             ReceiveEnded(
@@ -264,11 +272,11 @@ class SimMessenger:
         if not stream.ended:
             stream.ended = True
             del sender._outgoing[stream_id]
-            sender._tell(SendEnded(stream_id=stream_id, error=error))
+            sender._post_later(SendEnded(stream_id=stream_id, error=error))
         if receiver._incoming.pop(stream_id, None) is not None:
             del receiver._expected[stream_id]
             missing = tuple(range(stream.first_index, stream.last_index))
-            receiver._tell(ReceiveEnded(stream_id=stream_id, corrupt=missing, error=error))
+            receiver._post_later(ReceiveEnded(stream_id=stream_id, corrupt=missing, error=error))
 
     # Fetches
 
@@ -277,81 +285,86 @@ class SimMessenger:
         source = self._peers[action.source.instance_id]
         fetch = _Fetch(action, self, source, self._clock.now)
         fetch.timer = self._clock.after(
-            action.timeout_s, Priority.FAULT, self._end_fetch, fetch, "it took too long"
+            action.timeout_s, Priority.FAULT, self._end_fetch, fetch, "timeout"
         )
         self._clock.after(self._latency_s, Priority.MESSAGE, source._on_read, fetch)
 
     def grant(self, read_id: str, block_ids: Sequence[BlockId]) -> None:
         fetch = self._reads.get(read_id)
         if fetch is None:
-            return  # the reader gave up while the blocks came from the SSD
+            return  # the reader timed out while the SSD was read
         fetch.granted = len(block_ids)
         path = (self._links.nic_out, fetch.reader._links.nic_in)
 
-        def begin_part(flow: Flow) -> None:
+        def set_flow(flow: Flow) -> None:
             fetch.flow = flow
 
-        def tell(num_layers: int) -> None:
+        def report_layers(num_layers: int) -> None:
             seconds = self._clock.now - fetch.granted_s
             fetch.reader._post(
                 FetchProgress(fetch.action.fetch_id, fetch.granted, num_layers, seconds)
             )
 
-        def grant_told() -> None:
+        def report_grant() -> None:
             fetch.granted_s = self._clock.now
             if fetch.timer is not None:
                 fetch.reader._post(FetchProgress(fetch.action.fetch_id, fetch.granted))
 
         if self._layer_wise and fetch.granted:
-            self._clock.after(self._latency_s, Priority.MESSAGE, grant_told)
+            self._clock.after(self._latency_s, Priority.MESSAGE, report_grant)
         num_bytes = fetch.granted * self._block_bytes
         end = lambda: self._end_read(read_id, "")  # noqa: E731
-        self._start_parts(path, num_bytes, self._latency_s, begin_part, tell, end)
+        self._start_parts(path, num_bytes, self._latency_s, set_flow, report_layers, end)
 
     def _start_parts(
         self,
         path: tuple[Link, ...],
         num_bytes: int,
         latency_s: float,
-        begin: Callable[[Flow], None],
-        tell: Callable[[int], None],
+        on_part: Callable[[Flow], None],
+        report_layers: Callable[[int], None],
         end: Callable[[], None],
         by_layer: bool = True,
     ) -> None:
-        """One part of the layers after the other; `begin` hears of each part's flow, `tell` how
-        many layers are there after all but the last."""
+        """Transfers the layers part by part.
+
+        Calls `on_part` with the flow of each part, `report_layers` with the number of layers
+        present after every part but the last, and `end` after the last.
+        """
         by_layer = by_layer and self._layer_wise and num_bytes > 0
         parts = min(PROGRESS_PARTS, self._num_layers) if by_layer else 1
 
         def start(part: int, latency_s: float) -> None:
             part_bytes = num_bytes * (part + 1) // parts - num_bytes * part // parts
-            begin(self._network.start(path, part_bytes, lambda _: ended(part), latency_s=latency_s))
+            on_part(
+                self._network.start(path, part_bytes, lambda _: ended(part), latency_s=latency_s)
+            )
 
         def ended(part: int) -> None:
             if part + 1 == parts:
                 end()
                 return
             start(part + 1, 0.0)
-            tell(self._num_layers * (part + 1) // parts)
+            report_layers(self._num_layers * (part + 1) // parts)
 
         start(0, latency_s)
 
-    def when_here(self, arriving: Arriving, told: Ended) -> None:
-        """Calls `told` once all of it has ended, the ends having been told before: at once if they
-        have; when the time is up; or when something has ended badly."""
+    def when_arrived(self, arriving: Arriving, on_end: Ended) -> None:
+        """Calls `on_end` once: when all these transfers have ended and their events were posted, at
+        the timeout, or when one of them fails. Calls it at once if all have ended already."""
         names: list[_Name] = [("load", load_id) for load_id in arriving.load_ids]
         if arriving.fetch_id:
             names.append(("fetch", arriving.fetch_id))
         left = [name for name in names if name in self._under_way]
         num_left, done = len(left), False
 
-        def finish(came: bool) -> None:
+        def finish(complete: bool) -> None:
             nonlocal num_left, done
             num_left -= 1
-            if not done and (not came or num_left <= 0):
+            if not done and (not complete or num_left <= 0):
                 done = True
                 timer.cancel()
-                told(came)
+                on_end(complete)
 
         timer = self._clock.after(arriving.timeout_s, Priority.FAULT, finish, False)
         for name in left:
@@ -359,16 +372,16 @@ class SimMessenger:
         if not left:
             finish(True)
 
-    def _tell_end(self, ended: FetchEnded | LoadEnded) -> None:
+    def _post_end(self, ended: FetchEnded | LoadEnded) -> None:
         name = ("fetch", ended.fetch_id) if isinstance(ended, FetchEnded) else _load(ended.load_id)
         self._under_way.discard(name)
         self._post(ended)
-        for told in self._waiting.pop(name, ()):
-            told(not ended.error)
+        for on_end in self._waiting.pop(name, ()):
+            on_end(not ended.error)
 
     def _on_read(self, fetch: _Fetch) -> None:
         if fetch.timer is None:
-            return  # it ended meanwhile
+            return  # it has ended in the meantime
         if self.gone:
             fetch.reader._end_fetch(fetch, "the source has left")
             return
@@ -380,10 +393,10 @@ class SimMessenger:
     def _end_read(self, read_id: str, error: str) -> None:
         fetch = self._reads.pop(read_id)
         fetch.reader._end_fetch(fetch, error)
-        self._tell(ReadEnded(read_id=read_id, error=error))
+        self._post_later(ReadEnded(read_id=read_id, error=error))
 
     def _end_fetch(self, fetch: _Fetch, error: str) -> None:
-        """(of the reader) Exactly once: by the last byte, or by the deadline."""
+        """Ends a fetch at its reader, once: after the last byte, or at the timeout."""
         if fetch.timer is None:
             return
         fetch.timer.cancel()
@@ -395,7 +408,7 @@ class SimMessenger:
             for read_id, other in list(fetch.source._reads.items()):
                 if other is fetch:
                     del fetch.source._reads[read_id]
-                    fetch.source._tell(ReadEnded(read_id=read_id, error=error))
+                    fetch.source._post_later(ReadEnded(read_id=read_id, error=error))
         seconds = self._clock.now - fetch.began_s
         num_bytes = granted * self._block_bytes
         figures = self.figures
@@ -411,7 +424,7 @@ class SimMessenger:
             seconds=seconds,
             error=error,
         )
-        self._clock.at(self._clock.now, Priority.TRANSFER_END, self._tell_end, ended)
+        self._clock.at(self._clock.now, Priority.TRANSFER_END, self._post_end, ended)
 
     # The SSD
 
@@ -441,7 +454,7 @@ class SimMessenger:
         by_layer = self._layer_wise and action.by_layer
         self._under_way.add(_load(action.load_id))
 
-        def tell(num_layers: int) -> None:
+        def report_layers(num_layers: int) -> None:
             seconds = self._clock.now - began_s
             self._post(LoadProgress(action.load_id, num_layers, seconds))
 
@@ -450,7 +463,7 @@ class SimMessenger:
             self.figures.num_loads += 1
             self.figures.loaded_bytes += num_bytes
             self.figures.loading_s += seconds
-            self._tell_end(
+            self._post_end(
                 LoadEnded(
                     load_id=action.load_id,
                     num_blocks=len(action.slots),
@@ -460,13 +473,13 @@ class SimMessenger:
             )
 
         if by_layer:
-            self._clock.after(SSD_LATENCY_S, Priority.MESSAGE, tell, 0)
+            self._clock.after(SSD_LATENCY_S, Priority.MESSAGE, report_layers, 0)
         path = (self._links.ssd_read,)
         self._start_parts(
-            path, num_bytes, SSD_LATENCY_S, lambda _: None, tell, end, by_layer=by_layer
+            path, num_bytes, SSD_LATENCY_S, lambda _: None, report_layers, end, by_layer=by_layer
         )
 
-    def _tell(self, event: MessengerEvent) -> None:
+    def _post_later(self, event: MessengerEvent) -> None:
         self._clock.at(self._clock.now, Priority.TRANSFER_END, self._post, event)
 
 

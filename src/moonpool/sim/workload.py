@@ -1,15 +1,26 @@
-"""A trace as the simulator's arrivals: its block hashes become names of the pool's own blocks."""
+"""The workload of a simulation: the rows of a trace as arrivals, with the pool's block keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from moonpool.sim.arrival import Arrival
-from moonpool.trace.keys import private_keys, prompt_keys
+from moonpool.trace.blocks import private_keys, prompt_keys
 from moonpool.trace.row import TraceError, TraceRow
+from moonpool.types import BlockKey
 
 LATEST_S = 1e9
-"""Beyond, a float tells apart instants a microsecond from each other no more."""
+"""Latest arrival. Beyond it, a float cannot resolve microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. `keys` are those of the prompt's full blocks, in the pool's block size."""
+
+    arrived_s: float
+    input_tokens: int
+    output_tokens: int
+    keys: tuple[BlockKey, ...]
 
 
 def make_arrivals(
@@ -18,19 +29,22 @@ def make_arrivals(
     block_tokens: int,
     largest_tokens: int,
 ) -> Iterator[Arrival]:
-    """One by one. Raises TraceError where the two block sizes do not fit, times are too far apart,
-    or no instance could ever hold a request, which may have `largest_tokens` in all."""
+    """Yields one arrival per row. A request may have at most `largest_tokens` tokens in all.
+
+    Rows without hashes get keys that no other row shares. Raises TraceError if neither block size
+    divides the other, if a row arrives too late, or if a request is too large for every instance.
+    """
     for number, row in enumerate(rows):
         if row.arrived_s > LATEST_S:
             raise TraceError(
-                f"request {number + 1} arrives {row.arrived_s:.3g} s after the first, in more than"
+                f"request {number + 1} arrives {row.arrived_s:.3g} s after the first, more than"
                 " 30 years: check the unit of the trace's times, or replay it with --speed"
             )
         if row.input_tokens + row.output_tokens > largest_tokens:
             raise TraceError(
-                f"request {number + 1} has {row.input_tokens + row.output_tokens:,} tokens and no"
+                f"request {number + 1} has {row.input_tokens + row.output_tokens:,} tokens, and no"
                 f" instance holds more than {largest_tokens:,}: raise"
-                " pool.dram_tokens_per_instance, or give the nodes more memory"
+                " pool.dram_tokens_per_instance, or use nodes with more memory"
             )
         if row.hash_ids:
             try:

@@ -1,21 +1,22 @@
-"""The generator's built-in workloads.
+"""The built-in profiles of the generator.
 
-"conversation" was fitted to Mooncake's public conversation trace. Of the other traces only figures
-are published: "toolagent" and "synthetic" were chosen so that requests, mean lengths and hit ratio
-come out as those of the FAST'25 paper's Table 2; their inner make-up is ours. The fixed-length ones
-are the data sets of the arXiv paper's Table 2. Rates that no paper gives are ours too.
+"conversation" is fitted to Mooncake's public conversation trace. "toolagent" and "synthetic" match
+the number of requests, mean lengths and hit ratio in Table 2 of the FAST'25 paper; no more was
+published, so their distributions are assumptions. The profiles with fixed lengths are the data sets
+in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-from moonpool.trace.mix import Kind, Mix
 from moonpool.trace.profile import (
     NUM_CLASSES,
     PROBABILITIES,
     Branches,
     GeneratorProfile,
+    Mix,
+    MixComponent,
     Quantiles,
     SharedPrompts,
     ToolCalls,
@@ -55,7 +56,7 @@ _NEW_SHARE = (
 
 
 def _through(*points: tuple[float, float]) -> Quantiles:
-    """A quantile table through (probability, value) points, the first at 0, the last at 1."""
+    """The quantile table through (probability, value) points, from probability 0 to 1."""
     table = []
     shares = [share for share, _ in points]
     for probability in PROBABILITIES:
@@ -189,7 +190,7 @@ CHATS = GeneratorProfile(
     gap_s=_through((0, 5), (0.5, 60), (1, 400)),
     message_tokens=_through((0, 5), (0.5, 60), (0.9, 300), (1, 2_000)),
 )
-# Documents are read in the morning, and talked about all day; the evening is for long answers.
+# Documents with short answers dominate the morning, chats with long answers the evening.
 # fmt: off
 _MORNING = (
     0.1, 0.1, 0.1, 0.1, 0.2, 0.3, 0.7, 1.4, 2.1, 2.4, 2.4, 2.4,
@@ -203,7 +204,10 @@ _EVENING = (
 SHIFTING_DAY = Mix(
     name="shifting-day",
     day_s=7_200.0,  # 24 hours of five minutes each, to be simulated in a minute
-    kinds=(Kind(profile=DOCUMENTS, by_hour=_MORNING), Kind(profile=CHATS, by_hour=_EVENING)),
+    kinds=(
+        MixComponent(profile=DOCUMENTS, by_hour=_MORNING),
+        MixComponent(profile=CHATS, by_hour=_EVENING),
+    ),
 )
 BUILT_IN_MIXES = {SHIFTING_DAY.name: SHIFTING_DAY}
 """By name."""

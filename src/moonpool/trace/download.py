@@ -1,7 +1,7 @@
-"""Gets a public trace: into a file beside the target, checked, then renamed.
+"""Downloads a public trace to a `.part` file, checks its sha256, then renames it.
 
-A download that was broken off goes on where it stopped, if the server can do that. The target
-only ever is a complete file whose sha256 is right (or not known to us).
+An interrupted download resumes where it stopped, if the server supports that. The target is always
+a complete file with the right sha256, if one is known.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moonpool.trace.row import TraceError
 _TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 16
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes present so far and the total, where the server tells it."""
+"""Called with the bytes received so far and the total, None if the server does not give it."""
 Outcome = Literal["checked", "not checked", "there", "there, not checked"]
 
 
 def download(trace: PublicTrace, folder: Path, progress: Progress) -> Outcome:
-    """Puts the trace's file into `folder`. Raises TraceError."""
+    """Downloads the file of a trace into `folder`. Raises TraceError."""
     target = folder / trace.file_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,14 +36,14 @@ def download(trace: PublicTrace, folder: Path, progress: Progress) -> Outcome:
         resumed = _fetch(trace, part, progress)
         found = _sha256(part)
         if resumed and trace.sha256 not in (None, found):
-            part.unlink()  # what was there before may have been of another version
+            part.unlink()  # the older part may be of another version
             _fetch(trace, part, progress)
             found = _sha256(part)
         if trace.sha256 not in (None, found):
             part.unlink()
             raise TraceError(
                 f"{trace.url} has sha256 {found[:16]}..., not the expected"
-                f" {(trace.sha256 or '')[:16]}...; changed or damaged, and not kept"
+                f" {(trace.sha256 or '')[:16]}...; the file was changed or damaged and is not kept"
             )
         os.replace(part, target)
     except OSError as error:
@@ -58,8 +58,8 @@ def _present(trace: PublicTrace, target: Path) -> Outcome:
     if found == trace.sha256:
         return "there"
     raise TraceError(
-        f"{target} is there, but its sha256 is {found[:16]}..., not {trace.sha256[:16]}...;"
-        " move it away and run this again"
+        f"{target} exists, but its sha256 is {found[:16]}..., not {trace.sha256[:16]}...;"
+        " move it away and run this command again"
     )
 
 
@@ -69,20 +69,20 @@ def _sha256(path: Path) -> str:
 
 
 def _fetch(trace: PublicTrace, part: Path, progress: Progress) -> bool:
-    """Completes `part`; whether it went on with bytes that were there before."""
+    """Completes `part`. Returns whether it resumed an earlier download."""
     have_bytes = part.stat().st_size if part.exists() else 0
     headers = {"Range": f"bytes={have_bytes}-"} if have_bytes else {}
-    headers["Accept-Encoding"] = "identity"  # a range of compressed bytes would be another range
+    headers["Accept-Encoding"] = "identity"  # a range must count uncompressed bytes
     try:
         with httpx.stream(
             "GET", trace.url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True
         ) as response:
             if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return True  # all of it was there; the sum decides
+                return True  # `part` is complete; the checksum decides
             if response.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
                 raise TraceError(
                     f"{trace.url} answered {response.status_code} {response.reason_phrase};"
-                    " get the file by hand, or try again later"
+                    " download the file by hand, or try again later"
                 )
             resumes = _continues(response, have_bytes)
             _receive(response, part, have_bytes if resumes else 0, progress)
@@ -96,7 +96,7 @@ def _continues(response: httpx.Response, have_bytes: int) -> bool:
         return False
     if response.headers.get("content-range", "").startswith(f"bytes {have_bytes}-"):
         return True
-    raise TraceError(f"{response.url} sent another part of the file than asked for; try again")
+    raise TraceError(f"{response.url} sent another part of the file than requested; try again")
 
 
 def _receive(response: httpx.Response, part: Path, have_bytes: int, progress: Progress) -> None:
@@ -113,10 +113,6 @@ def _receive(response: httpx.Response, part: Path, have_bytes: int, progress: Pr
 def _no_network(url: str, error: Exception) -> str:
     host = urlsplit(url).hostname
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return (
-            f"cannot reach {host}: {error}; check the network (or HTTPS_PROXY) and run this again"
-        )
+        return f"cannot reach {host}: {error}; check the network or HTTPS_PROXY, and run this again"
     what = str(error) or type(error).__name__
-    return (
-        f"the download from {host} broke off: {what}; run this again, it goes on where it stopped"
-    )
+    return f"the download from {host} was interrupted: {what}; run this again, it resumes there"

@@ -1,7 +1,6 @@
-"""The random parts a generated workload is made of: values from quantile tables, shared prompts by
-popularity, and a clock that runs fast in bursts.
+"""The random parts of a generated workload: samples of distributions, shared prompts, and clocks.
 
-All draws come from the generator's one seeded source, in one order.
+All draws use the one seeded generator of a workload, in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from moonpool.trace.profile import PROBABILITIES, GeneratorProfile, Quantiles, S
 
 SHORT_S = 10.0
 LONG_S = 300.0
-_MIN_RATE = 0.1  # of the mean rate: what is left between strong bursts
+"""Periods after which the two factors of a bursty arrival rate change."""
+_MIN_RATE = 0.1  # of the mean rate, between strong bursts
 
 
 def sampler(table: Quantiles, rng: random.Random) -> Callable[[], float]:
-    """Draws from a distribution given by its quantiles."""
+    """Returns a function that samples the distribution with these quantiles."""
     if len(table) == 1:
         constant = table[0]
         return lambda: constant
@@ -37,8 +37,8 @@ def sampler(table: Quantiles, rng: random.Random) -> Callable[[], float]:
     return draw
 
 
-class Prompts:
-    """The shared prompts: which one a session begins with, and the ids of its blocks."""
+class SharedPromptPool:
+    """The shared prompts of a workload: their popularity, lengths and block ids."""
 
     def __init__(self, shared: SharedPrompts, block_tokens: int, rng: random.Random) -> None:
         self._rng = rng
@@ -50,24 +50,24 @@ class Prompts:
         self._first_ids: dict[int, int] = {}
 
     def draw(self) -> int | None:
-        """The number of a prompt; None: this session has none."""
+        """Samples the shared prompt of a session: its number, or None for none."""
         if self._share < 1 and self._rng.random() >= self._share:
             return None
         place = self._rng.random() * self._cumulative[-1]
         return min(bisect_right(self._cumulative, place), len(self._cumulative) - 1)
 
     def ids(self, number: int, next_id: int) -> tuple[list[int], int]:
-        """Ids of a prompt's blocks, from `next_id` on if it is new, and the next free id."""
+        """The block ids of a prompt, from `next_id` on if it is new, and the next free id."""
         first = self._first_ids.setdefault(number, next_id)
         ids = list(range(first, first + self.num_blocks[number]))
         return ids, max(next_id, ids[-1] + 1)
 
 
 class BurstClock:
-    """Turns even time, in which the mean arrival rate is constant, into real time.
+    """Maps even time, in which the arrival rate is constant, to real time with bursts.
 
-    The rate is one of two values, drawn every 10 s, times one of two drawn every 300 s. All
-    arrivals, of new sessions and of further turns, share it.
+    The rate is the product of two factors, each with two values: one is drawn every 10 s, the other
+    every 300 s. Arrivals of new sessions and of later turns share the rate.
     """
 
     def __init__(self, profile: GeneratorProfile, rng: random.Random) -> None:
@@ -76,13 +76,13 @@ class BurstClock:
         self._long = _two_rates(profile.burst_long_cv2)
         self._is_even = profile.burst_short_cv2 == profile.burst_long_cv2 == 0
         self._number = -1
-        self._even_s = 0.0  # where the present stretch ends
+        self._even_s = 0.0  # end of the current period
         self._real_s = 0.0
         self._rate = 1.0
         self._long_rate = 1.0
 
     def real_s(self, even_s: float) -> float:
-        """Real time of a moment in even time; moments must not fall."""
+        """The real time of `even_s`, which must not decrease between calls."""
         if self._is_even:
             return even_s
         while even_s >= self._even_s:
@@ -99,8 +99,29 @@ class BurstClock:
         return high if self._rng.random() < share_high else low
 
 
+class DayClock:
+    """Maps even time, in which the arrival rate is constant, to a day with hourly rates."""
+
+    def __init__(self, by_hour: tuple[float, ...], day_s: float) -> None:
+        self._by_hour = by_hour
+        self._hour_s = day_s / len(by_hour)
+        self._hour = 0
+        self._even_s = by_hour[0] * self._hour_s  # end of the current hour
+
+    def real_s(self, even_s: float) -> float:
+        """The real time of `even_s`, which must not decrease between calls."""
+        while even_s >= self._even_s:
+            self._hour += 1
+            self._even_s += self._rate * self._hour_s
+        return (self._hour + 1) * self._hour_s - (self._even_s - even_s) / self._rate
+
+    @property
+    def _rate(self) -> float:
+        return self._by_hour[self._hour % len(self._by_hour)]
+
+
 def _two_rates(cv2: float) -> tuple[float, float, float]:
-    """(low, high, probability of high) with mean 1 and variance `cv2`, which takes no logarithm."""
+    """(low, high, probability of high) with mean 1 and variance `cv2`."""
     low = max(_MIN_RATE, 1 - cv2**0.5)
     share_high = (1 - low) ** 2 / ((1 - low) ** 2 + cv2) if cv2 else 0.0
     high = low + (1 - low) / share_high if share_high else 1.0

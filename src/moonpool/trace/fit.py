@@ -1,9 +1,9 @@
-"""Fits a generator's profile to a trace: lengths, turns, gaps, popularity, bursts.
+"""Fits the profile of a generated workload to a trace: lengths, turns, gaps, popularity, bursts.
 
-A trace is a window on sessions that began before it and go on after it. What depends on whole
-sessions is therefore taken from its middle: first turns from rows that come late enough not to be
-later turns in disguise, and what follows from rows early enough that it would have been seen.
-Holds the rows.
+Sessions start before a trace and continue after it, so figures of whole sessions come from its
+middle. First turns are taken from late rows, which can hardly be later turns of sessions before the
+trace. Follow-ups are counted for early rows, whose next turns the trace would show. Memory holds
+all rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from moonpool.trace.blocks import Turn, TurnTracker
 from moonpool.trace.draws import LONG_S, SHORT_S
-from moonpool.trace.figures import dispersion
 from moonpool.trace.profile import (
     NUM_CLASSES,
     Branches,
@@ -25,19 +25,19 @@ from moonpool.trace.profile import (
     quantiles_of,
 )
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.trace.turns import Turn, TurnTracker
+from moonpool.trace.statistics import dispersion
 
 _MIN_ROWS = 100
 _EDGE_SHARE = 0.3  # of the duration, at either end
 _SHARED_FAN_OUT = 16  # different continuations that make a prefix a shared prompt
 _MAX_TURN_SHARES = 6
 _MIN_SAMPLES = 20
-_TOOL_GAP_S = 10.0  # nobody reads and writes so fast
+_TOOL_GAP_S = 10.0  # a person does not read and write faster
 _MIN_TOOL_SHARE = 0.05
 
 
 class _Row:
-    """One row with its place in the tree of prefixes."""
+    """A row with its shared prompt and its turn of a session."""
 
     __slots__ = ("is_followed", "previous", "row", "shared_blocks", "shared_id", "turn")
 
@@ -55,14 +55,17 @@ class _Row:
 
 
 def fit(rows: Iterable[TraceRow], block_tokens: int, name: str = "fitted") -> GeneratorProfile:
-    """`block_tokens` is the size of the trace's own blocks, 0 where it has no hashes. Rows must be
-    spread over ticks, or these look like bursts. Raises TraceError."""
+    """Fits a profile to rows in order of time.
+
+    `block_tokens` is the block size of the trace, 0 without hashes. Rows must be spread over ticks,
+    which otherwise look like bursts. Raises TraceError if the rows do not suffice.
+    """
     held = list(rows)
     if len(held) < _MIN_ROWS:
-        raise TraceError(f"{len(held)} rows are too few to fit a profile to; use {_MIN_ROWS}")
+        raise TraceError(f"{len(held)} rows are too few to fit a profile; use at least {_MIN_ROWS}")
     duration_s = held[-1].arrived_s - held[0].arrived_s
     if duration_s <= 0:
-        raise TraceError("all rows arrive at once; there is no rate to fit")
+        raise TraceError("all rows arrive at once, so there is no rate to fit; use a longer trace")
     has_hashes = block_tokens > 0 and any(row.hash_ids for row in held)
     profile = GeneratorProfile(
         name=name,
@@ -83,7 +86,7 @@ def fit(rows: Iterable[TraceRow], block_tokens: int, name: str = "fitted") -> Ge
 
 
 def _link(rows: Sequence[TraceRow]) -> list[_Row]:
-    """Finds shared prompts by their many continuations, and each row's previous turn."""
+    """Finds shared prompts, by their number of continuations, and the previous turn of each row."""
     fan_out: Counter[int] = Counter()
     seen: set[int] = set()
     for row in rows:
@@ -101,7 +104,7 @@ def _link(rows: Sequence[TraceRow]) -> list[_Row]:
         depths = [depth for depth, block in enumerate(row.hash_ids, 1) if block in shared]
         depth = depths[-1] if depths else 0
         found = _Row(row, row.hash_ids[depth - 1] if depth else -1, depth)
-        # A tracker per shared prompt: one row of it may hold what another shares wholly.
+        # One tracker per shared prompt: a row may contain the shared prompt of other rows.
         tracker = trackers.setdefault(found.shared_id, TurnTracker(min_blocks=depth + 1))
         found.turn, previous = tracker.add(row)
         by_turn[found.turn] = found
@@ -121,7 +124,7 @@ def _with_sessions(
     pairs = [(x.previous, x) for x in linked if x.previous is not None]
     pairs = [(before, x) for before, x in pairs if before.row.arrived_s <= late_s]
     if not firsts:
-        raise TraceError("no row of the trace begins a session; there is nothing to fit")
+        raise TraceError("no row of the trace starts a session; use a longer trace")
     profile = msgspec.structs.replace(
         profile,
         shared=_shared(firsts, block_tokens),
@@ -133,25 +136,25 @@ def _with_sessions(
     if len(tools) < _MIN_TOOL_SHARE * len(pairs):
         tools = []
     callers = {id(before) for before, _ in tools}
-    asked = [(before, x) for before, x in pairs if id(before) not in callers]
-    if len(asked) < _MIN_SAMPLES:
-        raise TraceError("nearly all turns follow within seconds; no session is recognisable")
-    middle_asked = [x for x in middle if id(x) not in callers]
+    by_people = [(before, x) for before, x in pairs if id(before) not in callers]
+    if len(by_people) < _MIN_SAMPLES:
+        raise TraceError("nearly all turns follow within seconds; no session can be recognised")
+    middle_without_tools = [x for x in middle if id(x) not in callers]
     answers = [x.row.output_tokens for x in linked if id(x) not in callers]
     return msgspec.structs.replace(
-        _with_follow_ups(profile, asked, block_tokens),
+        _with_follow_ups(profile, by_people, block_tokens),
         output_tokens=quantiles_of(answers),
-        first_continue_share=_first_continue_shares(middle_asked, block_tokens),
-        continue_share=_continue_shares(middle_asked),
-        gap_s=quantiles_of([_gap_s(before, x) for before, x in asked], digits=1),
-        tools=_tool_calls(tools, len(middle), len(middle) - len(middle_asked)),
+        first_continue_share=_first_continue_shares(middle_without_tools, block_tokens),
+        continue_share=_continue_shares(middle_without_tools),
+        gap_s=quantiles_of([_gap_s(before, x) for before, x in by_people], digits=1),
+        tools=_tool_calls(tools, len(middle), len(middle) - len(middle_without_tools)),
     )
 
 
 def _with_follow_ups(
     profile: GeneratorProfile, pairs: list[tuple[_Row, _Row]], block_tokens: int
 ) -> GeneratorProfile:
-    """How a person's next prompt relates to the one before: continued, repeated, or cut."""
+    """Shares and lengths of follow-ups that continue, repeat or cut the previous prompt."""
     num_repeats = 0
     messages: list[int] = []
     kept_shares: list[float] = []
@@ -221,7 +224,8 @@ def _followed_share(rows: list[_Row]) -> float:
 
 
 def _first_continue_shares(rows: list[_Row], block_tokens: int) -> tuple[float, ...]:
-    """By length class; one with too few rows has the share of all."""
+    """The share of first turns with a next one, by length class. Classes with too few rows get the
+    share of all."""
     firsts = [x for x in rows if x.previous is None]
     shares = []
     for number in range(NUM_CLASSES):
@@ -231,7 +235,7 @@ def _first_continue_shares(rows: list[_Row], block_tokens: int) -> tuple[float, 
 
 
 def _continue_shares(rows: list[_Row]) -> tuple[float, ...]:
-    """Of the second turn, the third ...; the last value stands for all later turns."""
+    """The share of second, third ... turns with a next one; the last value is for all later."""
     shares: list[float] = []
     for index in range(2, _MAX_TURN_SHARES + 2):
         is_last = index == _MAX_TURN_SHARES + 1
@@ -255,7 +259,7 @@ def _shared(firsts: list[_Row], block_tokens: int) -> SharedPrompts | None:
 
 
 def _zipf_skew(counts: list[int]) -> float:
-    """The exponent under which two draws name the same prompt as often as in these counts."""
+    """The Zipf exponent with which two samples agree as often as in these counts."""
     total = sum(counts)
     same = sum(count * count for count in counts) / total**2
     low, high = 0.0, 4.0
@@ -270,7 +274,7 @@ def _zipf_skew(counts: list[int]) -> float:
 
 
 def _session_dispersion(linked: list[_Row], window_s: float) -> float:
-    """What the turns of one session falling into one window add to the index of dispersion."""
+    """The part of the index of dispersion caused by turns of one session in one window."""
     pairs = 0.0
     for x in linked:
         before = x.previous
@@ -283,7 +287,7 @@ def _session_dispersion(linked: list[_Row], window_s: float) -> float:
 def _with_bursts(
     profile: GeneratorProfile, times_s: Sequence[float], of_sessions: dict[float, float]
 ) -> GeneratorProfile:
-    """Solves for the two rate variances that give the dispersion seen at both window lengths."""
+    """Solves for the two rate variances that give the measured dispersion at both windows."""
     seen = {}
     for window_s in (SHORT_S, LONG_S):
         found = dispersion(times_s, window_s)
@@ -307,6 +311,6 @@ def _with_bursts(
     )
 
 
-def _weight(window_s: float, stretch_s: float) -> float:
-    """Seconds of one rate that a window sees, of a rate redrawn every `stretch_s` from 0 on."""
-    return min(window_s, stretch_s)
+def _weight(window_s: float, period_s: float) -> float:
+    """Seconds that a window of `window_s` spends in one period of `period_s`."""
+    return min(window_s, period_s)

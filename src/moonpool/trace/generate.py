@@ -1,12 +1,14 @@
-"""Draws a workload from a profile: sessions of several turns, shared prompts, tool calls, bursts.
+"""Generates a workload from a profile: sessions with turns, shared prompts, tool calls and bursts.
 
-Rows come in order of time, and memory holds the live sessions only. Ids are numbered in order of
-first appearance and chained as in a real trace: equal ids mean equal whole prefixes, the last one
-of a prompt is usually partial. Same profile, same seed: same rows, on any machine.
+Rows are in order of time, and memory holds active sessions only. Block ids are numbered by first
+appearance. As in a recorded trace, equal ids mean equal whole prefixes, and the last block of a
+prompt is usually partial. The same profile and seed give the same rows on any machine.
 
-Life of a session: it starts (Poisson), each turn is a row, then it waits, asks again or ends.
-Sessions start before the trace does, so that the trace begins in full swing; their earlier turns
-are not rows.
+Life of a session: it starts (a Poisson process), each turn is a row, and after a gap it has another
+turn or ends. Sessions start an hour before the trace, so that the trace starts in steady state;
+turns before the start of the trace are not rows.
+
+A mix generates several profiles together, each with its own rate by the hour of a day.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Iterator
+from itertools import islice
 
-from moonpool.trace.draws import BurstClock, Prompts, sampler
+import msgspec
+
+from moonpool.trace.draws import BurstClock, DayClock, SharedPromptPool, sampler
 from moonpool.trace.profile import (
     CLASS_TOKENS,
     NUM_CLASSES,
     GeneratorProfile,
+    Mix,
+    MixComponent,
     check_profile,
     length_class,
     share_below,
@@ -27,7 +34,7 @@ from moonpool.trace.profile import (
 from moonpool.trace.row import TraceError, TraceRow
 
 BLOCK_TOKENS = 512
-"""Blocks of generated traces are those of Mooncake's."""
+"""Block size of generated traces, as in Mooncake's."""
 _WARM_UP_S = 3600.0
 
 
@@ -39,18 +46,30 @@ def generate(
     seed: int = 0,
     rate_rps: float | None = None,
 ) -> Iterator[TraceRow]:
-    """Rows until either limit is reached; `rate_rps` replaces the profile's. Raises TraceError."""
+    """Yields rows until either limit is reached. `rate_rps` replaces the rate of the profile.
+
+    Raises TraceError.
+    """
     check_profile(profile)
-    if num_requests is None and duration_s is None:
-        raise TraceError("a generated trace needs a number of requests or a duration")
-    if rate_rps is not None and not 0 < rate_rps < float("inf"):
-        raise TraceError(f"rate {rate_rps} is no positive number")
+    _check_limits(num_requests, duration_s, rate_rps)
     rate = (rate_rps or profile.rate_rps) / expected_turns(profile)
     return _rows(_Sessions(profile, rate, random.Random(seed)), num_requests, duration_s)
 
 
+def _check_limits(
+    num_requests: int | None, duration_s: float | None, rate_rps: float | None
+) -> None:
+    if num_requests is None and duration_s is None:
+        raise TraceError("a generated trace needs a number of requests or a duration; give one")
+    if rate_rps is not None and not 0 < rate_rps < float("inf"):
+        raise TraceError(f"rate {rate_rps} is not a positive number; use for example 2.5")
+
+
 def expected_turns(profile: GeneratorProfile) -> float:
-    """Mean number of turns of a session, its prompts' greatest length aside."""
+    """The mean number of turns of a session, without regard to the largest prompt.
+
+    Raises TraceError for sessions that never end.
+    """
     tool_share = profile.tools.share if profile.tools else 0.0
     shares = [tool_share + (1 - tool_share) * share for share in profile.continue_share]
     if shares[-1] >= 1:
@@ -86,10 +105,10 @@ def _rows(
 
 
 class _Session:
-    """A live session, standing at one turn.
+    """An active session at one of its turns.
 
-    `ids` are those of its prompt's full blocks; None: none of its turns was a row yet. `prompt` is
-    the shared prompt it begins with.
+    `ids` are those of its prompt's full blocks, None before its first row. `prompt` is the number
+    of the shared prompt that it starts with.
     """
 
     __slots__ = (
@@ -121,7 +140,7 @@ class _Session:
 
 
 class _Sessions:
-    """All live sessions, in even time: time in which the mean rate is constant."""
+    """All active sessions, in even time, in which the mean arrival rate is constant."""
 
     def __init__(self, profile: GeneratorProfile, rate_per_s: float, rng: random.Random) -> None:
         self.profile = profile
@@ -140,13 +159,14 @@ class _Sessions:
         self._kept = sampler(branches.kept_share if branches else (0.0,), rng)
         self._new = sampler(branches.new_share if branches else (0.0,), rng)
         shared = profile.shared
-        self._prompts = Prompts(shared, BLOCK_TOKENS, rng) if shared else None
+        self._prompts = SharedPromptPool(shared, BLOCK_TOKENS, rng) if shared else None
         self._waiting: list[tuple[float, int, _Session]] = []
         self._num_scheduled = 0
         self._next_id = 0
         self._next_start_s = -_WARM_UP_S + rng.expovariate(rate_per_s)
 
     def next_turn(self) -> tuple[float, _Session]:
+        """The next turn in even time: of a waiting session, or of a new one."""
         if self._waiting and self._waiting[0][0] < self._next_start_s:
             even_s, _, session = heapq.heappop(self._waiting)
             return even_s, session
@@ -170,7 +190,7 @@ class _Sessions:
         session.output_tokens = max(1, int(draw()))
 
     def hash_ids(self, session: _Session) -> tuple[int, ...]:
-        """Ids of the session's prompt; new blocks get new ones (mutates)."""
+        """The ids of the session's prompt. New blocks get new ids."""
         if session.repeats and session.hash_ids:
             return session.hash_ids
         if session.ids is None:
@@ -187,7 +207,7 @@ class _Sessions:
         return session.hash_ids
 
     def schedule(self, session: _Session, now_s: float) -> None:
-        """The session's next turn, if it has one (mutates it)."""
+        """Schedules the next turn of the session, if it has one."""
         if session.turn == 1:
             share = self.profile.first_continue_share[session.length_class]
         else:
@@ -211,7 +231,7 @@ class _Sessions:
         self._num_scheduled += 1
 
     def _follow_up(self, session: _Session) -> int:
-        """Length of the next prompt; cuts the ids to what it keeps (mutates)."""
+        """The length of the next prompt. Cuts `session.ids` to the blocks that it keeps."""
         choice = self.rng.random()
         num_full = session.input_tokens // BLOCK_TOKENS
         if choice < self.profile.repeat_share:
@@ -229,3 +249,51 @@ class _Sessions:
             cut = session.input_tokens - kept * BLOCK_TOKENS
             return kept * BLOCK_TOKENS + max(1, int(self._new() * cut))
         return session.input_tokens + session.output_tokens + max(1, int(self._message()))
+
+
+def generate_mix(
+    mix: Mix,
+    *,
+    num_requests: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+    rate_rps: float | None = None,
+) -> Iterator[TraceRow]:
+    """Yields rows until either limit is reached. `rate_rps` replaces the mean rate of the day.
+
+    Block ids of different components are never equal. Raises TraceError.
+    """
+    _check_limits(num_requests, duration_s, rate_rps)
+    factor = 1.0 if rate_rps is None else rate_rps / mix.rate_rps
+    parts = [
+        _component_rows(kind, number, len(mix.kinds), mix.day_s, factor, seed)
+        for number, kind in enumerate(mix.kinds)
+    ]
+    return _until(heapq.merge(*parts, key=lambda row: row.arrived_s), num_requests, duration_s)
+
+
+def _component_rows(
+    kind: MixComponent, number: int, num_kinds: int, day_s: float, factor: float, seed: int
+) -> Iterator[TraceRow]:
+    clock = DayClock(kind.by_hour, day_s)
+    rows = generate(
+        kind.profile,
+        duration_s=float("inf"),
+        seed=seed * num_kinds + number,
+        rate_rps=kind.profile.rate_rps * factor,
+    )
+    for row in rows:
+        yield msgspec.structs.replace(
+            row,
+            arrived_s=round(clock.real_s(row.arrived_s) * 1000) / 1000,
+            hash_ids=tuple(one * num_kinds + number for one in row.hash_ids),
+        )
+
+
+def _until(
+    rows: Iterator[TraceRow], num_requests: int | None, duration_s: float | None
+) -> Iterator[TraceRow]:
+    for row in islice(rows, num_requests):
+        if duration_s is not None and row.arrived_s > duration_s:
+            return
+        yield row

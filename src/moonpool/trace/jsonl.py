@@ -1,21 +1,22 @@
-"""Mooncake's and Alibaba Bailian's traces: one JSON object per line, with a prompt's block hashes.
+"""Traces of Mooncake and Alibaba Bailian: one JSON object per line, with block hashes.
 
-Owns the fields and their checks. Times are read as the formats define them: milliseconds in
-Mooncake's files, seconds in Bailian's, and seconds in a Mooncake file whose first times have
-fractions (some tools write those). The size of a Mooncake file's blocks is 512 tokens unless its
-first rows say otherwise. Fields that nothing here reads are let pass, but for misspelt ones.
+Times are milliseconds in Mooncake's files and seconds in Bailian's. A Mooncake file whose first
+times have fractions, as some tools write them, is in seconds. Blocks of a Mooncake file have 512
+tokens unless its first rows show another size. Unknown fields are ignored, misspelt ones are
+errors. `write_trace` writes Mooncake's format.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from moonpool.trace.lines import damage
-from moonpool.trace.parsed import LineError, Parsed
-from moonpool.trace.row import MAX_LENGTH_TOKENS
+from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceRow, damage
 
 MOONCAKE_BLOCK_TOKENS = 512
 BAILIAN_BLOCK_TOKENS = 16
@@ -46,23 +47,23 @@ _REQUIRED = {
     "bailian": ("timestamp", "input_length", "output_length", "hash_ids"),
 }
 _EXPECTED = frozenset({"parent_chat_id", "type", "turn", "delay", "messages", "payload"})
-"""Fields of these formats that nothing here reads."""
+"""Fields of these formats that the parsers do not use."""
 
 
 class JsonlParser:
-    """Mooncake's format. All rows have hashes, or none has."""
+    """Mooncake's format. Either all rows have hashes, or none has."""
 
     format = "mooncake"
     header_lines = 0
 
     def __init__(self, block_tokens: int, units_per_s: float, ignored: tuple[str, ...]) -> None:
-        """`block_tokens` is 0 for a file without hashes."""
+        """`block_tokens` is the block size, 0 for a file without hashes."""
         self.block_tokens = block_tokens
         self.units_per_s = units_per_s
         self.ignored = ignored
         self._decode = msgspec.json.Decoder(_MooncakeLine).decode
 
-    def parse(self, line: bytes) -> Parsed | None:
+    def parse(self, line: bytes) -> ParsedRow | None:
         try:
             row = self._decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -70,19 +71,25 @@ class JsonlParser:
         ids = row.hash_ids
         if self.block_tokens == 0:
             if ids is not None:
-                raise LineError("hash_ids in this row, but none in the first; all rows or none")
+                raise LineError(
+                    "this row has hash_ids, the first row has none; all rows need them or none"
+                )
             ids = ()
         elif ids is None:
-            raise LineError("no hash_ids in this row, but in the first; all rows or none")
+            raise LineError(
+                "this row has no hash_ids, the first row has some; all rows need them or none"
+            )
         elif len(ids) != -(-row.input_length // self.block_tokens):
             raise LineError(_wrong_ids(len(ids), row.input_length, self.block_tokens))
         if row.input_length == 0 or row.output_length == 0:
             return None
-        return Parsed(row.timestamp, row.input_length, row.output_length, ids, str(row.session_id))
+        return ParsedRow(
+            row.timestamp, row.input_length, row.output_length, ids, str(row.session_id)
+        )
 
 
 class BailianParser:
-    """Alibaba Bailian's format: seconds, blocks of 16 tokens, chats that name their parents."""
+    """Alibaba Bailian's format: seconds, blocks of 16 tokens, chat ids."""
 
     format = "bailian"
     header_lines = 0
@@ -93,23 +100,23 @@ class BailianParser:
         self.ignored = ignored
         self._decode = msgspec.json.Decoder(_BailianLine).decode
 
-    def parse(self, line: bytes) -> Parsed | None:
+    def parse(self, line: bytes) -> ParsedRow | None:
         try:
             row = self._decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise LineError(_explain(line, _BailianLine, self.format, error)) from None
-        # The last, partial block is left out in some of the files.
+        # Some of the files leave out the last, partial block.
         num_full = row.input_length // BAILIAN_BLOCK_TOKENS
         if not num_full <= len(row.hash_ids) <= -(-row.input_length // BAILIAN_BLOCK_TOKENS):
             raise LineError(_wrong_ids(len(row.hash_ids), row.input_length, BAILIAN_BLOCK_TOKENS))
         if row.input_length == 0 or row.output_length == 0:
             return None
         chat = str(row.chat_id)
-        return Parsed(row.timestamp, row.input_length, row.output_length, row.hash_ids, chat)
+        return ParsedRow(row.timestamp, row.input_length, row.output_length, row.hash_ids, chat)
 
 
 def jsonl_parser(first_lines: list[bytes], name: str) -> JsonlParser | BailianParser:
-    """The parser for a file that begins so; `name` is "mooncake", "bailian" or "auto"."""
+    """The parser for a file with these first lines. `name` is "mooncake", "bailian" or "auto"."""
     rows = [_object(line) or {} for line in first_lines]
     if name == "bailian" or (name == "auto" and "chat_id" in rows[0]):
         return BailianParser(_ignored(_BailianLine, rows[0]))
@@ -121,20 +128,20 @@ def jsonl_parser(first_lines: list[bytes], name: str) -> JsonlParser | BailianPa
 
 
 def _ignored(shape: type, first: dict[str, Any]) -> tuple[str, ...]:
-    """The first row's fields that nothing reads. A field is often left out: a misspelt one must not
-    pass for that."""
+    """The unused fields of the first row. Raises LineError for one that looks misspelt: optional
+    fields may be absent, so a misspelt one would be ignored silently."""
     known = [field.encode_name for field in msgspec.structs.fields(shape)]
     absent = [field for field in known if field not in first]
     unknown = [field for field in first if field not in known and field not in _EXPECTED]
     for field in unknown:
         near = difflib.get_close_matches(field, absent, n=1)
         if near:
-            raise LineError(f"unknown field {field!r}; did you mean {near[0]}?")
+            raise LineError(f"unknown field {field!r}; did you mean {near[0]}? rename it")
     return tuple(unknown)
 
 
 def _block_tokens(rows: list[dict[str, Any]]) -> int:
-    """512, or the power of two that fits all rows, if there is exactly one."""
+    """The block size: the power of two that fits all rows if there is exactly one, else 512."""
     least, most = 1, MAX_LENGTH_TOKENS
     for row in rows:
         tokens, ids = row.get("input_length"), row.get("hash_ids")
@@ -156,37 +163,37 @@ def _object(line: bytes) -> dict[str, Any] | None:
 def _wrong_ids(num_ids: int, input_length: int, block_tokens: int) -> str:
     expected = -(-input_length // block_tokens)
     return (
-        f"{num_ids} hash_ids for input_length {input_length}; one per {block_tokens} tokens"
-        f" makes {expected}"
+        f"{num_ids} hash_ids for input_length {input_length}; with one per {block_tokens} tokens"
+        f" there must be {expected}"
     )
 
 
 def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
-    """Only for lines that could not be decoded: what is wrong, in the words of the format."""
+    """What is wrong with a line that could not be decoded, in terms of the format's fields."""
     found = damage(line)
     if found is not None:
         return found
     fields = _object(line)
     if line.lstrip().startswith(b"["):
-        return "not one JSON object per line but a list; `jq -c '.[]' FILE` makes lines of it"
+        return "this is a JSON list, not one JSON object per line; convert it by `jq -c '.[]' FILE`"
     if fields is None:
-        return f"not one JSON object per line ({error})"
+        return f"this line is not one JSON object ({error})"
     known = msgspec.structs.fields(shape)
     names = [field.encode_name for field in known]
     missing = [field for field in _REQUIRED[name] if field not in fields]
     for field in fields:
         near = difflib.get_close_matches(field, missing, n=1) if field not in names else ()
         if near:
-            return f"unknown field {field!r}; did you mean {near[0]}?"
+            return f"unknown field {field!r}; did you mean {near[0]}? rename it"
     if missing:
-        return f"no {' and no '.join(missing)} in this row; every row of a {name} trace needs them"
+        return f"this row has no {' and no '.join(missing)}; every row of a {name} trace needs them"
     for field in ("timestamp", "input_length", "output_length"):
         problem = _problem(field, fields[field])
         if problem is not None:
             return problem
     if not isinstance(fields.get("hash_ids"), list):
-        return "hash_ids is no list of integers"
-    return f"hash_ids or another field does not fit: {error}"
+        return "hash_ids is not a list; it must be a list of integers"
+    return f"hash_ids or another field has a wrong value: {error}"
 
 
 def _problem(field: str, value: Any) -> str | None:
@@ -198,5 +205,39 @@ def _problem(field: str, value: Any) -> str | None:
     elif not isinstance(value, int) or isinstance(value, bool):
         return f"{field} is {shown}; it must be an integer"
     elif not 0 <= value <= MAX_LENGTH_TOKENS:
-        return f"{field} is {shown}; it must lie between 0 and {MAX_LENGTH_TOKENS}"
+        return f"{field} is {shown}; it must be between 0 and {MAX_LENGTH_TOKENS}"
     return None
+
+
+class _WrittenLine(msgspec.Struct, omit_defaults=True, gc=False):
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] | None = None
+
+
+def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
+    """Writes rows as Mooncake's format, times in whole milliseconds. Returns their number.
+
+    Hash ids must be those of blocks of 512 tokens, or none. The file appears under its name only
+    when it is complete. Raises OSError.
+    """
+    partial = path.with_name(path.name + ".part")
+    encode = msgspec.json.Encoder().encode
+    num_rows = 0
+    try:
+        with partial.open("wb") as file:
+            for row in rows:
+                line = _WrittenLine(
+                    round(row.arrived_s * 1000),
+                    row.input_tokens,
+                    row.output_tokens,
+                    row.hash_ids or None,
+                )
+                file.write(encode(line))
+                file.write(b"\n")
+                num_rows += 1
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return num_rows

@@ -1,4 +1,4 @@
-"""Draws a characterisation as one picture of four panels: load, lengths, popularity, reuse."""
+"""The plot of `trace info --plot`: load, lengths, popularity of blocks, and time until reuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moonpool.trace.character import Character
+from moonpool.trace.statistics import TraceStatistics
 
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9822b", "#888888"
 _MAX_POINTS = 2_000
@@ -17,9 +17,9 @@ _MAX_WINDOWS = 400
 _MIN_GAP_S = 0.1
 
 
-def plot_character(character: Character, title: str, path: Path) -> None:
-    """Writes a PNG. Raises OSError."""
-    num_lines = 2 if character.references else 1  # without hashes there is no sharing to draw
+def plot_character(character: TraceStatistics, title: str, path: Path) -> None:
+    """Writes the plot as a PNG file. Raises OSError."""
+    num_lines = 2 if character.references else 1  # traces without hashes have two panels
     figure = Figure(figsize=(11, 3.75 * num_lines), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13)
@@ -35,7 +35,7 @@ def plot_character(character: Character, title: str, path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _arrivals(axis: Axes, character: Character) -> None:
+def _arrivals(axis: Axes, character: TraceStatistics) -> None:
     width = 1
     last = max(character.arrivals_per_window)
     while (last + 1) / width > _MAX_WINDOWS:
@@ -44,7 +44,7 @@ def _arrivals(axis: Axes, character: Character) -> None:
     counts = [0] * ((last // width) + 1)
     for number, count in character.arrivals_per_window.items():
         counts[number // width] += count
-    whole = counts[:-1] or counts  # the last window is hardly ever whole
+    whole = counts[:-1] or counts  # the last window is usually partial
     minutes = [(number + 0.5) * window_s / 60 for number in range(len(whole))]
     axis.plot(minutes, [count / window_s for count in whole], color=_BLUE, linewidth=1)
     mean = sum(whole) / len(whole) / window_s
@@ -58,7 +58,7 @@ def _arrivals(axis: Axes, character: Character) -> None:
     axis.legend(frameon=False)
 
 
-def _lengths(axis: Axes, character: Character) -> None:
+def _lengths(axis: Axes, character: TraceStatistics) -> None:
     for values, name, colour in (
         (character.input_tokens, "input", _BLUE),
         (character.output_tokens, "output", _ORANGE),
@@ -71,7 +71,7 @@ def _lengths(axis: Axes, character: Character) -> None:
     axis.legend(frameon=False)
 
 
-def _popularity(axis: Axes, character: Character) -> None:
+def _popularity(axis: Axes, character: TraceStatistics) -> None:
     axis.set(title="Popularity of prompt blocks", xlabel="rank of block", ylabel="references")
     ranked = sorted(character.references.values(), reverse=True)
     places = _log_places(len(ranked))
@@ -81,7 +81,7 @@ def _popularity(axis: Axes, character: Character) -> None:
     _note(axis, f"{once:.1%} of {len(ranked):,} blocks\nare used once")
 
 
-def _reuse(axis: Axes, character: Character) -> None:
+def _reuse(axis: Axes, character: TraceStatistics) -> None:
     axis.set(
         title="Time until a block is used again",
         xlabel=f"seconds (less than {_MIN_GAP_S} drawn there)",

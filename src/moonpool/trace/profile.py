@@ -1,6 +1,4 @@
-"""What the generator draws from: the numbers of one kind of workload, written to and read from
-JSON. It draws nothing itself.
-"""
+"""The profile of a generated workload: distributions and shares, stored as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ PROBABILITIES = (
     *(0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65),
     *(0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.998, 1.0),
 )
-"""Where quantile tables have their values: finer at the long end, where the tokens are."""
+"""The probabilities of quantile tables: finer at the long end, where most tokens are."""
 
 CLASS_TOKENS = (512, 2048, 8192, 16384, 32768, 65536)
-"""Prompts behave differently by length: short ones show no block of their own, long ones are cut.
-A prompt's class is how many of these bounds its own tokens (without the shared part) reach."""
+"""Bounds of the length classes: short prompts have no full block of their own, long ones are cut.
+The class of a prompt is the number of bounds that its tokens without the shared part reach."""
 NUM_CLASSES = len(CLASS_TOKENS) + 1
 
 Quantiles = tuple[float, ...]
@@ -30,10 +28,10 @@ Quantiles = tuple[float, ...]
 
 
 class SharedPrompts(Struct, frozen=True):
-    """System prompts or documents that many sessions begin with, whole trace blocks each.
+    """System prompts or documents that many sessions start with, in whole blocks.
 
-    A first prompt has one with probability `share`; the r-th most popular of `count` is chosen with
-    a weight of 1 / r ** `skew` (Zipf).
+    A first prompt has one with probability `share`. The weight of the r-th most popular of `count`
+    is 1 / r ** `skew` (Zipf). `tokens` is the distribution of their lengths.
     """
 
     share: float
@@ -43,7 +41,7 @@ class SharedPrompts(Struct, frozen=True):
 
 
 class ToolCalls(Struct, frozen=True):
-    """A turn that calls a tool answers briefly, and goes on soon with the tool's result."""
+    """Turns that call a tool: a short answer, then soon a turn with the result of the tool."""
 
     share: float  # of turns
     gap_s: Quantiles
@@ -52,24 +50,24 @@ class ToolCalls(Struct, frozen=True):
 
 
 class Branches(Struct, frozen=True):
-    """A follow-up that keeps only the first part of the prompt before it: an edit, or a history cut
-    because it grew too long."""
+    """Follow-ups that keep only a prefix of the previous prompt: edits, or histories that were cut
+    because they grew too long."""
 
     class_share: tuple[float, ...]  # of follow-ups, by length class of the previous prompt
     kept_share: Quantiles  # of the previous prompt's full blocks
-    new_share: Quantiles  # tokens in their place, by tokens cut off
+    new_share: Quantiles  # new tokens over tokens cut off
 
 
 class GeneratorProfile(Struct, frozen=True):
     """One kind of workload.
 
-    `burst_short_cv2` and `burst_long_cv2` are the squared coefficients of variation of the arrival
-    rate, which changes every 10 s and every 300 s; 0: Poisson. `first_tokens` is what a first
-    prompt has beside its shared part. A first turn is followed by another one with the probability
-    that `first_continue_share` has for its length class, the k-th later turn with
-    `continue_share[k - 1]`, the last value holding for all later ones. `message_tokens` is what a
-    follow-up adds to the previous prompt and answer, `repeat_share` the share of follow-ups that
-    ask the very same again.
+    `burst_short_cv2` and `burst_long_cv2` are the squared coefficients of variation of the two
+    factors of the arrival rate, which change every 10 s and every 300 s; 0 is a Poisson process.
+    `first_tokens` is the length of a first prompt without its shared part. A first turn has a next
+    one with the probability `first_continue_share` of its length class, the k-th later turn with
+    `continue_share[k - 1]`; the last value holds for all later turns. `message_tokens` is the
+    length that a follow-up adds to the previous prompt and answer. `repeat_share` is the share of
+    follow-ups that repeat the previous prompt.
     """
 
     name: str
@@ -90,8 +88,30 @@ class GeneratorProfile(Struct, frozen=True):
     tools: ToolCalls | None = None
 
 
+class MixComponent(Struct, frozen=True):
+    """A profile, and its rate in equal parts of the day as factors of the profile's own rate."""
+
+    profile: GeneratorProfile
+    by_hour: tuple[float, ...]
+
+
+class Mix(Struct, frozen=True):
+    """Several workloads at once, with shares that change over a day of `day_s` seconds."""
+
+    name: str
+    day_s: float
+    kinds: tuple[MixComponent, ...]
+
+    @property
+    def rate_rps(self) -> float:
+        """The mean rate of a day."""
+        return sum(
+            kind.profile.rate_rps * sum(kind.by_hour) / len(kind.by_hour) for kind in self.kinds
+        )
+
+
 def quantiles_of(values: Sequence[float], digits: int = 0) -> Quantiles:
-    """The table of some values; a constant where there is but one."""
+    """The quantile table of `values`; one value if all are equal."""
     ranked = sorted(values)
     if ranked[0] == ranked[-1]:
         return (round(float(ranked[0]), digits),)
@@ -105,11 +125,12 @@ def quantiles_of(values: Sequence[float], digits: int = 0) -> Quantiles:
 
 
 def length_class(own_tokens: int) -> int:
+    """The length class of a prompt with `own_tokens` without its shared part."""
     return bisect_right(CLASS_TOKENS, own_tokens)
 
 
 def share_below(table: Quantiles, value: float) -> float:
-    """The probability that a draw is less than `value`."""
+    """The probability that a sample is below `value`."""
     if len(table) == 1:
         return float(table[0] < value)
     for number in range(1, len(table)):
@@ -122,13 +143,13 @@ def share_below(table: Quantiles, value: float) -> float:
 
 
 def read_profile(path: Path) -> GeneratorProfile:
-    """Raises TraceError."""
+    """Reads a profile from JSON. Raises TraceError if it cannot be read or used."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=GeneratorProfile)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path} is no generator profile: {error}") from None
+        raise TraceError(f"{path} is not a generator profile: {error}") from None
     try:
         check_profile(profile)
     except TraceError as error:
@@ -137,14 +158,15 @@ def read_profile(path: Path) -> GeneratorProfile:
 
 
 def write_profile(profile: GeneratorProfile, path: Path) -> None:
+    """Writes a profile as JSON. Raises OSError."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
 
 
 def check_profile(profile: GeneratorProfile) -> None:
-    """Raises TraceError if nothing could be drawn from it."""
+    """Raises TraceError if no workload can be generated from the profile."""
     _require(isfinite(profile.rate_rps) and profile.rate_rps > 0, "rate_rps must be above 0")
     _require(profile.max_input_tokens > 0, "max_input_tokens must be above 0")
-    _require(len(profile.continue_share) > 0, "continue_share is empty")
+    _require(len(profile.continue_share) > 0, "continue_share is empty; give at least one value")
     shares = [*profile.continue_share, *profile.first_continue_share, profile.repeat_share]
     by_class = {"first_continue_share": profile.first_continue_share}
     tables = {name: getattr(profile, name) for name in _TABLES}
@@ -164,21 +186,21 @@ def check_profile(profile: GeneratorProfile) -> None:
         tables["tools.gap_s"] = profile.tools.gap_s
         tables["tools.output_tokens"] = profile.tools.output_tokens
         tables["tools.result_tokens"] = profile.tools.result_tokens
-    _require(all(0 <= share <= 1 for share in shares), "shares must lie between 0 and 1")
+    _require(all(0 <= share <= 1 for share in shares), "shares must be between 0 and 1")
     for name, values in by_class.items():
         _require(len(values) == NUM_CLASSES, f"{name} must have {NUM_CLASSES} values")
     for name, table in tables.items():
-        right = len(table) in (1, len(PROBABILITIES)) and list(table) == sorted(table)
-        right = right and all(isfinite(value) for value in table) and table[0] >= 0
+        valid = len(table) in (1, len(PROBABILITIES)) and list(table) == sorted(table)
+        valid = valid and all(isfinite(value) for value in table) and table[0] >= 0
         _require(
-            right,
-            f"{name} must be one value or {len(PROBABILITIES)} rising ones, none below 0",
+            valid,
+            f"{name} must be one value, or {len(PROBABILITIES)} rising values of 0 or more",
         )
 
 
 _TABLES = ("first_tokens", "output_tokens", "gap_s", "message_tokens")
 
 
-def _require(is_so: bool, what: str) -> None:
-    if not is_so:
-        raise TraceError(what)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise TraceError(message)

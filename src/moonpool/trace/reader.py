@@ -1,34 +1,44 @@
 """Opens a trace of any known format as a stream of rows in order of time.
 
-A file is gone through twice. The scan checks every row, so that a run of an hour does not end at a
-bad line, and finds what needs the whole file: its start, its ticks, whether it is sorted. The
-second pass hands out the rows. Memory does not grow with a sorted file; of an unsorted one only an
-index (time, byte offset) is held, 20 bytes a row.
+The reader passes over a file twice. The first pass checks every row, so that no run of an hour ends
+at a bad line, and finds what needs the whole file: its start, its ticks, whether it is sorted. The
+second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one an index
+(time, byte offset, line number) is kept, 24 bytes per row.
+
+Ticks: some publishers round times. Mooncake's conversation trace is rounded to 3 s; replayed as it
+is, it would measure bursts of ten. Rows of one tick are therefore spread evenly over it.
 """
 
 from __future__ import annotations
 
+import stat
 from array import array
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Literal, get_args
+from typing import BinaryIO, Literal, get_args
 
 from moonpool.trace.jsonl import jsonl_parser
-from moonpool.trace.lines import cut_off, error_at, numbered_lines, open_file, read_line
-from moonpool.trace.parsed import LineError, Parsed, Parser
-from moonpool.trace.row import TraceError, TraceInfo, TraceRow
+from moonpool.trace.row import LineError, ParsedRow, Parser, TraceError, TraceInfo, TraceRow
 from moonpool.trace.table import table_parser
-from moonpool.trace.ticks import SAMPLE_ROWS, find_tick, spread
 
 TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur"]
 _JSONL = ("mooncake", "bailian")
-_HEAD_ROWS = 100  # how many rows may tell seconds from milliseconds
+_HEAD_ROWS = 100  # rows that decide between seconds and milliseconds
+
+MAX_LINE_BYTES = 8 << 20
+"""Longer than any row: a million block ids of seven digits each."""
+SAMPLE_ROWS = 8192
+"""Rows of which the times decide about ticks."""
+_MIN_ROWS_PER_TIME = 1.05  # fewer equal times are chance, or do not matter
+_MIN_REGULAR = 0.95  # share of gaps that must be multiples of the tick
+_TOLERANCE = 0.01  # of a tick
 
 
 class Trace(Iterator[TraceRow]):
-    """The rows of one file, once, in order of time; `info` is known before the first."""
+    """Iterates over the rows of a file once, in order of time. `info` is known from the start."""
 
     def __init__(self, info: TraceInfo, rows: Iterator[TraceRow]) -> None:
         self.info = info
@@ -42,10 +52,10 @@ class Trace(Iterator[TraceRow]):
 
 
 class _Index:
-    """Where the rows of an unsorted file lie; three parallel columns in order of time."""
+    """Times, offsets and line numbers of the rows of an unsorted file, in order of time."""
 
     def __init__(self, times: array[float], offsets: array[int], numbers: array[int]) -> None:
-        import numpy as np  # only here: a sorted file does without
+        import numpy as np  # imported for unsorted files only
 
         order = np.argsort(np.frombuffer(times, dtype=np.float64), kind="stable")
         self.times = np.frombuffer(times, dtype=np.float64)[order]
@@ -54,7 +64,7 @@ class _Index:
 
 
 class _Scan:
-    """What one pass over all rows found."""
+    """The result of the first pass."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -73,25 +83,26 @@ def open_trace(
     limit: int | None = None,
     speed: float = 1.0,
 ) -> Trace:
-    """Rows of the trace at `path`, `arrived_s` counted from its first row and divided by `speed`.
+    """Opens the trace at `path`. `arrived_s` counts from its first row and is divided by `speed`.
 
-    Rows without a prompt or an answer are skipped and counted. Where times were rounded to ticks,
-    rows are spread evenly over them, unless `spread_ticks` is False. Raises TraceError.
+    Rows without a prompt or an answer are skipped and counted. Rows of a file with rounded times
+    are spread evenly over its ticks, unless `spread_ticks` is False. `limit` is the largest number
+    of rows. Raises TraceError.
     """
     path = Path(path)
     if format not in get_args(TraceFormat):
         raise TraceError(
-            f"there is no trace format {format!r}; use {', '.join(get_args(TraceFormat))}"
+            f"unknown trace format {format!r}; use one of {', '.join(get_args(TraceFormat))}"
         )
     if not (isfinite(speed) and speed > 0):
-        raise TraceError(f"speed {speed} is no positive number")
+        raise TraceError(f"speed {speed} is not a positive number; use for example 2")
     if limit is not None and limit < 1:
-        raise TraceError(f"limit {limit} leaves no rows; use 1 or more")
+        raise TraceError(f"a limit of {limit} rows leaves none; use 1 or more")
     parser = _parser_for(path, format)
     scan = _scan(path, parser, keep_index=False) or _scan(path, parser, keep_index=True)
     assert scan is not None
     if scan.num_rows == 0:
-        skipped = f"; {scan.skipped_rows} rows have no prompt or no answer"
+        skipped = f"; {scan.skipped_rows} rows have no prompt or no answer and were skipped"
         raise TraceError(f"{path} has no requests{skipped if scan.skipped_rows else ''}")
     tick = find_tick(scan.head_times)
     info = TraceInfo(
@@ -117,18 +128,24 @@ def _parser_for(path: Path, format: TraceFormat) -> Parser:
         lines = numbered_lines(file, path)
         head = list(islice(lines, 1))
         if not head:
-            raise TraceError(f"{path} is empty")
+            raise TraceError(f"{path} is empty; a trace needs at least one request")
         number, _, first = head[0]
         is_json = first.lstrip()[:1] in (b"{", b"[")
         suffix = path.suffix.lower()
         named_json = suffix in (".jsonl", ".json", ".ndjson")
         wants_json = format in _JSONL or (format == "auto" and (is_json or named_json))
         if wants_json and not is_json:
-            what = f"named {suffix}" if format == "auto" else f"said to be {format}"
-            raise error_at(path, number, f"{what}, but this line is no JSON object")
+            what = f"the file is named {suffix}" if format == "auto" else f"the format is {format}"
+            raise error_at(
+                path, number, f"{what}, but this line is not a JSON object; rename the file"
+            )
         if is_json and (not wants_json or suffix == ".csv"):
-            what = f"named {suffix}" if format == "auto" else f"said to be {format}"
-            raise error_at(path, number, f"{what}, but this line is JSON, not csv; rename it")
+            what = f"the file is named {suffix}" if format == "auto" else f"the format is {format}"
+            raise error_at(
+                path,
+                number,
+                f"{what}, but this line is JSON, not CSV; rename the file",
+            )
         try:
             if not wants_json:
                 return table_parser(first, format)
@@ -139,7 +156,7 @@ def _parser_for(path: Path, format: TraceFormat) -> Parser:
             raise error_at(path, number, f"{problem}{cut_off(first)}") from None
 
 
-def _parse(parser: Parser, path: Path, number: int, line: bytes) -> Parsed | None:
+def _parse(parser: Parser, path: Path, number: int, line: bytes) -> ParsedRow | None:
     try:
         return parser.parse(line)
     except LineError as problem:
@@ -147,7 +164,7 @@ def _parse(parser: Parser, path: Path, number: int, line: bytes) -> Parsed | Non
 
 
 def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
-    """None: the file is not sorted, and an index must be kept."""
+    """The first pass. None: the file is not sorted, and the pass must keep an index."""
     scan = _Scan()
     times, offsets, numbers = array("d"), array("q"), array("q")
     origin: float | None = None
@@ -176,7 +193,7 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
     scan.first_time, scan.last_time = origin or 0.0, last
     if keep_index and origin is not None:
         scan.index = _Index(times, offsets, numbers)
-        # Dated times are integers, too long for a float.
+        # Dated times are integers, too large for a float.
         exact = int if isinstance(origin, int) else float
         scan.first_time = origin + exact(scan.index.times[0])
         scan.last_time = origin + exact(scan.index.times[-1])
@@ -184,7 +201,7 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
     return scan
 
 
-def _parsed_rows(path: Path, parser: Parser, index: _Index | None) -> Iterator[Parsed]:
+def _parsed_rows(path: Path, parser: Parser, index: _Index | None) -> Iterator[ParsedRow]:
     with open_file(path) as file:
         if index is None:
             for number, _, line in numbered_lines(file, path):
@@ -200,8 +217,108 @@ def _parsed_rows(path: Path, parser: Parser, index: _Index | None) -> Iterator[P
                 yield row
 
 
-def _rows(parsed: Iterator[Parsed], first_time: float, units_per_s: float) -> Iterator[TraceRow]:
+def _rows(parsed: Iterator[ParsedRow], first_time: float, units_per_s: float) -> Iterator[TraceRow]:
     for time, input_tokens, output_tokens, hash_ids, session in parsed:
         yield TraceRow(
             (time - first_time) / units_per_s, input_tokens, output_tokens, hash_ids, session
         )
+
+
+def error_at(path: Path, number: int, what: str) -> TraceError:
+    """The error about a line."""
+    return TraceError(f"{path}:{number}: {what}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file for reading, behind a byte-order mark. Raises TraceError."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise TraceError(f"{path} is not a regular file; save the trace to one, it is read twice")
+    head = file.read(len(BOM_UTF8))
+    if head.startswith(b"\x1f\x8b"):
+        file.close()
+        raise TraceError(f"{path} is compressed; unpack it with gunzip first")
+    file.seek(len(BOM_UTF8) if head == BOM_UTF8 else 0)  # spreadsheet programs write the mark
+    return file
+
+
+def read_line(file: BinaryIO, path: Path, number: int) -> bytes:
+    """The next line with its newline; empty at the end of the file. Raises TraceError."""
+    line = file.readline(MAX_LINE_BYTES + 1)
+    if len(line) > MAX_LINE_BYTES:
+        raise error_at(
+            path, number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB; this is not a trace"
+        )
+    return line
+
+
+def numbered_lines(file: BinaryIO, path: Path, first: int = 1) -> Iterator[tuple[int, int, bytes]]:
+    """Yields (line number, byte offset, line) from the current position, without blank lines."""
+    number = first
+    offset = file.tell()
+    while line := read_line(file, path, number):
+        if not line.isspace():
+            yield number, offset, line
+        number += 1
+        offset += len(line)
+
+
+def cut_off(line: bytes) -> str:
+    """The end of an error message about a line that may be the cut-off last line of a file."""
+    if line.endswith(b"\n") or line.lstrip().startswith(b"["):
+        return ""
+    return " (the file ends here without a newline, so it may be cut off; download it again)"
+
+
+def find_tick(times: Iterable[float]) -> float:
+    """The step to which rising `times` were rounded, in their unit.
+
+    0.0 if few rows share a time, or if the gaps are not multiples of one step.
+    """
+    num_rows = 0
+    gaps: list[float] = []
+    last: float | None = None
+    for time in times:
+        num_rows += 1
+        if last is not None and time > last:
+            gaps.append(time - last)
+        last = time
+    if len(gaps) < 2 or num_rows < _MIN_ROWS_PER_TIME * (len(gaps) + 1):
+        return 0.0
+    step = sorted(gaps)[len(gaps) // 100]
+    single = [gap for gap in gaps if round(gap / step) == 1]
+    step = sum(single) / len(single)
+    regular = sum(_is_multiple(gap, step) for gap in gaps)
+    return step if regular >= _MIN_REGULAR * len(gaps) else 0.0
+
+
+def _is_multiple(gap: float, step: float) -> bool:
+    return abs(gap - round(gap / step) * step) <= _TOLERANCE * step
+
+
+def spread(rows: Iterable[ParsedRow], tick: float) -> Iterator[ParsedRow]:
+    """Spaces the rows that share a time evenly over the tick that starts there, in file order.
+
+    Even spacing needs no seed, keeps the order of the file, and adds no bursts. Memory holds the
+    rows of one tick.
+    """
+    group: list[ParsedRow] = []
+    for row in rows:
+        if group and row.time != group[0].time:
+            yield from _spaced(group, min(tick, row.time - group[0].time))
+            group.clear()
+        group.append(row)
+    yield from _spaced(group, tick)
+
+
+def _spaced(group: list[ParsedRow], span: float) -> Iterator[ParsedRow]:
+    if len(group) == 1:
+        yield group[0]
+        return
+    for index, row in enumerate(group):
+        yield row._replace(time=row.time + span * index / len(group))

@@ -1,26 +1,28 @@
-"""The nouns of a trace: one request's row, what is known of the whole file, and the one error.
+"""The rows of a trace: as a parser reads them, and as the reader yields them; with the two errors.
 
-A trace says when requests came, how long they were and which prompt blocks they shared. It has no
-text; it never says how a request was served.
+A trace holds arrival times, lengths and shared prompt blocks of requests. It has no text, and does
+not tell how a request was served.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 from moonpool.types import Struct
 
 MAX_LENGTH_TOKENS = 10**9
-"""A longer prompt or answer in a file is taken for damage."""
+"""A longer prompt or answer in a file is an error."""
 
 
 class TraceError(ValueError):
-    """A trace cannot be used; one line says which file and line, what is wrong and what to do."""
+    """A trace cannot be used. The message is one line: file and line, what is wrong, what to do."""
 
 
 class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
-    """One request. `arrived_s` counts from the trace's start.
+    """One request. `arrived_s` counts from the start of the trace.
 
-    `hash_ids` names the prompt's blocks of the trace's own size, the last one usually partial;
-    equal ids mean equal whole prefixes. Empty where the trace has none.
+    `hash_ids` are the ids of the prompt's blocks, in the block size of the trace; the last block is
+    usually partial. Equal ids mean equal whole prefixes. Without hashes the tuple is empty.
     """
 
     arrived_s: float
@@ -30,17 +32,17 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     session: str = ""
 
     def faster(self, speed: float) -> TraceRow:
-        """The same request, where all come `speed` times as fast."""
+        """The same request in a trace that arrives `speed` times as fast."""
         at_s = self.arrived_s / speed
         return TraceRow(at_s, self.input_tokens, self.output_tokens, self.hash_ids, self.session)
 
 
 class TraceInfo(Struct, frozen=True):
-    """What a scan of the file found, before any row is handed out.
+    """The result of the first pass over a file.
 
-    `block_tokens` is the size of the trace's own blocks; 0: it has no hashes. `tick_s` is the step
-    to which its times were rounded; 0: none that matters. `skipped_rows` had no prompt or no answer
-    (failures), and are not among `num_rows`. `ignored` are fields that nothing here reads.
+    `block_tokens` is the block size of the trace (0: no hashes). `tick_s` is the step to which its
+    times were rounded (0: not rounded, or not noticeably). `skipped_rows` had no prompt or no
+    answer and are not part of `num_rows`. `ignored` are fields that the parser does not use.
     """
 
     path: str
@@ -52,3 +54,42 @@ class TraceInfo(Struct, frozen=True):
     tick_s: float
     is_sorted: bool
     ignored: tuple[str, ...] = ()
+
+
+class ParsedRow(NamedTuple):
+    """One row of a file. `time` is in the parser's units since an origin of the file's own."""
+
+    time: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    session: str = ""
+
+
+class LineError(ValueError):
+    """A line cannot be used. The reader adds the file name and the line number."""
+
+
+class Parser(Protocol):
+    """Parses single lines. `parse` raises `LineError`; None is a row to skip and count."""
+
+    format: str
+    block_tokens: int  # 0: no hashes
+    header_lines: int
+    ignored: tuple[str, ...]  # fields of the file that the parser does not use
+
+    @property
+    def units_per_s(self) -> float: ...
+
+    def parse(self, line: bytes) -> ParsedRow | None: ...
+
+
+def damage(line: bytes) -> str | None:
+    """What is wrong with the bytes of a line, or None."""
+    if b"\0" in line:
+        return "the line has binary data; this is not a text file"
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"byte {error.start + 1} is not valid UTF-8; the file is damaged or not text"
+    return None

@@ -1,7 +1,4 @@
-"""Traces in columns: Azure's (2023, 2024, multimodal), BurstGPT's and Vidur's csv files.
-
-Owns the columns' names and their checks. None of them has prompt hashes.
-"""
+"""Traces as CSV files: Azure (2023, 2024, multimodal), BurstGPT and Vidur. None has hashes."""
 
 from __future__ import annotations
 
@@ -11,17 +8,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from math import isfinite
 
-from moonpool.trace.lines import damage
-from moonpool.trace.parsed import LineError, Parsed
-from moonpool.trace.row import MAX_LENGTH_TOKENS
+from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, damage
 from moonpool.types import Struct
 
 AZURE_UNITS_PER_S = 10_000_000
-"""Azure writes seven fractional digits; counting them in integers loses none."""
+"""Azure writes seven fractional digits; integers of this unit keep all of them."""
 
 
 class TableFormat(Struct, frozen=True):
-    """The columns of one publisher's files."""
+    """The columns of a publisher's files."""
 
     name: str
     time: str
@@ -33,6 +28,7 @@ class TableFormat(Struct, frozen=True):
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """All known columns."""
         named = (self.time, self.input_tokens, self.output_tokens)
         return (*named, *((self.session,) if self.session else ()), *self.others)
 
@@ -65,7 +61,7 @@ TABLE_FORMATS = (
 
 
 class TableParser:
-    """One csv file with the given header."""
+    """Parses the rows of a CSV file with a given header."""
 
     block_tokens = 0
     header_lines = 1
@@ -83,18 +79,20 @@ class TableParser:
         self._columns = header
         self._read_time: Callable[[bytes], float] = _DatedTime() if table.is_dated else _number
 
-    def parse(self, line: bytes) -> Parsed | None:
+    def parse(self, line: bytes) -> ParsedRow | None:
         cells = line.rstrip(b"\r\n").split(b",") if b'"' not in line else _quoted(line)
         if len(cells) != self._num_columns:
             found = damage(line)
-            raise LineError(found or f"{len(cells)} columns, but {self._num_columns} in the header")
+            raise LineError(
+                found or f"the row has {len(cells)} columns, the header {self._num_columns}"
+            )
         time = self._read_time(cells[self._time])
         num_input = self._tokens(cells, self._input)
         num_output = self._tokens(cells, self._output)
         if num_input == 0 or num_output == 0:
             return None
         session = "" if self._session < 0 else cells[self._session].decode("utf-8", "replace")
-        return Parsed(time, num_input, num_output, (), session)
+        return ParsedRow(time, num_input, num_output, (), session)
 
     def _tokens(self, cells: list[bytes], column: int) -> int:
         cell = cells[column]
@@ -103,7 +101,7 @@ class TableParser:
         else:
             name = self._columns[column]
             try:
-                number = float(cell)  # 12.0 is what a program writes that once saw an empty cell
+                number = float(cell)  # programs write 12.0 for a column that has empty cells
             except ValueError:
                 raise LineError(f"{name} is {_shown(cell)}; it must be an integer") from None
             if not number.is_integer():
@@ -112,13 +110,13 @@ class TableParser:
         if not 0 <= tokens <= MAX_LENGTH_TOKENS:
             raise LineError(
                 f"{self._columns[column]} is {_shown(cell)};"
-                f" it must lie between 0 and {MAX_LENGTH_TOKENS}"
+                f" it must be between 0 and {MAX_LENGTH_TOKENS}"
             )
         return tokens
 
 
 class _DatedTime:
-    """Dates with times to 100 ns since 1970. Remembers the last minute, which most rows share."""
+    """Parses dates to units of 100 ns since 1970. Caches the last minute, which most rows share."""
 
     def __init__(self) -> None:
         self._minute = b""
@@ -154,7 +152,7 @@ def _minute_units(cell: bytes, minute: bytes, zone: bytes) -> int:
 
 
 def _bad_date(cell: bytes) -> LineError:
-    return LineError(f"{_shown(cell)} is no time like 2023-11-16 18:15:46.6805900")
+    return LineError(f"{_shown(cell)} is not a time; it must look like 2023-11-16 18:15:46.6805900")
 
 
 def _number(cell: bytes) -> float:
@@ -175,20 +173,19 @@ def _quoted(line: bytes) -> list[bytes]:
     try:
         cells = next(csv.reader([line.decode("utf-8")], strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise LineError(damage(line) or f"wrong quotes: {error}") from None
+        raise LineError(damage(line) or f"the quotes of this row are wrong: {error}") from None
     return [cell.strip("\r\n").encode() for cell in cells]
 
 
 def table_parser(header_line: bytes, name: str) -> TableParser:
-    """The parser for a file with this header; `name` is a format's or "auto". Raises
-    `LineError`."""
+    """The parser for a file with this header. `name` is a format or "auto". Raises LineError."""
     found = damage(header_line)
     if found is not None:
         raise LineError(found)
     text = header_line.decode("utf-8").rstrip("\r\n")
     header = [column.strip().strip('"') for column in text.split(",")]
     if len(set(header)) != len(header):
-        raise LineError("a column appears twice in the header")
+        raise LineError("a column appears twice in the header; rename one")
     formats = [table for table in TABLE_FORMATS if name in ("auto", table.name)]
     table = max(formats, key=lambda table: len(set(header) & set(table.columns)))
     missing = [c for c in (table.time, table.input_tokens, table.output_tokens) if c not in header]
@@ -197,7 +194,7 @@ def table_parser(header_line: bytes, name: str) -> TableParser:
         raise LineError(_no_header(header))
     if table.time in missing and len(missing) == 1 and table.name == "vidur":
         raise LineError(
-            "lengths without arrivals (no arrived_at); add arrivals, or make a trace with"
+            "the file has lengths without arrivals; add a column arrived_at, or make a trace with"
             " `moonpool trace generate`"
         )
     absent = [column for column in table.columns if column not in header]
@@ -208,7 +205,9 @@ def table_parser(header_line: bytes, name: str) -> TableParser:
                 f"unknown column {column!r} in a {table.name} file; did you mean {near[0]}?"
             )
     if missing:
-        raise LineError(f"no column {' and no column '.join(missing)}; {table.name} needs them")
+        raise LineError(
+            f"the file has no column {' and no column '.join(missing)}; {table.name} files need it"
+        )
     return TableParser(table, header, tuple(unknown))
 
 
@@ -222,4 +221,4 @@ def _no_header(header: list[str]) -> str:
     ]
     hint = f"did you mean {near[0]}? " if near else ""
     known = " or ".join(",".join(table.columns[:3]) for table in TABLE_FORMATS)
-    return f"columns {','.join(header)[:60]!r} are of no known trace; {hint}known are {known}"
+    return f"the columns {','.join(header)[:60]!r} match no known format; {hint}known are {known}"

@@ -1,4 +1,4 @@
-"""HTTP to one vLLM: asks for answers, which come piece by piece, and whether it is well."""
+"""The HTTP client of one vLLM server: its health, its properties, and its completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 import httpx
 
-from moonpool.vllm.dialect import REFUSALS, DialectError, Facts, read_facts
+from moonpool.vllm.dialect import REFUSALS, DialectError, VllmFacts, read_facts
 
 CONNECT_S = 5.0
 ASK_S = 10.0
@@ -18,16 +18,17 @@ MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 _DONE = b"[DONE]"
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it would tell of each request
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
 
 Health = Literal["well", "unwell", "gone"]
-"""Gone: nobody listens there."""
+"""`gone`: no server listens at the address."""
 
 
 class VllmError(Exception):
-    """It cannot be asked, or did not answer; one line says why, and not where it is: clients of the
-    API may read it. `refused`: there is something wrong with what it was asked."""
+    """A request to vLLM failed; one line says why. Clients of the API may read it, so it does not
+    contain the server's address. `refused`: the request itself is at fault.
+    """
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
@@ -35,14 +36,14 @@ class VllmError(Exception):
 
 
 class VllmClient:
-    """Of the vLLM at `url`. `api_key`: what it was started with, if anything."""
+    """Calls the vLLM server at `url`. `api_key` is the key it was started with, if any."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
-        # An answer takes as long as its request has time: who waits for it ends it.
+        # No read timeout: the caller cancels a response whose request has run out of time.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
@@ -53,7 +54,7 @@ class VllmClient:
         await self._http.aclose()
 
     async def health(self) -> Health:
-        """By its own word, within HEALTH_S."""
+        """Returns the server's state of health, within HEALTH_S."""
         try:
             found = await self._http.get("/health", timeout=HEALTH_S)
         except httpx.ConnectError:
@@ -62,11 +63,13 @@ class VllmClient:
             return "unwell"
         return "well" if found.status_code == 200 else "unwell"
 
-    async def facts(self) -> Facts:
-        """Of one that is well. Raises VllmError."""
+    async def facts(self) -> VllmFacts:
+        """Reads the properties of a healthy server. Raises VllmError."""
         health = await self.health()
         if health != "well":
-            raise VllmError("nobody answers there" if health == "gone" else "it is not well")
+            raise VllmError(
+                "no server listens there" if health == "gone" else "the server is not healthy"
+            )
         try:
             models = await self._get("/v1/models")
             metrics = await self._get("/metrics")
@@ -84,8 +87,11 @@ class VllmClient:
             raise VllmError(_why(error)) from None
 
     async def answer(self, body: bytes, streamed: bool) -> AsyncGenerator[bytes]:
-        """The events of a completion, or the whole of one. Raises VllmError. Closing the iterator
-        ends the request there, too; who reads to the end leaves the connection to the next."""
+        """Yields the events of a completion, or the whole of it. Raises VllmError.
+
+        Closing the iterator early also aborts the request at the server. Reading to the end keeps
+        the connection for the next request.
+        """
         done = False
         try:
             async with self._http.stream("POST", "/v1/completions", content=body) as response:
@@ -102,46 +108,46 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise VllmError(_why(error)) from None
         if not done:
-            raise VllmError("vLLM broke off in the middle of an answer")
+            raise VllmError("vLLM closed the connection in the middle of an output")
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Of a stream of server-sent events, what follows `data: `."""
+    """Yields the data of server-sent events."""
     buffer = bytearray()
-    async for piece in response.aiter_raw():
-        buffer += piece
+    async for chunk in response.aiter_raw():
+        buffer += chunk
         while (end := buffer.find(b"\n\n")) >= 0:
             event = bytes(buffer[:end]).strip()
             del buffer[: end + 2]
             if event.startswith(b"data:"):
                 yield event[5:].strip()
         if len(buffer) > MAX_EVENT_BYTES:
-            raise VllmError(f"vLLM sends events of more than {MAX_EVENT_BYTES} bytes")
+            raise VllmError(f"vLLM sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> bytes:
     body = bytearray()
-    async for piece in response.aiter_bytes():
-        body += piece
+    async for chunk in response.aiter_bytes():
+        body += chunk
         if len(body) > most_bytes:
-            raise VllmError(f"vLLM answers with more than {most_bytes} bytes")
+            raise VllmError(f"vLLM sent a response of more than {most_bytes} bytes")
     return bytes(body)
 
 
 def _check(response: httpx.Response, body: bytes) -> None:
     if response.status_code == 401:
         raise VllmError(
-            "vLLM wants an API key: set VLLM_API_KEY to the one that it was started with"
+            "vLLM requires an API key: set VLLM_API_KEY to the key that it was started with"
         )
     if response.status_code != 200:
         text = body[:MAX_ERROR_BYTES].decode(errors="replace")
-        said = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
-        what = (said.group(1) if said else text).strip().replace("\n", " ")[:300]
+        message = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
+        what = (message.group(1) if message else text).strip().replace("\n", " ")[:300]
         refused = response.status_code in REFUSALS
-        raise VllmError(what or f"vLLM answered with {response.status_code}", refused)
+        raise VllmError(what or f"vLLM responded with status {response.status_code}", refused)
 
 
 def _why(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return "nobody answers there"
+        return "no server listens there"
     return " ".join(str(error).split()) or type(error).__name__

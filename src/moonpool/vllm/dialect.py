@@ -1,7 +1,7 @@
-"""vLLM's words: what to ask of its `/v1/completions`, and what its answers say.
+"""Requests for vLLM's `/v1/completions`, and the parsing of its responses.
 
-Prompts go as token ids and answers come as token ids (`return_token_ids`), so that both sides mean
-the same tokens; text is the head's business.
+Prompts and outputs are token ids (`return_token_ids`), so that both sides mean the same tokens. The
+head converts them from and to text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from moonpool.kvcache.foreign import salt_of
+from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import FinishReason, Token, TokenLogprobs
-from moonpool.workers.guest import Ask, Piece
-from moonpool.workers.messages import Work
+from moonpool.vllm.block_names import salt_of
+from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
@@ -25,15 +25,15 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class DialectError(ValueError):
-    """It does not say what is needed; one line tells what. `refused`: nobody else would say it."""
+    """A response of vLLM cannot be used; one line says why. `refused`: a retry would not help."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What a vLLM is. `root`: the folder or id that its weights came from."""
+class VllmFacts(msgspec.Struct, frozen=True):
+    """The properties of a vLLM server. `root` is the folder or id of its weights."""
 
     model_id: str
     root: str
@@ -73,28 +73,33 @@ class _Completion(msgspec.Struct):
 
 
 REFUSALS = (400, 413, 422)
-"""Of HTTP: there is something wrong with the request itself."""
+"""HTTP statuses that mean that the request itself is at fault."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MODELS = msgspec.json.Decoder(_Models)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
 
-def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes:
-    """The request for a work. What was generated before a fault is part of the prompt, and draws
-    of a seed go on with another one: they are as random, but not the same."""
-    work, sampling = ask.work, ask.work.sampling
+def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: bytes) -> bytes:
+    """Returns the body of the request for one attempt.
+
+    Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
+    are as random but not the same.
+    """
+    work, sampling = submit.work, submit.work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
     if sampling.grammar and num_done:
-        raise DialectError("an answer that must have a form cannot go on after a fault")
+        raise DialectError(
+            "structured output cannot continue after a fault; send the request again"
+        )
     min_tokens = max(sampling.min_tokens - num_done, 0)
     body: dict[str, Any] = {
         "model": model_id,
         "prompt": list(work.token_ids),
-        "stream": not ask.hands_over,
+        "stream": not submit.hands_over,
         "return_token_ids": True,
-        "max_tokens": 1 if ask.hands_over else max(sampling.max_tokens - num_done, 1),
-        "min_tokens": min(min_tokens, 1) if ask.hands_over else min_tokens,
+        "max_tokens": 1 if submit.hands_over else max(sampling.max_tokens - num_done, 1),
+        "min_tokens": min(min_tokens, 1) if submit.hands_over else min_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -117,10 +122,10 @@ def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
     salt = salt_of(layout_fingerprint, work.tenant)
     if not work.use_cache:
-        salt = hashlib.sha256(work.work_id.encode()).hexdigest()
+        salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
     if salt is not None:
         body["cache_salt"] = salt
-    if ask.hands_over:
+    if submit.hands_over:
         body["kv_transfer_params"] = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -129,14 +134,16 @@ def completion_body(ask: Ask, model_id: str, layout_fingerprint: bytes) -> bytes
             "remote_host": None,
             "remote_port": None,
         }
-    elif ask.handle:
-        body["kv_transfer_params"] = msgspec.json.decode(ask.handle)
+    elif submit.handle:
+        body["kv_transfer_params"] = msgspec.json.decode(submit.handle)
     return _encode(body)
 
 
 def _structured_outputs(grammar: str) -> dict[str, Any]:
-    """A form in llguidance's words (see `api.forms`) in vLLM's: a grammar in Lark's as it is, and
-    what llguidance wraps."""
+    """Converts a grammar of llguidance (see `api.structured_output`) to vLLM's field.
+
+    A Lark grammar stays as it is. What llguidance wraps is unwrapped.
+    """
     if not grammar.startswith("{"):
         return {"grammar": grammar}
     form = msgspec.json.decode(grammar)["grammars"][0]
@@ -148,45 +155,47 @@ def _structured_outputs(grammar: str) -> dict[str, Any]:
     return {"grammar": lark}
 
 
-def read_piece(work: Work, event: bytes) -> Piece:
-    """Of one event of a streamed answer, or a whole one. Raises `DialectError`."""
+def read_output(work: AttemptSpec, event: bytes) -> EngineOutput:
+    """Parses one event of a streamed completion, or a whole one. Raises `DialectError`."""
     try:
         found = _COMPLETION.decode(event)
     except msgspec.DecodeError as error:
-        raise DialectError(f"its answer is not as vLLM's are: {error}") from None
+        raise DialectError(f"its response does not have vLLM's format: {error}") from None
     if found.error is not None:
-        said = found.error if isinstance(found.error, dict) else {"message": found.error}
-        why = " ".join(str(said.get("message")).split())[:300]
-        raise DialectError(why, refused=said.get("code") in REFUSALS)
+        shown = found.error if isinstance(found.error, dict) else {"message": found.error}
+        why = " ".join(str(shown.get("message")).split())[:300]
+        raise DialectError(why, refused=shown.get("code") in REFUSALS)
     if not found.choices:
-        return Piece(work.work_id, ())
+        return EngineOutput(work.attempt_id, ())
     choice = found.choices[0]
     if choice.token_ids is None and choice.text:
-        raise DialectError("it returns no token ids: moonpool needs vLLM 0.10.2 or newer")
+        raise DialectError("it returns no token ids: Moonpool needs vLLM 0.10.2 or newer")
     handle = b"" if found.kv_transfer_params is None else _encode(found.kv_transfer_params)
-    return Piece(work.work_id, _tokens(work, choice), _finish(choice.finish_reason), handle)
+    return EngineOutput(
+        work.attempt_id, _tokens(work, choice), _finish(choice.finish_reason), handle
+    )
 
 
-def _tokens(work: Work, choice: _Choice) -> tuple[Token, ...]:
+def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
     ids = choice.token_ids or []
-    most, told = work.sampling.logprobs, choice.logprobs
-    if most is None or told is None:
+    most, logprobs = work.sampling.logprobs, choice.logprobs
+    if most is None or logprobs is None:
         return tuple(Token(token_id=i) for i in ids)
-    if len(told.token_logprobs) != len(ids):
-        raise DialectError("it sends log-probabilities of other tokens than it sends")
-    tops = told.top_logprobs or [None] * len(ids)
+    if len(logprobs.token_logprobs) != len(ids):
+        raise DialectError("its log-probabilities do not match its tokens")
+    tops = logprobs.top_logprobs or [None] * len(ids)
     return tuple(
         Token(token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=_top(top, most)))
-        for i, logprob, top in zip(ids, told.token_logprobs, tops, strict=True)
+        for i, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=True)
     )
 
 
 def _least(logprob: float | None) -> float:
-    return -9999.0 if logprob is None else logprob  # vLLM's word for minus infinity
+    return -9999.0 if logprob is None else logprob  # vLLM sends null for minus infinity
 
 
 def _top(top: Mapping[str, float] | None, most: int) -> tuple[tuple[int, float], ...]:
-    """The most likely ones first; the one that was drawn may be listed beyond them."""
+    """Returns the `most` likely tokens first. vLLM may also list the drawn one."""
     found = []
     for name, logprob in (top or {}).items():
         number = name.removeprefix(_TOKEN_PREFIX)
@@ -198,17 +207,17 @@ def _top(top: Mapping[str, float] | None, most: int) -> tuple[tuple[int, float],
 def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
-    if reason not in _FINISHES:  # such as abort, or error where no KVCache could be fetched
-        raise DialectError(f"it ended the answer before its end ({reason[:50]})")
+    if reason not in _FINISHES:  # such as abort, or error if no KVCache could be fetched
+        raise DialectError(f"it ended the output early ({reason[:50]})")
     return _FINISHES[reason]
 
 
-def read_facts(models: bytes, metrics: str) -> Facts:
-    """From `/v1/models` and `/metrics`. Raises `DialectError`."""
+def read_facts(models: bytes, metrics: str) -> VllmFacts:
+    """Reads the properties from `/v1/models` and `/metrics`. Raises `DialectError`."""
     try:
         listed = _MODELS.decode(models).data
     except msgspec.DecodeError as error:
-        raise DialectError(f"its /v1/models is not as vLLM's is: {error}") from None
+        raise DialectError(f"its /v1/models does not have vLLM's format: {error}") from None
     if not listed or not listed[0].max_model_len:
         raise DialectError("its /v1/models names no model with a max_model_len")
     match = _CACHE_INFO.search(metrics)
@@ -217,7 +226,7 @@ def read_facts(models: bytes, metrics: str) -> Facts:
     if not (block_tokens.isdigit() and num_blocks.isdigit() and int(block_tokens)):
         raise DialectError("its /metrics has no vllm:cache_config_info: is it vLLM, with metrics?")
     model = listed[0]
-    return Facts(
+    return VllmFacts(
         model_id=model.id,
         root=model.root or model.id,
         max_model_tokens=listed[0].max_model_len,
@@ -227,8 +236,8 @@ def read_facts(models: bytes, metrics: str) -> Facts:
     )
 
 
-def same_model(wanted: str, facts: Facts) -> bool:
-    """Whether a head's model is the one it serves: by its name, its root, or a folder's name."""
+def same_model(wanted: str, facts: VllmFacts) -> bool:
+    """Whether the server serves the head's model, by its name, its root or the folder's name."""
     names = {facts.model_id, facts.root}
     last = wanted.rstrip("/").rpartition("/")[2]
     return wanted in names or last in {name.rstrip("/").rpartition("/")[2] for name in names}

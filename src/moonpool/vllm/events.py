@@ -1,8 +1,8 @@
-"""What a vLLM publishes of its prefix cache (`--kv-events-config`), over ZeroMQ.
+"""The events of a vLLM server's prefix cache (`--kv-events-config`), over ZeroMQ.
 
-Its batches are numbered. Of those that were missed, before we came or since, it is asked to repeat
-what it still has, where it listens for that; what cannot be had makes us forget what we knew.
-Everything that arrives is outside data: it is decoded into bounded, typed values or dropped.
+The batches of events are numbered. The reader requests missed batches again if the server has a
+replay endpoint. If a missed batch is gone, the reader reports that all earlier events are void. All
+input is untrusted: it is decoded to bounded, typed values or dropped.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from moonpool.kvcache.foreign import (
-    ForeignCleared,
+from moonpool.vllm.block_names import (
+    ExternalBlocksCleared,
+    ExternalBlocksRemoved,
+    ExternalBlocksStored,
     ForeignEvent,
     ForeignHash,
-    ForeignRemoved,
-    ForeignStored,
 )
-from moonpool.workers.guest import NamesTold
+from moonpool.vllm.instance import CacheEventsReceived
 
 log = logging.getLogger("moonpool.vllm")
 
 MAX_MESSAGE_BYTES = 64 << 20
-QUEUED = 100_000  # batches, as vLLM itself keeps
-REPLAY_S = 5.0  # without a word from it
+QUEUED = 100_000  # batches; vLLM keeps as many
+REPLAY_S = 5.0  # without a message from the server
 _SEQ_BYTES = 8
 _END = -1  # as a sequence number: nothing more to repeat
 _MAX_TOKEN = (1 << 32) - 1
@@ -50,24 +50,26 @@ _LOOSE = msgspec.msgpack.Decoder(list[Any])
 
 
 class EventsError(Exception):
-    """They cannot be had; one line says why and what to do."""
+    """The events are not available; one line says why and what to do."""
 
 
 def read_batch(payload: bytes) -> tuple[ForeignEvent, ...]:
-    """The events of one batch: [time, [event, ...], ...]. What has another form is left out;
-    ValueError if the batch itself has."""
+    """Returns the events of one batch: [time, [event, ...], ...].
+
+    Events of another format are left out. Raises ValueError if the batch has another format.
+    """
     try:
         batch = _LOOSE.decode(payload)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from None
     if len(batch) < 2 or not isinstance(batch[1], list):
-        raise ValueError("it is no batch of events")
+        raise ValueError("the message is not a batch of events")
     events = (_read_event(_by_name(event)) for event in batch[1])
     return tuple(event for event in events if event is not None)
 
 
 def _by_name(event: Any) -> dict[str, Any]:
-    """Newer releases name an event's fields, older ones rely on their order."""
+    """Returns an event's fields by name. Newer releases name them, older ones only order them."""
     if isinstance(event, dict):
         return event
     if not isinstance(event, list) or not event:
@@ -77,15 +79,15 @@ def _by_name(event: Any) -> dict[str, Any]:
 
 
 def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
-    """None: it says nothing of blocks that prompts could find."""
+    """Returns None for an event that does not concern blocks of plain prompts."""
     kind, hashes = fields.get("type"), fields.get("block_hashes")
     if kind == "AllBlocksCleared":
-        return ForeignCleared()
+        return ExternalBlocksCleared()
     if not _are_hashes(hashes) or fields.get("group_idx"):
-        return None  # or it is of another kind of layers than the first
+        return None  # a group other than the first is another kind of layers
     medium = str(fields.get("medium") or "")
     if kind == "BlockRemoved":
-        return ForeignRemoved(hashes=tuple(hashes), medium=medium)
+        return ExternalBlocksRemoved(hashes=tuple(hashes), medium=medium)
     parent, tokens = fields.get("parent_block_hash"), fields.get("token_ids")
     if kind != "BlockStored" or not _are_tokens(tokens):
         return None
@@ -97,7 +99,7 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
     first = apart[0] if isinstance(apart, list) and apart else None
     if first is not None and not _is_salt(first):
         return None  # images and the like
-    return ForeignStored(
+    return ExternalBlocksStored(
         hashes=tuple(hashes),
         parent=parent,
         token_ids=tuple(tokens),
@@ -119,7 +121,7 @@ def _are_tokens(found: Any) -> TypeGuard[list[int]]:
 
 
 class EventReader:
-    """Follows one publisher. `replay`: where it repeats, "" if nowhere."""
+    """Follows one publisher. `replay` is its replay endpoint, "" without one."""
 
     def __init__(self, events: str, replay: str) -> None:
         """Raises EventsError."""
@@ -128,20 +130,20 @@ class EventReader:
         except ImportError:
             raise EventsError(
                 "vLLM's KV events need pyzmq: pip install 'moonpool[vllm]', or leave the tcp://"
-                " address out (what is cached there is then assumed)"
+                " address out (Moonpool then estimates the cached blocks)"
             ) from None
         self._zmq: Any = zmq
         self._context = zmq.asyncio.Context.instance()
         self._events, self._replay = events, replay
-        self._tell: Callable[[NamesTold], None] = lambda told: None
+        self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # number of the next batch
         for where in (events, replay):
             if where:
                 self._connected(self._zmq.SUB, where).close()
 
-    async def run(self, tell: Callable[[NamesTold], None]) -> None:
-        """Until cancelled; `tell` is called on the loop. Raises zmq.ZMQError."""
-        self._tell, self._next = tell, None
+    async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
+        """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
+        self._post, self._next = post, None
         socket = self._connected(self._zmq.SUB, self._events)
         try:
             socket.subscribe(b"")
@@ -155,7 +157,7 @@ class EventReader:
         zmq = self._zmq
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, QUEUED)  # with less, who repeats would drop some
+        socket.set(zmq.RCVHWM, QUEUED)  # with less, the replay endpoint would drop some
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.TCP_KEEPALIVE, 1)
         try:
@@ -171,16 +173,16 @@ class EventReader:
         number = int.from_bytes(frames[-2], "big", signed=True)
         due = self._next
         if due is not None and 0 < number < due:
-            return  # it was repeated already
-        # A publisher that begins anew at 0 is another one.
+            return  # already received from the replay
+        # A publisher that starts again at 0 is a new one.
         if due is not None and number != due and number:
             await self._catch_up(due)
         if number == 0:
             self._next = None
         if self._next is not None and number < self._next:
-            return  # it came with what was repeated
+            return  # already received from the replay
         if due is not None and number != self._next:
-            self._tell(NamesTold((), anew=True))
+            self._post(CacheEventsReceived((), lost=True))
         self._pass_on(number, frames[-1])
 
     def _pass_on(self, number: int, payload: bytes) -> None:
@@ -188,18 +190,17 @@ class EventReader:
         try:
             events = read_batch(payload)
         except ValueError as error:
-            log.warning("a batch of KV events cannot be read: %s", error)
-            self._tell(NamesTold((), anew=True))
+            log.warning("a malformed batch of KV events: %s; forgetting the cached blocks", error)
+            self._post(CacheEventsReceived((), lost=True))
             return
         if events:
-            self._tell(NamesTold(events))
+            self._post(CacheEventsReceived(events))
 
     async def _catch_up(self, first: int) -> None:
-        """Has the batches from `first` on repeated, as far as they can be had; of a hole among them
-        we tell."""
+        """Requests the batches from `first` on again, and reports a gap among them."""
         if not self._replay:
             return
-        socket = self._connected(self._zmq.DEALER, self._replay)  # one question, many answers
+        socket = self._connected(self._zmq.DEALER, self._replay)  # one request, many replies
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
@@ -212,9 +213,11 @@ class EventReader:
                 if self._next is not None and number < self._next:
                     continue
                 if self._next is not None and number > self._next:
-                    self._tell(NamesTold((), anew=True))
+                    self._post(CacheEventsReceived((), lost=True))
                 self._pass_on(number, frames[-1])
         except (TimeoutError, self._zmq.ZMQError) as error:
-            log.warning("vLLM at %s repeats no KV events: %s", self._replay, error or "no answer")
+            log.warning(
+                "no replay of KV events from vLLM at %s: %s", self._replay, error or "no reply"
+            )
         finally:
             socket.close()

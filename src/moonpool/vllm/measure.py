@@ -1,5 +1,7 @@
-"""What a vLLM's prompts and steps take, as seen from here: a few requests, for the cost model's
-fit. What it serves meanwhile makes them slower; the Conductor learns the rest as it goes."""
+"""Measures prefills and decode steps of a vLLM server with a few requests, and fits the cost model.
+
+Other load on the server makes the times longer; the Conductor corrects them while it serves.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,28 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
+from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import SamplingParams, Slo
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, Facts, completion_body, read_piece
-from moonpool.workers.guest import Ask
-from moonpool.workers.messages import Work, WorkId
+from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output
+from moonpool.vllm.instance import SubmitRequest
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
 DECODES = ((1, 16), (8, 16), (2, 1024))
-"""Batch, and tokens of each prompt."""
+"""Batch size, and tokens of each prompt."""
 STEPS = 12
 PATIENCE_S = 2.0
-"""After a prompt that took so long, none longer is tried."""
+"""After a prompt that took longer, no longer prompt is measured."""
 REPEATS = 2
 LEAST_STEP_S = 1e-4
 TOKEN_IDS = range(3, 250)
-"""Any model has these; what they mean does not matter."""
+"""Every model has these ids; their meaning does not matter."""
 FAR_BYTES_PER_S = 1e-6
-"""No block can be had from it: vLLM fetches by itself. So slow a source is never chosen."""
+"""vLLM fetches blocks by itself and is no source for others. A source this slow is never chosen."""
 
 
-async def measure(client: VllmClient, facts: Facts) -> FittedCost:
-    """Raises VllmError, also where it does not answer as vLLM does."""
+async def measure(client: VllmClient, facts: VllmFacts) -> FittedCost:
+    """Returns the fitted cost model. Raises VllmError, also for a response in another format."""
     longest = max(facts.max_model_tokens - STEPS - 1, 1)
     prefills: list[PrefillSample] = []
     await _first_token_s(client, facts, min(PREFILL_TOKENS[0], longest))  # warms it up
@@ -60,50 +62,50 @@ async def measure(client: VllmClient, facts: Facts) -> FittedCost:
     )
 
 
-async def _first_token_s(client: VllmClient, facts: Facts, num_tokens: int) -> float:
+async def _first_token_s(client: VllmClient, facts: VllmFacts, num_tokens: int) -> float:
     began_s = time.perf_counter()
     times_s = await _answer(client, facts, num_tokens, 1)
     return times_s[0] - began_s
 
 
-async def _step_s(client: VllmClient, facts: Facts, batch: int, num_tokens: int) -> float:
-    """Of a step in which all of them decode."""
-    asked = (_answer(client, facts, num_tokens, STEPS) for _ in range(batch))
-    answers = await asyncio.gather(*asked)
+async def _step_s(client: VllmClient, facts: VllmFacts, batch: int, num_tokens: int) -> float:
+    """Returns the time of a step in which all requests decode."""
+    runs = (_answer(client, facts, num_tokens, STEPS) for _ in range(batch))
+    answers = await asyncio.gather(*runs)
     all_in_s = max(times_s[0] for times_s in answers)
-    # Several tokens may come at once: only the time that all of them took tells.
+    # Several tokens may arrive at once, so only their total time is meaningful.
     steps_s = []
     for times_s in answers:
         late_s = [time_s for time_s in times_s if time_s >= all_in_s]
-        if len(late_s) < 2:  # it ended before the last began
+        if len(late_s) < 2:  # this request ended before the last one began
             late_s = list(times_s)
         steps_s.append((late_s[-1] - late_s[0]) / max(len(late_s) - 1, 1))
     return max(statistics.median(steps_s), LEAST_STEP_S)
 
 
 async def _answer(
-    client: VllmClient, facts: Facts, num_tokens: int, max_tokens: int
+    client: VllmClient, facts: VllmFacts, num_tokens: int, max_tokens: int
 ) -> Sequence[float]:
-    """When each of its tokens came."""
+    """Returns the arrival time of each token of one request."""
     token_ids = tuple(random.choice(TOKEN_IDS) for _ in range(num_tokens))
     work = _lone_work(f"measure-{secrets.token_hex(6)}", token_ids, max_tokens)
     times_s: list[float] = []
-    body = completion_body(Ask(work), facts.model_id, b"")
+    body = completion_body(SubmitRequest(work), facts.model_id, b"")
     async for event in client.answer(body, streamed=True):
         try:
-            piece = read_piece(work, event)
+            output = read_output(work, event)
         except DialectError as error:
             raise VllmError(str(error)) from None
-        times_s.extend([time.perf_counter()] * len(piece.tokens))
+        times_s.extend([time.perf_counter()] * len(output.tokens))
     if not times_s:
-        raise VllmError(f"it answered a prompt of {num_tokens} tokens with none")
+        raise VllmError(f"it generated no token for a prompt of {num_tokens} tokens")
     return times_s
 
 
-def _lone_work(work_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Work:
-    """One that measures: greedy, to the last token, and nobody's cache."""
-    return Work(
-        work_id=WorkId(work_id),
+def _lone_work(attempt_id: str, token_ids: tuple[int, ...], max_tokens: int) -> AttemptSpec:
+    """Returns an attempt to measure: greedy, of fixed length, and outside the prefix cache."""
+    return AttemptSpec(
+        attempt_id=AttemptId(attempt_id),
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         sampling=SamplingParams(

@@ -1,7 +1,8 @@
-"""An instance whose engine is a vLLM that runs already: this process is between it and the head.
+"""The process of an instance whose engine is a vLLM server that already runs.
 
-Joins as long as the vLLM is well. When that is gone the instance leaves, so that its requests go on
-elsewhere, and joins anew, as another incarnation, when it is back.
+The instance is joined while that server is healthy. When the server is gone, the instance leaves,
+so that its requests continue on other instances. When the server is back, the instance joins again
+as another incarnation.
 """
 
 from __future__ import annotations
@@ -15,66 +16,65 @@ from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.config import VllmPlace
+from moonpool.config import VllmAddress
 from moonpool.cost.fitted import FittedCost
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.runtime.head_link import HeadChannel, HeadLink, WorkerError
-from moonpool.runtime.leaving import Leaving
-from moonpool.runtime.protocol import (
+from moonpool.gc_tuning import settle_memory
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.frames import (
     HEARTBEAT_S,
     Apply,
     AttentionMoved,
-    Failed,
     Joined,
     Setup,
     WorkFrame,
 )
-from moonpool.runtime.settle import settle_memory
+from moonpool.protocol.messages import AttemptId, InstanceInfo
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
+from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import InstanceId, Role
 from moonpool.vllm.client import Health, VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, Facts, completion_body, read_piece, same_model
+from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output, same_model
 from moonpool.vllm.events import EventReader, EventsError
-from moonpool.vllm.measure import measure
-from moonpool.workers.actions import Depart, Tell
-from moonpool.workers.guest import (
-    Ask,
-    AskFailed,
-    EndStepSoon,
-    GiveUp,
-    GuestAction,
-    GuestEvent,
-    GuestInstance,
-    NamesTold,
-    Piece,
-    StepOver,
+from moonpool.vllm.instance import (
+    CacheEventsReceived,
+    CancelRequest,
+    EngineOutput,
+    EngineStepEnded,
+    FlushStep,
+    SubmitFailed,
+    SubmitRequest,
+    VllmAction,
+    VllmEvent,
+    VllmInstance,
 )
-from moonpool.workers.messages import InstanceInfo, WorkId
+from moonpool.vllm.measure import measure
 
 log = logging.getLogger("moonpool.vllm")
 
 STEP_S = 1e-3
-"""So long after its first word a step's other words are waited for."""
+"""How long after its first output the other outputs of a step are awaited."""
 LOOK_S = 2.0
-"""How often a vLLM that is gone is looked for."""
+"""How often a lost vLLM server is probed."""
 WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "gone": 3}
 MAX_UNWELL = 6
-"""Of weights, beat after beat, until it is taken for gone: an engine may be slow to answer."""
+"""The sum of weights over successive beats at which the server counts as gone: a busy engine may
+be slow to respond."""
 
 
 @dataclass(slots=True)
 class _Engine:
-    """The vLLM as it is from when it was found until it is gone."""
+    """The vLLM server, from when it was found until it is gone."""
 
-    facts: Facts
+    facts: VllmFacts
     incarnation: int
     cost: FittedCost | None = None
     layout: BlockLayout | None = None
-    guest: GuestInstance | None = None  # once a head has said what it serves
+    instance: VllmInstance | None = None  # set by the first `Setup`
 
 
-class VllmWorker:
-    """`run` serves until the head says stop."""
+class VllmWorker(InstanceProcess):
+    """`run` serves until the head stops this worker."""
 
     def __init__(
         self,
@@ -82,39 +82,25 @@ class VllmWorker:
         instance_id: InstanceId,
         machine: str,
         secret: bytes,
-        place: VllmPlace,
+        place: VllmAddress,
         api_key: str = "",
     ) -> None:
         """Raises WorkerError."""
-        self.role = role
-        self.instance_id = instance_id
-        self._machine = machine
-        self._secret = secret
+        super().__init__(role, instance_id, machine, secret)
         self._place = place
         self._client = VllmClient(place.url, api_key)
         try:
             self._reader = EventReader(place.events, place.replay) if place.events else None
         except EventsError as error:
             raise WorkerError(str(error)) from None
-        self._loop = asyncio.get_running_loop()
-        self._link = HeadLink(instance_id, secret, self)
         self._engine: _Engine | None = None
-        self._asks: dict[WorkId, asyncio.Task[None]] = {}
+        self._requests: dict[AttemptId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._join_lock = asyncio.Lock()
-        self._joined = False
         self._gone = False
-        self._leaving = Leaving()
-
-    def ask_to_leave(self, within_s: float) -> bool:
-        """Has the head drain this instance, which ends `run`. False if there is no head to ask."""
-        if not self._joined:
-            return False
-        self._leaving.begin(within_s, self._link)
-        return True
 
     async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
-        """Raises WorkerError."""
+        """Serves while the vLLM server comes and goes. Raises WorkerError."""
         try:
             while True:
                 self._engine = await self._found()
@@ -132,21 +118,21 @@ class VllmWorker:
             await self._client.close()
 
     async def _found(self) -> _Engine:
-        """Waits for it, however long that takes."""
-        said = ""
+        """Waits for the server without a limit."""
+        last_error = ""
         while True:
             try:
                 facts = await self._client.facts()
                 break
             except VllmError as error:
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("waiting for vLLM at %s: %s", self._place.url, said)
+                if str(error) != last_error:
+                    last_error = str(error)
+                    log.warning("waiting for vLLM at %s: %s", self._place.url, last_error)
             await asyncio.sleep(LOOK_S)
         found = _Engine(facts, secrets.randbits(62))
         before = self._engine
         if before is not None and before.facts == facts:
-            found.cost = before.cost  # it would be measured while others hurry to it
+            found.cost = before.cost  # measured again it would be too slow: requests rush to it
         return found
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -156,13 +142,13 @@ class VllmWorker:
         return task
 
     async def _end_tasks(self) -> None:
-        self._asks.clear()
+        self._requests.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Follower of the link
+    # The link's follower
 
     def on_head(self) -> None:
         self._link.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
@@ -176,12 +162,9 @@ class VllmWorker:
             case _:
                 self._post(frame)
 
-    def on_lost(self) -> None:
-        self._joined = False
-        if self._leaving.overdue:
-            self._link.stop("it leaves")
-        elif self._engine is not None and self._engine.guest is not None:
-            self._perform(self._engine.guest.abort_all())
+    def _abort_all(self) -> None:
+        if self._engine is not None and self._engine.instance is not None:
+            self._perform(self._engine.instance.abort_all())
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
         async with self._join_lock:  # the head may be lost and found again while we measure
@@ -191,29 +174,26 @@ class VllmWorker:
             try:
                 problem = await self._prepare(setup, engine)
             except Exception as error:
-                log.exception("the instance could not be brought up")
-                problem = f"an unexpected {type(error).__name__}: {error}"
+                log.exception("the instance failed to start")
+                problem = f"unexpected {type(error).__name__}: {error}; its log has the details"
         if problem:
-            self._link.send(Failed(message=problem))
-            self._link.fail(problem, "it cannot start")
-        elif channel is not None and channel is self._link.channel and not self._link.stopping:
-            self._link.send(Joined(info=self._info(engine)))
-            self._joined = True
-            self._leaving.tell(self._link)
+            self._fail(problem)
+        elif not self._link.stopping:
+            self._join_over(channel, Joined(info=self._info(engine)))
 
     async def _prepare(self, setup: Setup, engine: _Engine) -> str:
-        """Makes the instance what it will be; or says in one line why that cannot be."""
+        """Measures the server and makes the state machine. Returns "", or why it failed."""
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
-            return "the head serves with moonpool's own engine: start it with --engine vllm"
+            return "the head serves with Moonpool's own engine; start it with --engine vllm"
         if not same_model(setup.model.name, facts):
             return (
-                f"vLLM at {url} serves {facts.root}, and the head {setup.model.name}: give both the"
-                " same model"
+                f"vLLM at {url} serves {facts.root}, but the head serves {setup.model.name}; start"
+                " both with the same model"
             )
         layout = _layout(setup.model.name, facts)
         if engine.layout not in (None, layout):
-            return "the head came back with another configuration; start this worker anew"
+            return "the head came back with another configuration; restart this worker"
         if engine.cost is None:
             try:
                 engine.cost = await measure(self._client, facts)
@@ -222,9 +202,9 @@ class VllmWorker:
                     return f"vLLM at {url}: {error}"
                 self._leave_gone()
                 return ""
-        if engine.guest is None:
+        if engine.instance is None:
             engine.layout = layout
-            engine.guest = GuestInstance(
+            engine.instance = VllmInstance(
                 layout, facts.num_blocks, self.role, self._reader is not None, facts.caches_prefixes
             )
             if self._reader is not None:
@@ -253,64 +233,66 @@ class VllmWorker:
 
     # Events in, actions out
 
-    def _post(self, event: GuestEvent) -> None:
-        if self._engine is not None and self._engine.guest is not None:
-            self._perform(self._engine.guest.handle(event, self._loop.time()))
+    def _post(self, event: VllmEvent) -> None:
+        if self._engine is not None and self._engine.instance is not None:
+            self._perform(self._engine.instance.handle(event, self._loop.time()))
 
-    def _perform(self, actions: list[GuestAction]) -> None:
+    def _perform(self, actions: list[VllmAction]) -> None:
         for action in actions:
             match action:
-                case Tell():
+                case SendReport():
                     self._link.send(action.report)
-                case Ask():
-                    self._asks[action.work.work_id] = self._spawn(self._ask(action))
-                case GiveUp():
-                    task = self._asks.pop(action.work_id, None)
+                case SubmitRequest():
+                    self._requests[action.work.attempt_id] = self._spawn(self._run_request(action))
+                case CancelRequest():
+                    task = self._requests.pop(action.attempt_id, None)
                     if task is not None:
                         task.cancel()
-                case EndStepSoon():
-                    self._loop.call_later(STEP_S, self._post, StepOver())
-                case Depart():
+                case FlushStep():
+                    self._loop.call_later(STEP_S, self._post, EngineStepEnded())
+                case ExitProcess():
                     self._link.stop("it leaves")
 
-    async def _ask(self, ask: Ask) -> None:
-        """One request, to its end. Whatever goes wrong ends this work alone."""
-        work_id = ask.work.work_id
-        failure = AskFailed(work_id, "its vLLM ended an answer without saying why")
+    async def _run_request(self, submit: SubmitRequest) -> None:
+        """Runs one request to its end. An error ends only this attempt."""
+        attempt_id = submit.work.attempt_id
+        failure = SubmitFailed(attempt_id, "the vLLM server ended an output without a reason")
         try:
-            async with contextlib.aclosing(self._pieces(ask)) as pieces:
-                async for piece in pieces:
-                    if piece.finish is not None:
-                        self._asks.pop(work_id, None)
-                    self._post(piece)
+            async with contextlib.aclosing(self._outputs(submit)) as outputs:
+                async for output in outputs:
+                    if output.finish is not None:
+                        self._requests.pop(attempt_id, None)
+                    self._post(output)
         except (VllmError, DialectError) as error:
-            failure = AskFailed(work_id, str(error), error.refused)
+            failure = SubmitFailed(attempt_id, str(error), error.refused)
         except Exception as error:
-            log.exception("asking vLLM at %s", self._place.url)
-            failure = AskFailed(work_id, f"an unexpected {type(error).__name__} at its vLLM")
-        if self._asks.pop(work_id, None) is not None:
+            log.exception("a request to vLLM at %s failed", self._place.url)
+            failure = SubmitFailed(
+                attempt_id, f"unexpected {type(error).__name__} in the vLLM client"
+            )
+        if self._requests.pop(attempt_id, None) is not None:
             log.warning("vLLM at %s: %s", self._place.url, failure.message)
             self._post(failure)
 
-    async def _pieces(self, ask: Ask) -> AsyncGenerator[Piece]:
-        """To the end of the answer's last line, so that the connection can serve the next."""
+    async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:
+        """Yields the outputs of a request. Reads to the end, so that the connection is reused."""
         engine = self._engine
         assert engine is not None
         assert engine.layout is not None
-        body = completion_body(ask, engine.facts.model_id, engine.layout.fingerprint)
-        answer = self._client.answer(body, streamed=not ask.hands_over)
+        body = completion_body(submit, engine.facts.model_id, engine.layout.fingerprint)
+        answer = self._client.answer(body, streamed=not submit.hands_over)
         async with contextlib.aclosing(answer):
             async for event in answer:
-                yield read_piece(ask.work, event)
+                yield read_output(submit.work, event)
 
-    # How it is
+    # The server's health
 
     async def _beat(self) -> None:
         unwell = 0
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if self._joined and self._engine is not None and self._engine.guest is not None:
-                self._link.send(self._engine.guest.load())
+            if self._joined and self._engine is not None and self._engine.instance is not None:
+                self._link.send(self._engine.instance.load())
             health = await self._client.health()
             unwell = 0 if health == "well" else unwell + WEIGHT[health]
             if unwell >= MAX_UNWELL:
@@ -320,21 +302,23 @@ class VllmWorker:
     def _leave_gone(self) -> None:
         log.warning("vLLM at %s is gone; the instance leaves until it is back", self._place.url)
         self._gone, self._joined = True, False
-        self._link.stop("its vLLM is gone")
+        self._link.stop("its vLLM server is gone")
 
     async def _listen(self, reader: EventReader) -> None:
-        """What it says of its cache."""
+        """Passes the server's cache events on, and reconnects when they end."""
         while True:
             try:
                 await reader.run(self._post)
             except Exception as error:
-                log.warning("KV events of vLLM at %s: %s", self._place.url, error)
-            self._post(NamesTold((), anew=True))
+                log.warning(
+                    "no KV events from vLLM at %s: %s; trying again", self._place.url, error
+                )
+            self._post(CacheEventsReceived((), lost=True))
             await asyncio.sleep(LOOK_S)
 
 
-def _layout(model: str, facts: Facts) -> BlockLayout:
-    """What it computes with is not known: its blocks are its own, and only named here."""
+def _layout(model: str, facts: VllmFacts) -> BlockLayout:
+    """Returns a nominal layout: the blocks stay in vLLM, and only their keys are used here."""
     return BlockLayout(
         model_fingerprint=f"vllm {model}",
         dtype="bfloat16",

@@ -13,10 +13,8 @@ from typing import Any
 import httpx
 import uvloop
 
-from moonpool.api.app import make_app
-from moonpool.api.frontend import ModelCard, Output
-from moonpool.api.options import ApiOptions
-from moonpool.api.server import http_server, listen
+from moonpool.api.app import http_server, listen, make_app
+from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs

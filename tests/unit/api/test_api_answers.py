@@ -16,7 +16,7 @@ from scripted_head import (
     spoken,
 )
 
-from moonpool.api.frontend import Output, Refused
+from moonpool.api.frontend import Output, RequestRefused
 from moonpool.engine.tokenizers.byte import EOS_ID
 from moonpool.types import FinishReason, Request, Slo, Token
 
@@ -460,7 +460,7 @@ def test_fields_without_effect_are_ignored() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_before_the_first_token_has_its_own_status(stream: bool) -> None:
-    head = ScriptedHead(lambda _: [Refused(429, "ttft_slo", "too busy", retry_after_s=2.2)])
+    head = ScriptedHead(lambda _: [RequestRefused(429, "ttft_slo", "too busy", retry_after_s=2.2)])
     response = chat(head, stream=stream)
     assert response.status_code == 429
     assert response.headers["retry-after"] == "3"
@@ -475,12 +475,14 @@ def test_a_refusal_before_the_first_token_has_its_own_status(stream: bool) -> No
 
 @pytest.mark.parametrize("status", [503, 429])
 def test_a_refusal_always_says_when_to_come_back(status: int) -> None:
-    head = ScriptedHead(lambda _: [Refused(status, "no_capacity", "full")])
+    head = ScriptedHead(lambda _: [RequestRefused(status, "no_capacity", "full")])
     assert chat(head).headers["retry-after"] == "1"
 
 
 def test_a_refusal_in_mid_stream_is_an_event_and_the_end() -> None:
-    head = ScriptedHead(lambda _: [*spoken("a", finish=None), Refused(504, "deadline", "late")])
+    head = ScriptedHead(
+        lambda _: [*spoken("a", finish=None), RequestRefused(504, "deadline", "late")]
+    )
     response = complete(head, stream=True)
     assert response.status_code == 200
     blocks = response.text.split("\n\n")
@@ -492,7 +494,7 @@ def test_a_refusal_in_mid_stream_is_an_event_and_the_end() -> None:
 def test_a_refused_choice_ends_its_siblings() -> None:
     def script(request: Request) -> list[object]:
         if request.request_id.endswith("-1"):
-            return [0.02, Refused(503, "lost", "instance lost")]
+            return [0.02, RequestRefused(503, "lost", "instance lost")]
         return [*spoken("a", finish=None), 60.0]
 
     head = ScriptedHead(script)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from scripted_head import ScriptedHead, call
 
-from moonpool.api.options import ApiOptions
+from moonpool.api.frontend import ApiOptions
 
 
 def get(head: ScriptedHead, path: str) -> httpx.Response:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moonpool.api.metrics import Histogram, Prediction, ServerMetrics
+from moonpool.api.metrics import Prediction, PrometheusHistogram, ServerMetrics
 
 
 def samples(metrics: ServerMetrics) -> dict[tuple[str, str], float]:
@@ -89,7 +89,7 @@ def test_what_the_head_observes_is_what_prometheus_reads() -> None:
 
 
 def test_a_sample_on_a_bound_counts_as_within_it() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = PrometheusHistogram((1.0, 2.0))
     histogram.observe_all((1.0, 1.5, 3.0))
 
     assert histogram.buckets() == [("1.0", 1.0), ("2.0", 2.0), ("+Inf", 3.0)]

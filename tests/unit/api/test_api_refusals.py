@@ -8,14 +8,14 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, complete, served, spoken
 
-from moonpool.api.frontend import Refused
+from moonpool.api.frontend import RequestRefused
 from moonpool.types import Request
 
 NUMBERS = {"predicted_ttft_s": 41.5, "limit_ttft_s": 30.0}
 
 
-def refused() -> Refused:
-    return Refused(429, "ttft_slo", "too late", 0.4, NUMBERS)
+def refused() -> RequestRefused:
+    return RequestRefused(429, "ttft_slo", "too late", 0.4, NUMBERS)
 
 
 def test_the_body_holds_the_projection() -> None:
@@ -26,7 +26,9 @@ def test_the_body_holds_the_projection() -> None:
 
 
 def test_a_refusal_without_numbers_has_no_such_field() -> None:
-    response = complete(ScriptedHead(lambda request: [Refused(503, "no_instance", "none", 5.0)]))
+    response = complete(
+        ScriptedHead(lambda request: [RequestRefused(503, "no_instance", "none", 5.0)])
+    )
     assert "projection" not in response.json()["error"]
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from scripted_head import ScriptedHead, call, served, spoken
 from test_api_tools import CALL, TAGGED, ToolTokenizer, head_saying
 
-from moonpool.api.frontend import Refused
+from moonpool.api.frontend import RequestRefused
 from moonpool.types import FinishReason
 
 WEATHER: Any = {
@@ -178,11 +178,13 @@ def test_what_cannot_be_served_is_named(fields: dict[str, Any], param: str) -> N
 
 
 def test_a_refusal_has_its_status_and_a_late_failure_is_an_event() -> None:
-    busy = ScriptedHead(lambda _: [Refused(429, "ttft_slo", "too busy", retry_after_s=2)])
+    busy = ScriptedHead(lambda _: [RequestRefused(429, "ttft_slo", "too busy", retry_after_s=2)])
     for stream in (False, True):
         response = ask(busy, stream=stream)
         assert response.status_code == 429 and response.headers["retry-after"] == "2"
-    lost = ScriptedHead(lambda _: [*spoken("Hel", finish=None), Refused(503, "lost", "gone")])
+    lost = ScriptedHead(
+        lambda _: [*spoken("Hel", finish=None), RequestRefused(503, "lost", "gone")]
+    )
     lines = ask(lost, stream=True).text.strip().split("\n")
     assert lines[-2] == "event: error"
     last = json.loads(lines[-1].removeprefix("data: "))

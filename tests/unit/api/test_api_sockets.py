@@ -13,9 +13,8 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
-from moonpool.api.frontend import Output, Refused
-from moonpool.api.options import ApiOptions
-from moonpool.api.server import PortError, listen
+from moonpool.api.app import PortError, listen
+from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.types import Request, Token
 
 USER = {"role": "user", "content": "Hi"}
@@ -87,7 +86,7 @@ def test_openais_async_client_streams_side_by_side() -> None:
 
 
 def test_openais_client_knows_our_errors() -> None:
-    refused = ScriptedHead(lambda _: [Refused(429, "ttft_slo", "busy", retry_after_s=1)])
+    refused = ScriptedHead(lambda _: [RequestRefused(429, "ttft_slo", "busy", retry_after_s=1)])
     with served(refused) as url, client_of(url) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             client.chat.completions.create(model="fake", messages=[USER])
@@ -100,7 +99,9 @@ def test_openais_client_knows_our_errors() -> None:
 
 
 def test_openais_client_sees_an_error_in_mid_stream() -> None:
-    head = ScriptedHead(lambda _: [*spoken("a", finish=None), Refused(504, "deadline", "late")])
+    head = ScriptedHead(
+        lambda _: [*spoken("a", finish=None), RequestRefused(504, "deadline", "late")]
+    )
     with served(head) as url, client_of(url) as client:
         stream = client.chat.completions.create(model="fake", messages=[USER], stream=True)
         with pytest.raises(openai.APIError, match="late"):

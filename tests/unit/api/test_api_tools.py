@@ -15,7 +15,7 @@ from scripted_head import ScriptedHead, chat, served, spoken
 
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
-from moonpool.api.tools import Piece, Tools, together
+from moonpool.api.tools import ToolCallDelta, Tools, together
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.chat_template import ChatTemplate
 
@@ -57,7 +57,7 @@ def read(template: str, *texts: str, **fields: Any) -> tuple[str, list[dict[str,
     body = msgspec.convert({"messages": [], "tools": TOOLS} | fields, ChatBody)
     make = Tools(body).reader(template)
     assert make is not None
-    reader, said, pieces = make(), "", list[Piece]()
+    reader, said, pieces = make(), "", list[ToolCallDelta]()
     for text in texts:
         more, found = reader.push(text)
         said, pieces = said + more, pieces + found

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from moonpool.cli.main import cli
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
-from moonpool.trace.writer import write_trace
+from moonpool.trace.jsonl import write_trace
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
 from moonpool.config import parse_config
+from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
-from moonpool.trace.writer import write_trace
 
 SMALL = ("--slo-ttft", "6", "--seeds", "4", "--layout", "disaggregated")
 
@@ -90,7 +90,7 @@ def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> 
     other, other_text = plan_of(tmp_path, *few, "--processes", "2")
     assert one == other and not one["complete"]
     assert text.splitlines()[:-1] == other_text.splitlines()[:-1]
-    assert "give it more with --runs" in text
+    assert "allow more with --runs" in text
 
 
 @pytest.mark.long
@@ -108,8 +108,11 @@ def test_for_more_load_and_for_shorter_prompts(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--slo-ttft", "0.1"), r"no cluster can: for 90% of the requests, prefill alone takes"),
-        (("--slo-tbt", "0.01"), "no cluster can: a decode step takes"),
+        (
+            ("--slo-ttft", "0.1"),
+            r"no cluster keeps the SLOs: for 90% of the requests, prefill alone takes",
+        ),
+        (("--slo-tbt", "0.01"), "no cluster keeps the SLOs: a decode step takes"),
         (("--devices", "H100"), "unknown device 'H100'; did you mean"),
         (("--devices", "A800-SXM,A6000:8"), "there is no price of A6000: give one by --prices"),
         (("--devices", "A40:2"), "llama3-70b does not fit 2 A40"),

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.messenger.arena import Arena
-from moonpool.messenger.store.store import open_store
+from moonpool.protocol.block_layout import BlockLayout
 from moonpool.runtime.audit import audit_cluster
+from moonpool.storage.store import open_store
+from moonpool.transfer.arena import Arena
 from moonpool.types import BlockId, BlockKey
 
 LAYOUT = BlockLayout(
@@ -142,7 +142,7 @@ def test_an_unbalanced_pool_fails_the_audit(url: str, monkeypatch: pytest.Monkey
     monkeypatch.setitem(CLUSTER["instances"][0]["ssd"], "available", 36)
     result = run("audit", "--url", url)
     assert result.exit_code == 1
-    assert "prefill-0 SSD: 3 held and 36 available are not 40 blocks" in result.output
+    assert "prefill-0 SSD: 3 held plus 36 available blocks are not 40 in total" in result.output
 
 
 def test_a_wrong_url_gets_one_line(url: str) -> None:
@@ -155,10 +155,10 @@ def test_a_wrong_url_gets_one_line(url: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"held": 4}, "4 held and 7 available are not 10 blocks"),
-        ({"owners": {"work:r/1": 2}}, "owners name only 2"),
+        ({"held": 4}, "4 held plus 7 available blocks are not 10 in total"),
+        ({"owners": {"work:r/1": 2}}, "owners hold only 2"),
         ({"held": 0, "available": 10}, "but no block is held"),
-        ({"cached": 11}, "11 named blocks"),
+        ({"cached": 11}, "11 blocks are cached"),
     ],
 )
 def test_each_imbalance_is_found(change: dict[str, Any], words: str) -> None:
@@ -173,5 +173,5 @@ def test_blocks_held_for_nobody_are_a_leak() -> None:
     cluster = deepcopy(CLUSTER)
     cluster["instances"][0]["running"] = 0
     assert audit_cluster(cluster) == [
-        "prefill-0: no request runs, yet blocks are held for work:r/1"
+        "prefill-0: no request is running, but blocks are held for work:r/1"
     ]

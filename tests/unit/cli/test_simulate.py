@@ -20,7 +20,7 @@ from moonpool.config import Config
 from moonpool.cost.fitted import FittedCost
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
-from moonpool.trace.writer import write_trace
+from moonpool.trace.jsonl import write_trace
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "simulation.md").read_text()
 SIMULATING = PAGE[PAGE.index("## Simulating") : PAGE.index("## Traces")]
@@ -262,7 +262,7 @@ MISTAKES = {
     "--shape llama3-8b --nodes-per-prefill 64 --parallelism cpp": "64 stages; use fewer nodes",
     "--config nowhere.toml": "cannot read the config nowhere.toml",
     "--catalogue nowhere.toml": "cannot read the catalogue nowhere.toml",
-    "--slo-ttft nan": "slo must be > 0",
+    "--slo-ttft nan": "slo.ttft_s must be > 0",
     "--load-limit nan": "load_limit must be > 0",
     "--max-num-seqs 0": "max_sequences must be >= 1",
     "--json no/f.json": "cannot write no/f.json: there is no folder no",
@@ -302,7 +302,7 @@ FILES = {
     "--config": {
         '[conductor]\nplacment = "random"\n': "did you mean 'placement'",
         "[conductr]\nseed = 1\n": "did you mean 'conductor'",
-        '[conductor]\nplacement = "best"\n': "bad value",
+        '[conductor]\nplacement = "best"\n': "placement must be one of 'random'",
         "prefill 3": "not valid TOML",
         "\xff": "not UTF-8",
     },

@@ -115,17 +115,17 @@ def test_how_slow_must_be_said(trace: str, slow: str) -> None:
 def test_what_is_slow_must_be_there(trace: str) -> None:
     result = simulate(trace, "--slow", "prefill-99=2")
     assert result.exit_code != 0
-    assert "no instance is named 'prefill-99'" in result.output
+    assert "there is no instance 'prefill-99'" in result.output
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"prefill": [5.0]}, "departs 5 times"),
+        ({"prefill": [5.0]}, "takes 5 times"),
         ({"profile": PROFILE | {"prefill": [-1, 0, 0, 0]}}, "negative time"),
         ({"profile": PROFILE | {"decode": [0, 0, 0]}}, "takes no time"),
         ({"profile": PROFILE | {"network_bytes_per_s": 0.0}}, "bandwidth of 0"),
-        ({"role": "cook"}, "no record of"),
+        ({"role": "cook"}, "not a record of"),
     ],
 )
 def test_impossible_beliefs_are_refused(
@@ -142,5 +142,5 @@ def test_impossible_beliefs_are_refused(
 def test_beliefs_of_nobody_are_refused(trace: str, tmp_path: Path) -> None:
     path = tmp_path / "beliefs.json"
     path.write_text('{"instances": []}')
-    assert "names no instance" in simulate(trace, "--beliefs", str(path)).output
+    assert "has no instances" in simulate(trace, "--beliefs", str(path)).output
     assert "cannot read the beliefs" in simulate(trace, "--beliefs", "nowhere").output

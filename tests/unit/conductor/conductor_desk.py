@@ -1,4 +1,4 @@
-"""A Conductor whose instances are played by the test."""
+"""A Conductor for tests, which take the part of its instances."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import ConductorConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import PeerAddress
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import (
+    AttemptId,
+    AttemptTokens,
+    DecodeAccepted,
+    InstanceInfo,
+    PrefillDone,
+    Report,
+    StepTokens,
+)
+from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import (
     FinishReason,
     InstanceId,
@@ -26,15 +35,6 @@ from moonpool.types import (
     SamplingParams,
     Slo,
     Token,
-)
-from moonpool.workers.messages import (
-    DecodeAccepted,
-    InstanceInfo,
-    PrefillDone,
-    Report,
-    StepTokens,
-    WorkId,
-    WorkTokens,
 )
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ PROMPT = tuple(range(10))
 
 
 class Desk:
-    """A Conductor with its books checked after each event."""
+    """A Conductor with its reservations checked after each event."""
 
     def __init__(self, *names: str, num_blocks: int = 1000, **config: Any) -> None:
         self.conductor = Conductor(ConductorConfig(**config))
@@ -100,17 +100,17 @@ class Desk:
         return self.handle(Reported(InstanceId(name), report))
 
     def prefilled(self, work: str = "r/1", token: int = 50) -> list[ConductorAction]:
-        return self.report("p0", PrefillDone(work_id=WorkId(work), token=Token(token)))
+        return self.report("p0", PrefillDone(attempt_id=AttemptId(work), token=Token(token)))
 
     def decoding(self, work: str = "r/1", token: int = 50) -> list[ConductorAction]:
         self.prefilled(work, token)
-        return self.report("d0", DecodeAccepted(work_id=WorkId(work)))
+        return self.report("d0", DecodeAccepted(attempt_id=AttemptId(work)))
 
     def tokens(
         self, name: str, *tokens: int, finish: FinishReason | None = None, work: str = "r/1"
     ) -> list[ConductorAction]:
-        item = WorkTokens(
-            work_id=WorkId(work), tokens=tuple(Token(t) for t in tokens), finish=finish
+        item = AttemptTokens(
+            attempt_id=AttemptId(work), tokens=tuple(Token(t) for t in tokens), finish=finish
         )
         return self.report(name, StepTokens(works=(item,)))
 

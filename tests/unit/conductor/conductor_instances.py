@@ -1,12 +1,12 @@
-"""Instances with a cost that is easy to reckon with."""
+"""Instances with simple cost coefficients."""
 
 from __future__ import annotations
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.kvcache.layout import BlockLayout
-from moonpool.kvcache.transfers import PeerAddress
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import InstanceInfo
+from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import InstanceId, Role
-from moonpool.workers.messages import InstanceInfo
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 COST = FittedCost(

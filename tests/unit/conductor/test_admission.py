@@ -1,4 +1,4 @@
-"""Who is turned away: the four policies, on loads that are set by hand."""
+"""The four admission policies, on loads that the tests set."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from conductor_instances import COST, info
 
-from moonpool.conductor.admission import Promise, admit
-from moonpool.conductor.bookings import Bookings
-from moonpool.conductor.decode_forecast import DecodeForecast
+from moonpool.conductor.admission import AdmissionContext, SloBudget, admit
+from moonpool.conductor.decode_forecast import IntervalForecast
 from moonpool.conductor.placement import Placement, Rejection, place
-from moonpool.conductor.policies import Demand
+from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.reservations import Reservations
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 
 NAMES = ("p0", "d0", "d1")
-DEMAND = Demand(
+DEMAND = RequestFootprint(
     number=1,
     num_tokens=1000,  # 1 s of prefill
     expected_tokens=1000,  # 1 ms more per step, beside 10 ms per answer
@@ -34,17 +34,17 @@ class Scene:
     """One prefill and two decode instances."""
 
     def __init__(self, queue_s: float = 0.0, decoding: tuple[int, int] = (0, 0)) -> None:
-        self.books = Bookings(DecodeForecast())
+        self.reservations = Reservations(IntervalForecast())
         for name in NAMES:
-            self.books.join(info(name, num_blocks=100_000))
-        self.books.fleet.waiting_ns[0] = queue_s * 1e9
+            self.reservations.join(info(name, num_blocks=100_000))
+        self.reservations.instance_table.waiting_ns[0] = queue_s * 1e9
         for row, count in enumerate(decoding, start=1):
             for _ in range(count):
-                self.books.fleet.begin_decoding(row, 0)
+                self.reservations.instance_table.begin_decoding(row, 0)
 
     def enter(self, count: int, begins_s: float, lasts_s: float) -> None:
         for _ in range(count):
-            self.books.forecast.enter(begins_s, lasts_s, 0, 0.0)
+            self.reservations.forecast.enter(begins_s, lasts_s, 0, 0.0)
 
     def decide(
         self,
@@ -52,16 +52,17 @@ class Scene:
         ttft_s: float = 30.0,
         tbt_s: float = 1.0,
         waited_s: float = 0.0,
-        demand: Demand = DEMAND,
+        footprint: RequestFootprint = DEMAND,
         **config: Any,
     ) -> Rejection | None:
         settings = ConductorConfig(admission=admission, **config)
         none = np.zeros(len(NAMES))
-        fleet = self.books.fleet
-        placement = place(demand, fleet, PrefixMatch(none, none, 0), settings, 0.0)
+        table = self.reservations.instance_table
+        placement = place(footprint, table, PrefixMatch(none, none, 0), settings, 0.0)
         assert isinstance(placement, Placement)
-        promise = Promise(Slo(ttft_s=ttft_s, tbt_s=tbt_s), waited_s)
-        return admit(demand, placement, promise, fleet, self.books.forecast, settings, 0.0)
+        budget = SloBudget(Slo(ttft_s=ttft_s, tbt_s=tbt_s), waited_s)
+        forecast = self.reservations.forecast
+        return admit(AdmissionContext(footprint, placement, budget, table, forecast, settings, 0.0))
 
     def refuse(self, admission: Any, **known: Any) -> Rejection:
         refusal = self.decide(admission, **known)
@@ -70,13 +71,13 @@ class Scene:
         return refusal
 
 
-def test_none_refuses_nothing() -> None:
-    scene = Scene(queue_s=100.0, decoding=(50, 50))
-    assert scene.decide("none", ttft_s=0.001, tbt_s=0.001) is None
+def test_none_rejects_nothing() -> None:
+    context = Scene(queue_s=100.0, decoding=(50, 50))
+    assert context.decide("none", ttft_s=0.001, tbt_s=0.001) is None
 
 
 @pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
-def test_too_late_is_refused_with_the_time_it_lacks(admission: str) -> None:
+def test_a_late_request_is_rejected_with_the_time_to_retry(admission: str) -> None:
     refusal = Scene(queue_s=4.0).refuse(admission, ttft_s=2.0)
     assert refusal.reason == "ttft_slo"
     assert refusal.retry_after_s == pytest.approx(4.0 + 1.0 - 2.0)
@@ -84,67 +85,67 @@ def test_too_late_is_refused_with_the_time_it_lacks(admission: str) -> None:
     assert Scene(queue_s=1.0).decide(admission, ttft_s=2.0) is None, "exactly the SLO is met"
 
 
-def test_too_long_for_any_instance_says_so() -> None:
+def test_a_prompt_too_long_for_any_instance_is_named() -> None:
     refusal = Scene(queue_s=4.0).refuse("early", ttft_s=0.5)
     assert refusal.reason == "ttft_slo" and "shorten the prompt" in refusal.message
 
 
 def test_time_already_spent_counts() -> None:
-    scene = Scene(queue_s=4.0)
-    assert scene.decide("early", ttft_s=8.0, waited_s=3.0) is None
-    assert scene.refuse("early", ttft_s=8.0, waited_s=3.1).reason == "ttft_slo"
+    context = Scene(queue_s=4.0)
+    assert context.decide("early", ttft_s=8.0, waited_s=3.0) is None
+    assert context.refuse("early", ttft_s=8.0, waited_s=3.1).reason == "ttft_slo"
 
 
 def test_the_limit_is_of_load_not_of_latency() -> None:
-    scene = Scene(queue_s=1.0)  # 2 s to the first token
-    assert scene.decide("baseline", ttft_s=4.0, load_limit=0.5) is None
-    assert "0.4 of the SLO" in scene.refuse("baseline", ttft_s=4.0, load_limit=0.4).message
-    assert scene.decide("baseline", ttft_s=1.0, load_limit=2.0) is None
+    context = Scene(queue_s=1.0)  # 2 s to the first token
+    assert context.decide("baseline", ttft_s=4.0, load_limit=0.5) is None
+    assert "0.4 of the SLO" in context.refuse("baseline", ttft_s=4.0, load_limit=0.4).message
+    assert context.decide("baseline", ttft_s=1.0, load_limit=2.0) is None
     busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
     assert busy.refuse("early", tbt_s=0.06, load_limit=0.8).reason == "decode_load"
 
 
-def test_the_promise_is_of_the_longest_gaps() -> None:
+def test_the_tbt_slo_applies_to_the_longest_gaps() -> None:
     busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
-    busy.books.fleet.tbt_tail = 1.3
+    busy.reservations.instance_table.tbt_tail = 1.3
     refusal = busy.refuse("early", tbt_s=0.06)
     assert "0.066 s" in refusal.message
     assert busy.decide("early", tbt_s=0.07) is None
 
 
-def test_queues_are_as_late_as_they_were_lately() -> None:
-    scene = Scene(queue_s=4.0)
-    assert scene.decide("early", ttft_s=5.5) is None
-    scene.books.fleet.ttft_tail = 1.2
-    refusal = scene.refuse("early", ttft_s=5.5)
+def test_queueing_is_corrected_by_the_recent_lateness() -> None:
+    context = Scene(queue_s=4.0)
+    assert context.decide("early", ttft_s=5.5) is None
+    context.reservations.instance_table.ttft_tail = 1.2
+    refusal = context.refuse("early", ttft_s=5.5)
     assert "5.00 s (5.80 s" in refusal.message and "SLO of 5.5 s" in refusal.message
     assert refusal.retry_after_s == pytest.approx(0.3)
     assert refusal.projection is not None
     assert refusal.projection["late_ttft_s"] == pytest.approx(5.8)
     idle = Scene()
-    idle.books.fleet.ttft_tail = 4.0
+    idle.reservations.instance_table.ttft_tail = 4.0
     assert idle.decide("early", ttft_s=1.0) is None, "whom nobody is before, it does not refuse"
 
 
-def test_baseline_does_not_look_at_the_decode_load() -> None:
+def test_baseline_ignores_the_decode_load() -> None:
     assert Scene(decoding=(50, 50)).decide("baseline", tbt_s=0.02) is None
 
 
-def test_early_sees_what_decodes_now_and_nothing_else() -> None:
-    scene = Scene(decoding=(6, 2))  # 4 each on average, and this one: 51 ms
-    assert scene.decide("early", tbt_s=0.052) is None
-    refusal = scene.refuse("early", tbt_s=0.050)
+def test_early_uses_the_present_decode_load_only() -> None:
+    context = Scene(decoding=(6, 2))  # 4 each on average, and this one: 51 ms
+    assert context.decide("early", tbt_s=0.052) is None
+    refusal = context.refuse("early", tbt_s=0.050)
     assert refusal.reason == "decode_load"
     assert "0.051 s with the 8 answers on 2 instances exceeds" in refusal.message
     assert 0 < refusal.retry_after_s < 20.0
-    scene = Scene()
-    scene.enter(50, begins_s=0.5, lasts_s=100.0)
-    assert scene.decide("early", tbt_s=0.050) is None, "they will all be there when it is"
+    context = Scene()
+    context.enter(50, begins_s=0.5, lasts_s=100.0)
+    assert context.decide("early", tbt_s=0.050) is None, "they will all be there when it is"
 
 
-def test_predictive_sees_what_will_decode_when_the_prefill_ends() -> None:
+def test_predictive_uses_the_decode_load_at_the_end_of_the_prefill() -> None:
     coming = Scene()
     coming.enter(8, begins_s=0.5, lasts_s=3.0)
     refusal = coming.refuse("predictive", tbt_s=0.050)
@@ -163,14 +164,14 @@ def test_predictive_sees_what_will_decode_when_the_prefill_ends() -> None:
 
 
 @pytest.mark.parametrize("admission", ["early", "predictive"])
-def test_a_hopeless_slo_is_said_to_be(admission: str) -> None:
+def test_an_impossible_slo_is_named(admission: str) -> None:
     refusal = Scene().refuse(admission, tbt_s=0.010)
     assert "even on an idle instance: raise the SLO" in refusal.message
 
 
 @pytest.mark.parametrize("admission", ["early", "predictive"])
 def test_one_token_has_no_decode(admission: str) -> None:
-    single = Demand(
+    single = RequestFootprint(
         number=1,
         num_tokens=1000,
         expected_tokens=1000,
@@ -179,22 +180,22 @@ def test_one_token_has_no_decode(admission: str) -> None:
         token_bytes=1,
         answer_s=20.0,
     )
-    assert Scene(decoding=(50, 50)).decide(admission, tbt_s=0.001, demand=single) is None
+    assert Scene(decoding=(50, 50)).decide(admission, tbt_s=0.001, footprint=single) is None
 
 
 def test_an_engine_that_would_be_full_is_a_load_too() -> None:
-    scene = Scene(decoding=(6, 2))
-    fleet = scene.books.fleet
-    fleet.grow(1, 3000, 0)
-    assert scene.decide("early", tbt_s=0.5) is None
-    fleet.engine_tokens[:] = 1500 + DEMAND.expected_tokens
-    assert scene.decide("early", tbt_s=0.5) is None, "exactly full"
-    fleet.engine_tokens[:] -= 1
-    refusal = scene.refuse("early", tbt_s=0.5)
+    context = Scene(decoding=(6, 2))
+    table = context.reservations.instance_table
+    table.grow(1, 3000, 0)
+    assert context.decide("early", tbt_s=0.5) is None
+    table.engine_tokens[:] = 1500 + DEMAND.expected_tokens
+    assert context.decide("early", tbt_s=0.5) is None, "exactly full"
+    table.engine_tokens[:] -= 1
+    refusal = context.refuse("early", tbt_s=0.5)
     assert refusal.reason == "decode_load" and "100% of the engine's memory" in refusal.message
 
 
-def test_a_refusal_tells_the_numbers_behind_it() -> None:
+def test_a_rejection_has_the_numbers_behind_it() -> None:
     late = Scene(queue_s=40.0).decide("predictive")
     assert late is not None and late.projection is not None
     assert late.projection["predicted_ttft_s"] == pytest.approx(41.0, rel=0.01)
@@ -207,20 +208,20 @@ def test_a_refusal_tells_the_numbers_behind_it() -> None:
     assert slow.projection["predicted_decode_load"] > slow.projection["limit_decode_load"]
     assert slow.projection["predicted_decoding"] == 400
 
-    scene = Scene()
-    scene.enter(400, 0.0, 1000.0)
-    projected = scene.decide("predictive")
+    context = Scene()
+    context.enter(400, 0.0, 1000.0)
+    projected = context.decide("predictive")
     assert projected is not None and projected.projection is not None
     assert projected.projection["ahead_s"] == pytest.approx(1.0, rel=0.01)
     assert all(type(value) is float for value in projected.projection.values())
 
 
-def test_a_slow_instance_is_not_taken_for_the_whole_pool() -> None:
-    """It decodes little, as placement saw to it; that says nothing of the others."""
-    scene = Scene(decoding=(40, 5))
+def test_a_slow_instance_does_not_stand_for_the_whole_pool() -> None:
+    """Placement gives it few decodes, so its load is not that of the others."""
+    context = Scene(decoding=(40, 5))
     slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
-    scene.books.fleet.believe(2, slow)
+    context.reservations.instance_table.set_cost(2, slow)
     # 45 answers: 40 on the fast one and 5 on the slow one, both at 0.4 s a step.
-    assert scene.decide("early", tbt_s=0.6) is None
-    refused = scene.decide("early", tbt_s=0.35)
+    assert context.decide("early", tbt_s=0.6) is None
+    refused = context.decide("early", tbt_s=0.35)
     assert refused is not None and refused.projection["predicted_tbt_s"] < 0.5

@@ -1,4 +1,4 @@
-"""The Conductor's books: each request is booked once, tried again after faults, and ended once."""
+"""Each request is booked once, placed again after faults, and ended once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.kvcache.hashing import block_keys, root_key
-from moonpool.types import (
-    FinishReason,
-    InstanceId,
-    RequestId,
-    Token,
-)
-from moonpool.workers.messages import (
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.messages import (
     Abort,
+    AttemptFailed,
+    AttemptId,
     BlocksChanged,
     BlocksSnapshot,
     DecodeAccepted,
@@ -34,25 +30,31 @@ from moonpool.workers.messages import (
     StartPrefill,
     StopReceiving,
     StreamBroken,
-    WorkFailed,
-    WorkId,
+)
+from moonpool.types import (
+    FinishReason,
+    InstanceId,
+    RequestId,
+    Token,
 )
 
 
-def test_a_request_s_whole_way() -> None:
+def test_the_life_of_a_request() -> None:
     desk = Desk("p0", "d0")
     first = desk.ask()
     assert [type(s.command) for s in of(first, Send)] == [ReserveDecode, StartPrefill]
     (_, start) = sent(first, StartPrefill)[0]
     assert start.target is not None and start.target.instance_id == "d0" and start.fetch is None
     desk.now = 1.0
-    desk.report("p0", PrefillStarted(work_id=WorkId("r/1"), cached_tokens=4, fetched_tokens=0))
+    desk.report(
+        "p0", PrefillStarted(attempt_id=AttemptId("r/1"), cached_tokens=4, fetched_tokens=0)
+    )
     desk.now = 2.0
     assert sent(desk.prefilled(), StartDecode) == [
-        ("d0", StartDecode(work_id=WorkId("r/1"), token=Token(50)))
+        ("d0", StartDecode(attempt_id=AttemptId("r/1"), token=Token(50)))
     ]
     desk.now = 3.0
-    (deliver,) = of(desk.report("d0", DecodeAccepted(work_id=WorkId("r/1"))), Deliver)
+    (deliver,) = of(desk.report("d0", DecodeAccepted(attempt_id=AttemptId("r/1"))), Deliver)
     assert deliver.tokens == (Token(50),) and deliver.cached_tokens == 4
     desk.tokens("d0", 51)
     last = desk.tokens("d0", 52, finish=FinishReason.STOP)
@@ -68,9 +70,9 @@ def test_a_request_s_whole_way() -> None:
 def test_an_answer_of_one_token_frees_the_reservation() -> None:
     desk = Desk("p0", "d0")
     desk.ask()
-    done = PrefillDone(work_id=WorkId("r/1"), token=Token(50), finish=FinishReason.STOP)
+    done = PrefillDone(attempt_id=AttemptId("r/1"), token=Token(50), finish=FinishReason.STOP)
     actions = desk.report("p0", done)
-    assert sent(actions, Abort) == [("d0", Abort(work_id=WorkId("r/1")))]
+    assert sent(actions, Abort) == [("d0", Abort(attempt_id=AttemptId("r/1")))]
     assert of(actions, RequestEnded)[0].record.outcome == "stop"
     desk.assert_nothing_is_booked()
 
@@ -95,7 +97,7 @@ def test_cancelling_aborts_both_halves() -> None:
     assert desk.handle(RequestCancelled(RequestId("r"))) == []
 
 
-def test_the_deadline_ends_a_request_wherever_it_is() -> None:
+def test_the_deadline_ends_a_request_in_any_stage() -> None:
     desk = Desk("p0", "d0")
     desk.ask(deadline_s=5.0)
     desk.now = 4.9
@@ -114,9 +116,9 @@ def test_a_lost_prefill_instance_ends_the_decode_half_at_once() -> None:
     first = sent(desk.ask(), StartPrefill)[0][0]
     other = {"p0": "p1", "p1": "p0"}[first]
     actions = desk.handle(InstanceLost(InstanceId(first), "it died"))
-    assert sent(actions, Abort) == [("d0", Abort(work_id=WorkId("r/1")))]
+    assert sent(actions, Abort) == [("d0", Abort(attempt_id=AttemptId("r/1")))]
     ((name, start),) = sent(actions, StartPrefill)
-    assert name == other and start.work.work_id == "r/2"
+    assert name == other and start.work.attempt_id == "r/2"
 
 
 def test_after_a_loss_an_answer_goes_on_where_it_was() -> None:
@@ -126,13 +128,13 @@ def test_after_a_loss_an_answer_goes_on_where_it_was() -> None:
     first = start.target.instance_id
     second = {"d0": "d1", "d1": "d0"}[first]
     desk.prefilled()
-    desk.report(first, DecodeAccepted(work_id=WorkId("r/1")))
+    desk.report(first, DecodeAccepted(attempt_id=AttemptId("r/1")))
     desk.tokens(first, 51)
     (_, start) = sent(desk.handle(InstanceLost(first, "it died")), StartPrefill)[0]
     assert start.work.token_ids == (*PROMPT, 50, 51)
     assert start.work.num_prompt_tokens == len(PROMPT)
     desk.prefilled("r/2", 52)
-    actions = desk.report(second, DecodeAccepted(work_id=WorkId("r/2")))
+    actions = desk.report(second, DecodeAccepted(attempt_id=AttemptId("r/2")))
     assert of(actions, Deliver)[0].tokens == (Token(52),)
     actions = desk.tokens(second, 53, finish=FinishReason.STOP, work="r/2")
     assert of(actions, RequestEnded)[0].record.num_generated_tokens == 4
@@ -144,13 +146,13 @@ def test_a_prefill_instance_lost_later_may_leave_an_unbegun_stream() -> None:
     desk.ask()
     desk.decoding()
     actions = desk.handle(InstanceLost(InstanceId("p0"), "it died"))
-    assert sent(actions, StopReceiving) == [("d0", StopReceiving(work_id=WorkId("r/1")))]
+    assert sent(actions, StopReceiving) == [("d0", StopReceiving(attempt_id=AttemptId("r/1")))]
     assert len(actions) == 1, "the answer goes on"
     assert of(desk.tokens("d0", 51, finish=FinishReason.STOP), RequestEnded)
     desk.assert_nothing_is_booked()
 
 
-def test_words_of_an_old_attempt_are_not_heard() -> None:
+def test_reports_of_an_old_attempt_are_ignored() -> None:
     desk = Desk("p0", "d0", "d1")
     desk.ask()
     decode = desk.conductor.requests[RequestId("r")].attempt.decode  # type: ignore[union-attr]
@@ -158,15 +160,17 @@ def test_words_of_an_old_attempt_are_not_heard() -> None:
     desk.prefilled()
     desk.handle(InstanceLost(decode, "it died"))
     assert desk.tokens("d0", 99) == []
-    assert desk.report("d0", DecodeAccepted(work_id=WorkId("r/1"))) == []
-    assert desk.report("p0", WorkFailed(work_id=WorkId("r/1"), reason="x", message="")) == []
+    assert desk.report("d0", DecodeAccepted(attempt_id=AttemptId("r/1"))) == []
+    assert (
+        desk.report("p0", AttemptFailed(attempt_id=AttemptId("r/1"), reason="x", message="")) == []
+    )
 
 
 def test_a_failed_instance_is_tried_last() -> None:
     desk = Desk("p0", "p1", "d0")
     first = sent(desk.ask(), StartPrefill)[0][0]
     desk.ask("busy", token_ids=tuple(range(500, 900)))
-    failed = WorkFailed(work_id=WorkId("r/1"), reason="engine_error", message="broken")
+    failed = AttemptFailed(attempt_id=AttemptId("r/1"), reason="engine_error", message="broken")
     second = sent(desk.report(first, failed), StartPrefill)[0][0]
     assert second != first, "though it would be faster"
 
@@ -174,9 +178,9 @@ def test_a_failed_instance_is_tried_last() -> None:
 def test_attempts_are_bounded() -> None:
     desk = Desk("p0", "d0", max_attempts=2)
     desk.ask()
-    first = WorkFailed(work_id=WorkId("r/1"), reason="engine_error", message="broken")
+    first = AttemptFailed(attempt_id=AttemptId("r/1"), reason="engine_error", message="broken")
     assert sent(desk.report("p0", first), StartPrefill)
-    second = WorkFailed(work_id=WorkId("r/2"), reason="engine_error", message="broken")
+    second = AttemptFailed(attempt_id=AttemptId("r/2"), reason="engine_error", message="broken")
     actions = desk.report("p0", second)
     (refuse,) = of(actions, Refuse)
     assert (refuse.status, refuse.reason) == (503, "engine_error") and "broken" in refuse.message
@@ -184,11 +188,13 @@ def test_attempts_are_bounded() -> None:
     desk.assert_nothing_is_booked()
 
 
-def test_what_an_engine_refuses_is_the_requests_fault_and_not_tried_elsewhere() -> None:
+def test_a_request_that_an_engine_refuses_is_not_retried() -> None:
     desk = Desk("p0", "p1", "d0")
     desk.ask()
     name = desk.conductor.requests[RequestId("r")].attempt.prefill  # type: ignore[union-attr]
-    failed = WorkFailed(work_id=WorkId("r/1"), reason="refused_by_engine", message="no such form")
+    failed = AttemptFailed(
+        attempt_id=AttemptId("r/1"), reason="refused_by_engine", message="no such form"
+    )
     actions = desk.report(name, failed)
     (refuse,) = of(actions, Refuse)
     assert (refuse.status, refuse.message) == (400, "no such form")
@@ -197,26 +203,26 @@ def test_what_an_engine_refuses_is_the_requests_fault_and_not_tried_elsewhere() 
     desk.assert_nothing_is_booked()
 
 
-def test_the_handle_of_a_kvcache_goes_on_to_who_decodes() -> None:
+def test_the_handle_of_a_kvcache_reaches_the_decode_instance() -> None:
     desk = Desk("p0", "d0")
     desk.ask()
-    done = PrefillDone(work_id=WorkId("r/1"), token=Token(token_id=7), handle=b"there")
+    done = PrefillDone(attempt_id=AttemptId("r/1"), token=Token(token_id=7), handle=b"there")
     ((decode, start),) = sent(desk.report("p0", done), StartDecode)
     assert (decode, start.handle) == ("d0", b"there")
 
 
-def test_a_begun_answer_is_not_refused_for_its_slo() -> None:
+def test_a_begun_answer_is_not_rejected_for_its_slo() -> None:
     desk = Desk("p0", "d0")
     desk.ask(ttft_s=0.05)
     desk.decoding()
     for number in range(40):  # the queue is now far longer than the SLO
         desk.ask(f"other{number}", token_ids=tuple(range(100 * number, 100 * number + 50)))
-    failed = WorkFailed(work_id=WorkId("r/1"), reason="engine_error", message="broken")
+    failed = AttemptFailed(attempt_id=AttemptId("r/1"), reason="engine_error", message="broken")
     actions = desk.report("d0", failed)
     assert sent(actions, StartPrefill) and not of(actions, Refuse)
 
 
-def test_overload_is_refused_before_any_work() -> None:
+def test_overload_is_rejected_before_any_work() -> None:
     desk = Desk("p0", "d0")
     refused: list[Refuse] = []
     for number in range(40):
@@ -243,7 +249,7 @@ def test_room_is_booked_for_the_answer_too() -> None:
 
 def test_an_answer_longer_than_booked_takes_room() -> None:
     desk = Desk("m0", num_blocks=10)  # 40 tokens
-    desk.conductor.answers.lengths.mean.value = 1.0
+    desk.conductor.output_predictor.lengths.mean.value = 1.0
     desk.ask("r", max_tokens=25)
     assert sent(desk.ask("early", max_tokens=1, token_ids=tuple(range(28))), StartPrefill)
     desk.handle(RequestCancelled(RequestId("early")))
@@ -253,7 +259,7 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
 
 
 def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
-    """Once, an answer that was let in found no blocks, because others were prefilled there."""
+    """Otherwise an admitted request could find no blocks, because of prefills there."""
     desk = Desk("m0", num_blocks=10)  # 40 tokens
     desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
     (refuse,) = of(desk.ask("b", max_tokens=2), Refuse)
@@ -262,13 +268,13 @@ def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
     assert sent(desk.ask("c", max_tokens=2), StartPrefill)
 
 
-def test_no_instance_is_refused() -> None:
+def test_without_instances_a_request_is_rejected() -> None:
     (refuse,) = of(Desk().ask(), Refuse)
     assert (refuse.status, refuse.reason, refuse.retry_after_s) == (503, "no_instance", 5.0)
 
 
 def test_requests_of_one_prefix_follow_it() -> None:
-    """The second comes while the first is still computed: what is expected counts as a hit."""
+    """The second arrives while the first is computed: expected blocks count as a hit."""
     desk = Desk("p0", "p1", "d0")
     prompt = tuple(range(400))
     busy = sent(desk.ask("z", token_ids=tuple(range(500, 600))), StartPrefill)[0][0]
@@ -279,12 +285,12 @@ def test_requests_of_one_prefix_follow_it() -> None:
     assert other == busy, "what another tenant computes is no hit"
 
 
-def test_a_reader_is_told_how_long_its_source_reads_from_the_ssd() -> None:
+def test_a_fetch_names_the_time_its_source_reads_from_the_ssd() -> None:
     desk = Desk("p0", "d0")
     prompt = tuple(range(400))
     keys = block_keys(prompt, LAYOUT.block_tokens, root_key(LAYOUT.fingerprint, ""))
     row = desk.conductor.instances[InstanceId("d0")].row
-    desk.conductor.fleet.s_per_ssd_byte[row] = 1e-3 / LAYOUT.block_bytes
+    desk.conductor.instance_table.s_per_ssd_byte[row] = 1e-3 / LAYOUT.block_bytes
     desk.report("d0", BlocksSnapshot(next_sequence=0, keys=tuple(keys[:40])))
     desk.report("d0", BlocksChanged(sequence=0, demoted=tuple(keys[40:])))
     (_, start) = sent(desk.ask("a", token_ids=prompt), StartPrefill)[0]
@@ -292,7 +298,7 @@ def test_a_reader_is_told_how_long_its_source_reads_from_the_ssd() -> None:
     assert start.fetch.load_s == pytest.approx(0.059)
 
 
-def test_what_lies_elsewhere_is_fetched() -> None:
+def test_a_prefix_on_another_instance_is_fetched() -> None:
     desk = Desk("p0", "d0")
     prompt = tuple(range(400))
     keys = block_keys(prompt, LAYOUT.block_tokens, root_key(LAYOUT.fingerprint, ""))
@@ -307,7 +313,7 @@ def test_what_lies_elsewhere_is_fetched() -> None:
     assert not desk.conductor.requests, "nobody is left to decode"
 
 
-def test_a_gap_in_the_events_asks_for_all() -> None:
+def test_a_gap_in_the_events_requests_a_snapshot() -> None:
     desk = Desk("p0", "d0")
     assert desk.report("p0", BlocksSnapshot(next_sequence=3, keys=())) == []
     assert desk.report("p0", BlocksChanged(sequence=3)) == []
@@ -317,11 +323,11 @@ def test_a_gap_in_the_events_asks_for_all() -> None:
     assert sent(desk.report("p0", BlocksChanged(sequence=8)), Resync) == [("p0", Resync())]
 
 
-def test_joining_anew_ends_the_old_life() -> None:
+def test_joining_again_ends_the_old_incarnation() -> None:
     desk = Desk("p0", "d0")
     desk.ask()
     actions = desk.join("p0", incarnation=2)
-    assert sent(actions, Abort) == [("d0", Abort(work_id=WorkId("r/1")))]
+    assert sent(actions, Abort) == [("d0", Abort(attempt_id=AttemptId("r/1")))]
     assert sent(actions, Resync)
     assert of(actions, Refuse)[0].reason == "no_prefill_instance"
 
@@ -329,16 +335,16 @@ def test_joining_anew_ends_the_old_life() -> None:
 def test_a_broken_stream_is_not_waited_for() -> None:
     desk = Desk("p0", "d0")
     desk.ask()
-    actions = desk.report("p0", StreamBroken(work_id=WorkId("r/1"), error="no route"))
-    assert sent(actions, StopReceiving) == [("d0", StopReceiving(work_id=WorkId("r/1")))]
+    actions = desk.report("p0", StreamBroken(attempt_id=AttemptId("r/1"), error="no route"))
+    assert sent(actions, StopReceiving) == [("d0", StopReceiving(attempt_id=AttemptId("r/1")))]
     assert len(actions) == 1
 
 
-def test_the_second_look_at_the_slo_may_refuse() -> None:
+def test_the_second_check_of_the_slo_may_reject() -> None:
     desk = Desk("p0", "d0", max_attempts=1)
     desk.ask()
     desk.prefilled()
-    failed = WorkFailed(work_id=WorkId("r/1"), reason="tbt_slo", message="too slow")
+    failed = AttemptFailed(attempt_id=AttemptId("r/1"), reason="tbt_slo", message="too slow")
     actions = desk.report("d0", failed)
     assert (of(actions, Refuse)[0].status, of(actions, Refuse)[0].reason) == (429, "tbt_slo_late")
     assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
@@ -353,4 +359,4 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     for number in range(500):
         desk.ask(f"r{number}", deadline_s=1e9)
         desk.handle(RequestCancelled(RequestId(f"r{number}")))
-    assert len(desk.conductor._deadlines) < 100
+    assert len(desk.conductor._lifecycle._deadlines) < 100

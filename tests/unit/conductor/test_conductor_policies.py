@@ -1,4 +1,4 @@
-"""What the Conductor makes of keys, of refusals by decode instances, and of what it has seen."""
+"""Block keys, rejections by decode instances, and the learning of the Conductor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from moonpool.conductor.actions import (
     RequestEnded,
 )
 from moonpool.conductor.admission import UNLIMITED
+from moonpool.protocol.messages import (
+    AttemptFailed,
+    AttemptId,
+    AttemptTokens,
+    BlocksSnapshot,
+    DecodeAccepted,
+    PrefillStarted,
+    StartPrefill,
+    StepTokens,
+)
 from moonpool.types import (
     BlockKey,
     FinishReason,
@@ -23,20 +33,10 @@ from moonpool.types import (
     Slo,
     Token,
 )
-from moonpool.workers.messages import (
-    BlocksSnapshot,
-    DecodeAccepted,
-    PrefillStarted,
-    StartPrefill,
-    StepTokens,
-    WorkFailed,
-    WorkId,
-    WorkTokens,
-)
 
 
 class Unread(Sequence[int]):
-    """Token ids of which only the number may be asked."""
+    """Token ids of which only the number may be read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -52,7 +52,7 @@ def names(*numbers: int) -> tuple[BlockKey, ...]:
     return tuple(BlockKey(bytes([number]) * 16) for number in numbers)
 
 
-def test_keys_given_stand_for_the_tokens() -> None:
+def test_given_keys_replace_those_of_the_tokens() -> None:
     desk = Desk("p0", "p1", "d0")
     desk.report("p1", BlocksSnapshot(next_sequence=0, keys=names(1, 2)))
     prompt = Unread(15)
@@ -73,7 +73,7 @@ def test_keys_stay_those_of_the_prompt_when_an_answer_goes_on() -> None:
     assert start.target is not None
     first = start.target.instance_id
     desk.prefilled()
-    desk.report(first, DecodeAccepted(work_id=WorkId("r/1")))
+    desk.report(first, DecodeAccepted(attempt_id=AttemptId("r/1")))
     desk.tokens(first, *range(51, 54))
     (_, start) = sent(desk.handle(InstanceLost(first, "it died")), StartPrefill)[0]
     assert start.work.token_ids == (*range(10), 50, 51, 52, 53)
@@ -81,7 +81,7 @@ def test_keys_stay_those_of_the_prompt_when_an_answer_goes_on() -> None:
     assert start.work.slo == UNLIMITED, "it is not taken back for being slow"
 
 
-def test_prompts_of_tokens_are_named_by_the_workers_themselves() -> None:
+def test_workers_compute_the_keys_of_prompts_with_tokens() -> None:
     (_, start) = sent(Desk("p0", "d0").ask(), StartPrefill)[0]
     assert start.work.keys is None
 
@@ -91,18 +91,18 @@ def test_several_steps_in_one_report_keep_their_gaps() -> None:
     desk.ask()
     desk.decoding()
     desk.now = 1.0
-    item = WorkTokens(work_id=WorkId("r/1"), tokens=(Token(1), Token(2), Token(3)))
+    item = AttemptTokens(attempt_id=AttemptId("r/1"), tokens=(Token(1), Token(2), Token(3)))
     desk.report("d0", StepTokens(works=(item,), gap_s=0.25))
     assert desk.conductor.requests[RequestId("r")].record.gaps_s == [0.5, 0.25, 0.25]
 
 
 def fail(desk: Desk, reason: str = "tbt_slo", work: str = "r/1") -> list[ConductorAction]:
-    failed = WorkFailed(work_id=WorkId(work), reason=reason, message="too slow")
+    failed = AttemptFailed(attempt_id=AttemptId(work), reason=reason, message="too slow")
     return desk.report("d0", failed)
 
 
 @pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
-def test_the_decode_instance_s_word_is_the_last(admission: str) -> None:
+def test_the_decode_instance_checks_last(admission: str) -> None:
     desk = Desk("p0", "d0", "d1", admission=admission)
     desk.ask()
     desk.prefilled()
@@ -127,7 +127,7 @@ def test_without_admission_no_instance_checks_an_slo_either() -> None:
 @pytest.mark.parametrize(
     ("admission", "tolerance"), [("baseline", 1.0), ("early", 1.1), ("predictive", 1.1)]
 )
-def test_only_a_first_look_is_strict(admission: str, tolerance: float) -> None:
+def test_only_a_first_check_is_strict(admission: str, tolerance: float) -> None:
     (_, start) = sent(Desk("p0", "d0", admission=admission).ask(), StartPrefill)[0]
     assert start.work.tolerance == tolerance
 
@@ -140,18 +140,18 @@ def test_a_new_attempt_has_less_time_left() -> None:
     assert refuse.reason == "ttft_slo" and "5.00" in refuse.message
 
 
-def test_the_queue_is_what_waits_and_what_is_left_of_what_runs() -> None:
+def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None:
     desk = Desk("p0", "d0")
     for number in (1, 2, 3):
         prompt = tuple(range(1000 * number, 1000 * number + 100))  # 0.1 s each
         desk.ask(f"r{number}", token_ids=prompt)
-    queue_s = lambda: float(desk.conductor.fleet.queue_s(desk.now)[0])  # noqa: E731
+    queue_s = lambda: float(desk.conductor.instance_table.queue_s(desk.now)[0])  # noqa: E731
     assert queue_s() == pytest.approx(0.3)
-    started = PrefillStarted(work_id=WorkId("r1/1"), cached_tokens=0, fetched_tokens=0)
+    started = PrefillStarted(attempt_id=AttemptId("r1/1"), cached_tokens=0, fetched_tokens=0)
     desk.report("p0", started)
     desk.now = 0.06
     assert queue_s() == pytest.approx(0.24)
-    started = PrefillStarted(work_id=WorkId("r2/2"), cached_tokens=0, fetched_tokens=0)
+    started = PrefillStarted(attempt_id=AttemptId("r2/2"), cached_tokens=0, fetched_tokens=0)
     desk.report("p0", started)  # beside the first: they share the instance
     assert queue_s() == pytest.approx(0.24)
     desk.now = 0.08
@@ -161,7 +161,7 @@ def test_the_queue_is_what_waits_and_what_is_left_of_what_runs() -> None:
     assert queue_s() == pytest.approx(0.1), "what should be over long since counts for nothing"
 
 
-def test_loads_are_told_for_now_and_for_then() -> None:
+def test_loads_are_present_and_projected() -> None:
     desk = Desk("p0", "d0", "d1")
     desk.conductor.default_slo = Slo(ttft_s=1.0, tbt_s=0.1)
     assert desk.conductor.loads(0.0) == (0.0, 0.0, 0.0)
@@ -173,26 +173,29 @@ def test_loads_are_told_for_now_and_for_then() -> None:
     work = desk.conductor.requests[RequestId("r")].attempt
     assert work is not None
     desk.prefilled()
-    desk.report(work.decoder, DecodeAccepted(work_id=WorkId("r/1")))
+    desk.report(work.decoder, DecodeAccepted(attempt_id=AttemptId("r/1")))
     loads = desk.conductor.loads(0.5)
     assert loads.prefill == 0.0 and loads.decode == pytest.approx(0.011 / 0.1 / 2)
 
 
 @pytest.mark.parametrize("prediction", ["duration", "length"])
-def test_how_long_answers_are_is_learned_from_them(prediction: str) -> None:
+def test_durations_and_lengths_are_learned_from_answers(prediction: str) -> None:
     desk = Desk("p0", "d0", decode_prediction=prediction)
     for number in range(1, 40):
         desk.ask(f"r{number}", max_tokens=50)
         desk.prefilled(f"r{number}/{number}")
-        desk.report("d0", DecodeAccepted(work_id=WorkId(f"r{number}/{number}")))
+        desk.report("d0", DecodeAccepted(attempt_id=AttemptId(f"r{number}/{number}")))
         desk.now += 0.5
         desk.tokens("d0", *range(9), work=f"r{number}/{number}", finish=FinishReason.STOP)
-    assert desk.conductor.forecast.usual_s == pytest.approx(0.5)
-    assert desk.conductor.answers.lengths.predict(10, (), 0) == pytest.approx(10.0)
-    assert desk.conductor.answers.lengths.error.count == {"duration": 0, "length": 39}[prediction]
+    assert desk.conductor.forecast.mean_s == pytest.approx(0.5)
+    assert desk.conductor.output_predictor.lengths.predict(10, (), 0) == pytest.approx(10.0)
+    assert (
+        desk.conductor.output_predictor.lengths.error.count
+        == {"duration": 0, "length": 39}[prediction]
+    )
     desk.ask("new", max_tokens=50)
     attempt = desk.conductor.requests[RequestId("new")].attempt
-    assert attempt is not None and attempt.stay is not None
+    assert attempt is not None and attempt.interval is not None
     begins_s = desk.now + 0.01
     there = [desk.conductor.forecast.project(begins_s + s, desk.now)[0] for s in (0.2, 2.0)]
     # 10 tokens of 11 ms, or half a second
@@ -202,20 +205,20 @@ def test_how_long_answers_are_is_learned_from_them(prediction: str) -> None:
 
 def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:
     desk = Desk("p0", "d0", decode_prediction="length")
-    desk.conductor.answers.lengths.learn(10, (), 4, 4.0)
+    desk.conductor.output_predictor.lengths.learn(10, (), 4, 4.0)
     desk.ask(max_tokens=500)
     desk.decoding()
     attempt = desk.conductor.requests[RequestId("r")].attempt
-    assert attempt is not None and attempt.stay_tokens == 4
+    assert attempt is not None and attempt.interval_tokens == 4
     desk.now = 2.0
     assert desk.conductor.forecast.project(2.0, 2.0)[0] == 0
     desk.tokens("d0", *range(100))
-    assert attempt.stay_tokens == 152
+    assert attempt.interval_tokens == 152
     assert desk.conductor.forecast.project(2.0, 2.0)[0] == 1
 
 
-def test_a_prompt_that_just_fits_is_taken_whatever_its_answer_may_be() -> None:
-    """256 tokens are expected of an answer."""
+def test_a_prompt_that_just_fits_is_admitted() -> None:
+    """An answer is predicted to have 256 tokens."""
     desk = Desk("p0", "d0", num_blocks=10)
     capacity = 10 * LAYOUT.block_tokens
     assert sent(desk.ask(token_ids=range(capacity - 1), max_tokens=100), StartPrefill)

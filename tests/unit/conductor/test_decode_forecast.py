@@ -1,4 +1,4 @@
-"""The forecast against a naive one that looks at every request, and what it learns."""
+"""`IntervalForecast` against a naive one that evaluates every request."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.conductor.decode_forecast import BUCKET_S, NUM_BUCKETS, DecodeForecast, Stay
+from moonpool.conductor.decode_forecast import (
+    INTERVAL_BUCKET_S,
+    NUM_INTERVAL_BUCKETS,
+    DecodeInterval,
+    IntervalForecast,
+)
 
-SECONDS = st.integers(0, 160).map(lambda quarters: quarters * BUCKET_S)
-RING_S = NUM_BUCKETS * BUCKET_S
+SECONDS = st.integers(0, 160).map(lambda quarters: quarters * INTERVAL_BUCKET_S)
+RING_S = NUM_INTERVAL_BUCKETS * INTERVAL_BUCKET_S
 
 
 @dataclass
 class Known:
-    stay: Stay
+    interval: DecodeInterval
     begins_s: float
     ends_s: float
     tokens: int
@@ -26,7 +31,7 @@ class Known:
 class ForecastMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.forecast = DecodeForecast()
+        self.forecast = IntervalForecast()
         self.now = 0.0
         self.known: list[Known] = []
 
@@ -37,29 +42,29 @@ class ForecastMachine(RuleBasedStateMachine):
     @rule(wait_s=SECONDS, lasts_s=SECONDS, tokens=st.integers(1, 99))
     def enter(self, wait_s: float, lasts_s: float, tokens: int) -> None:
         begins_s = self.now + wait_s
-        stay = self.forecast.enter(begins_s, lasts_s, tokens, self.now)
-        self.known.append(Known(stay, begins_s, begins_s + lasts_s, tokens))
+        interval = self.forecast.enter(begins_s, lasts_s, tokens, self.now)
+        self.known.append(Known(interval, begins_s, begins_s + lasts_s, tokens))
 
     @rule(lasts_s=SECONDS)
     def begin(self, lasts_s: float) -> None:
         for known in self.known:
-            if not known.stay.decoding:
-                self.forecast.begin(known.stay, lasts_s, self.now)
+            if not known.interval.decoding:
+                self.forecast.begin(known.interval, lasts_s, self.now)
                 known.begins_s, known.ends_s = self.now, self.now + lasts_s
                 return
 
     @rule(lasts_s=SECONDS)
     def prolong(self, lasts_s: float) -> None:
         for known in self.known:
-            if known.stay.decoding:
-                self.forecast.prolong(known.stay, lasts_s, self.now)
+            if known.interval.decoding:
+                self.forecast.prolong(known.interval, lasts_s, self.now)
                 known.ends_s = self.now + lasts_s
                 return
 
     @rule(place=st.integers(0, 5))
     def leave(self, place: int) -> None:
         if place < len(self.known):
-            self.forecast.leave(self.known.pop(place).stay, self.now)
+            self.forecast.leave(self.known.pop(place).interval, self.now)
 
     @rule(ahead_s=SECONDS)
     def project(self, ahead_s: float) -> None:
@@ -70,7 +75,7 @@ class ForecastMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.forecast.validate([k.stay for k in self.known])
+        self.forecast.validate([k.interval for k in self.known])
 
 
 ForecastMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -78,7 +83,7 @@ TestForecastMachine = ForecastMachine.TestCase
 
 
 def test_answers_in_prefill_count_from_the_end_of_their_prefill() -> None:
-    forecast = DecodeForecast()
+    forecast = IntervalForecast()
     forecast.enter(begins_s=5.0, duration_s=10.0, context_tokens=700, now=0.0)
     assert forecast.project(4.0, 0.0) == (0, 0)
     assert forecast.project(5.0, 0.0) == (1, 700)
@@ -86,28 +91,28 @@ def test_answers_in_prefill_count_from_the_end_of_their_prefill() -> None:
     assert forecast.project(15.0, 0.0) == (0, 0)
 
 
-def test_beyond_the_ring_is_just_far_away() -> None:
-    forecast = DecodeForecast()
-    stay = forecast.enter(begins_s=1e6, duration_s=1e6, context_tokens=1, now=0.0)
+def test_times_beyond_the_ring_are_capped() -> None:
+    forecast = IntervalForecast()
+    interval = forecast.enter(begins_s=1e6, duration_s=1e6, context_tokens=1, now=0.0)
     assert forecast.project(900.0, 0.0) == (0, 0)
-    forecast.leave(stay, 2e6)
+    forecast.leave(interval, 2e6)
     forecast.validate([])
     assert forecast.project(3e6, 2e6) == (0, 0)
 
 
-def test_how_long_answers_last_is_learned() -> None:
-    forecast = DecodeForecast()
-    assert forecast.usual_s is None
+def test_durations_are_learned() -> None:
+    forecast = IntervalForecast()
+    assert forecast.mean_s is None
     for seconds in (4.0, 8.0):
         forecast.observe(seconds)
-    assert forecast.usual_s == pytest.approx(6.0), "the plain mean at first"
+    assert forecast.mean_s == pytest.approx(6.0), "the plain mean at first"
     for _ in range(1000):
         forecast.observe(20.0)
-    assert forecast.usual_s == pytest.approx(20.0, rel=0.01), "what is old fades"
+    assert forecast.mean_s == pytest.approx(20.0, rel=0.01), "what is old fades"
 
 
 def test_its_error_is_measured_when_the_time_comes() -> None:
-    forecast = DecodeForecast()
+    forecast = IntervalForecast()
     for _ in range(3):
         forecast.enter(begins_s=2.0, duration_s=10.0, context_tokens=1, now=0.0)
     forecast.note_projection(3.0, forecast.project(3.0, 0.0)[0])

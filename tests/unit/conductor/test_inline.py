@@ -1,4 +1,4 @@
-"""Mooncake's inline rule: short prompts in decode batches, as long as the batch keeps its pace.
+"""Mooncake's inline rule: short prompts in decode batches that still meet the TBT SLO.
 
 By the instances' cost a prompt's token takes 1 ms, a decode 10 ms and a token of context 1 us.
 """
@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from conductor_instances import info
 
-from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.decode_forecast import SurvivalForecast
 from moonpool.conductor.placement import Placement, place
-from moonpool.conductor.policies import Demand
-from moonpool.conductor.survival_forecast import SurvivalForecast
+from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.reservations import Reservations
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 
 CHUNK_TOKENS = 200
 
 
-def demand(num_tokens: int, tbt_s: float = 0.3) -> Demand:
-    return Demand(
+def demand(num_tokens: int, tbt_s: float = 0.3) -> RequestFootprint:
+    return RequestFootprint(
         number=1,
         num_tokens=num_tokens,
         expected_tokens=num_tokens + 10,
@@ -36,7 +36,7 @@ def demand(num_tokens: int, tbt_s: float = 0.3) -> Demand:
 
 
 def placed(
-    wanted: Demand,
+    wanted: RequestFootprint,
     *names: str,
     inline: bool = True,
     prefill_queue_s: float = 1.0,
@@ -46,21 +46,21 @@ def placed(
     **known: Any,
 ) -> Placement:
     """Every decode instance has `batch` answers of 100 tokens."""
-    books = Bookings(SurvivalForecast())
-    fleet = books.fleet
+    reservations = Reservations(SurvivalForecast())
+    table = reservations.instance_table
     for row, name in enumerate(names):
         joining = info(name, num_blocks=10_000, **known)
-        books.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
+        reservations.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
         if name.startswith("p"):
-            fleet.waiting_ns[row] = prefill_queue_s * 1e9
+            table.waiting_ns[row] = prefill_queue_s * 1e9
         else:
-            fleet.waiting_ns[row] = decode_queue_s * 1e9
-            fleet.book_decode(row, 100, batch)
+            table.waiting_ns[row] = decode_queue_s * 1e9
+            table.book_decode(row, 100, batch)
     held = np.array([float((hits or {}).get(name, 0)) for name in names])
     few = tuple(int(row) for row in np.flatnonzero(held))
     match = PrefixMatch(held, held, int(held.max()), few)
     config = ConductorConfig(inline_prefill=inline)
-    decision = place(wanted, fleet, match, config, now=0.0)
+    decision = place(wanted, table, match, config, now=0.0)
     assert isinstance(decision, Placement), decision
     return decision
 
@@ -80,12 +80,12 @@ def test_it_can_be_switched_off() -> None:
     assert (decision.prefill, decision.decode) == ("p0", "d0")
 
 
-def test_what_needs_chunking_goes_to_the_prefill_pool() -> None:
+def test_a_prompt_that_needs_chunking_goes_to_the_prefill_pool() -> None:
     assert placed(demand(200, tbt_s=9.0), "p0", "d0").prefill == "d0"
     assert placed(demand(201, tbt_s=9.0), "p0", "d0").prefill == "p0"
 
 
-def test_what_breaks_the_slo_goes_to_the_prefill_pool() -> None:
+def test_a_prompt_that_breaks_the_slo_goes_to_the_prefill_pool() -> None:
     step_s = 0.15 + 5 * 0.01 + 500e-6
     assert placed(demand(150, tbt_s=step_s + 1e-6), "p0", "d0").prefill == "d0"
     assert placed(demand(150, tbt_s=step_s - 1e-6), "p0", "d0").prefill == "p0"
@@ -100,8 +100,8 @@ def test_in_an_idle_cluster_the_pools_stay_apart() -> None:
     assert placed(demand(100), "p0", "d0", prefill_queue_s=0.0, batch=0).prefill == "p0"
 
 
-def test_only_what_is_not_cached_is_short() -> None:
-    """The next turn of a conversation, where its last answer lies."""
+def test_only_uncached_tokens_count() -> None:
+    """The next turn of a conversation, on the instance that holds its last answer."""
     turn = demand(1000)
     assert placed(turn, "p0", "d0", "d1").prefill == "p0"
     decision = placed(turn, "p0", "d0", "d1", hits={"d1": 900})
@@ -113,6 +113,6 @@ def test_an_engine_without_room_computes_no_prompts() -> None:
     assert placed(demand(150), "p0", "d0", engine_tokens=649).prefill == "p0"
 
 
-def test_what_ends_with_its_first_token_is_not_inline() -> None:
+def test_a_request_for_one_token_is_not_inline() -> None:
     single = msgspec.structs.replace(demand(150), decodes=False)
     assert placed(single, "p0", "d0").prefill == "p0"

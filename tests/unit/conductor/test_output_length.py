@@ -1,11 +1,11 @@
-"""How long answers get, learned from those before."""
+"""Predicted lengths of answers."""
 
 from __future__ import annotations
 
 import pytest
 
-from moonpool.conductor import output_length
-from moonpool.conductor.output_length import FIRST_GUESS_TOKENS, OutputLengths
+from moonpool.conductor import estimators
+from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, OutputLengths
 from moonpool.types import BlockKey
 
 
@@ -13,7 +13,7 @@ def key(name: int) -> BlockKey:
     return BlockKey(name.to_bytes(16, "little"))
 
 
-def test_knowing_nothing_it_guesses() -> None:
+def test_the_first_prediction_is_a_guess() -> None:
     assert OutputLengths().predict(1000, [key(1)], 1) == FIRST_GUESS_TOKENS
 
 
@@ -39,7 +39,7 @@ def test_the_next_turn_resembles_the_last() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_length, "MAX_PREFIXES", 3)
+    monkeypatch.setattr(estimators, "MAX_PREFIXES", 3)
     lengths = OutputLengths()
     for name in range(10):
         lengths.learn(1000, [key(name)], 1000 * (name + 1), 0.0)

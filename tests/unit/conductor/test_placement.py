@@ -1,4 +1,4 @@
-"""Algorithm 1 as mended: each mend has a test that fails with the paper's version put back."""
+"""Algorithm 1 and its corrections: each has a test that fails with the paper's version."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conductor_instances import info
 
-from moonpool.conductor.bookings import Bookings
+from moonpool.conductor.decode_forecast import SurvivalForecast
 from moonpool.conductor.placement import Placement, Rejection, place
-from moonpool.conductor.policies import Demand
-from moonpool.conductor.survival_forecast import SurvivalForecast
+from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.reservations import Reservations
 from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import FEW, Depths, PrefixMatch
 
@@ -20,8 +20,8 @@ TOKEN_BYTES = 1000
 
 
 def view(name: str, **known: Any) -> dict[str, Any]:
-    """An instance as the books have it; a block is a token here. `hit_tokens` are held there or
-    being computed, `source_tokens` held now."""
+    """An instance as the reservations have it; a block is a token here. `hit_tokens` are held there
+    or being computed, `source_tokens` held now."""
     values: dict[str, Any] = {
         "name": name,
         "host_id": "",
@@ -39,7 +39,7 @@ def view(name: str, **known: Any) -> dict[str, Any]:
     return values | {"hit_tokens": known.get("source_tokens", 0)} | known
 
 
-def demand(num_tokens: int = 1000, **known: Any) -> Demand:
+def demand(num_tokens: int = 1000, **known: Any) -> RequestFootprint:
     values: dict[str, Any] = {
         "number": 1,
         "num_tokens": num_tokens,
@@ -49,30 +49,30 @@ def demand(num_tokens: int = 1000, **known: Any) -> Demand:
         "token_bytes": TOKEN_BYTES,
         "answer_s": 6.0,
     }
-    return Demand(**(values | known))
+    return RequestFootprint(**(values | known))
 
 
-def books_of(*views: dict[str, Any]) -> tuple[Bookings, PrefixMatch]:
-    books = Bookings(SurvivalForecast())
-    fleet = books.fleet
+def books_of(*views: dict[str, Any]) -> tuple[Reservations, PrefixMatch]:
+    reservations = Reservations(SurvivalForecast())
+    table = reservations.instance_table
     for row, known in enumerate(views):
-        books.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
-        fleet.s_per_ssd_byte[row] = 1.0 / known["ssd_bytes_per_s"]
-        fleet.room_tokens[row] = known["room_tokens"]
-        fleet.waiting_ns[row] = known["queue_s"] * 1e9
-        fleet.num_serving[row] = known["num_fetches_served"]
-        fleet.book_decode(row, 0, known["decode_batch"])
-        fleet.booked_context[row] = known["decode_context_tokens"]
-        fleet.last_placed_s[row] = known["last_placed_s"]
+        reservations.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
+        table.s_per_ssd_byte[row] = 1.0 / known["ssd_bytes_per_s"]
+        table.room_tokens[row] = known["room_tokens"]
+        table.waiting_ns[row] = known["queue_s"] * 1e9
+        table.num_serving[row] = known["num_fetches_served"]
+        table.book_decode(row, 0, known["decode_batch"])
+        table.booked_context[row] = known["decode_context_tokens"]
+        table.last_placed_s[row] = known["last_placed_s"]
     held = np.array([known["source_tokens"] for known in views], dtype=np.float64)
     hits = np.array([known["hit_tokens"] for known in views], dtype=np.float64)
     match = match_of(held, hits)
     if all(known["dram_tokens"] is None for known in views):
-        return books, match
+        return reservations, match
     known_dram = [known["dram_tokens"] for known in views]
     in_dram = np.array([h if d is None else d for h, d in zip(held, known_dram, strict=True)])
     near = np.where(in_dram < held, in_dram, hits)
-    return books, match._replace(held_in_dram=in_dram, hits_in_dram=near)
+    return reservations, match._replace(held_in_dram=in_dram, hits_in_dram=near)
 
 
 def match_of(held: Depths, hits: Depths) -> PrefixMatch:
@@ -87,19 +87,21 @@ def match_of(held: Depths, hits: Depths) -> PrefixMatch:
 
 
 def decided(
-    wanted: Demand, *views: dict[str, Any], config: ConductorConfig = CONFIG
+    wanted: RequestFootprint, *views: dict[str, Any], config: ConductorConfig = CONFIG
 ) -> Placement | Rejection:
-    books, match = books_of(*views)
-    return place(wanted, books.fleet, match, config, now=0.0)
+    reservations, match = books_of(*views)
+    return place(wanted, reservations.instance_table, match, config, now=0.0)
 
 
-def placed(wanted: Demand, *views: dict[str, Any], config: ConductorConfig = CONFIG) -> Placement:
+def placed(
+    wanted: RequestFootprint, *views: dict[str, Any], config: ConductorConfig = CONFIG
+) -> Placement:
     decision = decided(wanted, *views, config=config)
     assert isinstance(decision, Placement), decision
     return decision
 
 
-def rejected(wanted: Demand, *views: dict[str, Any]) -> Rejection:
+def rejected(wanted: RequestFootprint, *views: dict[str, Any]) -> Rejection:
     decision = decided(wanted, *views)
     assert isinstance(decision, Rejection), decision
     return decision
@@ -164,13 +166,13 @@ def test_a_fetch_runs_while_the_request_waits() -> None:
     assert decision.ttft_s == pytest.approx(max(0.6, 0.5) + 0.5)
 
 
-def test_what_lies_in_a_decode_instance_can_be_fetched() -> None:
+def test_a_prefix_on_a_decode_instance_can_be_fetched() -> None:
     source = view("d0", source_tokens=900, host_id="h")
     decision = placed(demand(), view("p0", source_tokens=100, host_id="h"), source)
     assert (decision.fetch_from, decision.fetch_tokens) == ("d0", 900)
 
 
-def test_only_what_is_held_now_can_be_fetched() -> None:
+def test_only_blocks_held_now_can_be_fetched() -> None:
     expecting = view("p1", hit_tokens=900, source_tokens=0, queue_s=9.0)
     decision = placed(demand(), view("p0", host_id="h"), expecting, view("d0"))
     assert decision.prefill == "p0" and decision.fetch_from is None
@@ -187,7 +189,7 @@ def test_an_instance_does_not_fetch_from_itself() -> None:
     assert placed(demand(), mixed).fetch_from is None
 
 
-def test_what_is_on_its_own_ssd_costs_an_instance_the_reading() -> None:
+def test_reading_its_own_ssd_costs_an_instance_time() -> None:
     decision = placed(demand(), view("p0", source_tokens=800, dram_tokens=200), view("d0"))
     assert (decision.hit_tokens, decision.held_blocks) == (800, 200)
     assert decision.ttft_s == pytest.approx(600 * 0.00025 + 0.2)
@@ -195,7 +197,7 @@ def test_what_is_on_its_own_ssd_costs_an_instance_the_reading() -> None:
     assert best.load_tokens == 600 and "(600 of them on its SSD)" in str(best)
 
 
-def test_what_is_computed_sooner_than_read_is_computed() -> None:
+def test_blocks_that_are_computed_sooner_than_read_are_computed() -> None:
     slow = view("p0", source_tokens=800, dram_tokens=200, ssd_bytes_per_s=5e5)
     decision = placed(demand(), slow, view("d0"))
     assert (decision.hit_tokens, decision.chosen.candidates[0].load_tokens) == (200, 0)
@@ -219,7 +221,7 @@ def test_a_source_reads_its_ssd_before_it_sends() -> None:
     assert placed(demand(), view("p0", source_tokens=300, host_id="h"), far).fetch_from is None
 
 
-def test_of_equal_holders_one_that_has_it_in_dram_is_asked() -> None:
+def test_of_equal_sources_one_with_the_prefix_in_dram_is_chosen() -> None:
     below = view("d0", source_tokens=800, dram_tokens=0, host_id="h")
     above = view("d1", source_tokens=800, num_fetches_served=1, host_id="h")
     decision = placed(demand(), view("p0", host_id="h"), below, above)
@@ -235,14 +237,14 @@ def test_a_load_and_a_fetch_go_on_at_once() -> None:
     assert decision.chosen.candidates[0].load_tokens == 400
 
 
-def test_of_many_holders_the_deepest_is_asked() -> None:
+def test_of_many_sources_the_one_with_the_longest_prefix_is_chosen() -> None:
     holders = [view(f"d{n}", source_tokens=1, host_id="h") for n in range(40)]
     holders[23] = view("d23", source_tokens=700, host_id="h")
     decision = placed(demand(), *holders, view("p0", host_id="h"))
     assert (decision.fetch_from, decision.fetch_tokens) == ("d23", 700)
 
 
-def test_a_holder_that_serves_many_stands_aside_for_the_crowd() -> None:
+def test_a_busy_source_is_replaced_by_an_equal_one() -> None:
     crowd = [view(f"d{n}", source_tokens=690, num_fetches_served=n % 5 + 1) for n in range(40)]
     crowd[23] = view("d23", source_tokens=690)
     idle = view("d99", source_tokens=700)
@@ -271,7 +273,7 @@ def policy(name: Any, seed: int = 0) -> ConductorConfig:
 
 
 def test_load_balancing_goes_to_the_shortest_queue() -> None:
-    """What is cached is used there, though nobody looked for it, and is never fetched."""
+    """A cached prefix is used where it happens to be, and never fetched."""
     views = (
         view("p0", source_tokens=900, queue_s=0.2, host_id="h"),
         view("p1", source_tokens=300, queue_s=0.1, host_id="h"),
@@ -312,7 +314,7 @@ def test_random_is_uniform_and_follows_from_seed_and_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["random", "load-balancing", "cache-aware", "kvcache-centric"])
-def test_no_policy_chooses_who_cannot(name: str) -> None:
+def test_no_policy_chooses_an_impossible_instance(name: str) -> None:
     for number in range(20):
         decision = placed(
             demand(number=number),
@@ -328,7 +330,7 @@ def test_no_policy_chooses_who_cannot(name: str) -> None:
 # Decode
 
 
-def test_decode_goes_where_tokens_come_fastest() -> None:
+def test_decode_goes_to_the_smallest_tbt() -> None:
     busy, idle = view("d0", decode_batch=4, source_tokens=900), view("d1")
     assert placed(demand(), view("p0"), busy, idle).decode == "d1"
 
@@ -389,13 +391,13 @@ def test_a_prefill_on_a_mixed_instance_needs_room_too() -> None:
 # Refusals
 
 
-def test_nobody_is_up() -> None:
+def test_no_instance_is_up() -> None:
     assert (rejected(demand()).status, rejected(demand()).reason) == (503, "no_prefill_instance")
     assert rejected(demand(), view("d0")).reason == "no_prefill_instance"
     assert rejected(demand(), view("p0")).reason == "no_decode_instance"
 
 
-def test_no_room_says_when_there_may_be_some() -> None:
+def test_a_rejection_for_room_predicts_when_there_will_be_some() -> None:
     views = [
         view("p0"),
         view("d0", room_tokens=5, decode_batch=2),
@@ -418,18 +420,22 @@ def test_a_prompt_longer_than_any_instance() -> None:
     assert "100001 tokens" in refusal.message and "shorten" in refusal.message
 
 
-def test_those_to_avoid_are_left_out() -> None:
-    books, match = books_of(view("p0"), view("p1", queue_s=1.0), view("d0"), view("d1"))
-    decision = place(demand(), books.fleet, match, CONFIG, 0.0, avoid=(0, 2))
+def test_instances_to_avoid_are_left_out() -> None:
+    reservations, match = books_of(view("p0"), view("p1", queue_s=1.0), view("d0"), view("d1"))
+    decision = place(demand(), reservations.instance_table, match, CONFIG, 0.0, avoid=(0, 2))
     assert isinstance(decision, Placement)
     assert (decision.prefill, decision.decode) == ("p1", "d1")
-    assert isinstance(place(demand(), books.fleet, match, CONFIG, 0.0, avoid=(0, 1)), Rejection)
-    assert list(books.fleet.prefills) == [True, True, False, False], "nothing was written"
+    assert isinstance(
+        place(demand(), reservations.instance_table, match, CONFIG, 0.0, avoid=(0, 1)), Rejection
+    )
+    assert list(reservations.instance_table.prefills) == [True, True, False, False], (
+        "nothing was written"
+    )
 
 
 def test_placing_changes_nothing() -> None:
     views = [view("p0", queue_s=1.0), view("p1"), view("d0", source_tokens=64)]
-    books, match = books_of(*views)
-    once = place(demand(), books.fleet, match, CONFIG, 0.0)
-    assert place(demand(), books.fleet, match, CONFIG, 0.0) == once
+    reservations, match = books_of(*views)
+    once = place(demand(), reservations.instance_table, match, CONFIG, 0.0)
+    assert place(demand(), reservations.instance_table, match, CONFIG, 0.0) == once
     assert list(match.held) == [0, 0, 64]

@@ -1,4 +1,4 @@
-"""Running figures of how far predictions were off."""
+"""Errors of predictions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from moonpool.conductor.prediction_error import PredictionError
+from moonpool.conductor.estimators import PredictionError
 
 
 def test_errors_have_sign_and_size() -> None:
@@ -32,13 +32,13 @@ def test_quantiles_of_the_ratio_are_within_three_percent() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.25, 1.0, 1.5, 1.999, 2.0, 3.0])
-def test_a_plain_ratio_is_said_as_it_is(ratio: float) -> None:
+def test_a_single_ratio_is_reported_exactly(ratio: float) -> None:
     error = PredictionError()
     error.note(ratio, 1.0)
     assert error.ratio(0.5) == pytest.approx(ratio, rel=0.001)
 
 
-def test_what_was_zero_has_no_ratio() -> None:
+def test_a_zero_has_no_ratio() -> None:
     error = PredictionError()
     error.note(0.0, 1.0)
     error.note(1.0, 0.0)

@@ -1,4 +1,4 @@
-"""The decision: demand measured right, no flapping under noise, a switch where one is due."""
+"""The advice: correct demand, no flapping under noise, a switch where one is needed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.conductor.conductor_instances import COST, info
 
-from moonpool.conductor.fleet import Fleet
-from moonpool.conductor.role_balance import MARGIN, Advice, RoleBalance
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.role_balance import MARGIN, RoleAdvice, RoleBalance
 from moonpool.cost.fitted import FittedCost
 from moonpool.types import Role, Slo
+from tests.unit.conductor.conductor_instances import COST, info
 
 WINDOW_S = 60.0
 SLO = Slo(ttft_s=30.0, tbt_s=0.1)
@@ -22,14 +22,14 @@ EVEN = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.05, 0.001, 0.0))
 
 
 class Hall:
-    """A fleet and its balance; requests of one kind arrive evenly."""
+    """A table and its balance; requests of one kind arrive evenly."""
 
     def __init__(self, *names: str, cost: FittedCost = EVEN, **known: int) -> None:
-        self.fleet = Fleet()
+        self.instance_table = InstanceTable()
         self.balance = RoleBalance(WINDOW_S, SLO)
         self.now = 0.0
         for row, name in enumerate(names):
-            self.fleet.join(row, info(name, cost=cost, num_blocks=100_000, **known))
+            self.instance_table.join(row, info(name, cost=cost, num_blocks=100_000, **known))
 
     def learn(self, prompt_tokens: int, answer_tokens: int) -> None:
         for _ in range(60):
@@ -37,7 +37,7 @@ class Hall:
 
     def offer(
         self, rps: float, prompt_tokens: int, lasting_s: float, rng: random.Random | None = None
-    ) -> list[Advice]:
+    ) -> list[RoleAdvice]:
         """What is advised meanwhile, looked at every 2 s."""
         advised = []
         end_s, next_look_s = self.now + lasting_s, self.now
@@ -55,20 +55,22 @@ class Hall:
                     advised.append(advice)
         return advised
 
-    def advise(self) -> Advice | None:
-        return self.balance.advise(self.fleet, [(0, 0)] * len(self.fleet), self.now)
+    def advise(self) -> RoleAdvice | None:
+        return self.balance.advise(
+            self.instance_table, [(0, 0)] * len(self.instance_table), self.now
+        )
 
-    def switch(self, advice: Advice) -> None:
-        row = self.fleet.ids.index(advice.instance_id)
+    def switch(self, advice: RoleAdvice) -> None:
+        row = self.instance_table.ids.index(advice.instance_id)
         prefills = advice.role is Role.PREFILL
-        self.fleet.set_role(row, prefills, not prefills)
+        self.instance_table.set_role(row, prefills, not prefills)
 
 
 def test_loads_are_demand_over_what_the_instances_can_do() -> None:
     hall = Hall("p0", "p1", "d0")
     hall.learn(500, 101)
     hall.offer(2.0, 500, 10 * WINDOW_S)
-    loads = hall.balance.loads(hall.fleet, hall.now)
+    loads = hall.balance.loads(hall.instance_table, hall.now)
     # 2 x 0.5 s of prefill a second on two; 2 x 100 tokens at (1 + 50 / 50) ms on one.
     assert loads.prefill == pytest.approx(0.5, rel=0.1)
     assert loads.decode == pytest.approx(0.4, rel=0.1)
@@ -80,12 +82,12 @@ def test_a_small_memory_makes_decode_dearer() -> None:
         hall.learn(500, 101)
         hall.offer(2.0, 500, 10 * WINDOW_S)
     # Ten contexts of 550 tokens fit: 1 ms + 50 / 10 ms a token.
-    assert cramped.balance.loads(cramped.fleet, cramped.now).decode == pytest.approx(
-        3 * roomy.balance.loads(roomy.fleet, roomy.now).decode, rel=0.05
+    assert cramped.balance.loads(cramped.instance_table, cramped.now).decode == pytest.approx(
+        3 * roomy.balance.loads(roomy.instance_table, roomy.now).decode, rel=0.05
     )
 
 
-def test_sustained_imbalance_is_told_and_named() -> None:
+def test_sustained_imbalance_is_reported() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
     advised = hall.offer(1.0, 100, 5 * WINDOW_S)
@@ -96,7 +98,7 @@ def test_sustained_imbalance_is_told_and_named() -> None:
     assert "3P+1D" in advice.describe(3, 1) and "2P+2D" in advice.describe(3, 1)
 
 
-def test_nothing_is_told_before_it_has_lasted() -> None:
+def test_nothing_is_reported_before_it_has_lasted() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
     assert not hall.offer(1.0, 100, 0.6 * WINDOW_S)
@@ -119,22 +121,24 @@ def test_idle_pools_are_left_alone() -> None:
 
 def test_the_only_instance_for_long_requests_stays() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
-    hall.fleet.capacity_tokens[0] = 200_000
+    hall.instance_table.capacity_tokens[0] = 200_000
     hall.learn(100, 451)
     assert {advice.instance_id for advice in hall.offer(1.0, 100, 5 * WINDOW_S)} == {"p1"}
 
 
-def test_hardware_for_the_other_side_goes_first() -> None:
-    """Whatever is under way there; among likes, who has least to lose."""
+def test_hardware_suited_to_the_other_role_switches_first() -> None:
+    """Its attempts do not matter; among equals, the one that loses least switches."""
     hall = Hall("p0", "p1", "p2", "d0")
-    hall.fleet.g[2] = hall.fleet.e[2] = 0.0  # decodes cheaply
+    hall.instance_table.decode_s_per_context_token[2] = hall.instance_table.decode_base_s[2] = (
+        0.0  # decodes cheaply
+    )
     hall.learn(100, 451)
     hall.offer(1.0, 100, 5 * WINDOW_S)
     losses = [(3, 0), (1, 9), (7, 0), (0, 0)]
-    advice = hall.balance.advise(hall.fleet, losses, hall.now)
+    advice = hall.balance.advise(hall.instance_table, losses, hall.now)
     assert advice is not None and advice.instance_id == "p2"
-    hall.fleet.e[2] = EVEN.decode[0]
-    advice = hall.balance.advise(hall.fleet, losses, hall.now)
+    hall.instance_table.decode_base_s[2] = EVEN.decode[0]
+    advice = hall.balance.advise(hall.instance_table, losses, hall.now)
     assert advice is not None and advice.instance_id == "p1"
 
 
@@ -155,7 +159,7 @@ def test_mixed_instances_never_switch() -> None:
 def test_constant_load_with_noise_never_flaps(
     num_prefills: int, num_decodes: int, prompt_tokens: int, rps: float, seed: int
 ) -> None:
-    """It comes to a ratio, by switches in one direction, and stays there."""
+    """It reaches a ratio by switches in one direction, and stays there."""
     rng = random.Random(seed)
     names = [f"p{i}" for i in range(num_prefills)] + [f"d{i}" for i in range(num_decodes)]
     hall = Hall(*names)
@@ -165,7 +169,7 @@ def test_constant_load_with_noise_never_flaps(
         if advised:
             roles.append(advised[-1].role)
             hall.switch(advised[-1])
-        assert hall.fleet.num_prefills >= 1 and hall.fleet.num_decodes >= 1
+        assert hall.instance_table.num_prefills >= 1 and hall.instance_table.num_decodes >= 1
     turns = sum(one is not other for one, other in pairwise(roles))
     assert turns <= 1, roles
     assert len(roles) <= num_prefills + num_decodes
@@ -178,7 +182,7 @@ def test_constant_load_with_noise_never_flaps(
     seed=st.integers(0, 1 << 20),
 )
 def test_a_shift_is_followed(split: tuple[int, int], prompt_tokens: int, seed: int) -> None:
-    """Whatever the ratio was: where decode (or prefill) is short for good, it gets more."""
+    """From any ratio: the pool that is permanently short gets more instances."""
     names = [f"p{i}" for i in range(split[0])] + [f"d{i}" for i in range(split[1])]
     hall = Hall(*names)
     rng = random.Random(seed)
@@ -186,7 +190,10 @@ def test_a_shift_is_followed(split: tuple[int, int], prompt_tokens: int, seed: i
         advised = hall.offer(3.0, prompt_tokens, WINDOW_S / 2, rng)
         if advised:
             hall.switch(advised[-1])
-    loads = hall.balance.loads(hall.fleet, hall.now)
-    prefill, decode = loads.prefill * hall.fleet.num_prefills, loads.decode * hall.fleet.num_decodes
+    loads = hall.balance.loads(hall.instance_table, hall.now)
+    prefill, decode = (
+        loads.prefill * hall.instance_table.num_prefills,
+        loads.decode * hall.instance_table.num_decodes,
+    )
     best = min(max(prefill / n, decode / (6 - n)) for n in range(1, 6))
     assert loads.worst < 0.55 or loads.worst <= best * 1.25

@@ -1,21 +1,20 @@
-"""The mechanism: drained first, told then, given up if need be; the books agree all the while."""
+"""An instance drains before it switches; a switch may be given up; reservations stay consistent."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.conductor.conductor_desk import Desk, of, sent
-
 from moonpool.conductor.actions import Announce, InstanceLost, Tick
-from moonpool.types import FinishReason, InstanceId, Role, Token
-from moonpool.workers.messages import (
+from moonpool.protocol.messages import (
+    AttemptId,
     PrefillDone,
     ReserveDecode,
     RoleChanged,
     StartPrefill,
     SwitchRole,
-    WorkId,
 )
+from moonpool.types import FinishReason, InstanceId, Role, Token
+from tests.unit.conductor.conductor_desk import Desk, of, sent
 
 
 def desk(*names: str, **config: Any) -> Desk:
@@ -32,21 +31,27 @@ def ticked(desk: Desk, later_s: float = 0.1) -> list[Any]:
     return desk.handle(Tick())
 
 
-def test_an_idle_instance_is_told_at_once_and_serves_when_it_says_so() -> None:
+def test_an_idle_instance_switches_at_once_and_serves_after_its_report() -> None:
     d = desk("p0", "p1", "d0")
     drain(d, "p1", Role.DECODE)
     assert sent(ticked(d), SwitchRole) == [("p1", SwitchRole(role=Role.DECODE))]
     assert not sent(ticked(d), SwitchRole)
-    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (1, 1)
+    assert (d.conductor.instance_table.num_prefills, d.conductor.instance_table.num_decodes) == (
+        1,
+        1,
+    )
     said = of(d.report("p1", RoleChanged(role=Role.DECODE)), Announce)
     assert "p1 is a decode instance" in said[0].text
-    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (1, 2)
+    assert (d.conductor.instance_table.num_prefills, d.conductor.instance_table.num_decodes) == (
+        1,
+        2,
+    )
     assert d.conductor.roles.num_switches[Role.DECODE] == 1
     names = {sent(d.ask(f"r{i}"), ReserveDecode)[0][0] for i in range(2)}
     assert names == {"d0", "p1"}
 
 
-def test_works_end_before_the_switch_and_none_is_added() -> None:
+def test_attempts_end_before_the_switch_and_none_is_added() -> None:
     d = desk("p0", "d0", "d1")
     (to_d,) = sent(d.ask("r"), ReserveDecode)
     decoder = to_d[0]
@@ -54,7 +59,9 @@ def test_works_end_before_the_switch_and_none_is_added() -> None:
     drain(d, decoder, Role.PREFILL)
     assert not sent(ticked(d), SwitchRole)
     assert sent(d.ask("s"), ReserveDecode)[0][0] == other
-    d.report("p0", PrefillDone(work_id=WorkId("r/1"), token=Token(5), finish=FinishReason.STOP))
+    d.report(
+        "p0", PrefillDone(attempt_id=AttemptId("r/1"), token=Token(5), finish=FinishReason.STOP)
+    )
     assert sent(ticked(d), SwitchRole)[0][0] == decoder
 
 
@@ -72,36 +79,39 @@ def test_a_prefill_instance_need_not_wait_for_the_answers_it_handed_over() -> No
     d.assert_nothing_is_booked()
 
 
-def test_works_that_last_too_long_end_the_drain() -> None:
+def test_attempts_that_last_too_long_end_the_drain() -> None:
     d = desk("p0", "d0", "d1")
     decoder = sent(d.ask("r", deadline_s=10_000.0), ReserveDecode)[0][0]
     drain(d, decoder, Role.PREFILL)
     said = of(ticked(d, later_s=301.0), Announce)
-    assert f"{decoder} stays a decode instance: its works last too long" in said[0].text
-    assert d.conductor.fleet.num_decodes == 2
+    assert f"{decoder} stays a decode instance: its requests last too long" in said[0].text
+    assert d.conductor.instance_table.num_decodes == 2
     assert d.conductor.roles.num_given_up == 1
 
 
-def test_the_last_of_a_side_returns_to_service() -> None:
+def test_the_last_of_a_role_returns_to_service() -> None:
     d = desk("p0", "p1", "d0")
     d.ask("r")
     drain(d, "p0", Role.DECODE)
     d.handle(InstanceLost(InstanceId("p1"), "it died"))
-    assert d.conductor.fleet.num_prefills == 1
+    assert d.conductor.instance_table.num_prefills == 1
     assert sent(d.ask("s"), StartPrefill)[0][0] == "p0"
 
 
-def test_an_instance_lost_while_it_drains_comes_back_as_what_it_says() -> None:
+def test_an_instance_lost_while_it_drains_rejoins_with_its_reported_role() -> None:
     d = desk("p0", "p1", "d0")
     drain(d, "p1", Role.DECODE)
     ticked(d)
     d.handle(InstanceLost(InstanceId("p1"), "it died"))
     assert d.conductor.roles.num_given_up == 1
     d.join("p1", incarnation=2)
-    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (2, 1)
+    assert (d.conductor.instance_table.num_prefills, d.conductor.instance_table.num_decodes) == (
+        2,
+        1,
+    )
 
 
-def test_what_is_refused_counts_and_sustained_imbalance_switches_one_after_the_other() -> None:
+def test_rejected_requests_count_and_instances_switch_one_after_another() -> None:
     d = desk("p0", "p1", "p2", "d0", role_balance_window_s=10.0)
     said: list[str] = []
     for number in range(1200):
@@ -113,10 +123,13 @@ def test_what_is_refused_counts_and_sustained_imbalance_switches_one_after_the_o
         said += [action.text for action in of(actions, Announce)]
     switched = [text for text in said if " is a decode instance" in text]
     assert len(switched) == 2
-    assert (d.conductor.fleet.num_prefills, d.conductor.fleet.num_decodes) == (1, 3)
+    assert (d.conductor.instance_table.num_prefills, d.conductor.instance_table.num_decodes) == (
+        1,
+        3,
+    )
 
 
-def test_advice_alone_moves_nobody_and_is_said_once() -> None:
+def test_advice_switches_nothing_and_is_reported_once() -> None:
     d = Desk("p0", "p1", "p2", "d0", role_balance="advise", role_balance_window_s=10.0)
     said: list[str] = []
     for number in range(600):
@@ -125,6 +138,6 @@ def test_advice_alone_moves_nobody_and_is_said_once() -> None:
         said += [action.text for action in of(ticked(d, 0.0), Announce)]
     assert len(said) == 1
     assert "decode instances are short: 3P+1D" in said[0]
-    assert d.conductor.fleet.num_decodes == 1
+    assert d.conductor.instance_table.num_decodes == 1
     advice = d.conductor.roles.report(d.now).advice
     assert advice is not None and advice.num_switches == 2

@@ -1,4 +1,4 @@
-"""The forecast by lasting, against one that looks at every request, and against the paper's t_d."""
+"""`SurvivalForecast` against a naive one that evaluates every request, and the paper's t_d."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.conductor.decode_forecast import Stay
-from moonpool.conductor.survival_forecast import BUCKET_S, NUM_BUCKETS, SurvivalForecast
+from moonpool.conductor.decode_forecast import (
+    NUM_SURVIVAL_BUCKETS,
+    SURVIVAL_BUCKET_S,
+    DecodeInterval,
+    SurvivalForecast,
+)
 
-SECONDS = st.integers(0, 80).map(lambda halves: halves * BUCKET_S)
-RING_S = NUM_BUCKETS * BUCKET_S
+SECONDS = st.integers(0, 80).map(lambda halves: halves * SURVIVAL_BUCKET_S)
+RING_S = NUM_SURVIVAL_BUCKETS * SURVIVAL_BUCKET_S
 
 
 @dataclass
 class Known:
-    stay: Stay
+    interval: DecodeInterval
     begins_s: float
     tokens: int
     decoding: bool = False
@@ -41,25 +45,25 @@ class SurvivalMachine(RuleBasedStateMachine):
     @rule(wait_s=SECONDS, tokens=st.integers(1, 99))
     def enter(self, wait_s: float, tokens: int) -> None:
         begins_s = self.now + wait_s
-        stay = self.forecast.enter(begins_s, 0.0, tokens, self.now)
-        self.known.append(Known(stay, begins_s, tokens))
+        interval = self.forecast.enter(begins_s, 0.0, tokens, self.now)
+        self.known.append(Known(interval, begins_s, tokens))
 
     @rule()
     def begin(self) -> None:
         for known in self.known:
             if not known.decoding:
-                self.forecast.begin(known.stay, 0.0, self.now)
+                self.forecast.begin(known.interval, 0.0, self.now)
                 known.begins_s, known.decoding = self.now, True
                 return
 
     @rule(place=st.integers(0, 5))
     def leave(self, place: int) -> None:
         if place < len(self.known):
-            self.forecast.leave(self.known.pop(place).stay, self.now)
+            self.forecast.leave(self.known.pop(place).interval, self.now)
 
     def lasts(self, seconds: float) -> float:
         survival = self.forecast._survival
-        return float(survival[min(int(seconds / BUCKET_S), NUM_BUCKETS - 1)])
+        return float(survival[min(int(seconds / SURVIVAL_BUCKET_S), NUM_SURVIVAL_BUCKETS - 1)])
 
     @rule(ahead_s=SECONDS)
     def project(self, ahead_s: float) -> None:
@@ -79,7 +83,7 @@ class SurvivalMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.forecast.validate([k.stay for k in self.known])
+        self.forecast.validate([k.interval for k in self.known])
 
 
 SurvivalMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -91,7 +95,7 @@ def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
     begin in a mean duration. Of those, the paper's rule counts only the younger."""
     rng = random.Random(5)
     forecast = SurvivalForecast()
-    ends: list[tuple[float, Stay, float]] = []
+    ends: list[tuple[float, DecodeInterval, float]] = []
     seen, actual, younger = 0.0, 0, 0
     for step in range(4000):
         now = step * 0.25
@@ -100,9 +104,9 @@ def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
             forecast.leave(one[1], now)
             forecast.observe(one[2])
         lasts_s = 2.0 if rng.random() < 0.9 else 52.0  # 7 s on average
-        stay = forecast.enter(now, 0.0, 1, now)
-        forecast.begin(stay, 0.0, now)
-        ends.append((now + lasts_s, stay, lasts_s))
+        interval = forecast.enter(now, 0.0, 1, now)
+        forecast.begin(interval, 0.0, now)
+        ends.append((now + lasts_s, interval, lasts_s))
         if step > 1000:
             seen += forecast.project(now + 10.0, now)[0]
             actual += sum(end > now + 10.0 for end, _, _ in ends)
@@ -111,23 +115,23 @@ def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
     assert younger < 0.1 * actual
 
 
-def test_what_it_learns_fades() -> None:
+def test_old_durations_fade() -> None:
     forecast = SurvivalForecast()
-    assert forecast.usual_s is None
+    assert forecast.mean_s is None
     for _ in range(500):
         forecast.observe(1.0)
-    assert forecast.usual_s == pytest.approx(1.0)
+    assert forecast.mean_s == pytest.approx(1.0)
     assert forecast._survival[20] < 0.02
     for _ in range(10_000):
         forecast.observe(30.0)
-    assert forecast.usual_s == pytest.approx(30.0, rel=0.01)
+    assert forecast.mean_s == pytest.approx(30.0, rel=0.01)
     assert forecast._survival[20] > 0.98
 
 
 def test_its_error_is_measured_when_the_time_comes() -> None:
     forecast = SurvivalForecast()
-    stay = forecast.enter(0.0, 0.0, 1, 0.0)
-    forecast.begin(stay, 0.0, 0.0)
+    interval = forecast.enter(0.0, 0.0, 1, 0.0)
+    forecast.begin(interval, 0.0, 0.0)
     forecast.note_projection(2.0, 3.0)
     forecast.project(1.0, 1.0)
     assert forecast.error.count == 0

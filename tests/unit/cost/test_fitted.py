@@ -1,4 +1,4 @@
-"""The fitted cost model: finds known coefficients, and never says that more work takes less."""
+"""The fitted cost model: finds known coefficients, and never predicts less time for more work."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_estimates_survive_noise(seed: int) -> None:
 def test_never_negative_and_grows_with_the_work(
     prefills: list[tuple[int, float, float]], decodes: list[tuple[int, int, float]]
 ) -> None:
-    """Whatever was measured, even nonsense."""
+    """Holds for any measurements, even absurd ones."""
     cost = fit_cost(
         [PrefillSample(num_tokens=n, cached_tokens=int(n * p), seconds=s) for n, p, s in prefills],
         [DecodeSample(batch=b, context_tokens=c, seconds=s) for b, c, s in decodes],
@@ -88,7 +88,7 @@ def test_cached_tokens_save_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_single_chunks_take_tells_what_long_prompts_do(seed: int) -> None:
+def test_single_chunks_predict_long_prompts(seed: int) -> None:
     """Noise of 5 % in chunks of up to 256 tokens must not be squared in a prompt of 4,096. With a c
     of its own it is: errors of half and more."""
     true = FittedCost(prefill=(0.01, 5e-4, 7e-8, 14e-8), decode=TRUE.decode)
@@ -167,7 +167,7 @@ def test_finds_what_decodes_add_to_a_chunk() -> None:
     assert fitted.step_s((), 8, 8000) == pytest.approx(TRUE.decode_step_s(8, 8000))
 
 
-def test_what_decodes_add_is_told_from_the_chunk_alone_where_that_was_measured() -> None:
+def test_what_decodes_add_is_taken_from_the_measured_chunk_alone() -> None:
     """Here chunks take a tenth less than their formula says, which is what ten decodes add."""
     samples = []
     for one in measured_mixed(2e-3, 1e-6):
@@ -179,7 +179,7 @@ def test_what_decodes_add_is_told_from_the_chunk_alone_where_that_was_measured()
     assert found == (pytest.approx(2e-3), pytest.approx(1e-6))
 
 
-def test_mixed_steps_that_say_nothing_leave_the_formulas_as_they_are() -> None:
+def test_mixed_steps_without_information_leave_the_formulas_unchanged() -> None:
     """Decodes that seem to make a chunk faster are noise."""
     sample = MixedSample(num_tokens=256, cached_tokens=0, batch=4, context_tokens=64, seconds=1e-3)
     prefill = PrefillSample(num_tokens=256, cached_tokens=0, seconds=0.1)

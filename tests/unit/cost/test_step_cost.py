@@ -1,5 +1,5 @@
-"""What every truth must keep to, whatever it is made of: more work never takes less time, chunks
-add up, and many steps at once take what they take one by one."""
+"""What every ground truth must satisfy: more work never takes less time, chunks add up, and many
+steps at once take the sum of single steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.config import Parallelism
-from moonpool.cost.calibrated import CALIBRATED
-from moonpool.cost.catalogue import BUILT_IN
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
-from moonpool.cost.parallel import Nic, group_cost
-from moonpool.cost.roofline import RooflineCost
+from moonpool.sim.hardware.calibrated import CALIBRATED
+from moonpool.sim.hardware.catalogue import BUILT_IN
+from moonpool.sim.hardware.parallel_cost import Nic, group_cost
+from moonpool.sim.hardware.roofline import RooflineCost
 
 A800, LLAMA_70B = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
 NIC = Nic.of(A800, 8)
@@ -75,7 +75,7 @@ def test_more_work_takes_no_less_time(
 @pytest.mark.parametrize("name", TRUTHS)
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 60))
-def test_many_decode_steps_take_what_they_take_one_by_one(
+def test_many_decode_steps_take_the_sum_of_single_ones(
     name: str, batch: int, context: int, num_steps: int
 ) -> None:
     truth = TRUTHS[name]
@@ -85,14 +85,14 @@ def test_many_decode_steps_take_what_they_take_one_by_one(
 
 
 @pytest.mark.parametrize("name", TRUTHS)
-def test_nothing_takes_no_time(name: str) -> None:
+def test_an_empty_step_takes_no_time(name: str) -> None:
     assert TRUTHS[name].step_s((), 0, 0) == 0.0
     assert TRUTHS[name].decode_steps_s(0, 0, 5) == 0.0
     assert TRUTHS[name].decode_steps_s(4, 4000, 0) == 0.0
 
 
 @pytest.mark.parametrize("name", TRUTHS)
-def test_only_pipelines_hand_on(name: str) -> None:
+def test_only_pipelines_have_hops(name: str) -> None:
     truth = TRUTHS[name]
     pipeline = "-pp-" in name or "-cpp-" in name
     assert (truth.num_stages > 1) == pipeline

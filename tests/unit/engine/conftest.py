@@ -1,4 +1,4 @@
-"""What tests of the engine share."""
+"""Fixtures for tests of the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For the arithmetic: quick on a busy machine."""
+    """One thread for torch, which is fast on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

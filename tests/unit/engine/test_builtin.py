@@ -16,8 +16,9 @@ from moonpool.engine.induction import EOS, token_codes
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.engine.spec import ModelError
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.types import RequestId, SamplingParams
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 SMALL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
@@ -38,9 +39,7 @@ class Writer:
         token = None
         for begin in range(0, len(token_ids), 512):
             chunk = token_ids[begin : begin + 512]
-            step = SequenceStep(
-                RequestId("w"), chunk, self.length, self.blocks, Draw(params, (), (EOS,))
-            )
+            step = StepEntry(AttemptId("w"), chunk, self.length, self.blocks, params)
             token = self.engine.step([step]).tokens[0]
             self.length += len(chunk)
         assert token is not None

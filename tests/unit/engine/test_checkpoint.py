@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.export import export_checkpoint
+from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.spec import ModelError
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"

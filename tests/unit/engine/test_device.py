@@ -1,4 +1,4 @@
-"""Which device and dtype are taken when nobody says, and what is said where there is no GPU."""
+"""The automatic choice of device and dtype, and the error where there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from moonpool.config import parse_config
-from moonpool.engine.cuda.choice import DeviceError, check_device, resolve_device
 from moonpool.engine.cuda.torch_ops import TorchOps
-from moonpool.engine.dtype import resolve_dtype
+from moonpool.engine.device import DeviceError, check_device, resolve_device, resolve_dtype
 from moonpool.engine.runner import choose_ops
 from moonpool.runtime.cluster import ClusterError, resolved
 

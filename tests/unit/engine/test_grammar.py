@@ -1,5 +1,5 @@
-"""Answers with a form: what may follow depends on the tokens before alone, and what comes of any
-draws keeps the form."""
+"""Structured output: the allowed tokens depend only on the tokens before, and every sampled answer
+matches its grammar."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from tokenizers.decoders import ByteLevel
 
 from moonpool.api.bodies import CompletionBody as Body
 from moonpool.api.bodies import ResponseFormat, StructuredOutputs
-from moonpool.api.forms import grammar_of
-from moonpool.engine.grammar import MAX_KEPT, Grammars, keeps
-from moonpool.engine.sampler import sample
-from moonpool.engine.step import Draw
+from moonpool.api.structured_output import grammar_of
+from moonpool.engine.grammar import MAX_KEPT, Grammars, matches_grammar
+from moonpool.engine.sampler import Draw, sample
 from moonpool.engine.tokenizers.byte import EOS_ID, ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.types import SamplingParams
@@ -60,7 +59,7 @@ def byte_grammars() -> Grammars:
 
 
 def answer(grammars: Sequence[Grammars], grammar: str, seed: int, most: int = 400) -> list[int]:
-    """Drawn from random logits, the tokens by one of `grammars` after the other."""
+    """Samples from random logits, each token with the next of `grammars`."""
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=1.0, seed=seed, grammar=grammar)
     generated: list[int] = []
@@ -87,8 +86,8 @@ def test_any_draws_make_what_the_schema_says(seed: int) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
-def test_whoever_draws_the_next_token_allows_the_same(seed: int) -> None:
-    """As prefill and decode instances do, and who goes on after a fault."""
+def test_every_instance_allows_the_same_tokens(seed: int) -> None:
+    """Prefill and decode instances draw in turn, and another instance after a fault."""
     grammar = schema_grammar(SCHEMA)
     one, two = byte_grammars(), byte_grammars()
     assert answer([one], grammar, seed) == answer([one, two, byte_grammars()], grammar, seed)
@@ -132,7 +131,7 @@ def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(
         assert len(generated) < 400 and mask[EOS_ID] == bool(generated)
         generated.append(ord("x"))
     assert "cannot be followed" in caplog.text and "\n" not in caplog.records[0].getMessage()
-    assert not keeps(grammar, "x" * len(generated)) and keeps(grammar, "xxx")
+    assert not matches_grammar(grammar, "x" * len(generated)) and matches_grammar(grammar, "xxx")
 
 
 def test_more_answers_than_are_kept_are_still_right() -> None:

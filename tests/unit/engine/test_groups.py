@@ -1,4 +1,4 @@
-"""What ranks tell each other, through memory and through gloo."""
+"""Collective operations of ranks, over shared memory and over gloo."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.engine.tensor.gloo import create_store
-from moonpool.engine.tensor.group import Group, RankLostError, add_up
-from moonpool.engine.tensor.memory import BUFFER_BYTES, create_meeting
-from moonpool.engine.tensor.ranks import join_group
+from moonpool.engine.parallel.tensor_gloo import create_store
+from moonpool.engine.parallel.tensor_group import (
+    BUFFER_BYTES,
+    Group,
+    RankLostError,
+    add_up,
+    create_group_memory,
+)
+from moonpool.engine.parallel.tensor_ranks import join_group
 
 NUM_RANKS = 4
 WAIT_S = 30.0
 
 
 def together(works: list[Callable[[], Any]]) -> list[Any]:
-    """Each in a thread of its own; what they return or raise."""
+    """Runs each in its own thread; returns their results or errors."""
     outcomes: list[Any] = [None] * len(works)
 
     def run(number: int) -> None:
@@ -46,7 +51,7 @@ def of_all(work: Callable[[int], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module", params=["memory", "gloo"])
 def groups(request: pytest.FixtureRequest) -> list[Group]:
-    fd = create_meeting(NUM_RANKS) if request.param == "memory" else create_store()
+    fd = create_group_memory(NUM_RANKS) if request.param == "memory" else create_store()
     if fd is None:
         pytest.skip("the kernels are not built")
     secret = b"" if request.param == "memory" else b"one that all ranks know"
@@ -64,7 +69,7 @@ ROWS = (1, 3, BUFFER_BYTES // 512 - 1, BUFFER_BYTES // 512, BUFFER_BYTES // 200)
 def test_all_have_the_sum_of_all_shards_bit_for_bit(
     groups: list[Group], dtype: torch.dtype
 ) -> None:
-    """Also of more than a buffer holds, and of one sum after the other without a pause."""
+    """Also for tensors larger than a buffer, and for consecutive sums without a pause."""
     draw = torch.Generator().manual_seed(5)
     parts = [
         [torch.randn(rows, 256, generator=draw).to(dtype) for _ in range(2 * NUM_RANKS)]
@@ -73,7 +78,7 @@ def test_all_have_the_sum_of_all_shards_bit_for_bit(
 
     def work(rank: int) -> list[torch.Tensor]:
         own = slice(2 * rank, 2 * rank + 2)
-        return [groups[rank].sum([part.clone() for part in shards[own]]) for shards in parts]
+        return [groups[rank].all_reduce([part.clone() for part in shards[own]]) for shards in parts]
 
     found = of_all(work)
     for number, shards in enumerate(parts):
@@ -87,8 +92,8 @@ def test_the_first_ones_reach_all(groups: list[Group]) -> None:
         found = []
         for rows in ROWS:
             mine = torch.full((rows, 256), float(rows)) if rank == 0 else torch.zeros(rows, 256)
-            groups[rank].share(mine)
-            groups[rank].meet()
+            groups[rank].broadcast(mine)
+            groups[rank].barrier()
             found.append(mine)
         return found
 
@@ -96,34 +101,34 @@ def test_the_first_ones_reach_all(groups: list[Group]) -> None:
         assert all(bool((one == rows).all()) for one, rows in zip(tensors, ROWS, strict=True))
 
 
-def test_nobody_gets_past_a_meeting_before_the_last(groups: list[Group]) -> None:
+def test_a_barrier_waits_for_the_last_rank(groups: list[Group]) -> None:
     came: list[int] = []
 
     def work(rank: int) -> int:
         if rank == 2:
             time.sleep(0.2)
         came.append(rank)
-        groups[rank].meet()
+        groups[rank].barrier()
         return len(came)
 
     assert of_all(work) == [NUM_RANKS] * 4
 
 
-def test_who_waits_for_one_that_is_gone_gives_up_when_told() -> None:
-    fd = create_meeting(2)
+def test_an_abort_ends_the_wait_for_a_lost_rank() -> None:
+    fd = create_group_memory(2)
     if fd is None:
         pytest.skip("the kernels are not built")
     waits, ends = (join_group(os.dup(fd), 0, 2, b"") for _ in range(2))
-    timer = threading.Timer(0.3, ends.end)
+    timer = threading.Timer(0.3, ends.abort)
     timer.start()
     began_s = time.monotonic()
     with pytest.raises(RankLostError):
-        waits.sum([torch.zeros(2, 2)])
+        waits.all_reduce([torch.zeros(2, 2)])
     assert 0.2 < time.monotonic() - began_s < 5
     with pytest.raises(RankLostError):
-        waits.meet()
+        waits.barrier()
     os.close(fd)
 
 
-def test_more_ranks_than_memory_has_seats_for_meet_otherwise() -> None:
-    assert create_meeting(1000) is None
+def test_too_many_ranks_get_no_shared_memory() -> None:
+    assert create_group_memory(1000) is None

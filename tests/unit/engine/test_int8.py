@@ -1,4 +1,4 @@
-"""Weights of 8 bits: near what they round, and the same bits on every kernel, in any batch."""
+"""8-bit weights: close to the full weights, and the same bits on every kernel, in any batch."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def test_the_arithmetic_is_named_and_a_gpu_refuses_it() -> None:
     plain, rounded = choose_ops("bfloat16"), choose_ops("bfloat16", quantization="int8")
     assert plain.arithmetic != rounded.arithmetic
     assert ReferenceOps("int8").arithmetic == f"{ReferenceOps().arithmetic} int8"
-    with pytest.raises(ValueError, match="int8 weights are for --device cpu"):
+    with pytest.raises(ValueError, match="int8 weights need --device cpu"):
         choose_ops("bfloat16", "cuda", "int8")

@@ -12,10 +12,18 @@ from torch import Tensor
 from moonpool.engine.native import available
 from moonpool.engine.native.library import ISAS, NativeUnavailableError
 from moonpool.engine.native.ops import NativeOps
-from moonpool.engine.ops import HeadShape, KvCache, QkNorm, RopeTable, StepMeta, empty_cache
+from moonpool.engine.ops import (
+    AttendArgs,
+    HeadShape,
+    KvCache,
+    QkNorm,
+    RopeTable,
+    StepMeta,
+    empty_cache,
+)
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.slices import read_rows, write_rows
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -61,7 +69,7 @@ class Case:
         return self.heads.head_dim**-0.5
 
     def attend(self, ops: NativeOps | ReferenceOps) -> Tensor:
-        return ops.attend(self.q, self.heads, self.cache, LAYER, self.meta, self.scale)
+        return ops.attend(self.q, AttendArgs(self.heads, self.cache, LAYER, self.meta, self.scale))
 
 
 def make_meta(sequences: list[tuple[int, int]], tables: Tensor) -> StepMeta:
@@ -82,7 +90,7 @@ def make_meta(sequences: list[tuple[int, int]], tables: Tensor) -> StepMeta:
 def make_tables(
     layout: BlockLayout, sequences: list[tuple[int, int]], generator: torch.Generator
 ) -> tuple[Tensor, int]:
-    """Permuted, disjoint blocks; and how many blocks there are, some of them nobody's."""
+    """Permuted, disjoint block tables; and the number of blocks, of which some are unused."""
     counts = [layout.blocks_for(before + count) for before, count in sequences]
     order = torch.randperm(sum(counts) + 3, generator=generator)
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
@@ -111,7 +119,7 @@ def make_case(
     sequences: list[tuple[int, int]],
     seed: int = 0,
 ) -> Case:
-    """Random K, V and q; every byte of the arena that belongs to no token is NaN."""
+    """Random K, V and q; the rest of the arena is NaN."""
     generator = torch.Generator().manual_seed(seed)
     layout = make_layout(heads, block_tokens, dtype)
     tables, num_blocks = make_tables(layout, sequences, generator)
@@ -148,7 +156,7 @@ def exact_attention(case: Case) -> Tensor:
 
 
 def one_sequence(case: Case, s: int, first: int, count: int) -> Case:
-    """Rows [first, first + count) of sequence s alone, as a step of their own."""
+    """A step with only rows [first, first + count) of sequence s."""
     start = int(case.meta.row_starts[s]) + first
     before = int(case.meta.context_starts[s]) + first
     meta = make_meta([(before, count)], case.meta.block_tables[s : s + 1])
@@ -241,7 +249,7 @@ def test_rope_store_turns_q_and_writes_only_its_rows(
     weights = [(1 + 0.1 * torch.randn(d, generator=generator)).to(dtype) for _ in range(2)]
     norm = QkNorm(weights[0], weights[1], 1e-6) if normed else None
     rope = rope_table(600, int(d * rotary))
-    got = ops.rope_store(qkv, heads, rope, norm, cache, LAYER, meta)
+    got = ops.rope_store(qkv, rope, norm, AttendArgs(heads, cache, LAYER, meta, 1.0))
 
     q, k, v = qkv.unflatten(1, (width, d)).split(
         [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], 1
@@ -264,19 +272,20 @@ def test_a_row_outside_the_tables_is_an_error_and_no_crash(ops: NativeOps) -> No
     case = make_case(HeadShape(4, 2, 32), 16, torch.float32, [(30, 2)])
     qkv = torch.zeros(2, 8 * 32)
     rope = rope_table(64, 32)
+    args = AttendArgs(case.heads, case.cache, LAYER, case.meta, 1.0)
     lost = replace(case.meta, positions=torch.tensor([30, 500], dtype=torch.int32))
     with pytest.raises(IndexError, match="block table"):
-        ops.attend(case.q, case.heads, case.cache, LAYER, lost, 1.0)
+        ops.attend(case.q, args._replace(meta=lost))
     with pytest.raises(IndexError, match="block table or rope"):
-        ops.rope_store(qkv, case.heads, rope, None, case.cache, LAYER, lost)
+        ops.rope_store(qkv, rope, None, args._replace(meta=lost))
     astray = replace(case.meta, block_tables=torch.full((1, 3), 9999, dtype=torch.int32))
     with pytest.raises(IndexError):
-        ops.attend(case.q, case.heads, case.cache, LAYER, astray, 1.0)
+        ops.attend(case.q, args._replace(meta=astray))
     jumbled = replace(case.meta, row_starts=torch.tensor([2, 2], dtype=torch.int32))
     with pytest.raises(ValueError, match="row_starts"):
-        ops.attend(case.q, case.heads, case.cache, LAYER, jumbled, 1.0)
+        ops.attend(case.q, args._replace(meta=jumbled))
     with pytest.raises(ValueError, match="does not fit"):
-        ops.attend(case.q.bfloat16(), case.heads, case.cache, LAYER, case.meta, 1.0)
+        ops.attend(case.q.bfloat16(), args)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Where the kernels are not built, or cannot run, one line says so and nothing breaks."""
+"""Kernels that are not built, or cannot run, give one line with the reason and no failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.engine.native import available, build, sources
+from moonpool.engine.native import available, build
 from moonpool.engine.native import library as native_library
 from moonpool.engine.native.library import NativeUnavailableError, open_kernels
 
@@ -16,8 +16,7 @@ from moonpool.engine.native.library import NativeUnavailableError, open_kernels
 def sources_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the sources, nothing built, and a cache folder of its own."""
     copy = tmp_path / "native"
-    shutil.copytree(sources.HERE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    monkeypatch.setattr(sources, "HERE", copy)
+    shutil.copytree(build.HERE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     monkeypatch.setattr(build, "HERE", copy)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return copy
@@ -55,17 +54,17 @@ def test_a_failing_compiler_is_one_line_too(
 
 
 def test_a_changed_source_is_another_library(sources_in: Path) -> None:
-    before = sources.library_name()
+    before = build.library_name()
     (sources_in / before).write_bytes(b"")
-    assert sources.find_library() == sources_in / before
+    assert build.find_library() == sources_in / before
     with (sources_in / "simd.h").open("a") as source:
         source.write("// changed\n")
-    assert sources.library_name() != before
-    assert sources.find_library() is None
+    assert build.library_name() != before
+    assert build.find_library() is None
 
 
 def test_a_file_that_is_no_library_is_a_reason_not_a_crash(sources_in: Path) -> None:
-    (sources_in / sources.library_name()).write_bytes(b"not a library")
+    (sources_in / build.library_name()).write_bytes(b"not a library")
     reason = available()
     assert reason is not None
     assert "do not load" in reason

@@ -1,4 +1,4 @@
-"""NativeOps' linears, norms and gate: right to rounding, and blind to their neighbours."""
+"""NativeOps' linears, norms and gate: correct to rounding, and batch-invariant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps: what they refuse, when layers are announced, what calibration measures."""
+"""Steps: which are refused, when layers are announced, what calibration measures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.calibrate import fit_samples, measure_samples
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.rows import StepError
 from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.types import RequestId, SamplingParams
+from moonpool.engine.step import StepError
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import SamplingParams
 
 NAME = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300,context=64"
-GREEDY = Draw(SamplingParams(temperature=0.0), (), ())
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture
@@ -25,12 +26,15 @@ def engine() -> Engine:
 
 
 def _step(
-    tokens: list[int], start: int = 0, blocks: tuple[int, ...] = (0, 1), draw: Draw | None = GREEDY
-) -> SequenceStep:
-    return SequenceStep(RequestId("r"), tokens, start, blocks, draw)
+    tokens: list[int],
+    start: int = 0,
+    blocks: tuple[int, ...] = (0, 1),
+    draw: SamplingParams | None = GREEDY,
+) -> StepEntry:
+    return StepEntry(AttemptId("r"), tokens, start, blocks, draw)
 
 
-def test_only_who_asks_gets_a_token(engine: Engine) -> None:
+def test_only_entries_with_a_draw_get_a_token(engine: Engine) -> None:
     result = engine.step([_step([5, 6]), _step([7], blocks=(2,), draw=None), _step([8], 2, (3,))])
     assert [token is not None for token in result.tokens] == [True, False, True]
     assert result.seconds > 0
@@ -60,7 +64,9 @@ def test_each_layer_is_waited_for_after_it_is_announced(engine: Engine) -> None:
     assert calls == [(what, layer) for layer in range(3) for what in ("done", "wait")]
 
 
-def test_of_what_never_came_nothing_is_drawn_and_others_are_as_ever(engine: Engine) -> None:
+def test_an_entry_whose_blocks_never_arrive_draws_nothing_and_others_are_unchanged(
+    engine: Engine,
+) -> None:
     """Even where it reads NaN."""
     other = _step([7, 8, 9], blocks=(3,))
     right = engine.step([other]).tokens[0]
@@ -70,7 +76,7 @@ def test_of_what_never_came_nothing_is_drawn_and_others_are_as_ever(engine: Engi
     assert first is None and second == right
 
 
-def test_writes_only_the_slots_it_was_given(engine: Engine) -> None:
+def test_writes_only_the_blocks_of_its_entries(engine: Engine) -> None:
     engine._cache.blocks.fill_(9)
     engine.step([_step([1] * 20, blocks=(3, 1))])
     assert (engine._cache.blocks[[0, 2, 4, 5]] == 9).all()
@@ -92,7 +98,7 @@ def test_writes_only_the_slots_it_was_given(engine: Engine) -> None:
     ],
 )
 def test_impossible_steps_are_refused_untouched(
-    engine: Engine, sequence: SequenceStep, says: str
+    engine: Engine, sequence: StepEntry, says: str
 ) -> None:
     with pytest.raises(StepError, match=says):
         engine.step([_step([5], blocks=(5,)), sequence])

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from moonpool.engine.sampler import NonFiniteLogitsError, sample, uniform
-from moonpool.engine.step import Draw
+from moonpool.engine.sampler import Draw, NonFiniteLogitsError, sample, uniform
 from moonpool.types import SamplingParams, Token
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

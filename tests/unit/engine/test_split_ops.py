@@ -1,4 +1,4 @@
-"""Attention taken apart gives the bits of attention in one go, and is right to float32 rounding."""
+"""Divided attention gives the bits of a single pass, and is correct to float32 rounding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from moonpool.engine import native
 from moonpool.engine.ops import (
     SEGMENT,
+    AttendArgs,
     HeadShape,
     KvCache,
     QkNorm,
@@ -19,9 +20,9 @@ from moonpool.engine.ops import (
     StepMeta,
     empty_cache,
 )
-from moonpool.engine.reference_split import ReferenceSplitOps
+from moonpool.engine.reference import ReferenceSplitOps
 from moonpool.engine.slices import read_rows
-from moonpool.kvcache.layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout
 
 HEADS = HeadShape(4, 2, 32)
 SCALE = 32**-0.5
@@ -65,7 +66,7 @@ def filled(dtype: str, num_blocks: int, seed: int = 0) -> KvCache:
 
 
 def meta_of(shares: list[tuple[int, int]], tables: list[list[int]] | None = None) -> StepMeta:
-    """Of sequences (context before, new rows), each in blocks of its own unless `tables` tells."""
+    """A step of sequences (cached tokens, new rows), by default in disjoint blocks."""
     needed = [-(-(start + rows) // BLOCK_TOKENS) for start, rows in shares]
     if tables is None:
         ids = iter(range(sum(needed)))
@@ -108,9 +109,9 @@ def test_old_tokens_first_gives_the_same_bits(
     meta = meta_of(shares)
     cache = filled(dtype, int(meta.block_tables.max()) + 1)
     q = queries(meta, dtype)
-    whole = ops.attend(q, HEADS, cache, 1, meta, SCALE)
-    state = ops.attend_old(q, HEADS, cache, 1, meta, SCALE)
-    assert torch.equal(whole, ops.attend_new(q, state, HEADS, cache, 1, meta, SCALE))
+    whole = ops.attend(q, AttendArgs(HEADS, cache, 1, meta, SCALE))
+    state = ops.attend_old(q, AttendArgs(HEADS, cache, 1, meta, SCALE))
+    assert torch.equal(whole, ops.attend_new(q, state, AttendArgs(HEADS, cache, 1, meta, SCALE)))
 
 
 def test_old_tokens_are_attended_without_a_look_at_the_new_ones() -> None:
@@ -118,19 +119,19 @@ def test_old_tokens_are_attended_without_a_look_at_the_new_ones() -> None:
     meta = meta_of([(600, 4)])
     cache = filled("float32", 10)
     q = queries(meta, "float32")
-    whole = ops.attend(q, HEADS, cache, 0, meta, SCALE)
+    whole = ops.attend(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     kept = cache.blocks[8:].clone()
     cache.blocks[8:] = torch.nan  # tokens from 512 on
-    state = ops.attend_old(q, HEADS, cache, 0, meta, SCALE)
+    state = ops.attend_old(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     cache.blocks[8:] = kept
     cache.blocks[:8] = torch.nan  # and those before are not looked at again
-    assert torch.equal(whole, ops.attend_new(q, state, HEADS, cache, 0, meta, SCALE))
+    assert torch.equal(whole, ops.attend_new(q, state, AttendArgs(HEADS, cache, 0, meta, SCALE)))
 
 
 def segments_of(
     ops: SplitOps, q: Tensor, cache: KvCache, shares: list[tuple[int, int]], meta: StepMeta
 ) -> Tensor:
-    """Every sequence by itself, segment by segment, each with blocks of that segment only."""
+    """Computes every sequence by itself, segment by segment, with the blocks of that segment."""
     dtype = q.dtype
     partials: list[Tensor] = []
     order: list[list[int]] = [[] for _ in range(meta.num_rows)]
@@ -146,7 +147,8 @@ def segments_of(
             own = meta_of([(start, rows)], [table])
             wanted = torch.tensor([segment], dtype=torch.int32)
             rows_q = q[first : first + rows]
-            partials.append(ops.attend_segments(rows_q, HEADS, cache, 1, own, SCALE, wanted))
+            args = AttendArgs(HEADS, cache, 1, own, SCALE)
+            partials.append(ops.attend_segments(rows_q, wanted, args))
             for i in range(rows):
                 order[first + i].append(count + i)
             count += rows
@@ -163,12 +165,12 @@ def test_segments_merged_give_the_same_bits(
     cache = filled(dtype, int(meta.block_tables.max()) + 2)
     cache.blocks[-1] = torch.nan
     q = queries(meta, dtype)
-    whole = ops.attend(q, HEADS, cache, 1, meta, SCALE)
+    whole = ops.attend(q, AttendArgs(HEADS, cache, 1, meta, SCALE))
     assert torch.equal(whole, segments_of(ops, q, cache, shares, meta))
 
 
 def exact(q: Tensor, cache: KvCache, meta: StepMeta) -> tuple[Tensor, Tensor]:
-    """One row per sequence, in one go in float64: output, and the log of the sum of weights."""
+    """One row per sequence in float64: the output, and the log of the sum of weights."""
     outs, sums = [], []
     for s, context in enumerate(meta.context_starts.tolist()):
         k, v = read_rows(cache, 1, meta.block_tables[s], context + 1)
@@ -193,12 +195,12 @@ def test_error_of_the_merge_is_float32_rounding(ops: SplitOps) -> None:
 
 
 def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
-    """Whatever the base: the one trap of kernels that report it."""
+    """For kernels with base 2 and with base e."""
     meta = meta_of([(300, 1)])
     cache = filled("float32", 5)
     q = queries(meta, "float32")
     zero = torch.zeros(1, dtype=torch.int32)
-    partials = ops.attend_segments(q, HEADS, cache, 1, meta, SCALE, zero)
+    partials = ops.attend_segments(q, zero, AttendArgs(HEADS, cache, 1, meta, SCALE))
     highest, total = partials[0, :, 0], partials[0, :, 1]
     natural = highest * math.log(2) if ops.name == "native" else highest
     _, expected = exact(q, cache, meta)
@@ -206,21 +208,22 @@ def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
 
 
 def test_what_is_empty_or_masked_is_the_identity(ops: SplitOps) -> None:
-    """A chunk across the border: its first rows see nothing of the second segment, and nobody sees
-    anything of the third."""
+    """A chunk across a segment's end: its first rows see no key of the second segment, and no row
+    sees a key of the third."""
     shares = [(SEGMENT - 2, 4)]
     meta = meta_of(shares, [list(range(33)) + [0] * 40])
     cache = filled("float32", 33)
     q = queries(meta, "float32")
     for segment, empty in ((1, [0, 1]), (2, [0, 1, 2, 3])):
         wanted = torch.tensor([segment], dtype=torch.int32)
-        partials = ops.attend_segments(q, HEADS, cache, 1, meta, SCALE, wanted)
+        partials = ops.attend_segments(q, wanted, AttendArgs(HEADS, cache, 1, meta, SCALE))
         assert not partials.isnan().any()
         assert partials[empty][:, :, 0].eq(-torch.inf).all()
         assert partials[empty][:, :, 1:].eq(0).all()
     nothing = torch.zeros(1, 4, 34)
     nothing[:, :, 0] = -torch.inf
-    first = ops.attend_segments(q, HEADS, cache, 1, meta, SCALE, torch.zeros(1, dtype=torch.int32))
+    zero = torch.zeros(1, dtype=torch.int32)
+    first = ops.attend_segments(q, zero, AttendArgs(HEADS, cache, 1, meta, SCALE))
     both = torch.cat((nothing, first[:1]))
 
     def merged(order: list[int]) -> Tensor:
@@ -247,9 +250,9 @@ def test_rope_apart_from_storing_gives_the_same_blocks(
     if normed:
         norm = QkNorm(torch.rand(32).to(kind), torch.rand(32).to(kind), 1e-6)
     one, other = filled(dtype, 4), filled(dtype, 4)
-    q = ops.rope_store(qkv, HEADS, rope, norm, one, 1, meta)
+    q = ops.rope_store(qkv, rope, norm, AttendArgs(HEADS, one, 1, meta, SCALE))
     q_apart, kv = ops.rope(qkv, HEADS, rope, norm, meta)
-    ops.store(kv, HEADS, other, 1, meta)
+    ops.store(kv, AttendArgs(HEADS, other, 1, meta, SCALE))
     assert torch.equal(q, q_apart)
     assert torch.equal(one.blocks, other.blocks)
 
@@ -260,15 +263,11 @@ def test_wrong_tables_are_refused() -> None:
     meta = meta_of([(130, 1)], [[0, 1, 7]])
     kv = torch.zeros(1, 4, 32)
     with pytest.raises(IndexError):
-        ops.store(kv, HEADS, cache, 0, meta)
+        ops.store(kv, AttendArgs(HEADS, cache, 0, meta, SCALE))
     with pytest.raises(IndexError):
         ops.attend_old(
             queries(meta_of([(300, 1)]), "float32"),
-            HEADS,
-            cache,
-            0,
-            meta_of([(300, 1)], [[0, 1, 7, 0, 1]]),
-            SCALE,
+            AttendArgs(HEADS, cache, 0, meta_of([(300, 1)], [[0, 1, 7, 0, 1]]), SCALE),
         )
     one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""Several stages: the same tokens and blocks as one process, one clear end when a stage dies."""
+"""Pipeline stages: the tokens and blocks of one process, and a clear end when a stage dies."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.bench.local_server import is_alive
-from moonpool.bench.piped import Job, PipedInstance
+from benchmarks.suite.engine.pipelined_instance import PipelinedInstance, PipelinedJob
 from moonpool.config import Quantization
+from moonpool.demo.local_server import is_alive
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, empty_cache
-from moonpool.engine.rows import StepError
-from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.stages.fellows import StageLostError
-from moonpool.engine.stages.pipeline import (
+from moonpool.engine.parallel.pipeline import (
     PipelineEngine,
     StageOptions,
     StageStepError,
     split_layers,
 )
-from moonpool.engine.stages.ring import RingEnd, RingError, RingSize, create_ring
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.messenger.arena import Arena
-from moonpool.types import RequestId, SamplingParams
+from moonpool.engine.parallel.process_group import StageLostError
+from moonpool.engine.parallel.stage_ring import RingEnd, RingError, RingSize, create_ring
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.step import StepError
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.transfer.arena import Arena
+from moonpool.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = "random:hidden=64,layers=5,heads=4,kv_heads=2,inter=96,vocab=300"
-SAMPLED = Draw(SamplingParams(temperature=0.7, seed=3, logprobs=2), (), ())
+SAMPLED = SamplingParams(temperature=0.7, seed=3, logprobs=2)
 NUM_BLOCKS = 96
 
 
@@ -72,7 +73,7 @@ def pair() -> Iterator[Pair]:
     assert not any(map(is_alive, pids))
 
 
-def steps_of(rng: random.Random, num_prompts: int) -> list[list[SequenceStep]]:
+def steps_of(rng: random.Random, num_prompts: int) -> list[list[StepEntry]]:
     """Chunks and single tokens of several sequences, mixed; each in blocks of its own."""
     lengths = [rng.randrange(1, 150) for _ in range(num_prompts)]
     prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
@@ -86,7 +87,7 @@ def steps_of(rng: random.Random, num_prompts: int) -> list[list[SequenceStep]]:
             if take:
                 part = prompts[i][done[i] : done[i] + take]
                 draw = SAMPLED if rng.random() < 0.6 else None
-                step.append(SequenceStep(RequestId(str(i)), part, done[i], blocks[i], draw))
+                step.append(StepEntry(AttemptId(str(i)), part, done[i], blocks[i], draw))
                 done[i] += take
         if step:
             steps.append(step)
@@ -112,21 +113,21 @@ def test_several_steps_at_once_have_the_tokens_and_blocks_of_one_process(pair: P
     assert all(busy > 0 for busy in pair.stages.times.busy_s)
 
 
-def test_penalties_and_least_lengths_are_known_to_the_last_stage(pair: Pair) -> None:
+def test_the_last_stage_applies_penalties_and_min_tokens(pair: Pair) -> None:
     for params, generated in (
         (SamplingParams(temperature=0.5, seed=9, presence_penalty=1.5), (4, 5, 6)),
-        (SamplingParams(temperature=0.5, seed=9, min_tokens=5, stop_token_ids=(7,)), (4,)),
+        (SamplingParams(temperature=0.5, seed=9, min_tokens=5, stop_token_ids=(7, 258)), (4,)),
         (SamplingParams(temperature=0.5, seed=9, min_tokens=1, top_k=5), (4, 9, 9)),
     ):
-        draw = Draw(params, generated, (258,))
-        step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], draw)]
+        step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], params, generated)]
         assert pair.stages.step(step).tokens == pair.one.step(step).tokens
 
 
-def test_what_the_prompt_holds_is_known_to_the_last_stage(pair: Pair) -> None:
+def test_the_last_stage_applies_penalties_to_prompt_tokens(pair: Pair) -> None:
     def first_token(prompt_ids: frozenset[int]) -> Any:
-        draw = Draw(SamplingParams(temperature=0.0, repetition_penalty=9.0), (), (), prompt_ids)
-        step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], draw)]
+        draw = SamplingParams(temperature=0.0, repetition_penalty=9.0)
+        entry = StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], draw, prompt_ids=prompt_ids)
+        step = [entry]
         assert pair.stages.step(step).tokens == pair.one.step(step).tokens
         return pair.one.step(step).tokens[0]
 
@@ -137,25 +138,25 @@ def test_what_the_prompt_holds_is_known_to_the_last_stage(pair: Pair) -> None:
 def test_a_step_larger_than_the_ring_goes_through(pair: Pair) -> None:
     rows = 3 * 64 * 4  # chunk_tokens is 64
     tokens = [(7 * i) % 300 for i in range(rows)]
-    step = [SequenceStep(RequestId("a"), tokens, 0, list(range(48)), SAMPLED)]
+    step = [StepEntry(AttemptId("a"), tokens, 0, list(range(48)), SAMPLED)]
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
 
 
 def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
-    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     with pytest.raises(StepError, match="vocabulary"):
-        pair.stages.step([SequenceStep(RequestId("b"), [999], 0, [91], None)])
+        pair.stages.step([StepEntry(AttemptId("b"), [999], 0, [91], None)])
     pair.shared.blocks[91] = torch.nan  # makes the logits NaN, which only the last stage sees
     with pytest.raises(StageStepError, match="NonFinite"):
-        pair.stages.step([SequenceStep(RequestId("b"), [1], 5, [91], SAMPLED)])
+        pair.stages.step([StepEntry(AttemptId("b"), [1], 5, [91], SAMPLED)])
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
 
 
-def test_a_lost_stage_ends_what_runs_and_is_told_once() -> None:
+def test_a_lost_stage_ends_running_steps_and_is_reported_once() -> None:
     pair = Pair(2, "int8")
     (pid,) = pair.stages.pids
     assert os.sched_getaffinity(pid) == {max(sorted(os.sched_getaffinity(0))[:2])}
-    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
     os.kill(pid, signal.SIGSTOP)
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -171,10 +172,10 @@ def test_a_lost_stage_ends_what_runs_and_is_told_once() -> None:
 
 def test_a_stage_that_cannot_start_says_why() -> None:
     with pytest.raises(ValueError, match="6 stages; use --pipeline-parallel-size 5"):
-        PipedInstance(MODEL, "bfloat16", 6, 1024, 64)
+        PipelinedInstance(MODEL, "bfloat16", 6, 1024, 64)
 
 
-def test_layers_are_shared_out_evenly() -> None:
+def test_layers_are_divided_evenly() -> None:
     assert split_layers(14, 4) == [range(4), range(4, 8), range(8, 11), range(11, 14)]
     assert split_layers(3, 3) == [range(1), range(1, 2), range(2, 3)]
 
@@ -185,17 +186,19 @@ def test_an_instance_answers_alike_whatever_its_stages() -> None:
     rng = random.Random(7)
     first = [rng.randrange(300) for _ in range(120)]
     prompts = [first[: 40 * (i % 3)] + [rng.randrange(300) for _ in range(30)] for i in range(9)]
-    jobs = [Job(p, 12, SamplingParams(temperature=0.8, seed=i)) for i, p in enumerate(prompts)]
-    with PipedInstance(MODEL, "bfloat16", 1, 640, 48, block_tokens=16) as one:
+    jobs = [
+        PipelinedJob(p, 12, SamplingParams(temperature=0.8, seed=i)) for i, p in enumerate(prompts)
+    ]
+    with PipelinedInstance(MODEL, "bfloat16", 1, 640, 48, block_tokens=16) as one:
         right = [one.run([job], chunk_tokens=512).tokens[0] for job in jobs]
     assert [len(tokens) for tokens in right] == [12] * 9
-    with PipedInstance(MODEL, "bfloat16", 2, 640, 48, block_tokens=16) as two:
+    with PipelinedInstance(MODEL, "bfloat16", 2, 640, 48, block_tokens=16) as two:
         got = two.run(jobs, chunk_tokens=48, prefix_caching=True)
     assert got.tokens == right
     assert got.cached_tokens > 0
 
 
-def test_cores_are_shared_out_among_the_stages() -> None:
+def test_cores_are_divided_between_the_stages() -> None:
     options = StageOptions(2, 2, 64, cores=(4, 5, 6, 7))
     assert [options.cores_of(stage) for stage in (0, 1)] == [(4, 5), (6, 7)]
     scarce = StageOptions(3, 1, 64, cores=(4, 5))
@@ -230,7 +233,7 @@ def test_a_ring_carries_more_than_it_holds_and_waits_when_it_is_full() -> None:
     assert done.is_set()
 
 
-def test_a_ring_whose_other_end_is_gone_says_so() -> None:
+def test_a_ring_without_its_other_end_raises() -> None:
     writer, reader = ring_ends(RingSize(slot_bytes=64, num_slots=3))
     reader.close()
     with pytest.raises(RingError):

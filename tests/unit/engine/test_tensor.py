@@ -1,5 +1,5 @@
-"""Ranks: the tokens, logits and blocks of all shards in one process, bit for bit; one clear end
-when a rank dies or a stranger comes."""
+"""Tensor ranks: the bits of all shards in one process; a clear end when a rank dies or a foreign
+process connects."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.bench.local_server import is_alive
 from moonpool.config import Quantization
+from moonpool.demo.local_server import is_alive
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, empty_cache
-from moonpool.engine.rows import StepError
+from moonpool.engine.parallel.process_group import StageLostError
+from moonpool.engine.parallel.tensor_gloo import GlooGroup, create_store
+from moonpool.engine.parallel.tensor_group import RankLostError, ShmGroup, add_up
+from moonpool.engine.parallel.tensor_ranks import RankOptions, Ranks, check_ranks, sharded_engine
 from moonpool.engine.runner import choose_ops, make_layout
-from moonpool.engine.stages.fellows import StageLostError
-from moonpool.engine.step import Draw, SequenceStep
-from moonpool.engine.tensor.gloo import GlooGroup, create_store
-from moonpool.engine.tensor.group import RankLostError, add_up
-from moonpool.engine.tensor.memory import MemoryGroup
-from moonpool.engine.tensor.ranks import RankOptions, Ranks, check_ranks, sharded_engine
-from moonpool.messenger.arena import Arena
-from moonpool.types import RequestId, SamplingParams
+from moonpool.engine.step import StepError
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.transfer.arena import Arena
+from moonpool.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = "random:hidden=64,layers=3,heads=8,kv_heads=4,inter=90,vocab=300,head_dim=16"
-SAMPLED = Draw(SamplingParams(temperature=0.7, seed=3, logprobs=2), (), ())
+SAMPLED = SamplingParams(temperature=0.7, seed=3, logprobs=2)
 NUM_BLOCKS = 96
 
 
@@ -68,7 +68,9 @@ class Pair:
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("moonpool.engine.tensor.ranks.create_meeting", lambda num_ranks: None)
+    patch.setattr(
+        "moonpool.engine.parallel.tensor_ranks.create_group_memory", lambda num_ranks: None
+    )
 
 
 @pytest.fixture(
@@ -82,7 +84,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         if not in_memory:
             without_kernels(patch)
         pair = Pair(*shape)
-    assert isinstance(pair.ranks.group, MemoryGroup if in_memory else GlooGroup)
+    assert isinstance(pair.ranks.group, ShmGroup if in_memory else GlooGroup)
     yield pair
     pids = pair.ranks.pids
     pair.ranks.close()
@@ -90,7 +92,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     assert not any(map(is_alive, pids))
 
 
-def steps_of(rng: random.Random, num_prompts: int) -> list[list[SequenceStep]]:
+def steps_of(rng: random.Random, num_prompts: int) -> list[list[StepEntry]]:
     """Chunks and single tokens of several sequences, mixed; each in blocks of its own."""
     lengths = [rng.randrange(1, 150) for _ in range(num_prompts)]
     prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
@@ -104,7 +106,7 @@ def steps_of(rng: random.Random, num_prompts: int) -> list[list[SequenceStep]]:
                 part = prompts[i][done[i] : done[i] + take]
                 draw = SAMPLED if rng.random() < 0.6 else None
                 blocks = list(range(10 * i, 10 * i + 10))
-                step.append(SequenceStep(RequestId(str(i)), part, done[i], blocks, draw))
+                step.append(StepEntry(AttemptId(str(i)), part, done[i], blocks, draw))
                 done[i] += take
         if step:
             steps.append(step)
@@ -123,7 +125,7 @@ def test_ranks_have_the_tokens_and_blocks_of_one_process(pair: Pair) -> None:
 def test_a_layer_is_waited_for_by_all_ranks(pair: Pair) -> None:
     """The prefix's blocks are filled only when the first rank waits for that layer."""
     prompt = [(7 * i) % 300 for i in range(40)]
-    step = [SequenceStep(RequestId("a"), prompt, 0, [80, 81, 82], None)]
+    step = [StepEntry(AttemptId("a"), prompt, 0, [80, 81, 82], None)]
     pair.one.step(step)
     pair.shared.blocks[[80, 81, 82]] = torch.nan
     waited: list[int] = []
@@ -134,18 +136,18 @@ def test_a_layer_is_waited_for_by_all_ranks(pair: Pair) -> None:
         pair.shared.blocks[81, layer] = pair.own.blocks[81, layer]
         return ()
 
-    rest = [SequenceStep(RequestId("a"), prompt[32:], 32, [80, 81, 82], SAMPLED)]
+    rest = [StepEntry(AttemptId("a"), prompt[32:], 32, [80, 81, 82], SAMPLED)]
     assert pair.several.step(rest, None, before_attend).tokens == pair.one.step(rest).tokens
     assert waited == [0, 1, 2]
 
 
 def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
-    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     with pytest.raises(StepError, match="vocabulary"):
-        pair.several.step([SequenceStep(RequestId("b"), [999], 0, [91], None)])
+        pair.several.step([StepEntry(AttemptId("b"), [999], 0, [91], None)])
     pair.shared.blocks[91] = torch.nan
     with pytest.raises(ArithmeticError):
-        pair.several.step([SequenceStep(RequestId("b"), [1], 5, [91], SAMPLED)])
+        pair.several.step([StepEntry(AttemptId("b"), [1], 5, [91], SAMPLED)])
     assert pair.several.step(step).tokens == pair.one.step(step).tokens
 
 
@@ -158,10 +160,10 @@ def test_two_ranks_of_four_shards_are_those_of_one_process(quantization: Quantiz
     pair.ranks.close()
 
 
-def test_a_lost_rank_ends_what_runs_and_is_told_once() -> None:
+def test_a_lost_rank_ends_running_steps_and_is_reported_once() -> None:
     pair = Pair(2, 2, "bfloat16")
     (pid,) = pair.ranks.pids
-    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     assert pair.several.step(step).tokens == pair.one.step(step).tokens
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
@@ -175,13 +177,13 @@ def test_a_lost_rank_ends_what_runs_and_is_told_once() -> None:
 
 
 def test_a_step_that_fails_midway_ends_the_ranks() -> None:
-    """The others wait in the middle of the layers: they cannot be told to go on elsewhere."""
+    """The other ranks wait in the middle of the layers and cannot skip the rest of the step."""
     pair = Pair(2, 2, "bfloat16")
 
     def broken(layer: int) -> None:
         raise OSError("no room")
 
-    step = [SequenceStep(RequestId("a"), [5, 6, 7], 0, [90], SAMPLED)]
+    step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     with pytest.raises(StageLostError, match="no room"):
         pair.several.step(step, broken)
     assert "a step failed: OSError: no room" in pair.lost.get(timeout=10)
@@ -190,11 +192,11 @@ def test_a_step_that_fails_midway_ends_the_ranks() -> None:
 
 def test_ranks_that_share_memory_listen_nowhere(pair: Pair) -> None:
     listens = listening([os.getpid(), *pair.ranks.pids])
-    assert bool(listens) is not isinstance(pair.ranks.group, MemoryGroup)
+    assert bool(listens) is not isinstance(pair.ranks.group, ShmGroup)
 
 
-def test_strangers_who_come_later_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ports on which ranks found each other take connections, and nothing from them."""
+def test_later_foreign_connections_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ports through which ranks connected accept connections, but read nothing from them."""
     without_kernels(monkeypatch)
     pair = Pair(2, 2, "bfloat16")
     addresses = listening([os.getpid(), *pair.ranks.pids])
@@ -239,10 +241,10 @@ def test_a_rank_without_the_secret_is_found_out() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert outcomes == ["somebody else has connected in a rank's place"] * 2
+    assert outcomes == ["a foreign process has connected in place of a rank"] * 2
 
 
-def test_a_model_that_cannot_be_shared_out_says_so() -> None:
+def test_a_model_with_too_few_kv_heads_is_refused() -> None:
     model, ops = open_model(MODEL, "float32"), choose_ops("float32")
     cache = empty_cache(make_layout(model, 16, ops), 4)
     with pytest.raises(ValueError, match=r"4 KV heads.*use --tensor-parallel-size 4 or less"):

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonpool.kvcache.blocks import BlockPool
-from moonpool.kvcache.lru import LruEviction
+from moonpool.kvcache.block_pool import BlockPool
+from moonpool.kvcache.eviction import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6
@@ -23,7 +23,7 @@ def key(name: int) -> BlockKey:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model knows only: who holds what, what each block is called, and in which order blocks
+    """The model has only the owners of blocks, the key of each block, and the order in which blocks
     were let go."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holds.get("w"))
     @rule(data=st.data())
-    def let_some_withdrawn_go(self, data: st.DataObject) -> None:
+    def release_some_withdrawn(self, data: st.DataObject) -> None:
         some = data.draw(st.lists(st.sampled_from(self.holds["w"]), unique=True))
         self.pool.release_some("w", [BlockId(block) for block in some])
         self.holds["w"] = [block for block in self.holds["w"] if block not in some]
@@ -92,20 +92,20 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
+    def uncache(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.names)))
-        self.pool.forget([BlockId(block)])
+        self.pool.uncache([BlockId(block)])
         del self.names[block]
         self.let_go.pop(block, None)
         self.withdrawn.discard(block)
 
     @precondition(lambda self: self.held() - set(self.names))
     @rule(pick=st.integers(0, NUM_BLOCKS), name=st.integers(0, 5))
-    def seal(self, pick: int, name: int) -> None:
+    def cache_block(self, pick: int, name: int) -> None:
         nameless = sorted(self.held() - set(self.names))
         block = nameless[pick % len(nameless)]
         taken = key(name) in self.names.values()
-        assert self.pool.seal(BlockId(block), key(name)) is not taken
+        assert self.pool.cache_block(BlockId(block), key(name)) is not taken
         if not taken:
             self.names[block] = key(name)
 
@@ -160,11 +160,11 @@ def _fill(pool: BlockPool, owner: str, names: list[int]) -> list[BlockId]:
     blocks = pool.allocate(owner, len(names))
     assert blocks is not None
     for block, name in zip(blocks, names, strict=True):
-        pool.seal(block, key(name))
+        pool.cache_block(block, key(name))
     return blocks
 
 
-def test_the_tail_of_a_prefix_goes_first() -> None:
+def test_the_tail_of_a_prefix_is_evicted_first() -> None:
     pool = BlockPool(4)
     _fill(pool, "a", [0, 1, 2, 3])
     pool.release("a")
@@ -173,7 +173,7 @@ def test_the_tail_of_a_prefix_goes_first() -> None:
         assert len(pool.match([key(n) for n in range(4)])) == left
 
 
-def test_the_least_recently_used_prefix_goes_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     pool = BlockPool(4)
     _fill(pool, "a", [0, 1])
     _fill(pool, "b", [2, 3])
@@ -197,7 +197,7 @@ def test_a_held_block_is_never_evicted() -> None:
     assert pool.allocate("b", 2) is not None
 
 
-def test_a_name_that_comes_and_goes_is_no_news() -> None:
+def test_a_key_that_comes_and_goes_is_not_reported() -> None:
     pool = BlockPool(1)
     _fill(pool, "a", [0])
     pool.release("a")
@@ -205,7 +205,7 @@ def test_a_name_that_comes_and_goes_is_no_news() -> None:
     assert not pool.take_changes()
 
 
-def test_an_owner_that_holds_nothing_is_none() -> None:
+def test_an_owner_without_holds_is_not_listed() -> None:
     pool = BlockPool(2)
     pool.acquire("reader", [])
     pool.allocate("b", 0)
@@ -229,7 +229,7 @@ def test_lru_refuses_a_block_twice() -> None:
 
 
 class Recorder(LruEviction):
-    """Keeps what the pool tells its policy."""
+    """Records the calls of its methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,12 +252,12 @@ class Recorder(LruEviction):
         return heard
 
 
-def test_the_policy_hears_of_names_uses_and_runs() -> None:
+def test_the_policy_gets_keys_uses_and_runs() -> None:
     policy = Recorder()
     pool = BlockPool(8, policy)
     a, b, c = pool.allocate("first", 3) or []
-    pool.seal_run([a, b], [key(0), key(1)], 0)
-    pool.seal(c, key(2), 2)
+    pool.cache_run([a, b], [key(0), key(1)], 0)
+    pool.cache_block(c, key(2), 2)
     assert policy.take() == [("store", x, key(d), d) for d, x in enumerate((a, b, c))]
     pool.acquire("second", [a, b])
     assert policy.take() == [("touch", [a, b])]
@@ -267,16 +267,16 @@ def test_the_policy_hears_of_names_uses_and_runs() -> None:
     assert policy.take() == [("add", [a, b], None)]
 
 
-def test_a_block_whose_name_was_taken_stands_for_its_twin() -> None:
+def test_a_block_whose_key_was_taken_stands_for_its_twin() -> None:
     """Two prompts with one beginning are computed at once: what continues the second's copy of it
     continues the first's block in the eyes of the policy."""
     policy = Recorder()
     pool = BlockPool(8, policy)
     (first,) = pool.allocate("first", 1) or []
     copy, rest = pool.allocate("second", 2) or []
-    assert pool.seal(first, key(0), 0)
-    assert not pool.seal(copy, key(0), 0)
-    assert pool.seal(rest, key(1), 1)
+    assert pool.cache_block(first, key(0), 0)
+    assert not pool.cache_block(copy, key(0), 0)
+    assert pool.cache_block(rest, key(1), 1)
     pool.validate()
     policy.take()
     pool.release("second")
@@ -285,38 +285,38 @@ def test_a_block_whose_name_was_taken_stands_for_its_twin() -> None:
     assert pool.num_available == 7
 
 
-def test_a_run_that_is_partly_there_gets_only_the_names_that_are_not_taken() -> None:
+def test_a_run_that_is_partly_cached_gets_only_the_missing_keys() -> None:
     pool = BlockPool(8)
     (first,) = pool.allocate("first", 1) or []
     others = pool.allocate("second", 4) or []
-    assert pool.seal(first, key(1), 1)
-    pool.seal_run(others, [key(0), key(1), key(2), key(2)], 0)
+    assert pool.cache_block(first, key(1), 1)
+    pool.cache_run(others, [key(0), key(1), key(2), key(2)], 0)
     pool.validate()
     assert pool.find_all(map(key, range(4))) == [others[0], first, others[2]]
     assert pool.depth_of(others[2]) == 2
     assert pool.has_content(others[1], key(1)) and pool.has_content(others[3], key(2))
     pool.release("first")
     assert pool.allocate("third", 4) is not None  # `first` has lost its name
-    pool.seal_run(others[1:2], [key(1)], 1)
+    pool.cache_run(others[1:2], [key(1)], 1)
     pool.validate()
     assert pool.match([key(0), key(1), key(2)]) == others[:3]
 
 
-def test_a_name_can_be_given_once_its_first_block_is_gone() -> None:
+def test_a_key_can_be_set_again_once_its_first_block_is_gone() -> None:
     pool = BlockPool(2)
     (first,) = pool.allocate("first", 1) or []
     (copy,) = pool.allocate("second", 1) or []
-    assert pool.seal(first, key(0))
-    assert not pool.seal(copy, key(0))
+    assert pool.cache_block(first, key(0))
+    assert not pool.cache_block(copy, key(0))
     pool.release("first")
     assert pool.allocate("third", 1) == [first]
-    assert pool.seal(copy, key(0), 5)
+    assert pool.cache_block(copy, key(0), 5)
     pool.validate()
     pool.release("second")
     assert pool.match([key(0)]) == [copy]
 
 
-def test_a_victim_keeps_its_name_until_it_is_copied_away() -> None:
+def test_a_victim_keeps_its_key_until_it_is_copied() -> None:
     pool = BlockPool(4)
     _fill(pool, "a", [0, 1, 2, 3])
     pool.release("a")
@@ -331,7 +331,7 @@ def test_a_victim_keeps_its_name_until_it_is_copied_away() -> None:
     pool.validate()
 
 
-def test_adopted_blocks_go_the_longest_unused_first() -> None:
+def test_adopted_blocks_are_evicted_least_recently_used_first() -> None:
     pool = BlockPool(6)
     named = [
         (BlockId(block), key(name)) for block, name in ((3, 0), (1, 1), (9, 2), (4, 1), (3, 4))

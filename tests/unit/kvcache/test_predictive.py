@@ -1,4 +1,4 @@
-"""The predictive policy beside LRU on workloads of different kinds, and what it learns from."""
+"""The predictive policy against LRU on several kinds of workloads, and what it learns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from moonpool.kvcache.blocks import BlockPool
+from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.predictive import GHOSTS_PER_BLOCK, PredictiveEviction
 from moonpool.kvcache.survival import AGE_LIMITS, NUM_AGES, ReuseModel
@@ -31,8 +31,8 @@ class Chains:
         return keys
 
 
-def test_a_prompt_may_go_on_from_a_cached_block() -> None:
-    """What stood at the end of the queue is continued there: it waits, and is queued once again."""
+def test_a_prompt_may_continue_a_cached_block() -> None:
+    """A segment that is continued leaves its queue, and enters it again afterwards."""
     policy = PredictiveEviction(64)
     for block in range(6):
         policy.store([BlockId(block)], [BlockKey(bytes([block]))], [block])
@@ -128,7 +128,7 @@ def hit_ratio(policy: str, prompts: list[list[BlockKey]], capacity: int) -> floa
         pool.acquire("a", cached)
         new = pool.allocate("a", min(len(keys) - len(cached), pool.num_available))
         for depth, block in enumerate(new or [], len(cached)):
-            pool.seal(block, keys[depth], depth)
+            pool.cache_block(block, keys[depth], depth)
         pool.release("a")
         num_hits += len(cached)
     return num_hits / sum(len(keys) for keys in prompts)
@@ -140,7 +140,7 @@ def prompts_of(kind: Callable[[Random], Iterator[Names]]) -> list[list[BlockKey]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_it_loses_nothing_to_lru_on_any_kind_of_workload(
+def test_it_is_not_worse_than_lru_on_any_workload(
     kind: Callable[[Random], Iterator[Names]],
 ) -> None:
     prompts = prompts_of(kind)
@@ -158,7 +158,7 @@ def test_it_loses_nothing_to_lru_on_any_kind_of_workload(
         (a_shift_of_popularity, 300, 0.05),
     ],
 )
-def test_it_gains_where_the_past_tells_the_future(
+def test_it_is_better_where_the_past_predicts_the_future(
     kind: Callable[[Random], Iterator[Names]], capacity: int, gain: float
 ) -> None:
     prompts = prompts_of(kind)
@@ -174,27 +174,27 @@ def rewritten(rng: Random) -> Iterator[Names]:
             yield [*some(number - 20, 10), *some((number, "final"), 4)]
 
 
-def test_blocks_left_behind_make_room_for_those_that_will_come_back() -> None:
+def test_blocks_left_behind_are_evicted_before_those_used_again() -> None:
     prompts = prompts_of(rewritten)
     possible = 10 * 480 / sum(len(keys) for keys in prompts)
     assert hit_ratio("lru", prompts, 320) < 0.1 * possible
     assert hit_ratio("predictive", prompts, 320) > 0.8 * possible
 
 
-def test_what_was_evicted_is_remembered_within_bounds() -> None:
+def test_ghosts_are_bounded() -> None:
     policy = PredictiveEviction(10)
     pool = BlockPool(10, policy)
     for number in range(200):
         (block,) = pool.allocate("a", 1) or []
-        pool.seal(block, BlockKey(number.to_bytes(8, "big")))
+        pool.cache_block(block, BlockKey(number.to_bytes(8, "big")))
         pool.release("a")
     assert len(policy._ghosts) == GHOSTS_PER_BLOCK * 10
     (block,) = pool.allocate("a", 1) or []
-    pool.seal(block, BlockKey((180).to_bytes(8, "big")))
+    pool.cache_block(block, BlockKey((180).to_bytes(8, "big")))
     assert policy._num_uses[block] == 2
 
 
-def test_an_order_without_history_is_lrus() -> None:
+def test_without_history_the_order_is_that_of_lru() -> None:
     worths = ReuseModel(period=1, decay=0.99)
     class_id = worths.add_class(0)
     by_age = worths.worths_of(class_id)
@@ -204,7 +204,7 @@ def test_an_order_without_history_is_lrus() -> None:
 
 
 def learn(model: ReuseModel, class_id: int, age_range: int, share: float) -> None:
-    """Blocks of the class are let go in every epoch; this share is used again at that age."""
+    """Blocks of the class are released in every epoch; this share is used again at that age."""
     for epoch in range(400):
         model.note_release(class_id, 1000)
         if epoch >= AGE_LIMITS[age_range]:
@@ -212,7 +212,7 @@ def learn(model: ReuseModel, class_id: int, age_range: int, share: float) -> Non
         model.end_epoch()
 
 
-def test_blocks_are_worth_most_shortly_before_their_time() -> None:
+def test_blocks_are_worth_most_shortly_before_their_reuse() -> None:
     model = ReuseModel(period=1, decay=0.99)
     class_id = model.add_class(0)
     learn(model, class_id, age_range=9, share=0.5)
@@ -224,8 +224,9 @@ def test_blocks_are_worth_most_shortly_before_their_time() -> None:
     assert by_age[9] == pytest.approx(0.5 / (4 * 0.75), rel=0.1)
 
 
-def test_reuse_is_counted_against_the_blocks_of_its_own_time() -> None:
-    """Load grows by a twentieth per epoch; what comes back is half of what was let go long ago."""
+def test_reuse_is_counted_against_the_blocks_released_at_its_time() -> None:
+    """Load grows by a twentieth per epoch; what comes back is half of what was released long
+    ago."""
     model = ReuseModel(period=1, decay=0.99)
     class_id = model.add_class(0)
     released = [100.0]
@@ -238,7 +239,7 @@ def test_reuse_is_counted_against_the_blocks_of_its_own_time() -> None:
     assert model.worths()[class_id][9] == pytest.approx(0.5 / (4 * 0.75), rel=0.15)
 
 
-def test_a_class_that_comes_back_more_often_is_worth_more() -> None:
+def test_a_class_used_again_more_often_is_worth_more() -> None:
     model = ReuseModel(period=4, decay=0.9)
     often, seldom, unknown = (model.add_class(0) for _ in range(3))
     for _ in range(400):
@@ -251,7 +252,7 @@ def test_a_class_that_comes_back_more_often_is_worth_more() -> None:
     assert worths[often][0] > worths[unknown][0] > worths[seldom][0]
 
 
-def test_a_run_given_back_in_parts_keeps_its_order() -> None:
+def test_a_run_released_in_parts_keeps_its_order() -> None:
     policy = PredictiveEviction(100)
     blocks = [BlockId(b) for b in range(8)]
     for block in blocks:
@@ -264,7 +265,7 @@ def test_a_run_given_back_in_parts_keeps_its_order() -> None:
     assert len(policy) == 0
 
 
-def test_a_block_from_which_others_continue_waits_for_them() -> None:
+def test_a_block_that_others_continue_is_evicted_after_them() -> None:
     policy = PredictiveEviction(100)
     earlier, run = range(10, 16), range(6)
     for block in (*earlier, *run):
@@ -280,7 +281,7 @@ def test_a_block_from_which_others_continue_waits_for_them() -> None:
     assert policy.pop(7) == [5, 4, 3, 6, 2, 1, 0]
 
 
-def test_an_evictable_block_that_gets_a_continuation_waits_for_it() -> None:
+def test_an_evictable_block_that_gets_a_continuation_is_evicted_after_it() -> None:
     """As where a twin's name was taken: the predecessor is nobody's when its continuation is let
     go of. It must not stay in line, or it is given away twice."""
     policy = PredictiveEviction(8)

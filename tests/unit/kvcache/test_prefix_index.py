@@ -35,7 +35,8 @@ def by_name(index: PrefixIndex, depths: Depths) -> dict[str, int]:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """The model: per instance its life, the next number, and a set of keys or None (distrusted)."""
+    """The model: for each instance its incarnation, the next number, and its keys or None
+    (dropped)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.check_tiers(prompt, match)
         assert match.deepest == max(holding.values(), default=0)
         few = [self.index._instances[InstanceId(n)].row for n, d in holding.items() if d]
-        assert sorted(match.few) == sorted(few)
+        assert sorted(match.deepest_rows) == sorted(few)
 
     def check_tiers(self, prompt: list[int], match: PrefixMatch) -> None:
         below = {key for name in self.known for key in self.demoted[name]}
@@ -175,7 +176,7 @@ def test_events_before_the_first_snapshot_do_not_count() -> None:
     assert held(index, [0, 1]) == {"a": 2}
 
 
-def test_a_gap_makes_all_of_an_instance_distrusted() -> None:
+def test_a_gap_drops_all_blocks_of_an_instance() -> None:
     index = PrefixIndex()
     for name in ("a", "b"):
         index.add_instance(InstanceId(name), 1)
@@ -188,7 +189,7 @@ def test_a_gap_makes_all_of_an_instance_distrusted() -> None:
     assert held(index, [0]) == {"b": 1}
 
 
-def test_more_instances_than_a_machine_word_has_bits() -> None:
+def test_more_than_64_instances() -> None:
     index = PrefixIndex()
     for number in range(130):
         instance_id = InstanceId(f"i{number}")
@@ -196,14 +197,16 @@ def test_more_instances_than_a_machine_word_has_bits() -> None:
         index.load_snapshot(instance_id, 0, 0, keys(list(range(number % 5))))
     assert held(index, [0, 1, 2, 3]) == {f"i{n}": n % 5 for n in range(130) if n % 5}
     match = index.match(keys([0, 1, 2, 3]))
-    assert (match.deepest, match.few, match.crowd) == (4, (), 4), "26 instances hold them all"
+    assert (match.deepest, match.deepest_rows, match.crowd_depth) == (4, (), 4), (
+        "26 instances hold them all"
+    )
     index.add_instance(InstanceId("more"), 0)
     index.load_snapshot(InstanceId("more"), 0, 0, keys([0, 1, 2, 3, 4]))
     match = index.match(keys([0, 1, 2, 3, 4]))
-    assert (match.deepest, match.few, match.crowd) == (5, (130,), 4)
+    assert (match.deepest, match.deepest_rows, match.crowd_depth) == (5, (130,), 4)
 
 
-def test_a_row_that_is_free_again_has_nothing() -> None:
+def test_a_reused_row_has_no_blocks() -> None:
     index = PrefixIndex()
     for name in ("a", "b"):
         index.add_instance(InstanceId(name), 0)
@@ -216,7 +219,7 @@ def test_a_row_that_is_free_again_has_nothing() -> None:
     assert list(index.match(keys([0, 1, 2])).hits) == [0, 2]
 
 
-def test_what_is_computed_twice_is_expected_until_both_are_over() -> None:
+def test_a_block_expected_twice_stays_expected_until_both_end() -> None:
     index = PrefixIndex()
     index.add_instance(InstanceId("a"), 0)
     index.expect(InstanceId("a"), keys([0, 1]))
@@ -227,8 +230,8 @@ def test_what_is_computed_twice_is_expected_until_both_are_over() -> None:
     assert list(index.match(keys([0, 1])).hits) == [0]
 
 
-def test_blocks_of_one_holder_share_its_number() -> None:
-    """A million blocks need not have a million sets, also after a second holder came and went."""
+def test_blocks_of_one_holder_share_one_int() -> None:
+    """A million blocks share one int object, even after a second holder came and went."""
     index = PrefixIndex()
     for number in range(100):
         index.add_instance(InstanceId(f"i{number}"), 0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.plan.made_up import MadeUpWorkforce
-from tests.unit.plan.test_search import A, assessor, priced
 
 from moonpool.config import Config
 from moonpool.plan.assess import SURE_FROM
 from moonpool.plan.candidate import Candidate
 from moonpool.plan.confidence import Verdict
+from tests.unit.plan.made_up import MadeUpWorkforce
+from tests.unit.plan.test_search import A, assessor, priced
 
 
 @pytest.mark.parametrize(("share", "num_seeds"), [(0.904, SURE_FROM), (0.95, 3)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.plan.made_up import outcome
 
 from moonpool.plan.boundary import boundary, grown, side_by_side
 from moonpool.plan.candidate import Candidate, NodeKind
 from moonpool.plan.trial import Outcome
+from tests.unit.plan.made_up import outcome
 
 KIND = NodeKind("A800-SXM", 8)
 

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from moonpool.config import parse_config
-from moonpool.cost.prices import parse_prices
 from moonpool.plan.candidate import (
     CACHE_STEPS,
     CHUNK_STEPS,
@@ -18,7 +17,8 @@ from moonpool.plan.candidate import (
     tokens,
 )
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import build_hardware
+from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.hardware.prices import parse_prices
 
 A800, H20 = NodeKind("A800-SXM", 8), NodeKind("H20", 4)
 ONE = Candidate(A800, H20, 3, 2, 0, 1_000_000, 2048)

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.plan.confidence import Attainment, Verdict, interval, student_t, wilson
+from moonpool.plan.confidence import Attainment, Verdict, interval
 
 
 @pytest.mark.parametrize(
-    ("confidence", "freedom", "t"),
+    ("confidence", "num_runs", "t"),
     [
-        (0.95, 1, 12.706),
-        (0.95, 2, 4.303),
-        (0.95, 5, 2.571),
-        (0.95, 30, 2.042),
-        (0.99, 9, 3.250),
-        (0.5, 4, 0.741),
+        (0.95, 2, 12.706),
+        (0.95, 3, 4.303),
+        (0.95, 6, 2.571),
+        (0.95, 31, 2.042),
+        (0.99, 10, 3.250),
+        (0.5, 5, 0.741),
     ],
 )
-def test_student_t_is_the_table_s(confidence: float, freedom: int, t: float) -> None:
-    assert student_t(confidence, freedom) == pytest.approx(t, abs=0.001)
+def test_the_spread_of_runs_counts_by_student_s_t(
+    confidence: float, num_runs: int, t: float
+) -> None:
+    number = 10**12  # so many requests that their own interval is nothing
+    shares = [0.5 + 1e-3 * (i - (num_runs - 1) / 2) for i in range(num_runs)]
+    runs = [Attainment(number, round(number * share)) for share in shares]
+    deviation = (sum((share - 0.5) ** 2 for share in shares) / (num_runs - 1)) ** 0.5
+    found = interval(runs, confidence)
+    assert (found.high - found.mean) / deviation * num_runs**0.5 == pytest.approx(t, abs=0.002)
 
 
-def test_wilson_is_the_textbook_s() -> None:
-    assert wilson(0.9, 100, 0.95) == pytest.approx((0.8256, 0.9448), abs=1e-4)
-    assert wilson(0.0, 10, 0.95)[0] == pytest.approx(0.0, abs=1e-12)
-    assert wilson(1.0, 10, 0.95)[1] == pytest.approx(1.0)
+def test_one_run_has_wilson_s_interval() -> None:
+    found = interval([Attainment(100, 90)], 0.95)
+    assert (found.low, found.high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
+    assert interval([Attainment(10, 0)], 0.95).low == pytest.approx(0.0, abs=1e-12)
+    assert interval([Attainment(10, 10)], 0.95).high == pytest.approx(1.0)
 
 
 def test_runs_that_agree_leave_at_least_what_their_requests_say() -> None:
     same = interval([Attainment(100, 90)] * 4, 0.95)
-    assert (same.low, same.high) == pytest.approx(wilson(0.9, 400, 0.95))
+    whole = interval([Attainment(400, 360)], 0.95)
+    assert (same.low, same.high) == pytest.approx((whole.low, whole.high))
 
 
 def test_runs_that_differ_widen_it() -> None:

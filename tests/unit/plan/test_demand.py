@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from moonpool.config import parse_config
-from moonpool.cost.prices import parse_prices
 from moonpool.plan.candidate import NodeKind, Priced
-from moonpool.plan.demand import Demand, busiest_span, demand_of, mixed_chunk_tokens
-from moonpool.plan.prepare import prepare, truth_for
+from moonpool.plan.demand import (
+    Demand,
+    busiest_span,
+    demand_of,
+    mixed_chunk_tokens,
+    prepare,
+    truth_for,
+)
 from moonpool.plan.trial import WHOLE, Workload
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import build_hardware
+from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.hardware.prices import parse_prices
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
 from moonpool.trace.row import TraceRow

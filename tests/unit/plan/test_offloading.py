@@ -6,18 +6,18 @@ import msgspec
 import pytest
 
 from moonpool.config import ConfigError, parse_config
-from moonpool.cost.catalogue import BUILT_IN
-from moonpool.cost.offload import OffloadCost
-from moonpool.cost.prices import parse_prices
 from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, NodeKind, Priced
 from moonpool.plan.confidence import Interval, Verdict
+from moonpool.plan.demand import prepare
 from moonpool.plan.offloading import all_memory, decode_nodes_of, verdict, with_rivals
-from moonpool.plan.prepare import prepare
-from moonpool.plan.search import MixFound, Plan
+from moonpool.plan.search import ClusterPlan, MixFound
 from moonpool.plan.trial import Workload
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import build_hardware
+from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.hardware.catalogue import BUILT_IN
+from moonpool.sim.hardware.offload_cost import OffloadCost
+from moonpool.sim.hardware.prices import parse_prices
 from moonpool.trace.row import TraceRow
 
 BASE = parse_config("", {"hardware": {"cost": "roofline"}}, DEFAULTS)
@@ -40,8 +40,8 @@ def assessed(candidate: Candidate) -> Assessment:
     return Assessment(candidate, price(candidate), (), certain, Verdict.MEETS)
 
 
-def plan(choice: Candidate | None, *mixes: MixFound) -> Plan:
-    return Plan(None if choice is None else assessed(choice), (), mixes, (), 0.0, True)
+def plan(choice: Candidate | None, *mixes: MixFound) -> ClusterPlan:
+    return ClusterPlan(None if choice is None else assessed(choice), (), mixes, (), 0.0, True)
 
 
 def test_the_rival_is_what_the_price_buys() -> None:
@@ -80,8 +80,8 @@ def test_the_verdict_is_that_of_the_choice() -> None:
     said = verdict(plan(lamina, MixFound(lamina, 1.0), settled), price)
     assert "attention pays: 2P+1D of 8 x H100-SXM / 2 x" in said
     assert said.endswith("without it, 2P+1D of 8 x H100-SXM, costs 12.00 USD/h.")
-    assert "nothing else" in verdict(plan(h100, settled), price)
-    assert "is open" in verdict(plan(None, settled, more), price)
+    assert "only 2P+1D" in verdict(plan(h100, settled), price)
+    assert "is unknown" in verdict(plan(None, settled, more), price)
 
 
 def test_it_is_a_mix_that_only_decodes() -> None:
@@ -95,8 +95,8 @@ def test_it_is_a_mix_that_only_decodes() -> None:
 
 def test_what_is_simulated_holds_its_cache_on_the_attention_devices() -> None:
     hardware = build_hardware(Candidate(H100, LAMINA, 2, 1, 0, 1_000_000, 1024).config(BASE))
-    assert isinstance(hardware.decode.truth, OffloadCost)
-    assert not isinstance(hardware.prefill.truth, OffloadCost)
+    assert isinstance(hardware.decode.ground_truth, OffloadCost)
+    assert not isinstance(hardware.prefill.ground_truth, OffloadCost)
     alone = build_hardware(
         Candidate(H100, NodeKind("H100-SXM", 2), 2, 1, 0, 1_000_000, 1024).config(BASE)
     )
@@ -112,7 +112,7 @@ def test_what_is_simulated_holds_its_cache_on_the_attention_devices() -> None:
         ({"decode_batches": 0}, "decode_batches must be 1 to 8"),
         (
             {"attention_device": "H20", "attention_devices_per_node": 4, "cost": "a800-llama3-70b"},
-            'tells dense layers from attention; use hardware.cost = "roofline"',
+            'separates attention from the dense layers; use hardware.cost = "roofline"',
         ),
     ],
 )

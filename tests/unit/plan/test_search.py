@@ -8,18 +8,17 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.unit.plan.made_up import MadeUpWorkforce, Truth
 
 from moonpool.config import Config, parse_config
-from moonpool.cost.prices import parse_prices
 from moonpool.plan.advice import broken_by_fewer, sentence
-from moonpool.plan.assess import Assessor, PlanGoal
+from moonpool.plan.assess import FRESH_SEEDS_FROM, Assessor, PlanGoal, check
 from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind, Priced, neighbours
-from moonpool.plan.check import FRESH_SEEDS_FROM, check
 from moonpool.plan.confidence import Verdict
-from moonpool.plan.search import Plan, Planner
+from moonpool.plan.search import ClusterPlan, Planner
 from moonpool.plan.trial import WHOLE, Span
 from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware.prices import parse_prices
+from tests.unit.plan.made_up import MadeUpWorkforce, Truth
 
 A, B = NodeKind("A800-SXM", 8), NodeKind("H100-SXM", 8)
 BASE = parse_config("", {"hardware": {"cost": "roofline"}}, DEFAULTS)
@@ -59,7 +58,9 @@ def starts() -> list[Candidate]:
     return [*found, *(Candidate(k, k, 0, 0, 6, 3_000_000, 256) for k in (A, B))]
 
 
-def planned(workforce: MadeUpWorkforce, price: Priced, **goal: object) -> tuple[Plan, Assessor]:
+def planned(
+    workforce: MadeUpWorkforce, price: Priced, **goal: object
+) -> tuple[ClusterPlan, Assessor]:
     used = assessor(workforce, price, **goal)
     return Planner(used, 200_000).plan(starts()), used
 
@@ -131,7 +132,7 @@ def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
     assert found.choice is not None and found.choice.verdict is Verdict.MEETS
     nothing, _ = planned(MadeUpWorkforce(truth(6.0, 3.0)), priced(), max_runs=1.0)
     assert nothing.choice is None and not nothing.complete
-    assert "give it more with --runs" in sentence(nothing, [], BASE.slo, 0.9)
+    assert "allow more with --runs" in sentence(nothing, [], BASE.slo, 0.9)
 
 
 def test_where_nothing_meets_the_nearest_is_named() -> None:
@@ -195,6 +196,6 @@ def test_a_cluster_that_misses_is_given_the_cheapest_that_helps() -> None:
         workforce = MadeUpWorkforce(truth(needed, 1.5, cache=cache))
         used = assessor(workforce, priced(b=100.0))
         start = Candidate(A, A, 4, 2, 0, 2_000_000, 2048)
-        found = Planner(used, 200_000)._brought_up(start)
+        found = Planner(used, 200_000)._grown_until_it_meets(start)
         assert found is not None and found.verdict is Verdict.MEETS
         assert (found.candidate.prefill, found.candidate.decode) == expected

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.kvcache.hashing import block_keys
+from moonpool.protocol.block_hash import block_keys
 from moonpool.replay.prompts import PromptMaker
+from moonpool.trace.blocks import prompt_keys
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
-from moonpool.trace.keys import prompt_keys
 from moonpool.trace.row import TraceRow
-from moonpool.trace.scale import parse_share, scale_rows
+from moonpool.trace.transform import parse_share, scale_rows
 
 SHARE = Fraction(1, 32)
 

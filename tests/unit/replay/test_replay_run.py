@@ -95,7 +95,7 @@ def test_retries_end() -> None:
         (stream(token_event(1)), "broken_off"),
         (stream(token_event(1), {"error": {"message": "lost", "code": "instance_lost"}}), "lost"),
         (stream(token_event(1), "nonsense"), "bad_event"),
-        ([b"nonsense\r\n\r\n", b""], "no HTTP"),
+        ([b"nonsense\r\n\r\n", b""], "not HTTP"),
         (whole(500, {"error": {"message": "oops", "type": "server_error"}}), "oops"),
         (whole(400, {"detail": "bad field"}), "http_400: bad field"),
     ],

@@ -48,8 +48,9 @@ def test_a_count_of_zero_is_a_usage_error(words: str) -> None:
 def test_a_bench_that_cannot_run_says_so_in_one_line(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moonpool.bench import engine, head
-    from moonpool.bench.local_server import ServerError
+    from benchmarks.suite.engine import engine
+    from benchmarks.suite.live import head
+    from moonpool.demo.local_server import ServerError
 
     def no_server(_: object) -> None:
         raise ServerError("it did not start")
@@ -65,10 +66,16 @@ def test_a_bench_that_cannot_run_says_so_in_one_line(
 @pytest.mark.parametrize(
     ("command", "lines"),
     [
-        ("serve", ["Port of the HTTP API.  [default: 8000]", "Prefill instances.  [default: 1]"]),
+        (
+            "serve",
+            [
+                "Port of the HTTP API.  [default: 8000]",
+                "Number of prefill instances.  [default: 1]",
+            ],
+        ),
         (
             "simulate",
-            ["Prefill instances.  [default: 8]", "between tokens.  [default: 0.1]"],
+            ["Number of prefill instances.  [default: 8]", "in seconds.  [default: 0.1]"],
         ),
     ],
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool import cores
 from moonpool.config import parse_config
-from moonpool.runtime import cluster, cores
-from moonpool.runtime.cores import (
+from moonpool.cores import (
     Core,
     CoreShare,
     format_cores,
@@ -20,6 +20,7 @@ from moonpool.runtime.cores import (
     read_cores,
     share_cores,
 )
+from moonpool.runtime import cluster
 
 
 def machine(nodes: int, cores_each: int, siblings: int = 1) -> list[Core]:

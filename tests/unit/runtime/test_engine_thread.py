@@ -9,12 +9,10 @@ from typing import Any, cast
 import pytest
 
 from moonpool.engine.step import StepResult
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.messenger.messenger import Messenger
-from moonpool.runtime.engine_thread import EngineThread
-from moonpool.runtime.pipeline_thread import PipelineThread
-from moonpool.types import BlockId, InstanceId, SamplingParams, Token
-from moonpool.workers.actions import (
+from moonpool.protocol.messages import AttemptId
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime.engine_thread import EngineThread, PipelineThread
+from moonpool.scheduler.actions import (
     ExpectStream,
     FetchBlocks,
     FinishStream,
@@ -22,7 +20,8 @@ from moonpool.workers.actions import (
     StepEnded,
     StepEntry,
 )
-from moonpool.workers.messages import WorkId
+from moonpool.transfer.messenger import Messenger
+from moonpool.types import BlockId, InstanceId, SamplingParams, Token
 
 STEP = [("writing", (3,), 0, 1), "step"]
 PEER = PeerAddress(InstanceId("p"), "host", "", "127.0.0.1", 1)
@@ -33,9 +32,9 @@ class Recorder:
 
     def __init__(self, mirrored: bool) -> None:
         self.heard: list[Any] = []
-        self.mirror = self if mirrored else None
+        self.host_sync = self if mirrored else None
 
-    def forget_sums(self, block_ids: Any, first_token: int, end_token: int) -> None:
+    def forget_checksums(self, block_ids: Any, first_token: int, end_token: int) -> None:
         self.heard.append(("writing", block_ids, first_token, end_token))
 
     def arriving(self, block_ids: Any) -> None:
@@ -61,8 +60,8 @@ Thread = type[EngineThread] | type[PipelineThread]
 
 def heard_by(kind: Thread, mirrored: bool) -> list[Any]:
     recorder, ended = Recorder(mirrored), queue.SimpleQueue[Any]()
-    thread = kind(cast(Any, recorder), cast(Messenger, recorder), (), 1, ended.put)
-    entry = StepEntry(WorkId("w"), (5,), 0, (BlockId(3),), SamplingParams(), (), ())
+    thread = kind(cast(Any, recorder), cast(Messenger, recorder), 1, ended.put)
+    entry = StepEntry(AttemptId("w"), (5,), 0, (BlockId(3),), SamplingParams(), (), ())
     thread.start()
     thread.before_transfer(FetchBlocks("f", PEER, (), (BlockId(7), BlockId(8)), 1.0))
     thread.submit(RunStep((entry,)))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.bench.local_server import free_port
 from moonpool.conductor.actions import Tick
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import parse_config
+from moonpool.demo.local_server import free_port
 from moonpool.runtime.cluster import ClusterError, run_cluster
 
 

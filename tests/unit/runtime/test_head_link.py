@@ -9,12 +9,7 @@ import msgspec
 import pytest
 import uvloop
 
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.messenger.auth import Identity, ServerHandshake
-from moonpool.runtime import head_link
-from moonpool.runtime.channel import Channel
-from moonpool.runtime.head_link import HeadLink, WorkerError
-from moonpool.runtime.protocol import (
+from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     AttentionMoved,
     DownFrame,
@@ -23,6 +18,11 @@ from moonpool.runtime.protocol import (
     UpFrame,
     WorkFrame,
 )
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime import head_link
+from moonpool.runtime.channel import Channel
+from moonpool.runtime.head_link import HeadLink, WorkerError
+from moonpool.transfer.auth import Identity, ServerHandshake
 from moonpool.types import InstanceId
 
 SECRET = b"a secret of the test"
@@ -143,7 +143,7 @@ def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch)
 def test_one_that_is_turned_away_or_refused_does_not_come_again() -> None:
     heard, error = follow(FakeHead([turn_away, stop]))
     assert heard == ["head"]
-    assert error == "the head turned p0 away: there is one of that name"
+    assert error == "the head rejected p0: there is one of that name"
     heard, error = follow(FakeHead([stop], secret=b"another one's secret"))
     assert heard == []
     assert error.startswith("the head and this worker do not agree: ")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from moonpool.bench.local_server import is_alive
 from moonpool.config import ClusterConfig
+from moonpool.cores import CoreShare
+from moonpool.demo.local_server import is_alive
 from moonpool.runtime import launcher as launcher_module
 from moonpool.runtime.cluster import ClusterError, _wait_for_workers
-from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.launcher import LocalLauncher
 from moonpool.types import Role
 
@@ -50,7 +50,7 @@ def test_workers_that_cannot_be_kept_up_end_the_start(
     async def run() -> None:
         launcher, head = make_launcher(), NobodyJoins()
         launcher.start()
-        says = "does not stay up" if dies else "no more processes"
+        says = "ended too often" if dies else "no more processes"
         with pytest.raises(ClusterError, match=says):
             await asyncio.wait_for(_wait_for_workers(head, launcher, asyncio.Event()), 5)  # type: ignore[arg-type]
         await launcher.stop()

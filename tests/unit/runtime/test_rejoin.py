@@ -13,21 +13,20 @@ import uvloop
 
 from moonpool.api.frontend import ModelCard
 from moonpool.config import Config
+from moonpool.cores import CoreShare
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import open_model
+from moonpool.engine.builtin import open_model, open_tokenizer
 from moonpool.engine.runner import make_layout
-from moonpool.engine.tokenizers.registry import open_tokenizer
-from moonpool.kvcache.transfers import PeerAddress
-from moonpool.messenger.auth import Identity
+from moonpool.protocol.frames import SILENCE_S, Joined, Setup, TurnedAway
+from moonpool.protocol.messages import InstanceInfo, InstanceLoad
+from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.runtime import head as head_module
 from moonpool.runtime import worker as worker_module
-from moonpool.runtime.cores import CoreShare
 from moonpool.runtime.head import Head
-from moonpool.runtime.protocol import SILENCE_S, Joined, Setup, TurnedAway
 from moonpool.runtime.worker import Worker
 from moonpool.runtime.worker_link import WorkerLink
+from moonpool.transfer.auth import Identity
 from moonpool.types import InstanceId, Role
-from moonpool.workers.messages import InstanceInfo, InstanceLoad
 
 MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300", "float32")
 SECRET = b"a secret of the test"
@@ -122,7 +121,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
         now_s += 1.0
         await asyncio.sleep(0.02)
         ticker.cancel()
-        assert set(silent) == {"d"} and "said nothing" in channel.ended[0]
+        assert set(silent) == {"d"} and "no message for" in channel.ended[0]
 
     asyncio.run(run())
 

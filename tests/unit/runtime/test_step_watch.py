@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.runtime.step_watch import SLOWER, StepWatch
+from moonpool.protocol.messages import AttemptId
+from moonpool.runtime.engine_thread import SLOWER, StepWatchdog
+from moonpool.scheduler.actions import RunStep, StepEntry
 from moonpool.types import BlockId, SamplingParams
-from moonpool.workers.actions import RunStep, StepEntry
-from moonpool.workers.messages import WorkId
 
 COST = FittedCost(prefill=(0.0, 0.01, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def step(num_tokens: int, generated: tuple[int, ...] = ()) -> RunStep:
-    entry = StepEntry(WorkId("1"), [7] * num_tokens, 0, [BlockId(0)], GREEDY, generated, sends=())
+    entry = StepEntry(
+        AttemptId("1"), [7] * num_tokens, 0, [BlockId(0)], GREEDY, generated, sends=()
+    )
     return RunStep((entry,))
 
 
 def test_a_short_step_has_the_patience_and_no_more() -> None:
-    watch = StepWatch(COST, 1, patience_s=5.0)
+    watch = StepWatchdog(COST, 1, patience_s=5.0)
     watch.begin(step(1, generated=(3,)))
     assert [watch.wait(1.0) for _ in range(5)] == [None] * 5
     assert "6 s" in str(watch.wait(1.0))
@@ -26,20 +28,20 @@ def test_a_short_step_has_the_patience_and_no_more() -> None:
 
 def test_a_long_one_has_what_it_needs_on_a_busy_machine_and_of_all_stages() -> None:
     for stages in (1, 3):
-        watch = StepWatch(COST, stages, patience_s=5.0)
+        watch = StepWatchdog(COST, stages, patience_s=5.0)
         watch.begin(step(1000))
         assert watch.wait(SLOWER * 10.0 * stages) is None
         assert watch.wait(0.1) is not None
 
 
 def test_what_is_recomputed_counts_as_a_prompt() -> None:
-    watch = StepWatch(COST, 1, patience_s=5.0)
+    watch = StepWatchdog(COST, 1, patience_s=5.0)
     watch.begin(step(1000, generated=(1, 2, 3)))
     assert watch.wait(50.0) is None
 
 
 def test_each_step_is_waited_for_from_the_end_of_the_one_before() -> None:
-    watch = StepWatch(COST, 1, patience_s=5.0)
+    watch = StepWatchdog(COST, 1, patience_s=5.0)
     watch.begin(step(1))
     watch.begin(step(1))
     assert watch.wait(4.0) is None

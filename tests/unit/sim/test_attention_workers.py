@@ -9,11 +9,9 @@ import msgspec
 import pytest
 
 from moonpool.config import ConfigError, parse_config
-from moonpool.cost.fitted import FittedCost
-from moonpool.cost.offload import OffloadCost
-from moonpool.cost.offload_measured import MeasuredOffload
-from moonpool.cost.offload_parts import OffloadParts
-from moonpool.sim.hardware import build_hardware
+from moonpool.cost.fitted import FittedCost, OffloadParts
+from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.hardware.offload_cost import MeasuredOffload, OffloadCost
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
@@ -94,7 +92,7 @@ def test_seen_with_a_worker_a_step_is_what_it_was_seen_to_take() -> None:
 def test_a_profile_seen_with_workers_is_not_taken_for_one_without() -> None:
     offload = msgspec.structs.replace(PARTS, seen_workers=1)
     seen = msgspec.structs.replace(ALONE, offload=offload)
-    assert isinstance(build_hardware(config(1), seen).decode.truth, MeasuredOffload)
+    assert isinstance(build_hardware(config(1), seen).decode.ground_truth, MeasuredOffload)
     with pytest.raises(ConfigError, match="measured with attention workers"):
         build_hardware(config(0), seen)
 
@@ -162,7 +160,7 @@ def test_seen_with_memory_of_its_own_a_step_is_what_it_was_seen_to_take() -> Non
     assert without.step_s((), 4, 1000) == pytest.approx(ALONE.decode_step_s(4, 1000) + more_s)
 
 
-def test_a_profile_without_attention_workers_is_told() -> None:
+def test_a_profile_without_attention_workers_is_an_error() -> None:
     plain = FittedCost(prefill=ALONE.prefill, decode=ALONE.decode)
     with pytest.raises(ConfigError, match="without attention workers"):
         build_hardware(config(1), plain)
@@ -170,11 +168,11 @@ def test_a_profile_without_attention_workers_is_told() -> None:
 
 def test_devices_of_the_catalogue_attend_as_many_as_there_are_workers() -> None:
     hardware = build_hardware(config(2, "roofline"))
-    truth = hardware.decode.truth
+    truth = hardware.decode.ground_truth
     assert isinstance(truth, OffloadCost)
     own = config(2, "roofline").hardware
     assert truth.attention.num_devices == 2 * own.devices_per_node
     assert truth.num_batches == 1
-    staggered = build_hardware(config(2, "roofline", staggered_decodes=True)).decode.truth
+    staggered = build_hardware(config(2, "roofline", staggered_decodes=True)).decode.ground_truth
     assert isinstance(staggered, OffloadCost)
     assert staggered.num_batches == 2

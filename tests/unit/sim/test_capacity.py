@@ -1,4 +1,4 @@
-"""Hit ratios by policy and capacity: small cases by hand, the literature's on the real trace."""
+"""Hit ratios by policy and capacity: small cases by hand, published ones on the real trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.sim.capacity import (
-    Prompt,
+    PromptBlocks,
     Routing,
     belady_hit_ratio,
     hit_ratios,
@@ -26,9 +26,9 @@ TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "conversatio
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not here")
 
 
-def prompt(*names: int, num_tokens: int = 0) -> Prompt:
+def prompt(*names: int, num_tokens: int = 0) -> PromptBlocks:
     keys = [BlockKey(name.to_bytes(8, "big")) for name in names]
-    return Prompt(keys, num_tokens or 512 * len(names))
+    return PromptBlocks(keys, num_tokens or 512 * len(names))
 
 
 def test_hits_are_counted_by_block_by_prefix_and_by_token() -> None:
@@ -60,7 +60,7 @@ def test_nothing_served_is_no_division_by_zero() -> None:
     assert belady_hit_ratio([], 4) == 0
 
 
-def test_belady_knows_the_future() -> None:
+def test_belady_is_the_optimum() -> None:
     prompts = [prompt(name) for name in (0, 1, 2, 0, 1, 2, 0, 1, 2)]
     assert hit_ratios(prompts, "lru", 2).hit_blocks == 0
     assert belady_hit_ratio(prompts, 2) == pytest.approx(3 / 9)
@@ -114,7 +114,7 @@ def test_routing_by_the_longest_match_alone_fills_one_cache() -> None:
 
 
 @cache
-def conversation(block_tokens: int = 512, count_partial: bool = True) -> list[Prompt]:
+def conversation(block_tokens: int = 512, count_partial: bool = True) -> list[PromptBlocks]:
     rows = open_trace(TRACE, spread_ticks=False)
     return list(prompts_of(rows, 512, block_tokens, count_partial))
 

@@ -176,7 +176,7 @@ def test_compaction_from_within_a_callback_loses_nothing() -> None:
     assert ran == list(range(90)) and not clock._heap and clock._num_dead == 0
 
 
-def test_an_exception_comes_through_and_the_clock_goes_on() -> None:
+def test_an_exception_propagates_and_the_clock_can_run_on() -> None:
     clock = Clock()
     ran: list[int] = []
     clock.at(1.0, Priority.TICK, [].pop)

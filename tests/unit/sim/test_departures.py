@@ -1,4 +1,4 @@
-"""A simulated instance leaves, and perhaps an empty one comes in its place."""
+"""Drains and restarts of simulated instances."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 from test_simulation import BLOCK, assert_nothing_left, config
 
 from moonpool.config import ConfigError
-from moonpool.sim.arrival import Arrival
-from moonpool.sim.hardware import build_hardware
+from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
-from moonpool.trace.keys import private_keys
+from moonpool.sim.workload import Arrival
+from moonpool.trace.blocks import private_keys
 
 CLUSTER = {"prefill": 4, "decode": 2}
 RESTART_S = 100.0
@@ -80,9 +80,9 @@ def test_what_it_had_is_not_lost_with_it() -> None:
     assert all(name != "prefill-1" for at_s, name in placed if at_s > RESTART_S + 60)
 
 
-def test_an_instance_that_nobody_knows_cannot_leave() -> None:
+def test_an_unknown_instance_cannot_drain() -> None:
     settings = config(cluster=CLUSTER)
-    with pytest.raises(ConfigError, match="no instance is named 'prefill-9'"):
+    with pytest.raises(ConfigError, match="there is no instance 'prefill-9'"):
         Simulation(settings, build_hardware(settings), drains={"prefill-9": 1.0})
 
 

@@ -1,4 +1,4 @@
-"""Steps in virtual time: the truth's times, decodes advanced together, pipelines."""
+"""The simulated engine: ground-truth step times, decodes advanced together, pipelines."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.cost.catalogue import BUILT_IN
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
-from moonpool.cost.parallel import Nic, PipelineCost
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry, StepsEnded
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
+from moonpool.sim.hardware.catalogue import BUILT_IN
+from moonpool.sim.hardware.parallel_cost import Nic, PipelineCost
 from moonpool.types import BlockId, SamplingParams
-from moonpool.workers.actions import RunStep, StepEnded, StepEntry, StepsEnded
-from moonpool.workers.messages import WorkId
 
 COST = FittedCost(prefill=(0.5, 0.001, 1e-7, 2e-7), decode=(0.02, 0.001, 1e-6))
 GREEDY = SamplingParams(temperature=0.0)
@@ -23,13 +23,13 @@ GREEDY = SamplingParams(temperature=0.0)
 def prefill(name: str, start: int, num_tokens: int, last: bool = True) -> StepEntry:
     draw = GREEDY if last else None
     return StepEntry(
-        WorkId(name), range(start, start + num_tokens), start, [BlockId(0)], draw, (), ()
+        AttemptId(name), range(start, start + num_tokens), start, [BlockId(0)], draw, (), ()
     )
 
 
 def decode(name: str, context_tokens: int, num_generated: int = 1) -> StepEntry:
     return StepEntry(
-        WorkId(name), [0], context_tokens - 1, [BlockId(0)], GREEDY, [0] * num_generated, ()
+        AttemptId(name), [0], context_tokens - 1, [BlockId(0)], GREEDY, [0] * num_generated, ()
     )
 
 
@@ -49,17 +49,17 @@ class Bench:
         self.engine = SimEngine(
             self.clock,
             cost,
-            lambda work_id: outputs[work_id],
+            lambda attempt_id: outputs[attempt_id],
             lambda event: self.posted.append((self.clock.now, event)),
             lambda has_chunks, begins: 1.0,
             self._note,
         )
 
-    def _note(self, work_id: WorkId, seconds: float) -> None:
-        self.prefill_s[work_id] = self.prefill_s.get(work_id, 0.0) + seconds
+    def _note(self, attempt_id: AttemptId, seconds: float) -> None:
+        self.prefill_s[attempt_id] = self.prefill_s.get(attempt_id, 0.0) + seconds
 
 
-def test_a_prompt_takes_what_the_truth_says_however_it_is_cut() -> None:
+def test_a_prompt_takes_the_ground_truth_time_in_any_chunks() -> None:
     whole, cut = Bench({"a": 5}), Bench({"a": 5})
     whole.engine.submit(RunStep((prefill("a", 100, 900),)))
     whole.clock.run()
@@ -204,7 +204,7 @@ def test_a_step_that_waits_ends_a_layer_after_what_it_waited_for(arrives: float)
     assert end_s == pytest.approx(max(computed_s, at_s + computed_s / 10 if arrives > 1 else 0.0))
 
 
-def test_what_a_held_step_missed_is_told() -> None:
+def test_a_held_step_reports_missed_entries() -> None:
     bench = Bench({"a": 5})
     bench.engine.submit(RunStep((prefill("a", 100, 900),)), held_layers=10)
     bench.engine.release((0,))

@@ -1,4 +1,4 @@
-"""Beliefs that learn, in whole simulations; and clusters that are wrong as a live one was."""
+"""Learned cost corrections in whole simulations, and replayed records of a live cluster."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from moonpool.config import Config, ConfigError, parse_config
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.recorded import BeliefRecord, InstanceRecord
-from moonpool.sim.arrival import Arrival
+from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import build_hardware
+from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.perturbation import Perturbation
 from moonpool.sim.simulation import Simulation
-from moonpool.sim.wrongness import Wrongness
-from moonpool.trace.keys import private_keys
+from moonpool.sim.workload import Arrival
+from moonpool.trace.blocks import private_keys
 from moonpool.types import InstanceId, Role
 
 BLOCK = 256
@@ -94,8 +94,8 @@ def test_a_name_that_is_not_there_cannot_be_slow() -> None:
         run(config(), [], slow={"prefill-9": 2.0})
 
 
-def recorded(**ratios: tuple[float, ...]) -> BeliefRecord:
-    return BeliefRecord(
+def recorded(**ratios: tuple[float, ...]) -> CostEstimatorRecord:
+    return CostEstimatorRecord(
         (
             InstanceRecord(InstanceId("a"), Role.PREFILL, PROFILE, **ratios),
             InstanceRecord(InstanceId("b"), Role.DECODE, PROFILE, **ratios),
@@ -117,8 +117,8 @@ def test_a_recorded_cluster_is_as_wrong_as_it_was() -> None:
 
 def test_records_are_used_again_for_more_instances() -> None:
     slow = InstanceRecord(InstanceId("c"), Role.PREFILL, PROFILE, prefill=(3.0,))
-    record = BeliefRecord((*recorded(prefill=(1.0,)).instances, slow))
-    wrongness, rng = Wrongness(recorded=record), Random(0)
+    record = CostEstimatorRecord((*recorded(prefill=(1.0,)).instances, slow))
+    wrongness, rng = Perturbation(recorded=record), Random(0)
     factors = [
         wrongness.step_factor(InstanceId("x"), Role.PREFILL, number, rng)(True, False)
         for number in range(4)

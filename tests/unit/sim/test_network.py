@@ -294,7 +294,7 @@ def test_started_and_cancelled_in_one_instant_it_was_never_there() -> None:
     assert bench.ended_s == {"stays": 10.0} and bench.link["out"].bytes_carried == 1000
 
 
-def test_cancel_gives_the_bandwidth_back_and_calls_nobody() -> None:
+def test_cancel_releases_bandwidth_without_a_callback() -> None:
     bench = Bench(out=100.0)
     gone = bench.send("gone", "out", 1000)
     bench.send("stays", "out", 1000)
@@ -449,8 +449,8 @@ def test_a_thousand_links_do_not_make_every_change_a_change_of_all() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda b: b.network.start((), 1, print), "a path needs links"),
-        (lambda b: b.send("x", "out out", 1), "each once"),
+        (lambda b: b.network.start((), 1, print), "a path must name at least one link"),
+        (lambda b: b.send("x", "out out", 1), "each link once"),
         (lambda b: b.send("x", "out", -1), "cannot send -1 bytes"),
         (lambda b: b.send("x", "out", nan), "cannot send nan bytes"),
         (lambda b: b.send("x", "out", 1, limit=nan), "limited to nan"),

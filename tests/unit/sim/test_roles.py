@@ -1,4 +1,4 @@
-"""A simulated cluster whose load shifts: instances change sides, and nothing is lost by it."""
+"""Role changes in a simulated cluster with shifting load, without lost requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from test_simulation import BLOCK, assert_nothing_left, run
 
 from moonpool.config import Config, parse_config
-from moonpool.sim.arrival import Arrival
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.trace.keys import private_keys
+from moonpool.sim.workload import Arrival
+from moonpool.trace.blocks import private_keys
 from moonpool.types import Role
 
 
@@ -47,7 +47,7 @@ def test_documents_turn_decode_instances_into_prefill_ones() -> None:
     assert all(0 < share <= 1 for share in figures["utilisation"].values())
 
 
-def test_advice_is_told_and_nobody_moves() -> None:
+def test_advice_is_announced_without_role_changes() -> None:
     simulation, figures = run(settings("advise", 1, 4), documents(200, 0.0, 1.0))
     assert figures["roles"]["switches"] == 0
     assert [text for _, text in simulation.announced if "prefill instances are short" in text]

@@ -1,4 +1,4 @@
-"""Fetches and layer streams over shared links: how long, and exactly one end for each."""
+"""Fetches and layer streams over shared links: durations, and exactly one terminal event each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.kvcache.transfers import (
+from moonpool.protocol.messages import AttemptId
+from moonpool.protocol.transfer_events import (
     FetchEnded,
     LoadEnded,
     PeerAddress,
@@ -16,18 +17,17 @@ from moonpool.kvcache.transfers import (
     SendEnded,
     StoreEnded,
 )
-from moonpool.sim.clock import Clock, Priority
-from moonpool.sim.network import Network
-from moonpool.sim.transfers import NodeLinks, SimMessenger
-from moonpool.types import BlockId, BlockKey, InstanceId
-from moonpool.workers.actions import (
+from moonpool.scheduler.actions import (
     ExpectStream,
     FetchBlocks,
     LoadBlocks,
     StepEntry,
     StoreBlocks,
 )
-from moonpool.workers.messages import WorkId
+from moonpool.sim.clock import Clock, Priority
+from moonpool.sim.network import Network
+from moonpool.sim.transfers import NodeLinks, SimMessenger
+from moonpool.types import BlockId, BlockKey, InstanceId
 
 BLOCK_BYTES = 1000
 NIC = 1e6  # bytes per second: a block takes a millisecond
@@ -91,7 +91,7 @@ class Bench:
 
 def step(indices: range) -> StepEntry:
     sends = tuple((i, BLOCKS[i]) for i in indices)
-    return StepEntry(WorkId("w"), [0], 0, BLOCKS, None, (), sends)
+    return StepEntry(AttemptId("w"), [0], 0, BLOCKS, None, (), sends)
 
 
 def test_a_busy_holder_slows_a_fetch() -> None:
@@ -137,7 +137,7 @@ def test_a_busy_ssd_slows_a_load() -> None:
     assert (figures.loaded_bytes, figures.stored_bytes) == (10_000, 5000)
 
 
-def test_a_reader_that_gives_up_before_the_grant_is_told_nothing() -> None:
+def test_a_fetch_that_times_out_before_the_grant_reports_no_progress() -> None:
     """The source read the blocks from its SSD for longer than the reader could wait."""
     bench = Bench()
     bench.grants = False
@@ -219,7 +219,7 @@ def test_a_stream_given_up_ends_once_on_both_sides(who: str) -> None:
     assert bench.network.links["a out"].num_flows == 0
 
 
-def test_a_stream_nobody_expects_or_that_never_begins() -> None:
+def test_a_stream_that_is_not_expected_or_never_starts() -> None:
     bench = Bench()
     bench.messengers["a"].open_stream("w", InstanceId("b"))
     bench.messengers["c"].expect(ExpectStream("v", BLOCKS, 0, 100.0))

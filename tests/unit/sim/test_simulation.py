@@ -1,4 +1,4 @@
-"""Whole simulations: the same seed gives the same run, nothing leaks, figures are what they say."""
+"""Whole simulations: reproducible by seed, no leaks, correct figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 import moonpool.sim.simulation as simulation_module
 from moonpool.config import Admission, Config, Placement, choices, parse_config
-from moonpool.sim.arrival import Arrival
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import CONTROL_LATENCY_S, build_hardware
+from moonpool.sim.hardware.build import CONTROL_LATENCY_S, build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
-from moonpool.trace.keys import private_keys
+from moonpool.sim.workload import Arrival
+from moonpool.trace.blocks import private_keys
 from moonpool.types import BlockKey
 
 BLOCK = 256
@@ -52,7 +52,7 @@ def run(
 def assert_nothing_left(simulation: Simulation) -> None:
     for node in simulation.nodes.values():
         node.instance.validate()
-        assert not node.instance.works and node.instance.pool.owners() == {}
+        assert not node.instance.requests and node.instance.pool.owners() == {}
         tier = node.instance.tier
         assert tier is None or tier.slots.owners() == {}
     assert not simulation.conductor.requests
@@ -96,7 +96,7 @@ def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
     assert found == run(with_ssd(ssd_tokens_per_instance=2_000_000), requests)[1]
 
 
-def test_a_last_copy_in_dram_goes_last() -> None:
+def test_the_last_copy_in_dram_is_evicted_last() -> None:
     """A handover leaves two copies of each prompt; of both pools' DRAM, one copy is enough."""
     requests = conversations(40, 4)
     _, blind = run(
@@ -135,7 +135,7 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     settings = config()
     request = Arrival(0.0, 2000, 40, private_keys(0, 2000, BLOCK))
     simulation, figures = run(settings, [request])
-    truth = simulation.hardware.prefill.truth
+    truth = simulation.hardware.prefill.ground_truth
     layout = simulation.hardware.layout
     prefill_s = simulation.hardware.prefill.belief.prefill_s(2000, 0)
     # The first token is seen when the second can follow: all KVCache is loaded for the decode.
@@ -170,7 +170,7 @@ def test_cached_prefixes_are_found_fetched_and_save_time() -> None:
     assert with_cache["prefill_compute_s"]["mean"] < 0.95 * without["prefill_compute_s"]["mean"]
 
 
-def test_belief_and_truth_are_apart() -> None:
+def test_estimates_do_not_change_the_ground_truth() -> None:
     settings = config(conductor={"learning": False})
     wrong = build_hardware(settings, prefill_error=3.0)
     simulation = Simulation(settings, wrong)
@@ -182,7 +182,7 @@ def test_belief_and_truth_are_apart() -> None:
     assert figures["prefill_compute_s"] == pytest.approx(right["prefill_compute_s"], rel=0.1)
 
 
-def test_noise_departs_from_the_truth_as_far_as_asked() -> None:
+def test_noise_stays_within_its_bound() -> None:
     quiet = run(config(), arrivals(40, gap_s=5.0))[1]
     noisy = run(config(), arrivals(40, gap_s=5.0), noise=0.3, seed=1)[1]
     other = run(config(), arrivals(40, gap_s=5.0), noise=0.3, seed=2)[1]

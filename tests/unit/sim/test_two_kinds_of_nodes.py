@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from moonpool.config import Config, ConfigError, parse_config
-from moonpool.report.opening import cluster_words
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware import NodeHardware, build_hardware
+from moonpool.sim.hardware.build import NodeHardware, build_hardware
+from moonpool.sim.report.page import describe_cluster
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.builtin import BUILT_IN
@@ -44,7 +44,7 @@ def test_groups_are_of_prefill_nodes_only() -> None:
         config(device="H100-SXM", decode_device="H20", nodes_per_prefill=2, parallelism="cpp")
     )
     assert sizes(grouped.decode) == sizes(build_hardware(config(device="H20")).decode)
-    assert grouped.prefill.truth.num_stages == 2
+    assert grouped.prefill.ground_truth.num_stages == 2
 
 
 def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() -> None:
@@ -55,8 +55,9 @@ def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() ->
     staged = build_hardware(staged_config)
     grouped = build_hardware(config(device="H100-SXM", nodes_per_prefill=2, parallelism="cpp"))
     assert sizes(staged.prefill) == sizes(grouped.prefill)
-    assert [n.truth.num_stages for n in (staged.prefill, staged.mixed, staged.decode)] == [2, 2, 3]
-    words = cluster_words(staged_config)
+    nodes = (staged.prefill, staged.mixed, staged.decode)
+    assert [node.ground_truth.num_stages for node in nodes] == [2, 2, 3]
+    words = describe_cluster(staged_config)
     assert "prefill: 2 such nodes, CPP" in words and "decode: 3 such nodes, CPP" in words
     engine["pipeline_parallel_size"] = 1
     changes = {"engine": engine, "conductor": {"role_balance": "switch"}}
@@ -72,8 +73,8 @@ def test_ranks_are_nodes_that_share_out_every_layer() -> None:
     sharded = build_hardware(parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS))
     grouped = build_hardware(config(device="H100-SXM", nodes_per_prefill=4, parallelism="tp"))
     assert sizes(sharded.prefill) == sizes(grouped.prefill)
-    assert [n.truth.num_stages for n in (sharded.prefill, sharded.decode)] == [1, 1]
-    one, two = (h.decode.truth.step_s((), 64, 64 * 4096) for h in (grouped, sharded))
+    assert [n.ground_truth.num_stages for n in (sharded.prefill, sharded.decode)] == [1, 1]
+    one, two = (h.decode.ground_truth.step_s((), 64, 64 * 4096) for h in (grouped, sharded))
     assert two > 0.5 * one
     assert sharded.decode.engine_tokens == 2 * grouped.decode.engine_tokens
 
@@ -81,11 +82,11 @@ def test_ranks_are_nodes_that_share_out_every_layer() -> None:
 def test_the_same_named_twice_is_one_kind() -> None:
     named = build_hardware(config(device="H20", decode_device="H20"))
     assert sizes(named.decode) == sizes(build_hardware(config(device="H20")).decode)
-    assert "(decode:" not in cluster_words(config(device="H20", decode_device="H20"))
-    assert "(decode: 8" in cluster_words(config(device="H20", decode_device="H100-SXM"))
+    assert "(decode:" not in describe_cluster(config(device="H20", decode_device="H20"))
+    assert "(decode: 8" in describe_cluster(config(device="H20", decode_device="H100-SXM"))
 
 
-def test_what_was_measured_on_one_device_is_no_truth_of_another() -> None:
+def test_a_calibrated_cost_holds_for_its_own_device_only() -> None:
     wrong = parse_config("", {"hardware": {"decode_device": "H20"}}, DEFAULTS)
     with pytest.raises(ConfigError, match=r'use hardware.cost = "roofline"$'):
         build_hardware(wrong)

@@ -1,4 +1,4 @@
-"""Sessions drawn anew: what stays as it was, and what does not."""
+"""Resampling of sessions: what it keeps and what it changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
-from moonpool.trace.resample import SHIFT_S, common_blocks, resample, sessions_of
 from moonpool.trace.row import TraceRow
+from moonpool.trace.transform import SHIFT_S, common_blocks, resample, sessions_of
 
 
 @pytest.fixture(scope="module")

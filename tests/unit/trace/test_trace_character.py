@@ -7,15 +7,14 @@ from collections.abc import Iterable
 import pytest
 from sample_traces import AZURE, CONVERSATION, needs_azure, needs_conversation
 
-from moonpool.trace.cache_curve import LruCurve
-from moonpool.trace.character import Character
-from moonpool.trace.figures import TraceFigures, dispersion, spread_of
+from moonpool.trace.blocks import LruCurve
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceRow
+from moonpool.trace.statistics import TraceFigures, TraceStatistics, dispersion, spread_of
 
 
 def figures_of(rows: Iterable[TraceRow], block_tokens: int = 512) -> TraceFigures:
-    character = Character(block_tokens)
+    character = TraceStatistics(block_tokens)
     for row in rows:
         character.add(row)
     return character.figures()
@@ -58,7 +57,7 @@ def test_sharing_and_turns_by_hand() -> None:
     assert turns.growth_tokens is not None and turns.growth_tokens.max == 500
 
 
-def test_equal_ids_after_different_ones_are_told() -> None:
+def test_equal_ids_after_different_ones_are_counted() -> None:
     figures = figures_of([TraceRow(0, 1024, 1, (0, 1)), TraceRow(1, 1024, 1, (2, 1))])
     assert figures.blocks is not None and figures.blocks.chain_violations == 1
 

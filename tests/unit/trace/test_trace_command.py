@@ -1,4 +1,4 @@
-"""`moonpool trace`, as a user sees it."""
+"""The command `moonpool trace`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_generate_by_name_by_file_and_like_a_trace(tmp_path: Path) -> None:
     assert 200 < open_trace(third).info.num_rows < 420
 
 
-def test_generate_says_what_is_wrong(tmp_path: Path) -> None:
+def test_generate_reports_mistakes(tmp_path: Path) -> None:
     out = ("-o", str(tmp_path / "a.jsonl"))
     assert "--requests N or --duration" in error_of(run("generate", *out))
     some = ("--requests", "5")
@@ -75,13 +75,15 @@ def test_generate_says_what_is_wrong(tmp_path: Path) -> None:
         run("generate", *some, "--profile", "nix", *out)
     )
     wrong = write(tmp_path, "p.json", "{}")
-    assert "no generator profile" in error_of(run("generate", *some, "--profile", str(wrong), *out))
+    assert "not a generator profile" in error_of(
+        run("generate", *some, "--profile", str(wrong), *out)
+    )
     nowhere = str(tmp_path / "no" / "a.jsonl")
     assert "cannot write" in error_of(run("generate", *some, "-o", nowhere))
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_download_says_what_came_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_reports_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no public trace 'nix'; use mooncake-conversation" in error_of(
         run("download", "nix")
     )

@@ -1,4 +1,4 @@
-"""Downloads over real sockets: checked, resumed, refused, broken off."""
+"""Downloads over real sockets: checked, resumed, refused, interrupted."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_file_is_fetched_checked_and_then_known(server: FileServer, tmp_path: Path) -> None:
+def test_a_file_is_downloaded_checked_and_recognised(server: FileServer, tmp_path: Path) -> None:
     seen: list[tuple[int, int | None]] = []
     folder = tmp_path / "new" / "folder"
     outcome = download(server.trace(), folder, lambda done, total: seen.append((done, total)))
@@ -97,7 +97,7 @@ def test_a_file_is_fetched_checked_and_then_known(server: FileServer, tmp_path: 
     assert len(server.ranges) == 1
 
 
-def test_without_a_known_sum_it_says_so(server: FileServer, tmp_path: Path) -> None:
+def test_a_download_without_checksum_is_reported(server: FileServer, tmp_path: Path) -> None:
     assert download(server.trace(sha256=None), tmp_path, nothing) == "not checked"
     assert download(server.trace(sha256=None), tmp_path, nothing) == "there, not checked"
 
@@ -106,9 +106,9 @@ def test_redirects_are_followed(server: FileServer, tmp_path: Path) -> None:
     assert download(server.trace(path="/moved"), tmp_path, nothing) == "checked"
 
 
-def test_a_broken_download_goes_on_where_it_stopped(server: FileServer, tmp_path: Path) -> None:
+def test_an_interrupted_download_resumes(server: FileServer, tmp_path: Path) -> None:
     server.break_off_at = 100_000
-    with pytest.raises(TraceError, match=r"broke off.*goes on where it stopped") as caught:
+    with pytest.raises(TraceError, match=r"was interrupted.*it resumes there") as caught:
         download(server.trace(), tmp_path, nothing)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "a.jsonl").exists()
@@ -121,7 +121,7 @@ def test_a_broken_download_goes_on_where_it_stopped(server: FileServer, tmp_path
 
 
 @pytest.mark.parametrize("left", [b"something else", CONTENT + b"more"])
-def test_a_part_of_another_version_is_fetched_anew(
+def test_a_part_of_another_version_is_downloaded_again(
     server: FileServer, tmp_path: Path, left: bytes
 ) -> None:
     (tmp_path / "a.jsonl.part").write_bytes(left)
@@ -143,7 +143,7 @@ def test_wrong_bytes_are_not_kept(server: FileServer, tmp_path: Path) -> None:
 
 def test_a_wrong_file_that_is_there_is_left_alone(server: FileServer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"mine")
-    with pytest.raises(TraceError, match="is there, but its sha256 is"):
+    with pytest.raises(TraceError, match="exists, but its sha256 is"):
         download(server.trace(), tmp_path, nothing)
     assert files(tmp_path) == {"a.jsonl": b"mine"}
     assert server.ranges == []

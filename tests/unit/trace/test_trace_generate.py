@@ -1,4 +1,4 @@
-"""Generated workloads: well formed, repeatable, and like what they were fitted to."""
+"""Generated workloads: well-formed, reproducible, and similar to the trace they are fitted to."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from sample_traces import AZURE, CONVERSATION, needs_azure, needs_conversation
 
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.builtin import CONVERSATION as LIKE_CONVERSATION
-from moonpool.trace.character import Character
-from moonpool.trace.figures import TraceFigures, dispersion
 from moonpool.trace.fit import fit
 from moonpool.trace.generate import generate
+from moonpool.trace.jsonl import write_trace
 from moonpool.trace.profile import (
     NUM_CLASSES,
     Branches,
@@ -34,7 +33,7 @@ from moonpool.trace.profile import (
 )
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.trace.writer import write_trace
+from moonpool.trace.statistics import TraceFigures, TraceStatistics, dispersion
 
 CHATTY = GeneratorProfile(
     name="chatty",
@@ -51,7 +50,7 @@ CHATTY = GeneratorProfile(
 
 
 def figures_of(rows: Iterable[TraceRow], block_tokens: int = 512) -> TraceFigures:
-    character = Character(block_tokens)
+    character = TraceStatistics(block_tokens)
     for row in rows:
         character.add(row)
     return character.figures()
@@ -238,8 +237,8 @@ def test_profiles_are_files(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"rate_rps": 0}, "rate_rps must be above 0"),
-        ({"gap_s": [3, 2]}, "gap_s must be one value or 31 rising ones"),
-        ({"repeat_share": 1.5}, "shares must lie between 0 and 1"),
+        ({"gap_s": [3, 2]}, "gap_s must be one value, or 31 rising values"),
+        ({"repeat_share": 1.5}, "shares must be between 0 and 1"),
         ({"first_continue_share": [0.1]}, "first_continue_share must have"),
         ({"rate": 3}, "unknown field"),
         ({"name": 3}, "Expected `str`"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.trace.keys import private_keys, prompt_keys
+from moonpool.trace.blocks import private_keys, prompt_keys
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64, 256, 512, 1024, 2048])
@@ -47,7 +47,7 @@ def test_a_partial_last_trace_block_yields_its_full_parts() -> None:
     assert keys[:8] == prompt_keys([7], 512, 512, 64)
 
 
-def test_sizes_that_do_not_fit_say_what_would() -> None:
+def test_block_sizes_that_do_not_fit_name_one_that_does() -> None:
     with pytest.raises(ValueError, match=r"set pool.block_tokens to 128"):
         prompt_keys([1], 512, 512, 100)
 

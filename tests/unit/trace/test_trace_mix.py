@@ -1,4 +1,4 @@
-"""Days whose mix shifts: each kind comes at its hours, and the rows are a trace like any other."""
+"""Mixes over a day: rates by the hour, in a trace like any other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from moonpool.cli.main import cli
 from moonpool.trace.builtin import SHIFTING_DAY
-from moonpool.trace.mix import generate_mix
+from moonpool.trace.generate import generate_mix
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceRow
 
@@ -49,7 +49,7 @@ def test_a_day_is_repeatable_and_the_next_is_like_it() -> None:
 def test_the_rate_can_be_chosen_and_must_be_one() -> None:
     slow = rows(duration_s=SHIFTING_DAY.day_s, rate_rps=0.5)
     assert len(slow) == pytest.approx(0.5 * SHIFTING_DAY.day_s, rel=0.1)
-    with pytest.raises(TraceError, match="no positive number"):
+    with pytest.raises(TraceError, match="not a positive number"):
         rows(duration_s=10.0, rate_rps=-1.0)
     with pytest.raises(TraceError, match="number of requests or a duration"):
         rows()

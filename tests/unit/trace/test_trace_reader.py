@@ -19,10 +19,8 @@ from sample_traces import (
     write,
 )
 
-from moonpool.trace.parsed import Parsed
-from moonpool.trace.reader import open_trace
-from moonpool.trace.row import TraceError, TraceRow
-from moonpool.trace.ticks import find_tick, spread
+from moonpool.trace.reader import find_tick, open_trace, spread
+from moonpool.trace.row import ParsedRow, TraceError, TraceRow
 
 AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST_HEAD = (
@@ -65,7 +63,7 @@ def test_session_ids_and_foreign_fields_of_mooncakes_format(tmp_path: Path) -> N
     assert [row.session for row in open_trace(write(tmp_path, "a.jsonl", text))] == ["x"]
 
 
-def test_fields_that_nobody_reads_are_let_pass_and_named(tmp_path: Path) -> None:
+def test_unused_fields_are_accepted_and_listed(tmp_path: Path) -> None:
     text = '{"timestamp":0,"input_length":1,"output_length":1,"model":"x","priority":{"a":[1]}}\n'
     trace = open_trace(write(tmp_path, "a.jsonl", text + line(5, 2, 2, None)))
     assert trace.info.ignored == ("model", "priority")
@@ -89,7 +87,7 @@ def test_blocks_of_another_size_are_found(tmp_path: Path, block: int) -> None:
 def test_blocks_are_of_512_where_the_rows_leave_it_open(tmp_path: Path) -> None:
     assert open_trace(write(tmp_path, "a.jsonl", line(0, 100, 1, [0]))).info.block_tokens == 512
     text = error_of(write(tmp_path, "b.jsonl", line(0, 600, 1, [0])))
-    assert "1 hash_ids for input_length 600; one per 512 tokens makes 2" in text
+    assert "1 hash_ids for input_length 600; with one per 512 tokens there must be 2" in text
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
@@ -216,7 +214,7 @@ def test_rows_are_spread_evenly_over_ticks_in_the_files_order(tmp_path: Path) ->
 
 
 def test_a_tick_that_came_early_takes_no_rows_past_the_next() -> None:
-    rows = [Parsed(time, 1, 1) for time in (0, 0, 10, 10, 14, 14)]
+    rows = [ParsedRow(time, 1, 1) for time in (0, 0, 10, 10, 14, 14)]
     assert [row.time for row in spread(rows, 10)] == [0, 5, 10, 12, 14, 19]
 
 
@@ -237,26 +235,35 @@ def test_speed_and_limit(tmp_path: Path) -> None:
 
 GOOD = line(0, 600, 5, [0, 1])
 WRONG_LINES = [
-    (line(1, 600, 5, [0]), "1 hash_ids for input_length 600; one per 512 tokens makes 2"),
-    (line(1, 600, 5, None), "no hash_ids in this row"),
+    (
+        line(1, 600, 5, [0]),
+        "1 hash_ids for input_length 600; with one per 512 tokens there must be 2",
+    ),
+    (line(1, 600, 5, None), "this row has no hash_ids"),
     (line(-1, 600, 5, [0, 1]), "timestamp is -1; it must be a finite number, 0 or more"),
-    ('{"timestamp": NaN, "input_length": 1, "output_length": 1}\n', "not one JSON object"),
-    ('{"timestamp": 1e999, "input_length": 1, "output_length": 1}\n', "not one JSON object"),
-    (line(1, -600, 5, [0, 1]), "input_length is -600; it must lie between 0 and"),
-    (line(1, 10**12, 5, [0, 1]), "input_length is 1000000000000; it must lie"),
+    (
+        '{"timestamp": NaN, "input_length": 1, "output_length": 1}\n',
+        "is not one JSON object",
+    ),
+    (
+        '{"timestamp": 1e999, "input_length": 1, "output_length": 1}\n',
+        "is not one JSON object",
+    ),
+    (line(1, -600, 5, [0, 1]), "input_length is -600; it must be between 0 and"),
+    (line(1, 10**12, 5, [0, 1]), "input_length is 1000000000000; it must be"),
     ('{"timestamp": 1, "input_length": 1.5, "output_length": 1}\n', "input_length is 1.5; it must"),
     ('{"timestamp": 1, "input_length": 1, "output_length": true}\n', "output_length is True"),
     ('{"timestamp": 1, "input_length": "1", "output_length": 1}\n', "input_length is '1'"),
-    ('{"timestamp": 1, "output_length": 1, "hash_ids": []}\n', "no input_length in this row"),
+    ('{"timestamp": 1, "output_length": 1, "hash_ids": []}\n', "this row has no input_length"),
     ('{"timestamp": 1, "inptu_length": 1, "output_length": 1}\n', "did you mean input_length?"),
     (
         '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 5}\n',
-        "hash_ids is no list",
+        "hash_ids is not a list",
     ),
-    (line(1, 1, 1, [-4]), "hash_ids or another field does not fit"),
+    (line(1, 1, 1, [-4]), "hash_ids or another field has a wrong value"),
     (line(1, 600, 5, [0, 1])[:-20], "cut off"),
-    ("[1, 2]\n", "not one JSON object"),
-    ("[" * 100_000 + "\n", "not one JSON object"),
+    ("[1, 2]\n", "this is a JSON list"),
+    ("[" * 100_000 + "\n", "this is a JSON list"),
 ]
 
 
@@ -273,17 +280,17 @@ def test_a_wrong_line_is_named_before_the_first_row(tmp_path: Path, wrong: str, 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("2023-13-16 10:00:00.0,1,1", "is no time like"),
-        ("2023-11-16 10:00:99.0,1,1", "is no time like"),
-        ("2023-11-16 10:00:00.x,1,1", "is no time like"),
-        ("nan,1,1", "is no time like"),
-        ("2023-11-16 10:00:00.0,1", "2 columns, but 3 in the header"),
-        ("2023-11-16 10:00:00.0,1,-1", "GeneratedTokens is '-1'; it must lie"),
+        ("2023-13-16 10:00:00.0,1,1", "is not a time; it must look like"),
+        ("2023-11-16 10:00:99.0,1,1", "is not a time; it must look like"),
+        ("2023-11-16 10:00:00.x,1,1", "is not a time; it must look like"),
+        ("nan,1,1", "is not a time; it must look like"),
+        ("2023-11-16 10:00:00.0,1", "the row has 2 columns, the header 3"),
+        ("2023-11-16 10:00:00.0,1,-1", "GeneratedTokens is '-1'; it must be between"),
         ("2023-11-16 10:00:00.0,1e400,1", "ContextTokens is '1e400'; it must be an integer"),
         ("2023-11-16 10:00:00.0,nan,1", "ContextTokens is 'nan'; it must be an integer"),
         ("2023-11-16 10:00:00.0,1_0,1.5", "must be an integer"),
         ("2023-11-16 10:00:00.0,,1", "ContextTokens is ''"),
-        ('2023-11-16 10:00:00.0,"1,1', "wrong quotes"),
+        ('2023-11-16 10:00:00.0,"1,1', "the quotes of this row are wrong"),
     ],
 )
 def test_a_wrong_csv_line(tmp_path: Path, row: str, words: str) -> None:
@@ -304,9 +311,9 @@ def test_wrong_times_in_seconds(tmp_path: Path, cell: str) -> None:
         ("a.jsonl", b"\n \n", "is empty"),
         ("a.csv", AZURE_HEAD.encode(), "has no requests"),
         ("a.csv", (BURST_HEAD + "1,,,m,5,0,5,x\n").encode(), "1 rows have no prompt or no answer"),
-        ("a.jsonl", AZURE_HEAD.encode(), "named .jsonl, but this line is no JSON object"),
+        ("a.jsonl", AZURE_HEAD.encode(), "named .jsonl, but this line is not a JSON object"),
         ("a.csv", GOOD.encode(), "named .csv, but this line is JSON"),
-        ("a.jsonl", b"\x00\x01\x02binary", "no JSON object"),
+        ("a.jsonl", b"\x00\x01\x02binary", "not a JSON object"),
         ("a.bin", b"\xff\xfe\x00\x01binary\n", "binary data"),
         ("a.bin", b"\xff\xfebinary\n", "not valid UTF-8"),
         ("a.jsonl", GOOD.encode() + b"\xff\xfe\n", "not valid UTF-8"),
@@ -315,9 +322,9 @@ def test_wrong_times_in_seconds(tmp_path: Path, cell: str) -> None:
         ("a.csv", b"TIMESTAMP,ContextToken,GeneratedTokens\n", "did you mean ContextTokens?"),
         ("a.csv", BURST_HEAD.replace("Session ID", "Sesion ID").encode(), "did you mean Session"),
         ("a.jsonl", GOOD.replace("hash_ids", "hash_id").encode(), "did you mean hash_ids?"),
-        ("a.jsonl", b"[\n" + GOOD.encode() + b"]\n", "makes lines of it"),
-        ("a.csv", b"TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
-        ("a.csv", b"timestam,b\n1,2\n", "of no known trace; did you mean Timestamp?"),
+        ("a.jsonl", b"[\n" + GOOD.encode() + b"]\n", "convert it by `jq"),
+        ("a.csv", b"TIMESTAMP,ContextTokens\n", "has no column GeneratedTokens"),
+        ("a.csv", b"timestam,b\n1,2\n", "match no known format; did you mean Timestamp?"),
         ("a.csv", b"TIMESTAMP,TIMESTAMP\n", "appears twice"),
         ("a.csv", b"num_prefill_tokens,num_decode_tokens\n1,2\n", "lengths without arrivals"),
     ],
@@ -330,8 +337,8 @@ def test_missing_files_folders_and_formats(tmp_path: Path) -> None:
     assert "No such file" in error_of(tmp_path / "none.jsonl")
     assert "directory" in error_of(tmp_path)
     path = write(tmp_path, "a.jsonl", GOOD)
-    assert "said to be azure, but this line is JSON" in error_of(path, format="azure")
-    with pytest.raises(TraceError, match="no trace format 'x'"):
+    assert "the format is azure, but this line is JSON" in error_of(path, format="azure")
+    with pytest.raises(TraceError, match="unknown trace format 'x'"):
         open_trace(path, format="x")  # type: ignore[arg-type]
 
 

@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from moonpool.kvcache.hashing import root_key
+from moonpool.protocol.block_hash import root_key
+from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import FinishReason, SamplingParams, Slo
 from moonpool.vllm.dialect import (
     DialectError,
-    Facts,
+    VllmFacts,
     completion_body,
     read_facts,
-    read_piece,
+    read_output,
     same_model,
 )
-from moonpool.workers.guest import Ask
-from moonpool.workers.messages import Work, WorkId
+from moonpool.vllm.instance import SubmitRequest
 
 FINGERPRINT = b"layout"
 
 
-def work(sampling: SamplingParams | None = None, done: int = 0, **others: Any) -> Work:
+def work(sampling: SamplingParams | None = None, done: int = 0, **others: Any) -> AttemptSpec:
     values: dict[str, Any] = {
-        "work_id": WorkId("w"),
+        "attempt_id": AttemptId("w"),
         "token_ids": (5, 6, 7, *range(done)),
         "num_prompt_tokens": 3,
         "sampling": sampling or SamplingParams(),
@@ -38,10 +38,10 @@ def work(sampling: SamplingParams | None = None, done: int = 0, **others: Any) -
         "use_cache": True,
         "timeout_s": 10.0,
     }
-    return Work(**(values | others))
+    return AttemptSpec(**(values | others))
 
 
-def body(ask: Ask) -> dict[str, Any]:
+def body(ask: SubmitRequest) -> dict[str, Any]:
     decoded: dict[str, Any] = json.loads(completion_body(ask, "m", FINGERPRINT))
     return decoded
 
@@ -63,7 +63,7 @@ def test_every_way_to_draw_is_passed_on() -> None:
         logit_bias=((3, -2.0),),
         logprobs=2,
     )
-    sent = body(Ask(work(sampling)))
+    sent = body(SubmitRequest(work(sampling)))
     special = {"logit_bias": {"3": -2.0}, "stop_token_ids": [9]}
     for name in set(SamplingParams.__struct_fields__) - {"grammar"}:
         assert sent[name] == special.get(name, getattr(sampling, name)), name
@@ -75,21 +75,21 @@ def test_every_way_to_draw_is_passed_on() -> None:
 
 def test_what_was_generated_before_a_fault_is_not_generated_again() -> None:
     sampling = SamplingParams(max_tokens=20, min_tokens=4, seed=11)
-    sent = body(Ask(work(sampling, done=5)))
+    sent = body(SubmitRequest(work(sampling, done=5)))
     assert (sent["max_tokens"], sent["min_tokens"], sent["seed"]) == (15, 0, 16)
     assert len(sent["prompt"]) == 8
 
 
 @given(st.integers(0, 2**64 - 1))
 def test_seeds_fit_its_64_bits_with_a_sign(seed: int) -> None:
-    assert 0 <= body(Ask(work(SamplingParams(seed=seed))))["seed"] < 2**63
+    assert 0 <= body(SubmitRequest(work(SamplingParams(seed=seed))))["seed"] < 2**63
 
 
 def test_tenants_and_those_who_want_no_cache_are_kept_apart() -> None:
-    salted = body(Ask(work(tenant="key0")))["cache_salt"]
+    salted = body(SubmitRequest(work(tenant="key0")))["cache_salt"]
     assert salted == root_key(FINGERPRINT, "key0").hex()
-    alone = body(Ask(work(use_cache=False)))["cache_salt"]
-    other = body(Ask(work(use_cache=False, work_id=WorkId("x"))))["cache_salt"]
+    alone = body(SubmitRequest(work(use_cache=False)))["cache_salt"]
+    other = body(SubmitRequest(work(use_cache=False, attempt_id=AttemptId("x"))))["cache_salt"]
     assert len({salted, alone, other}) == 3
     assert all(len(salt) <= 128 and salt.isalnum() for salt in (salted, alone, other))
 
@@ -104,7 +104,7 @@ def test_tenants_and_those_who_want_no_cache_are_kept_apart() -> None:
     ],
 )
 def test_forms_are_said_in_its_words(grammar: str, expected: dict[str, Any]) -> None:
-    sent = body(Ask(work(SamplingParams(grammar=grammar))))["structured_outputs"]
+    sent = body(SubmitRequest(work(SamplingParams(grammar=grammar))))["structured_outputs"]
     if "json" in sent:
         sent["json"].pop("x-guidance", None)
     assert sent == expected
@@ -113,19 +113,19 @@ def test_forms_are_said_in_its_words(grammar: str, expected: dict[str, Any]) -> 
 def test_a_form_does_not_go_on_elsewhere() -> None:
     grammar = LLMatcher.grammar_from_regex("[ab]+")
     with pytest.raises(DialectError, match="after a fault"):
-        body(Ask(work(SamplingParams(grammar=grammar), done=2)))
+        body(SubmitRequest(work(SamplingParams(grammar=grammar), done=2)))
 
 
 def test_what_it_refuses_is_told_from_what_it_fails_at() -> None:
     for code, refused in ((400, True), (500, False)):
         event = json.dumps({"error": {"message": "no", "code": code}}).encode()
         with pytest.raises(DialectError) as raised:
-            read_piece(work(), event)
+            read_output(work(), event)
         assert raised.value.refused is refused
 
 
 def test_a_prefill_is_one_token_and_asks_to_keep_the_kvcache() -> None:
-    sent = body(Ask(work(SamplingParams(max_tokens=9, min_tokens=3)), hands_over=True))
+    sent = body(SubmitRequest(work(SamplingParams(max_tokens=9, min_tokens=3)), hands_over=True))
     assert (sent["stream"], sent["max_tokens"], sent["min_tokens"]) == (False, 1, 1)
     assert sent["kv_transfer_params"]["do_remote_decode"] is True
 
@@ -133,18 +133,18 @@ def test_a_prefill_is_one_token_and_asks_to_keep_the_kvcache() -> None:
 def test_a_handle_comes_back_as_it_was_given() -> None:
     told = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}
     event = {"choices": [{"token_ids": [4], "finish_reason": "length"}], "kv_transfer_params": told}
-    piece = read_piece(work(), json.dumps(event).encode())
-    assert body(Ask(work(), handle=piece.handle))["kv_transfer_params"] == told
+    piece = read_output(work(), json.dumps(event).encode())
+    assert body(SubmitRequest(work(), handle=piece.handle))["kv_transfer_params"] == told
 
 
 def test_pieces_of_an_answer() -> None:
     said = b'{"id":"x","choices":[{"index":0,"text":"a","token_ids":[4,5],"finish_reason":null}]}'
-    piece = read_piece(work(), said)
+    piece = read_output(work(), said)
     assert [t.token_id for t in piece.tokens] == [4, 5]
     assert piece.finish is None
-    last = read_piece(work(), b'{"choices":[{"token_ids":[1],"finish_reason":"stop"}]}')
+    last = read_output(work(), b'{"choices":[{"token_ids":[1],"finish_reason":"stop"}]}')
     assert last.finish is FinishReason.STOP
-    usage = read_piece(work(), b'{"choices":[],"usage":{"prompt_tokens":3}}')
+    usage = read_output(work(), b'{"choices":[],"usage":{"prompt_tokens":3}}')
     assert usage.tokens == ()
     assert usage.finish is None
 
@@ -159,7 +159,7 @@ def test_log_probabilities_go_to_their_tokens_the_likeliest_first() -> None:
         ],
     }
     event = {"choices": [{"token_ids": [4, 5], "finish_reason": None, "logprobs": told}]}
-    first, second = read_piece(work(SamplingParams(logprobs=2)), json.dumps(event).encode()).tokens
+    first, second = read_output(work(SamplingParams(logprobs=2)), json.dumps(event).encode()).tokens
     assert first.logprobs is not None
     assert first.logprobs.logprob == -1.5
     assert first.logprobs.top == ((8, -0.5), (9, -0.7))
@@ -170,17 +170,17 @@ def test_log_probabilities_go_to_their_tokens_the_likeliest_first() -> None:
 @pytest.mark.parametrize(
     ("event", "says"),
     [
-        (b"{}x", "not as vLLM's"),
+        (b"{}x", "does not have vLLM's format"),
         (b'{"choices":[{"text":"a"}]}', "0.10.2"),
         (b'{"error":{"message":"no room"}}', "no room"),
-        (b'{"choices":[{"token_ids":[],"finish_reason":"abort"}]}', "before its end"),
-        (b'{"choices":[{"token_ids":[],"finish_reason":"error"}]}', "before its end"),
-        (b'{"choices":[{"token_ids":["a"]}]}', "not as vLLM's"),
+        (b'{"choices":[{"token_ids":[],"finish_reason":"abort"}]}', "ended the output early"),
+        (b'{"choices":[{"token_ids":[],"finish_reason":"error"}]}', "ended the output early"),
+        (b'{"choices":[{"token_ids":["a"]}]}', "does not have vLLM's format"),
     ],
 )
 def test_what_is_no_answer_is_one_line(event: bytes, says: str) -> None:
     with pytest.raises(DialectError, match=says) as raised:
-        read_piece(work(), event)
+        read_output(work(), event)
     assert "\n" not in str(raised.value)
 
 
@@ -191,12 +191,12 @@ vllm:cache_config_info{block_size="32",num_cpu_blocks="None",num_gpu_blocks="819
 MODELS = {"data": [{"id": "served", "root": "/models/m30", "max_model_len": 2048, "x": 1}]}
 
 
-def facts(models: Any = MODELS, metrics: str = METRICS) -> Facts:
+def facts(models: Any = MODELS, metrics: str = METRICS) -> VllmFacts:
     return read_facts(msgspec.json.encode(models), metrics)
 
 
 def test_facts_of_a_vllm() -> None:
-    expected = Facts("served", "/models/m30", 2048, 32, 8192)
+    expected = VllmFacts("served", "/models/m30", 2048, 32, 8192)
     assert facts() == expected
     off = METRICS.replace("{", '{enable_prefix_caching="False",')
     assert not facts(metrics=off).caches_prefixes

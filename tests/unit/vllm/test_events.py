@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.kvcache.foreign import (
-    ForeignCleared,
-    ForeignNames,
-    ForeignRemoved,
-    ForeignStored,
-)
-from moonpool.kvcache.hashing import block_keys, root_key
+from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.types import BlockKey
+from moonpool.vllm.block_names import (
+    ExternalBlocks,
+    ExternalBlocksCleared,
+    ExternalBlocksRemoved,
+    ExternalBlocksStored,
+)
 from moonpool.vllm.events import EventReader, EventsError, read_batch
-from moonpool.workers.guest import NamesTold
+from moonpool.vllm.instance import CacheEventsReceived
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "vllm_events.json").read_text())
 BATCHES = [bytes.fromhex(text) for text in GOLDEN["batches"]]
@@ -30,7 +30,7 @@ encode = msgspec.msgpack.encode
 
 
 def test_a_real_ones_events_name_the_blocks_of_its_prompts() -> None:
-    names = ForeignNames(b"layout", GOLDEN["block_tokens"])
+    names = ExternalBlocks(b"layout", GOLDEN["block_tokens"])
     for batch in BATCHES:
         for event in read_batch(batch):
             names.hear(event)
@@ -53,11 +53,11 @@ def test_older_releases_rely_on_the_order_of_fields() -> None:
         ["AllBlocksCleared"],
     ]
     assert read_batch(encode([1.0, events])) == (
-        ForeignStored(hashes=(b"h1", b"h2"), parent=None, token_ids=(1, 2, 3, 4)),
-        ForeignStored(hashes=(b"h3",), parent=b"h2", token_ids=(5, 6), medium="CPU"),
-        ForeignRemoved(hashes=(b"h1",)),
-        ForeignRemoved(hashes=(b"h1",), medium="CPU"),
-        ForeignCleared(),
+        ExternalBlocksStored(hashes=(b"h1", b"h2"), parent=None, token_ids=(1, 2, 3, 4)),
+        ExternalBlocksStored(hashes=(b"h3",), parent=b"h2", token_ids=(5, 6), medium="CPU"),
+        ExternalBlocksRemoved(hashes=(b"h1",)),
+        ExternalBlocksRemoved(hashes=(b"h1",), medium="CPU"),
+        ExternalBlocksCleared(),
     )
 
 
@@ -108,7 +108,7 @@ def test_rubbish_is_refused_with_a_value_error(payload: bytes) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.recursive(st.none() | st.text(max_size=3), st.lists, max_leaves=6), max_size=5))
 def test_batches_of_rubbish_hold_no_events(events: list[Any]) -> None:
-    assert all(isinstance(e, ForeignCleared) for e in read_batch(encode([1.0, events])))
+    assert all(isinstance(e, ExternalBlocksCleared) for e in read_batch(encode([1.0, events])))
 
 
 class Publisher:
@@ -145,11 +145,11 @@ class Publisher:
 
 def follow(
     scenario: Callable[[Publisher, Callable[[int], Any]], Any], replay: bool = True
-) -> list[NamesTold]:
+) -> list[CacheEventsReceived]:
     """What a reader was told while the scenario ran; that is given a wait for so many words."""
     zmq = pytest.importorskip("zmq")
     pytest.importorskip("zmq.asyncio")
-    told: list[NamesTold] = []
+    told: list[CacheEventsReceived] = []
 
     async def run() -> None:
         publisher = Publisher(zmq)
@@ -176,12 +176,12 @@ def follow(
     return told
 
 
-def words(told: list[NamesTold]) -> list[int | str]:
+def words(told: list[CacheEventsReceived]) -> list[int | str]:
     """The hashes told of, in order, and where all was to be forgotten."""
     found: list[int | str] = []
     for each in told:
-        found += ["anew"] if each.anew else []
-        found += [e.hashes[0] for e in each.events if isinstance(e, ForeignStored)]  # type: ignore[misc]
+        found += ["lost"] if each.lost else []
+        found += [e.hashes[0] for e in each.events if isinstance(e, ExternalBlocksStored)]  # type: ignore[misc]
     return found
 
 
@@ -230,9 +230,9 @@ def test_what_cannot_be_repeated_makes_it_forget(replay: bool) -> None:
 
     found = words(follow(scenario, replay))
     assert found[-1] == 4
-    assert "anew" in found
-    assert 2 not in found[found.index("anew") :]
-    assert found[found.index("anew") :].count(3) == 1
+    assert "lost" in found
+    assert 2 not in found[found.index("lost") :]
+    assert found[found.index("lost") :].count(3) == 1
 
 
 def test_a_publisher_that_begins_anew_is_another_one() -> None:
@@ -247,7 +247,7 @@ def test_a_publisher_that_begins_anew_is_another_one() -> None:
         await publisher.publish(1, [7, 8])
         await asyncio.sleep(0.3)
 
-    assert words(follow(scenario)) == [0, 1, "anew", 0, 1]
+    assert words(follow(scenario)) == [0, 1, "lost", 0, 1]
 
 
 def test_a_bad_address_is_one_line() -> None:

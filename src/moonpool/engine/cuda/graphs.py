@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one launch for all kernels of a step, instead of hundreds.
+"""Decode steps as CUDA graphs: one launch for all kernels of a step instead of hundreds.
 
-A graph is recorded once for each padded batch size and number of key runs, and replayed with other
-contents of its tensors. The rows that pad a batch stand at position -1: they write nothing, and as
-rows do not see each other they change nothing. Prefills, mixed steps and steps whose layers are
-announced run as ever.
+A graph is recorded once per padded batch size and number of key runs, and replayed with new
+contents in its tensors. Padding rows have position -1: they write nothing, and since rows are
+independent they change nothing. Prefills, mixed steps and steps with announced layers run without
+graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moonpool.engine.cuda.step import DeviceStep
+from moonpool.engine.cuda.torch_ops import DeviceStep
 from moonpool.engine.cuda.triton_ops import SPLIT, Tiles, TritonOps
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, StepMeta
@@ -26,23 +26,23 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass(slots=True)
 class _Recorded:
-    """A graph and all tensors it reads and writes: it knows them by address only, so they must
-    live as long."""
+    """A graph and all tensors it reads and writes. The graph holds only their addresses, so the
+    tensors must live as long."""
 
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor  # [batch] int64
-    tiles: Tiles  # their positions: [batch] int32, -1 where nobody is
+    tiles: Tiles  # with positions [batch] int32, -1 in padding rows
     logits: Tensor  # [batch, vocab] float32
 
 
 class GraphedModel:
-    """A `DecoderModel` whose decode steps are replayed."""
+    """A `DecoderModel` whose decode steps are replayed from CUDA graphs."""
 
     def __init__(self, model: DecoderModel, ops: TritonOps) -> None:
         self._model = model
         self._ops = ops
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._pool: Any = None  # memory that all graphs share, as only one runs at a time
+        self._pool: Any = None  # memory shared by all graphs, since only one runs at a time
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class GraphedModel:
         tiles = Tiles(step, each[:-1], firsts, batch, runs)
         self._ops.adopt(tiles)
         args = (token_ids, cache, meta, each[:-1])
-        self._model.forward(*args)  # compiles what is missing: that cannot be recorded
+        self._model.forward(*args)  # compiles missing kernels first, which cannot be recorded
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -1,9 +1,13 @@
-"""Triton kernels of the GPU's operations. Importing this needs Triton.
+"""Triton kernels for GPUs. Importing this module needs Triton.
 
-Rows do not see each other here: every sum runs in one fixed order over tiles of fixed size, counted
-from token 0 or feature 0, whatever the number of rows. Rows that fill up a tile change nothing, as
-tensor cores work out each row by itself; nor does a tile of keys that a row may not see, as it adds
-exact zeros. How many rows share a program is free, then, and so is who works on which keys.
+The kernels are our own because library kernels are not batch-invariant (docs/decisions/034, 039).
+Here every sum runs in one fixed order over tiles of fixed size, counted from token 0 or feature 0,
+for any number of rows. Padding rows of a tile change nothing, since tensor cores compute each row
+by itself. A tile of keys that a row may not see adds exact zeros. So the number of rows in a
+program, and the assignment of keys to programs, do not change a bit.
+
+Names: T rows, S sequences, B blocks. All tensors are dense unless a stride is an argument; strides
+count elements.
 """
 
 # Triton's language, not Python's: constants of a kernel are arguments in capitals, without types.
@@ -22,7 +26,10 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, outs] = x [rows, width] @ w [outs, width].T + b; all dense."""
+    """y [rows, outs] = x [rows, width] @ w [outs, width].T + b [outs].
+
+    Grid: one program per BLOCK_M x BLOCK_N tile of y. PRECISION is "ieee" or "tf32".
+    """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outs, BLOCK_N)
     program = tl.program_id(0)
     # Programs that run together share weights and rows in the L2 cache.
@@ -55,7 +62,11 @@ def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, width, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of a row; with ADD, of residual += x, which is stored back."""
+    """RMSNorm of x [rows, width] by weight [width] into y [rows, width].
+
+    With ADD the kernel stores x + residual in residual [rows, width] and norms that sum.
+    Grid: one program per row; BLOCK is a power of two of at least width.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -72,7 +83,10 @@ def norm_kernel(
 
 @triton.jit
 def silu_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
-    """x [rows, 2 * width] -> y [rows, width]."""
+    """x [rows, 2 * width] -> y [rows, width]: silu(first half) * second half.
+
+    Grid: rows x tiles of BLOCK columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -90,8 +104,16 @@ def rope_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, QK_NORM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: q is normed, rotated and put out; k likewise, and v as it is, go to
-    their block. A row at position -1 only fills up its batch: nothing is written."""
+    """Norms and rotates q and k; writes q, and stores k and v in their blocks.
+
+    Inputs: qkv [T, HEADS + 2 * KV_HEADS, HEAD_DIM]; cos, sin [positions, HEAD_DIM / 2];
+    q_weight, k_weight [HEAD_DIM], read with QK_NORM; positions, sequences [T] int32;
+    tables [S, table_width] int32.
+    Outputs: q [T, HEADS, HEAD_DIM]; keys, values [B, BLOCK_TOKENS, KV_HEADS, HEAD_DIM] of one
+    layer, with block_stride elements from block to block.
+    Grid: T x (HEADS + 2 * KV_HEADS), one head of one row per program. HALF is a power of two of at
+    least HEAD_DIM / 2. A row at position -1 is padding and writes nothing.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, HALF)
     position = tl.load(positions_ptr + row)
@@ -134,9 +156,10 @@ def _over_keys(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of rows q [M, D] over the keys begin..end: maximum, sum and weighted values.
+    """Online softmax of rows q [BLOCK_M, BLOCK_D] over the keys begin .. end - 1 of one KV head.
 
-    A row that sees none of them has maximum -inf and sum 0.
+    Returns the maximum score [BLOCK_M], the sum of weights [BLOCK_M] and the weighted values
+    [BLOCK_M, BLOCK_D]. A row that may see none of the keys has maximum -inf and sum 0.
     """
     d = tl.arange(0, BLOCK_D)
     best = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
@@ -164,7 +187,7 @@ def _over_keys(
 
 @triton.jit
 def _merge(best, total, out, part_best, part_total, part_out):
-    """What two runs over keys make together."""
+    """Combines the softmax states of two runs of keys, the earlier run first."""
     new_best = tl.maximum(best, part_best)
     finite = tl.where(new_best == -float("inf"), 0.0, new_best)
     fade, part_fade = tl.exp2(best - finite), tl.exp2(part_best - finite)
@@ -182,8 +205,29 @@ def attend_kernel(
     BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens of one sequence, with all query heads of one KV head, over its keys in runs
-    of SPLIT. With APART each program takes one run and leaves its result to `merge_kernel`."""
+    """Causal attention of a tile of tokens, with all query heads of one KV head, in runs of keys.
+
+    A tile has BLOCK_M rows: BLOCK_M / GROUP tokens of one sequence, times the GROUP query heads of
+    one KV head. Without APART a program walks all runs of SPLIT keys and writes the output. With
+    APART a program computes one run, and `merge_kernel` combines the runs.
+
+    Inputs
+      q                        [T, HEADS, HEAD_DIM]
+      keys, values             [B, BLOCK_TOKENS, KV_HEADS, HEAD_DIM] of one layer, with block_stride
+                               elements from block to block
+      tile_sequences           [tiles] int32, the sequence of each tile
+      tile_firsts              [tiles] int32, the tile's first token among the sequence's new tokens
+      row_starts               [S + 1] int32, the first row of each sequence in q
+      contexts                 [S] int32, the cached tokens of each sequence
+      tables                   [S, table_width] int32, block tables
+      scale_log2               factor of the scores times log2(e), since weights are exp2
+    Outputs
+      out                      [T, HEADS, HEAD_DIM], without APART
+      best, total              [tiles, KV_HEADS, num_splits, BLOCK_M] float32, with APART
+      part                     [tiles, KV_HEADS, num_splits, BLOCK_M, BLOCK_D] float32, with APART
+    Grid: tiles x KV_HEADS x (num_splits with APART, else 1).
+    BLOCK_N keys make one tile of keys; BLOCK_D is a power of two of at least HEAD_DIM.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first = tl.load(tile_sequences_ptr + tile), tl.load(tile_firsts_ptr + tile)
@@ -232,7 +276,10 @@ def merge_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Puts the runs of a tile together, in the order in which one program would have."""
+    """Combines the runs of a tile, in the order in which `attend_kernel` without APART does.
+
+    Arguments are as in `attend_kernel`. Grid: tiles x KV_HEADS.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, first = tl.load(tile_sequences_ptr + tile), tl.load(tile_firsts_ptr + tile)

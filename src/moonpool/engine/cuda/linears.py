@@ -1,9 +1,9 @@
-"""Linears on a GPU whose rows do not see each other.
+"""Batch-invariant linear layers on a GPU.
 
-Two kinds: our Triton kernel, which adds up along the features in order, and cuBLASLt, which is half
-as fast again with many rows (and takes longer to be called). It adds up in the same order as long
-as it may not split that sum; which it is told, and which is checked here for every shape of weight,
-bit by bit over several numbers of rows, before it is trusted.
+There are two kinds. Our Triton kernel adds along the features in order. cuBLASLt is 1.5 times as
+fast with many rows, but slower to call. It adds in the same order if it may not split the sum
+(split-K), which this module forbids in torch. Before cuBLASLt is used, every weight shape is
+verified bit for bit at several numbers of rows.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from moonpool.engine.ops import Linear
 logger = logging.getLogger(__name__)
 
 MANY_ROWS = 512
-"""Up to so many rows the Triton kernel is called; above, cuBLASLt where it is trusted."""
+"""Up to this number of rows the Triton kernel runs; above it cuBLASLt, where it is verified."""
 CHECKED_ROWS = (513, 576, 640, 777, 1000, 1024, 1500, 2048, 3000, 4096)
 
 
 class Linears:
-    """Chooses the kind for each weight. Tells torch, for the whole process, not to split sums."""
+    """Chooses the kind for each weight. Forbids split-K in torch for the whole process."""
 
     def __init__(self) -> None:
-        self._trusted: dict[tuple[int, int, bool], bool] = {}
+        self._verified: dict[tuple[int, int, bool], bool] = {}
         torch.backends.cuda.preferred_blas_library("cublaslt")
-        # Of two: whether sums may be rounded in between, and whether they may be split.
+        # Two switches: reduced precision within a sum, and split-K.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
 
     def choose(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The linear layer for weight [out, in] and bias [out]; verifies new shapes."""
         own = TritonLinear(weight, bias)
         if weight.dtype != torch.bfloat16:
             return own
         outs, width = weight.shape
         shape = (outs, width, bias is not None)
         mixed = MixedLinear(weight, bias, own)
-        if shape not in self._trusted:
-            self._trusted[shape] = _agree(own, mixed, weight)
-            if not self._trusted[shape]:
+        if shape not in self._verified:
+            self._verified[shape] = _agree(own, mixed, weight)
+            if not self._verified[shape]:
                 logger.info("linear %s: cuBLASLt does not add up in order, Triton is used", shape)
-        return mixed if self._trusted[shape] else own
+        return mixed if self._verified[shape] else own
 
 
 def _agree(own: Linear, mixed: Linear, weight: Tensor) -> bool:
@@ -57,7 +58,7 @@ def _agree(own: Linear, mixed: Linear, weight: Tensor) -> bool:
 
 
 class MixedLinear:
-    """Few rows by Triton, many by cuBLASLt."""
+    """Uses Triton up to MANY_ROWS rows and cuBLASLt above. x: [T, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, own: TritonLinear) -> None:
         self._weight = weight
@@ -71,7 +72,7 @@ class MixedLinear:
 
 
 class TritonLinear:
-    """A weight [out, in] as it is, and its bias."""
+    """`y = x @ weight.T + bias` by the Triton kernel. weight: [out, in]; x: [T, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
@@ -104,8 +105,10 @@ class TritonLinear:
 
 
 def _tiles(x: Tensor, outs: int) -> tuple[int, int, int, int, int]:
-    """Rows, outs and features of a tile, warps, stages of the pipeline: as measured on an H200.
-    None of them changes a bit: each product is added to its sum in the order of the features."""
+    """(rows, outs, features) of a tile, warps, and pipeline stages, as measured on an H200.
+
+    No choice changes a bit, since every sum runs in the order of the features.
+    """
     rows = x.shape[0]
     if x.dtype == torch.float32:
         return 64, 32, 32, 4, 2
@@ -119,5 +122,5 @@ def _tiles(x: Tensor, outs: int) -> tuple[int, int, int, int, int]:
 
 
 def precision(x: Tensor) -> str:
-    """float32 is meant as such, not as the tensor cores' shorter kind."""
+    """Full float32 precision for float32 inputs, instead of the tensor cores' tf32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

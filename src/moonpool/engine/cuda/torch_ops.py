@@ -1,24 +1,77 @@
 """The operations of a decoder on any device, by torch's own kernels.
 
-They are the meaning that the GPU kernels (`triton_ops`) are held to, and stand in for them where
-Triton is missing. torch picks its kernels by the shape of the call, so here a row's last bits *do*
-depend on what shares its step: chosen tokens may differ where two candidates tie within rounding.
+They are the reference for the Triton kernels (`triton_ops`) and replace them where Triton is
+missing. torch chooses kernels by the shape of the call, so these operations are *not*
+batch-invariant: tokens may differ where two candidates tie within rounding.
+
+`StepPlacer` copies a step's index tensors to the device once per step instead of once per layer.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.cuda.slices import key_rows, value_rows
-from moonpool.engine.cuda.step import DeviceStep, StepPlacer
-from moonpool.engine.ops import HeadShape, KvCache, Linear, QkNorm, RopeTable, StepMeta
-from moonpool.engine.slices import ROWS_INNER
+from moonpool.engine.ops import AttendArgs, Linear, QkNorm, RopeTable, StepMeta
+from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """`StepMeta` on the device. The lists are for the host."""
+
+    meta: StepMeta
+    positions: Tensor  # [T] int32
+    sequences: Tensor  # [T] int32: the sequence of each row
+    row_starts: Tensor  # [S + 1] int32
+    context_starts: Tensor  # [S] int32
+    block_tables: Tensor  # [S, max_blocks] int32
+    counts: list[int]  # rows of each sequence
+    contexts: list[int]  # cached tokens of each sequence
+
+
+def place_step(meta: StepMeta, device: torch.device) -> DeviceStep:
+    """Copies a step's index tensors to the device in one transfer."""
+    counts = meta.row_starts.diff()
+    sequences = torch.arange(meta.num_sequences, dtype=torch.int32).repeat_interleave(counts)
+    parts = (meta.positions, sequences, meta.row_starts, meta.context_starts, meta.block_tables)
+    packed = torch.cat([part.flatten() for part in parts]).to(device)
+    there = packed.split([part.numel() for part in parts])
+    return DeviceStep(
+        meta=meta,
+        positions=there[0],
+        sequences=there[1],
+        row_starts=there[2],
+        context_starts=there[3],
+        block_tables=there[4].view(meta.block_tables.shape),
+        counts=counts.tolist(),
+        contexts=meta.context_starts.tolist(),
+    )
+
+
+class StepPlacer:
+    """Keeps the last step on the device, since all its layers need the same tensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: DeviceStep | None = None
+
+    def adopt(self, step: DeviceStep) -> None:
+        """Uses a step whose device tensors the caller has made (CUDA graphs)."""
+        self._last = step
+
+    def __call__(self, meta: StepMeta) -> DeviceStep:
+        last = self._last
+        if last is None or last.meta is not meta:
+            last = self._last = place_step(meta, self._device)
+        return last
 
 
 class TorchOps:
-    """`Ops` by torch, for float32 and bfloat16, on `device`."""
+    """`Ops` by torch's kernels, for float32 and bfloat16, on `device`."""
 
     name = "torch"
     inner = ROWS_INNER
@@ -47,15 +100,9 @@ class TorchOps:
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        heads: HeadShape,
-        rope: RopeTable,
-        qk_norm: QkNorm | None,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
+        self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
+        heads, cache, layer, meta, _ = args
         step = self._placed(meta)
         widths = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
@@ -70,15 +117,8 @@ class TorchOps:
         value_rows(cache, layer)[blocks, positions % block_tokens] = v
         return _rotate(q, cos, sin)
 
-    def attend(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        _, cache, layer, meta, scale = args
         step = self._placed(meta)
         keys, values = key_rows(cache, layer), value_rows(cache, layer)
         if meta.num_rows == meta.num_sequences > 1:
@@ -95,11 +135,15 @@ class TorchOps:
 
 
 def device_name(device: torch.device) -> str:
+    """The GPU's model name, as part of the arithmetic's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, context: int, scale: float) -> Tensor:
-    """Rows q [T, heads, d] after `context` tokens over k, v [context + T, kv_heads, d]."""
+    """Causal attention of q [T, heads, d], after `context` tokens, over k and v.
+
+    k, v: [context + T, kv_heads, d]. Returns [T, heads, d].
+    """
     rows = torch.arange(context, len(k), device=q.device).unsqueeze(1)
     seen = torch.arange(len(k), device=q.device) <= rows
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -108,11 +152,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: int, scale: float) -> Tens
 
 
 def _decode(q: Tensor, keys: Tensor, values: Tensor, step: DeviceStep, scale: float) -> Tensor:
-    """One row of each sequence: q [S, heads, d] -> [S, heads * d]. Gathers what all may see."""
+    """Attention of one row per sequence: q [S, heads, d] -> [S, heads * d].
+
+    keys, values: [num_blocks, block_tokens, kv_heads, d], gathered to the longest context.
+    """
     tables = step.block_tables.long()
     k, v = keys[tables].flatten(1, 2), values[tables].flatten(1, 2)  # [S, tokens, kv_heads, d]
     seen = torch.arange(k.shape[1], device=q.device) <= step.context_starts.unsqueeze(1)
-    # Past its context a sequence's blocks may hold anything: NaN times a weight of 0 is NaN.
+    # Blocks may hold NaN past a sequence's context, and 0 times NaN is NaN.
     unseen = ~seen[:, :, None, None]
     k, v = (x.masked_fill(unseen, 0).transpose(1, 2) for x in (k, v))
     out = F.scaled_dot_product_attention(
@@ -122,7 +169,10 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, step: DeviceStep, scale: fl
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) in float32. x [T, heads, head_dim]."""
+    """Rotates the pairs (i, i + head_dim / 2) in float32.
+
+    x: [T, heads, head_dim]; cos, sin: [T, 1, head_dim / 2].
+    """
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)

@@ -1,8 +1,7 @@
-"""TritonOps: the `Ops` protocol on our Triton kernels and such products of cuBLASLt as agree with
-them, for NVIDIA GPUs.
+"""TritonOps: the `Ops` protocol on NVIDIA GPUs, by Triton kernels and verified cuBLASLt products.
 
-Owns the choice of tiles and grids. Why a row's bits do not depend on its neighbours is said in
-`kernels`; what the choice here may vary is only what does not change them.
+This module chooses tiles and grids, and only in ways that do not change a row's bits. `kernels`
+explains the batch invariance.
 """
 
 from __future__ import annotations
@@ -15,24 +14,26 @@ from torch import Tensor
 
 from moonpool.engine.cuda import kernels
 from moonpool.engine.cuda.linears import Linears, precision
-from moonpool.engine.cuda.slices import key_rows, value_rows
-from moonpool.engine.cuda.step import DeviceStep, StepPlacer
-from moonpool.engine.cuda.torch_ops import device_name
-from moonpool.engine.ops import HeadShape, KvCache, Linear, QkNorm, RopeTable, StepMeta
-from moonpool.engine.slices import ROWS_INNER
+from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, device_name
+from moonpool.engine.ops import AttendArgs, HeadShape, Linear, QkNorm, RopeTable
+from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
 
-ROW_TILE = 64  # of attention: tokens times the query heads of one KV head
+ROW_TILE = 64  # rows of an attention tile: tokens times the query heads of one KV head
 KEY_TILE = 64
 SPLIT = 1024
-"""Keys that one program takes in a row: part of the arithmetic, as each run is summed up by itself.
-Short runs keep all of the GPU busy with few sequences; long ones save work."""
+"""Keys in one run of a program. It is part of the arithmetic, since each run has its own sum. Short
+runs keep the whole GPU busy with few sequences; long runs save work."""
 PROGRAMS_PER_PROCESSOR = 2
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Attention's tiles of one step: whose they are, and their first row within the sequence."""
+    """The attention tiles of one step.
+
+    sequences, firsts: [count] int32, each tile's sequence and its first row in that sequence.
+    num_splits: the number of key runs of the longest context.
+    """
 
     step: DeviceStep
     sequences: Tensor
@@ -74,15 +75,9 @@ class TritonOps:
         return y
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        heads: HeadShape,
-        rope: RopeTable,
-        qk_norm: QkNorm | None,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
+        self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
+        heads, cache, layer, meta, _ = args
         step = self._placed(meta)
         q = qkv.new_empty(meta.num_rows, heads.num_heads, heads.head_dim)
         keys = key_rows(cache, layer)
@@ -111,15 +106,8 @@ class TritonOps:
         )
         return q
 
-    def attend(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        heads, cache, layer, meta, scale = args
         tiles = self._tiles_of(self._placed(meta), heads)
         apart = tiles.num_splits > 1
         apart &= tiles.count * heads.num_kv_heads < PROGRAMS_PER_PROCESSOR * self._processors
@@ -164,18 +152,17 @@ class TritonOps:
             **shape,
         )
         if apart:
-            args = (out, best, total, part, *where, tiles.num_splits)
-            kernels.merge_kernel[grid[:2]](*args, num_warps=4, **shape)
+            runs = (out, best, total, part, *where, tiles.num_splits)
+            kernels.merge_kernel[grid[:2]](*runs, num_warps=4, **shape)
         return out.flatten(1)
 
     def adopt(self, tiles: Tiles) -> None:
-        """Takes a step as placed: its tensors are filled by the caller, before each time the
-        kernels that are called with it run."""
+        """Uses a step whose device tensors the caller fills before each run of the kernels."""
         self._placed.adopt(tiles.step)
         self._tiles = tiles
 
     def _tiles_of(self, step: DeviceStep, heads: HeadShape) -> Tiles:
-        """Made once per step, not once per layer."""
+        """The step's tiles, computed once per step instead of once per layer."""
         tiles = self._tiles
         if tiles is not None and tiles.step is step:
             return tiles

@@ -1,11 +1,16 @@
 """Compiles the kernels into one shared library: `python -m moonpool.engine.native.build`.
 
-Owns the compiler's command line; imports the standard library only, as `setup.py` uses it too.
-Without a compiler it says so in one line: the engine then runs on plain torch.
+The library's name carries a hash of sources and flags, so a stale library is never loaded. That
+name is also part of the block names: an edit of a source, even of a comment, makes other blocks.
+
+The module imports only the standard library, because `setup.py` uses it. Without a compiler it
+prints one line, and the engine runs on plain torch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import platform
 import shutil
@@ -15,16 +20,55 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from moonpool.engine.native.sources import (
-    FLAGS,
-    HERE,
-    ISA_FLAGS,
-    PLAIN_SOURCES,
-    SOURCES,
-    STEM,
-    cache_folder,
-    library_name,
-)
+HERE = Path(__file__).resolve().parent
+SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp", "slices.cpp")
+# Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
+# all-gather of ranks.
+PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp")
+HEADERS = ("simd.h", "panels.h", "calls.h", "ring.h")
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+ISA_FLAGS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+}
+# No contraction: the source decides whether a * b + c is fused, not the compiler.
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+STEM = "_kernels-"
+
+
+def library_name() -> str:
+    """The file name of the library that is built from the current sources."""
+    state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
+    for name in (*HEADERS, *PLAIN_SOURCES, *SOURCES):
+        state.update((HERE / name).read_bytes())
+    return f"{STEM}{state.hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path:
+    """The folder for the library if the package folder is not writable."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moonpool" / "native"
+
+
+def find_library() -> Path | None:
+    """The path of the library for the current sources; None if it is not built."""
+    name = library_name()
+    places = (HERE / name, cache_folder() / name)
+    return next((place for place in places if place.is_file()), None)
+
+
+def open_library() -> ctypes.CDLL | None:
+    """The loaded library; None if it is not built or does not load."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
 
 COMPILERS = ("g++", "c++", "clang++")
 
@@ -34,7 +78,10 @@ class BuildError(RuntimeError):
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compiles, unless done before, into `folder`: by default the package's or the user's cache."""
+    """Compiles the library unless it exists, and removes older ones. Raises BuildError.
+
+    The default `folder` is the package's, or the user's cache if that is not writable.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise BuildError(f"the kernels need an x86-64 CPU, this is {platform.machine()}")
     target = (folder or _writable_folder()) / library_name()
@@ -97,7 +144,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Builds and says where; a machine that cannot build is told so, and that is no failure."""
+    """Builds the library and prints its path, or the reason why not. Always returns 0."""
     try:
         print(f"moonpool kernels built: {build()}")
     except (BuildError, OSError) as error:

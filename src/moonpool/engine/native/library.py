@@ -1,6 +1,7 @@
 """Opens the built library and binds its functions for one instruction set.
 
-Owns the C signatures. Never compiles anything: `native.build` does, on request or at installation.
+The C signatures of the kernels are here. `native.build` compiles the library, at installation or on
+request.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from moonpool.engine.native.sources import ISA_FLAGS, find_library
+from moonpool.engine.native.build import ISA_FLAGS, find_library
 
 ISAS = tuple(ISA_FLAGS)
-"""From the plainest to the richest: a CPU that has one has those before it."""
+"""In rising order: a CPU that supports one supports those before it."""
 
 Call = Callable[..., int]
 
@@ -33,22 +34,22 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attend_part": (ctypes.c_char_p, _INT),
     "merge": (ctypes.c_char_p, _INT),
 }
-# The structs of calls.h, rowwise.cpp and attention.cpp: pointers, numbers, a float.
+# The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
 ROPE_CALL = struct.Struct("@10P10qf")
 STORE_CALL = struct.Struct("@5P7q")
 ATTEND_CALL = struct.Struct("@6P8qf")
-PART_TAIL = struct.Struct("=4x5Q")  # follows an ATTEND_CALL, up to its alignment
+PART_TAIL = struct.Struct("=4x5Q")  # follows an ATTEND_CALL, after padding to its alignment
 MERGE_CALL = struct.Struct("@4P4q")
-STATE_FLOATS = 32  # of a suspended row and head, beside two times head_dim
+STATE_FLOATS = 32  # in the state of one row and head, plus two times head_dim
 _TYPES = {torch.float32: "f32", torch.bfloat16: "b16"}
 
 
 class NativeUnavailableError(RuntimeError):
-    """The kernels cannot be used here; the message is one line that says why."""
+    """The kernels cannot be used here; the message is one line with the reason."""
 
 
 class Kernels:
-    """The functions of one element type, bound for one instruction set."""
+    """The functions for one element type and one instruction set."""
 
     __slots__ = (
         "add_rms_norm",
@@ -86,7 +87,10 @@ def _bind(library: ctypes.CDLL, name: str, kind: str, isa: str) -> Call:
 
 
 def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels]]:
-    """`isa` (or the best this CPU has) and its functions; else NativeUnavailableError."""
+    """Binds the functions for `isa`, by default the best that the CPU supports.
+
+    Returns the instruction set and the functions by dtype. Raises NativeUnavailableError.
+    """
     path = find_library()
     if path is None:
         raise NativeUnavailableError(
@@ -114,7 +118,7 @@ def _open(path: Path) -> tuple[ctypes.CDLL, str]:
 
 
 def why_unavailable() -> str | None:
-    """None if the kernels can be used here, else one line that says why not."""
+    """None if the kernels can be used here, else one line with the reason."""
     try:
         open_kernels()
     except NativeUnavailableError as error:

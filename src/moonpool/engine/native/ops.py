@@ -1,7 +1,7 @@
-"""NativeOps: the `Ops` protocol on our C++ kernels.
+"""NativeOps: the `Ops` protocol on the C++ kernels.
 
-Owns packing of weights and the checks that keep a wrong tensor from becoming a wrong address.
-The arithmetic, and why a row's bits do not depend on its neighbours, is in the .cpp files.
+The checks here keep a wrong tensor from becoming a wrong address. The .cpp files explain the
+arithmetic and its batch invariance.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moonpool.config import Quantization
-from moonpool.engine.native.int8 import PANEL, NativeInt8Linear
-from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Call, Kernels, open_kernels
-from moonpool.engine.native.memory import PackedMemory
-from moonpool.engine.native.sources import library_name
+from moonpool.engine.native.build import library_name
+from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Kernels, open_kernels
+from moonpool.engine.native.linear import NativeInt8Linear, NativeLinear, PackedMemory
 from moonpool.engine.ops import (
+    AttendArgs,
     HeadShape,
     KvCache,
     Linear,
@@ -23,77 +23,15 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
-from moonpool.engine.slices import INNER, LANE_BYTES, check_layout
-
-
-class NativeLinear:
-    """A weight packed as [out / 32][lanes of in][32], and its bias in float32, padded likewise."""
-
-    __slots__ = (
-        "_bias",
-        "_bias_address",
-        "_call",
-        "_weight",
-        "_weight_address",
-        "dtype",
-        "in_features",
-        "out_features",
-    )
-
-    def __init__(self, call: Call, weight: Tensor, bias: Tensor | None, memory: PackedMemory):
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self._call = call
-        self._weight = _pack_weight(weight, memory)
-        self._weight_address = self._weight.data_ptr()
-        self._bias: Tensor | None = None
-        self._bias_address = 0
-        if bias is not None:
-            self._bias = torch.zeros(self._weight.shape[0] * PANEL, dtype=torch.float32)
-            self._bias[: self.out_features] = bias
-            self._bias_address = self._bias.data_ptr()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows, width = x.shape
-        if width != self.in_features or x.dtype is not self.dtype:
-            raise ValueError(
-                f"linear takes [T, {self.in_features}] {self.dtype}, got {list(x.shape)} {x.dtype}"
-            )
-        if not x.is_contiguous():
-            x = x.contiguous()
-        y = torch.empty(rows, self.out_features, dtype=self.dtype)
-        self._call(
-            x.data_ptr(),
-            self._weight_address,
-            self._bias_address,
-            y.data_ptr(),
-            rows,
-            width,
-            self.out_features,
-            torch.get_num_threads(),
-        )
-        return y
-
-
-def _pack_weight(weight: Tensor, memory: PackedMemory) -> Tensor:
-    out, width = weight.shape
-    pack = LANE_BYTES // weight.element_size()
-    panels, lanes = -(-out // PANEL), -(-width // pack)
-    if out != panels * PANEL or width != lanes * pack:
-        padded = weight.new_zeros(panels * PANEL, lanes * pack)
-        padded[:out, :width] = weight
-        weight = padded
-    flat = weight.contiguous().view(torch.int32).view(panels, PANEL, lanes)
-    packed = memory.take(flat.numel() * LANE_BYTES).view(torch.int32).view(panels, lanes, PANEL)
-    return packed.copy_(flat.transpose(1, 2))
+from moonpool.engine.slices import INNER, check_layout
 
 
 class NativeOps:
     """Linears, attention and row-wise operations in C++, float32 and bfloat16.
 
-    `isa` forces a plainer instruction set than the CPU's best ("avx2", "avx512", "avx512bf16").
-    `quantization` is of the weights of all linears. Uses `torch.get_num_threads()` threads. Raises
-    NativeUnavailableError where it cannot run.
+    `isa` selects an instruction set below the CPU's best ("avx2", "avx512", "avx512bf16").
+    `quantization` applies to the weights of all linears. Kernels use `torch.get_num_threads()`
+    threads. Raises NativeUnavailableError if the kernels cannot run.
     """
 
     name = "native"
@@ -115,7 +53,10 @@ class NativeOps:
             raise ValueError(f"native ops take float32 or bfloat16, not {x.dtype}") from None
 
     def _step_addresses(self, meta: StepMeta) -> tuple[int, ...]:
-        """Checked once per step, not once per layer. Holding `meta` keeps the addresses true."""
+        """The addresses of `meta`'s tensors, checked once per step instead of once per layer.
+
+        Keeping a reference to `meta` keeps the addresses valid.
+        """
         step = self._step
         if step is None or step[0] is not meta:
             step = self._step = (meta, _addresses(meta))
@@ -173,15 +114,9 @@ class NativeOps:
         return y
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        heads: HeadShape,
-        rope: RopeTable,
-        qk_norm: QkNorm | None,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
+        self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
+        heads, cache, layer, meta, _ = args
         qkv = qkv.contiguous()
         arena = self._arena_of(cache, heads, qkv.dtype)
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
@@ -202,8 +137,11 @@ class NativeOps:
         meta: StepMeta,
         where: tuple[int, tuple[int, int, int], int],
     ) -> bytes:
-        """`where` K and V go: the address, (bytes of a block, how many, width of the tables), and
-        the tokens of a block."""
+        """Packs the arguments of `rope_store` and `rope`.
+
+        `where` is the target of K and V: its address, (bytes per block, number of blocks, width of
+        the block tables), and the tokens per block.
+        """
         d = heads.head_dim
         _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
         max_positions, half = rope.cos.shape
@@ -231,33 +169,21 @@ class NativeOps:
             0.0 if qk_norm is None else qk_norm.eps,
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        heads, meta = args.heads, args.meta
         out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
         q = queries_of(q, heads, meta)
-        call = self._attend_call(q, out.data_ptr(), heads, cache, layer, meta, scale)
+        call = self._attend_call(q, out.data_ptr(), args)
         if self._of(q).attend(call, torch.get_num_threads()):
             raise IndexError("attend: a row's context lies outside its block table")
         return out
 
-    def _attend_call(
-        self,
-        q: Tensor,
-        out: int,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> bytes:
-        """`q`, as `queries_of` gives it, must live until the kernel has run. `out`: an address."""
+    def _attend_call(self, q: Tensor, out: int, args: AttendArgs) -> bytes:
+        """Packs the arguments of `attend`. `out` is an address.
+
+        `q`, as returned by `queries_of`, must live until the kernel has run.
+        """
+        heads, cache, layer, meta, scale = args
         arena = self._arena_of(cache, heads, q.dtype)
         return ATTEND_CALL.pack(
             q.data_ptr(),
@@ -285,7 +211,7 @@ def _same(x: Tensor, weight: Tensor, width: int) -> None:
 
 
 def queries_of(q: Tensor, heads: HeadShape, meta: StepMeta) -> Tensor:
-    """[T, num_heads, head_dim] or [T, num_heads * head_dim] -> the latter, contiguous."""
+    """[T, num_heads, head_dim] or [T, num_heads * head_dim] -> the second shape, contiguous."""
     width = heads.num_heads * heads.head_dim
     q = q.reshape(-1, width).contiguous()
     _same_rows(q, width, meta)
@@ -298,7 +224,7 @@ def _same_rows(x: Tensor, width: int, meta: StepMeta) -> None:
 
 
 class _Arena:
-    """Where the slices of a KVCache lie, found to fit the heads and the type of the rows."""
+    """The addresses of a KVCache's slices, checked against the heads and the rows' dtype."""
 
     __slots__ = (
         "_base",
@@ -327,7 +253,7 @@ class _Arena:
         self.block_tokens = layout.block_tokens
 
     def slice_address(self, layer: int) -> int:
-        """Of the layer's slice in block 0."""
+        """The address of the layer's slice in block 0."""
         if not 0 <= layer < self._num_layers:
             raise IndexError(f"layer {layer} of {self._num_layers}")
         return self._base + layer * self._slice_stride

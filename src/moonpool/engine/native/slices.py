@@ -1,4 +1,7 @@
-"""Binds slices.cpp: KVCache slices moved and summed in one pass. Imports no torch."""
+"""Binds slices.cpp: copies KVCache slices and computes their checksums in one pass.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moonpool.engine.native.sources import open_library
+from moonpool.engine.native.build import open_library
 
 Call = Callable[..., int]
 _POINTER, _INT64, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p
@@ -19,8 +22,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SliceCalls:
-    """Outcomes and arguments are told in slices.cpp. The GIL is free during each."""
+class NativeSliceCalls:
+    """Functions of slices.cpp, which documents arguments and results. They release the GIL."""
 
     name: Call
     copy: Call
@@ -28,8 +31,9 @@ class SliceCalls:
     send: Call
 
 
-def open_slices(isa: str | None = None) -> SliceCalls | None:
-    """For `isa`, or the best this CPU has. None where the kernels are not built or do not load."""
+def open_slices(isa: str | None = None) -> NativeSliceCalls | None:
+    """Binds the functions for `isa`, by default the CPU's best. None if the kernels are not built
+    or do not load."""
     library = open_library()
     if library is None:
         return None
@@ -42,4 +46,4 @@ def open_slices(isa: str | None = None) -> SliceCalls | None:
         calls[name] = library[f"moonpool_slices_{name}_{chosen}"]
         calls[name].argtypes = arguments
         calls[name].restype = _INT
-    return SliceCalls(**calls)
+    return NativeSliceCalls(**calls)

@@ -1,6 +1,6 @@
-"""`SplitOps` on our C++ kernels: the steps of an attention call that another process may take over.
+"""`SplitOps` on the C++ kernels: the parts of an attention call, for attention offloading.
 
-The same rows of the same kernels as `NativeOps` runs, so the bits do not tell who ran them.
+They run the same kernels on the same rows as `NativeOps`, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from moonpool.engine.native.library import (
     STORE_CALL,
 )
 from moonpool.engine.native.ops import NativeOps, queries_of
-from moonpool.engine.ops import SEGMENT, SPAN, HeadShape, KvCache, QkNorm, RopeTable, StepMeta
+from moonpool.engine.ops import (
+    SEGMENT,
+    SPAN,
+    AttendArgs,
+    HeadShape,
+    QkNorm,
+    RopeTable,
+    StepMeta,
+)
 
 
 class NativeSplitOps(NativeOps):
-    """See `engine.ops.SplitOps`."""
+    """`SplitOps` in C++."""
 
     def __init__(self, isa: str | None = None, quantization: Quantization = "none") -> None:
         super().__init__(isa, quantization)
@@ -45,17 +53,14 @@ class NativeSplitOps(NativeOps):
             raise IndexError("rope: a row's position lies outside the table of angles")
         return q, kv
 
-    def store(
-        self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
-    ) -> None:
-        call = self.store_call(kv, heads, cache, layer, meta)
+    def store(self, kv: Tensor, args: AttendArgs) -> None:
+        call = self.store_call(kv, args)
         if self._of(kv).store(call, torch.get_num_threads()):
             raise IndexError("store: a row's position lies outside its block table")
 
-    def store_call(
-        self, kv: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta
-    ) -> bytes:
-        """What `store` is called with; all tensors must live until then."""
+    def store_call(self, kv: Tensor, args: AttendArgs) -> bytes:
+        """The packed arguments of `store`. All tensors must live until the kernel has run."""
+        heads, cache, layer, meta, _ = args
         expected = (meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
         if tuple(kv.shape) != expected or not kv.is_contiguous():
             raise ValueError(f"K and V must be contiguous {list(expected)}, got {list(kv.shape)}")
@@ -73,46 +78,29 @@ class NativeSplitOps(NativeOps):
             arena.block_tokens,
         )
 
-    def attend_old(
-        self, q: Tensor, heads: HeadShape, cache: KvCache, layer: int, meta: StepMeta, scale: float
-    ) -> Tensor:
+    def attend_old(self, q: Tensor, args: AttendArgs) -> Tensor:
+        heads, meta = args.heads, args.meta
         size = STATE_FLOATS + 2 * heads.head_dim
         state = torch.empty(meta.num_rows, heads.num_heads, size, dtype=torch.float32)
         tail = PART_TAIL.pack(0, self._starts(meta).data_ptr(), 0, state.data_ptr(), 0)
-        self._attend_part(q, None, heads, cache, layer, meta, scale, tail)
+        self._attend_part(q, None, args, tail)
         return state
 
-    def attend_new(
-        self,
-        q: Tensor,
-        state: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-    ) -> Tensor:
+    def attend_new(self, q: Tensor, state: Tensor, args: AttendArgs) -> Tensor:
+        heads, meta = args.heads, args.meta
         out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
         tail = PART_TAIL.pack(self._starts(meta).data_ptr(), 0, state.data_ptr(), 0, 0)
-        self._attend_part(q, out, heads, cache, layer, meta, scale, tail)
+        self._attend_part(q, out, args, tail)
         return out
 
-    def attend_segments(
-        self,
-        q: Tensor,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
-        segments: Tensor,
-    ) -> Tensor:
+    def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
+        heads, meta = args.heads, args.meta
         shape = (meta.num_rows, heads.num_heads, heads.head_dim + 2)
         partials = torch.empty(shape, dtype=torch.float32)
         begins = (segments * SEGMENT).contiguous()
         ends = begins + SEGMENT
         tail = PART_TAIL.pack(begins.data_ptr(), ends.data_ptr(), 0, 0, partials.data_ptr())
-        self._attend_part(q, None, heads, cache, layer, meta, scale, tail)
+        self._attend_part(q, None, args, tail)
         return partials
 
     def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,7 +128,8 @@ class NativeSplitOps(NativeOps):
         return out
 
     def _starts(self, meta: StepMeta) -> Tensor:
-        """The span of each sequence's first new row: what is before it is complete."""
+        """[S] int32: the start of the span with each sequence's first new row. Earlier spans are
+        complete."""
         kept = self._old
         if kept is None or kept[0] is not meta:
             kept = self._old = (meta, self.starts_of(meta))
@@ -148,17 +137,18 @@ class NativeSplitOps(NativeOps):
 
     @staticmethod
     def starts_of(meta: StepMeta) -> Tensor:
+        """[S] int32: the last multiple of SPAN up to each sequence's first new token."""
         return meta.context_starts // SPAN * SPAN
 
-    def part_call(
-        self, q: Tensor, out: int, heads: HeadShape, cache: KvCache, meta: StepMeta, scale: float
-    ) -> bytes:
-        """Of layer 0, without its tail. `out`: an address, or 0. All tensors must live until it
-        has been called."""
-        return self._attend_call(q, out, heads, cache, 0, meta, scale)
+    def part_call(self, q: Tensor, out: int, args: AttendArgs) -> bytes:
+        """The packed arguments of `attend_part` without their tail. `out`: an address, or 0.
+
+        All tensors must live until the kernel has run.
+        """
+        return self._attend_call(q, out, args)
 
     def addresses(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Of the functions that take what `store_call` and `part_call` give."""
+        """The addresses of the C functions for `store_call` and `part_call`."""
         kernels = self._kernels[dtype]
         store, attend = (
             ctypes.cast(call, ctypes.c_void_p).value  # type: ignore[arg-type]
@@ -171,15 +161,11 @@ class NativeSplitOps(NativeOps):
         self,
         q: Tensor,
         out: Tensor | None,
-        heads: HeadShape,
-        cache: KvCache,
-        layer: int,
-        meta: StepMeta,
-        scale: float,
+        args: AttendArgs,
         tail: bytes,
     ) -> None:
-        q = queries_of(q, heads, meta)
+        q = queries_of(q, args.heads, args.meta)
         to = 0 if out is None else out.data_ptr()
-        call = self._attend_call(q, to, heads, cache, layer, meta, scale)
+        call = self._attend_call(q, to, args)
         if self._of(q).attend_part(call + tail, torch.get_num_threads()):
             raise IndexError("attend: a row's context lies outside its block table")

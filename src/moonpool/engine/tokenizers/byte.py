@@ -1,8 +1,7 @@
 """The tokenizer of the built-in models: one token is one byte of UTF-8.
 
-Owns the ids 0..255 (bytes) and three specials. A model with a larger vocabulary (random weights of
-any asked size) uses it too: each further id stands for its own number in angle brackets, so that
-every id a model can draw has a text.
+Ids 0..255 are bytes; three special tokens follow. In a model with a larger vocabulary every further
+id has its number in angle brackets as text, so that every token has a text.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from moonpool.engine.tokenizer import ByteTextStream
 from moonpool.engine.tokenizers.chat_template import CONTINUATION_TEMPLATE, ChatTemplate
-from moonpool.engine.tokenizers.text_stream import ByteTextStream
 
 BOS_ID = 256
 EOS_ID = 257
@@ -21,7 +20,7 @@ _BYTES = tuple(bytes((value,)) for value in range(256))
 
 
 class ByteTokenizer:
-    """Bytes as tokens. `encode` adds no special token: the built-in model wants none."""
+    """Bytes as tokens. `encode` adds no special tokens; the built-in model needs none."""
 
     def __init__(self, vocab_size: int = 259):
         if vocab_size < 259:

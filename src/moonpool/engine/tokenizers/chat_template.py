@@ -1,7 +1,8 @@
-"""Chat templates: Jinja text that turns messages into the prompt a model was trained on.
+"""Chat templates: Jinja source that turns messages into the prompt format of a model.
 
-Renders as `transformers` does, without importing it (which takes seconds). A template comes from a
-model's folder, so it is untrusted: it runs in Jinja's sandbox, and a client never supplies one.
+The renderer is our own because importing transformers' AutoTokenizer takes 1.7 s, where Jinja and
+the `tokenizers` library take 0.04 s. Tests compare its results with transformers. A template comes
+from a model's folder and is untrusted: it runs in Jinja's sandbox. Clients cannot supply templates.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from moonpool.engine.tokenizer import ChatTemplateError
 
 CONTINUATION_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""For models that continue text: the prompt is what was said so far, with nothing between.
+"""For models that continue text: the prompt joins all messages without separators.
 
-So "The quick brown fox. The quick" goes on " brown fox.", and the next turn's prompt begins with
-this turn's prompt and answer, which is what a prefix cache wants.
+So "The quick brown fox. The quick" continues with " brown fox.". The next turn's prompt begins with
+this turn's prompt and answer, so the prefix cache hits.
 """
 
 ROLES_TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For checkpoints that come without a template."""
+"""For checkpoints without a template."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -39,7 +40,7 @@ _RESERVED = frozenset(
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens it may name."""
+    """One compiled template, and the special tokens it may use by name."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class ChatTemplate:
         tool_source: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
-        """`tool_source`: used instead when a request brings tools. Raises `ChatTemplateError`."""
+        """`tool_source` is used for requests with tools. Raises `ChatTemplateError`."""
         environment = _environment()
         self._special_tokens = dict(special_tokens or {})
         try:
@@ -66,6 +67,10 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None,
         arguments: Mapping[str, Any],
     ) -> str:
+        """The prompt for `messages`. `arguments` are further template variables from the client.
+
+        Raises `ChatTemplateError`.
+        """
         taken = _RESERVED.intersection(arguments) | self._special_tokens.keys() & arguments.keys()
         if taken:
             raise ChatTemplateError(f"a chat template argument may not be named {min(taken)!r}")
@@ -89,7 +94,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving it does nothing."""
+    """`{% generation %}` marks the assistant's text for training; serving ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -99,7 +104,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace(...)` without a way to names that Python itself uses."""
+    """`namespace(...)` without access to names that begin with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -127,7 +132,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML, which no model was trained on."""
+    """`tojson` without the HTML escapes of Jinja's own filter, which models do not expect."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

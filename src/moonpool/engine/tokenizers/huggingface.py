@@ -1,31 +1,40 @@
 """The tokenizer of a checkpoint in a Hugging Face folder.
 
-Owns `tokenizer.json` and what belongs to it: `tokenizer_config.json`, `generation_config.json` and
-the chat template. Agrees with `transformers` without importing it, which would take seconds: so
-`tokenizer.json` alone says which special tokens `encode` adds, whatever `add_bos_token` says.
+It reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and the chat template,
+and gives the results of transformers without its import time. As in transformers, `tokenizer.json`
+alone decides which special tokens `encode` adds, regardless of `add_bos_token`.
+
+The bytes of each token follow from the decoder in `tokenizer.json`. Two families cover the
+supported models: byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece
+("▁" for a space, `<0x0A>` for a byte).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from moonpool.engine.tokenizer import ChatTemplateError, TextStream, TokenizerError
+from moonpool.engine.tokenizer import (
+    ByteTextStream,
+    ChatTemplateError,
+    DiffTextStream,
+    TextStream,
+    TokenizerError,
+)
 from moonpool.engine.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate
-from moonpool.engine.tokenizers.text_stream import ByteTextStream, DiffTextStream
-from moonpool.engine.tokenizers.token_bytes import bytes_function
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _RELEASE_GIL_ABOVE_CHARS = 4096
 
 
 class HfTokenizer:
-    """`tokenizers`' tokenizer with the checkpoint's special tokens and chat template."""
+    """The `tokenizers` library with the checkpoint's special tokens and chat template."""
 
     def __init__(self, folder: Path):
         """Raises `TokenizerError`."""
@@ -54,7 +63,7 @@ class HfTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > _RELEASE_GIL_ABOVE_CHARS:
-            # The batched call lets other threads run meanwhile; the single one does not.
+            # The batched call releases the GIL; the single one does not.
             batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             long_ids: list[int] = batch[0].ids
             return long_ids
@@ -69,7 +78,7 @@ class HfTokenizer:
         found = self._bytes.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)
-            if token is None:  # a model's vocabulary is often padded beyond its tokenizer's
+            if token is None:  # many models pad their vocabulary beyond the tokenizer's
                 found = b""
             elif self._bytes_of is not None:
                 found = self._bytes_of(token)
@@ -107,7 +116,7 @@ def _read_source(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty where the file is missing."""
+    """The JSON object of the file; empty if the file is missing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -120,7 +129,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like, as templates name them."""
+    """Special tokens by the names that templates use, such as `bos_token`."""
     merged = {**_read_json(folder / "special_tokens_map.json"), **config}
     found = {}
     for name in (f"{short}_token" for short in _SPECIAL_NAMES):
@@ -135,7 +144,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _eos_token_ids(
     folder: Path, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, str]
 ) -> tuple[int, ...]:
-    """All of them: chat models often end a turn and a text with different tokens."""
+    """All end tokens: chat models often end a turn and a text with different tokens."""
     listed = _read_json(folder / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = _read_json(folder / "config.json").get("eos_token_id")
@@ -150,7 +159,7 @@ def _eos_token_ids(
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The default template, and the one for requests with tools where there is another."""
+    """The default template, and the separate one for requests with tools, if any."""
     alone = folder / "chat_template.jinja"
     if alone.exists():
         for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -173,3 +182,62 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+BytesOf = Callable[[str], bytes]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_IGNORED = frozenset({"ByteFallback", "Fuse", "Strip"})
+"""Strip removes the space at the start of a whole text, but an answer follows a prompt. A Strip of
+the end (`stop`) is not a fixed map of tokens."""
+
+
+def bytes_function(decoder: dict[str, Any] | None) -> BytesOf | None:
+    """The map from token to bytes in the `decoder` entry of `tokenizer.json`; None if there is no
+    fixed one."""
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_bytes
+    replacements: list[tuple[str, str]] = []
+    for step in steps:
+        kind = step.get("type")
+        if kind == "Replace" and "String" in step.get("pattern", {}):
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif kind == "Metaspace":
+            replacements.append((step.get("replacement", "▁"), " "))
+        elif kind not in _IGNORED or step.get("stop", 0):
+            return None
+    return _sentencepiece_function(replacements, "ByteFallback" in kinds)
+
+
+def _sentencepiece_function(replacements: list[tuple[str, str]], byte_fallback: bool) -> BytesOf:
+    def bytes_of(token: str) -> bytes:
+        for pattern, content in replacements:
+            token = token.replace(pattern, content)
+        match = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
+        return bytes((int(match[1], 16),)) if match else token.encode()
+
+    return bytes_of
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """A token's bytes. An added token with characters outside the alphabet is plain UTF-8."""
+    try:
+        return bytes(_ALPHABET[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 maps to itself, other bytes to U+0100 and up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    rest = (byte for byte in range(256) if byte not in printable)
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(rest)})
+    return alphabet
+
+
+_ALPHABET = _byte_level_alphabet()

@@ -1,0 +1,5 @@
+"""`python -m benchmarks`: the same commands as `moonpool bench`."""
+
+from moonpool.cli.bench import bench
+
+bench(prog_name="python -m benchmarks")

@@ -1,0 +1,446 @@
+"""Writes docs/benchmarks.md from benchmarks/results/*.json: `python -m benchmarks.page`.
+
+`--check` writes nothing and ends with status 1 if the page is not what the results give. A test
+runs the check.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.checkout import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+This page is generated: `python -m benchmarks.page` writes it from
+[benchmarks/results](../benchmarks/results). Each table names its result files. Each file holds the
+command, the commit and the machine it is from; the last table lists them.
+
+Absolute times depend on the machine. Ratios are between figures of one run on one machine, with
+one thread per process and nothing else running. m150 and m500 are Llama-shaped models with 0.15 B
+and 0.5 B random weights in bfloat16.
+"""
+
+
+class Section(NamedTuple):
+    """One table: its words, the files it reads, and what makes the rows from them."""
+
+    title: str
+    text: str
+    files: tuple[str, ...]
+    header: tuple[str, ...]
+    rows: Callable[..., Iterable[tuple[str, ...]]]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 200 else f"{value:.3g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f} x"
+
+
+def engine_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of prefill and decode rates, with the share of the limit and the best peer."""
+    for found in results:
+        model = Path(found["model"]).name
+        for tokens, rate in found["prefill"].items():
+            share = found["shares"]["prefill"][tokens]["gemm"]
+            peers = {n: p["prefill"].get(tokens) for n, p in found["peers"].items()}
+            yield (f"{model}, prefill of {int(tokens):,}", *_engine_row(rate, share, "GEMM", peers))
+        for context, batches in found["decode"].items():
+            for batch, rate in batches.items():
+                shares = found["shares"]["decode"][context][batch]
+                limit = max(shares, key=lambda kind: shares[kind])
+                peers = {
+                    n: p["decode"].get(context, {}).get(batch) for n, p in found["peers"].items()
+                }
+                name = f"{model}, decode, batch {batch}, context {int(context):,}"
+                words = {"gemm": "GEMM", "bandwidth": "read bandwidth"}[limit]
+                yield (name, *_engine_row(rate, shares[limit], words, peers))
+
+
+def _engine_row(
+    rate: float, share: float, limit: str, peers: dict[str, float | None]
+) -> tuple[str, ...]:
+    known = {name: value for name, value in peers.items() if value}
+    best = max(known, key=lambda name: known[name]) if known else None
+    over = f"{_times(rate / known[best])} ({best})" if best else "-"
+    over_vllm = _times(rate / known["vllm"]) if "vllm" in known else "-"
+    return _rate(rate), f"{share:.2f} of {limit}", over, over_vllm
+
+
+def cached_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the time to first token with and without a cached prefix."""
+    for found in results:
+        ttft = found["ttft_s"]
+        yield (
+            f"{Path(found['model']).name}, {found['prefix_tokens']:,} tokens",
+            _seconds(ttft["computed"]),
+            _seconds(ttft["own_cache"]),
+            _seconds(ttft["fetched"]),
+            f"1/{1 / found['fetched_over_computed']:.0f}",
+        )
+
+
+def overload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of effective requests of each admission policy, live and simulated."""
+    loads = sorted({load for runs in found["runs"].values() for load in runs}, key=float)
+    for load in loads:
+        row = [f"{load} x capacity"]
+        for policy in ("none", "baseline", "early", "predictive"):
+            run = found["runs"].get(policy, {}).get(load)
+            row.append(
+                f"{run['live']['effective']} ({run['simulated']['effective']})" if run else "-"
+            )
+        yield tuple(row)
+
+
+def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the goodput of 1P+1D and of two mixed instances, live and simulated."""
+    for length in found["lengths"]:
+        for point in length["points"]:
+            live, simulated = point["live"]["goodput_rps"], point["simulated"]["goodput_rps"]
+            yield (
+                f"prompts of {length['prompt_tokens']:,}, {point['load']} x capacity",
+                *(f"{live[name]:.1f} ({simulated[name]:.1f})" for name in ("1P+1D", "2M")),
+            )
+
+
+def peers_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of effective requests beside vLLM under the same SLOs, by moonpool's client."""
+    for name, points in found["curves"].items():
+        yield (name, *(f"{p['effective']} of {p['requests']}" for p in points))
+
+
+def client_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of requests a second and goodput beside vLLM, by vLLM's client."""
+    for name, points in found["curves"].items():
+        yield (name, *(f"{p['requests_per_s']:.2f} ({p['goodput_rps']:.2f})" for p in points))
+
+
+def fronts_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of two vLLMs behind each front."""
+    for name, row in found["fronts"].items():
+        yield (
+            name,
+            f"{row['hit_ratio']:.0%}",
+            _seconds(row["ttft_mean_s"]),
+            _seconds(row["ttft_p90_s"]),
+            _seconds(row["seconds"]),
+        )
+
+
+def agreement_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of latencies of a live cluster and of its simulation."""
+    for load in ("0.5", "0.8"):
+        for row in found[f"load_{load}"]["rows"]:
+            if row["name"].endswith(" s") and (" mean " in row["name"] or " p90 " in row["name"]):
+                yield (
+                    f"{row['name'][:-2]} at {load} of capacity",
+                    _seconds(row["live"]),
+                    _seconds(row["simulated"]),
+                    f"{row['difference']:+.1%}",
+                )
+
+
+def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the time of one decision by number of instances."""
+    for key, row in found.items():
+        if key.startswith("instances_"):
+            times = (row[name]["median"] for name in ("decision_us", "ending_us", "token_us"))
+            yield (f"{int(key.split('_')[1]):,}", *(f"{each:.0f} us" for each in times))
+
+
+def simulator_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of time and memory of a simulation by its size."""
+    for found in results:
+        for run in found["runs"]:
+            yield (
+                f"{run['instances']:,}",
+                f"{run['requests']:,}",
+                _seconds(run["wall_s"]),
+                f"{run['us_per_request']:,.0f} us",
+                f"{run['peak_mib']:,.0f} MiB",
+            )
+
+
+def transfer_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of GB/s of blocks between two processes, by block size."""
+    names = ("memcpy", "shm get", "shm get many", "tcp get", "tcp get many")
+    peers = ("mooncake get", "mooncake get many", "redis get many", "tcp socket get")
+    for size, row in found["sizes"].items():
+        rates = row["gb_per_s"]
+        values = (f"{rates[n]:.2f}" if n in rates else "-" for n in (*names, *peers))
+        yield (f"{int(size) >> 10:,} KiB", *values)
+
+
+def tiers_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of hit ratio and TTFT by the tiers in use."""
+    for row in found["rows"]:
+        yield (
+            row["tiers"],
+            f"{row['hit_ratio']:.0%}",
+            _seconds(row["mean_ttft_s"]),
+            _seconds(row["p99_ttft_s"]),
+        )
+
+
+def chunk_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the time between tokens of each batching policy under one load."""
+    for name, row in found["load"].items():
+        if isinstance(row, dict):
+            measured = row["measured"]
+            yield (
+                name,
+                _seconds(measured["tbt_p50_s"]),
+                _seconds(measured["tbt_p99_s"]),
+                f"{measured['within_slo']:.1%}",
+            )
+
+
+def parallel_rows(tensor: dict[str, Any], pipeline: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the speed-up of ranks and of stages over one process."""
+    for row in tensor["rows"]:
+        name = f"2 ranks, {row['kind']} {row['size']:,}"
+        yield (name, _seconds(row["one_process_s"]), _seconds(row["ranks_s"]), _over(row))
+    one = pipeline["long"]["chunked"][0]["measured"]["seconds"]
+    for row in pipeline["long"]["chunked"][1:]:
+        if row.get("measured"):
+            name = f"{row['stages']} stages, prompt of {pipeline['long']['prompt_tokens']:,}"
+            seconds = row["measured"]["seconds"]
+            yield name, _seconds(one), _seconds(seconds), _times(one / seconds)
+
+
+def _over(row: dict[str, Any]) -> str:
+    return _times(row["speed_up"])
+
+
+def offload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of one decode step, alone and with an attention worker."""
+    for row in found["steps"]:
+        yield (
+            f"batch {row['batch']}, context {row['context_tokens']:,}",
+            _seconds(row["local_s"]),
+            _seconds(row["early"]["step_s"]),
+            _seconds(row["staggered"]["step_s"]),
+        )
+
+
+def gpu_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of prefill and decode on a GPU, with the share of its limit."""
+    for kind in ("prefill", "decode"):
+        for row in found[kind]:
+            name = f"{kind}, batch {row['batch']}, {row['new_tokens']:,} new tokens"
+            yield (
+                f"{name}, context {row['context']:,}",
+                _rate(row["tokens_per_s"]),
+                f"{row['of_limit']:.2f}",
+            )
+
+
+def table3_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the paper's figure, ours, and the verdict."""
+    for row in found["findings"][0]["rows"]:
+        values = (_value(row[who], row["unit"]) for who in ("paper", "ours"))
+        yield row["label"], row["unit"], *values, row["verdict"]
+
+
+def _value(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.1%}" if unit == "of all" else f"{value:.4g}"
+
+
+SECTIONS = (
+    Section(
+        "Engine",
+        "Tokens a second of one thread. The limit is the machine's GEMM rate or its read bandwidth,"
+        " measured in the same run. The peers are vLLM's CPU build, OpenVINO GenAI and llama.cpp"
+        " with the same weights.",
+        (
+            *("engine-m150", "engine-m150-4096", "engine-m150-4096x32"),
+            *("engine-m500", "engine-m500-long", "engine-m500-4096x32"),
+        ),
+        ("", "tokens/s", "share of the limit", "over the best peer", "over vLLM"),
+        engine_rows,
+    ),
+    Section(
+        "Engine on a GPU",
+        "Eight layers of Llama-3-8B's shape in bfloat16 on an NVIDIA H200.",
+        ("gpu-engine-h200",),
+        ("", "tokens/s", "share of the limit"),
+        gpu_rows,
+    ),
+    Section(
+        "First token of a cached prompt",
+        "The prefix is computed, found in the instance's own cache, or fetched from another"
+        " process's memory.",
+        ("cached-m150", "cached-m500"),
+        ("", "computed", "own cache", "fetched", "fetched over computed"),
+        cached_rows,
+    ),
+    Section(
+        "Chunked prefill",
+        "Time between tokens under one load, by batching policy.",
+        ("sarathi",),
+        ("", "TBT P50", "TBT P99", "gaps within the SLO"),
+        chunk_rows,
+    ),
+    Section(
+        "moonpool and vLLM under the same SLOs",
+        "Requests that keep both SLOs, by load (0.5, 1 and 3 times what two instances bear).",
+        ("peers-live",),
+        ("", "0.5 x", "1 x", "3 x"),
+        peers_rows,
+    ),
+    Section(
+        "moonpool and vLLM by vLLM's client",
+        "`vllm bench serve` with prompts that share prefixes. Requests a second, and in brackets"
+        " those within the SLOs.",
+        ("peers-vllm-client",),
+        ("", "0.5 x", "1 x", "2 x"),
+        client_rows,
+    ),
+    Section(
+        "Two vLLMs behind moonpool",
+        "Conversations on two vLLM servers, behind a front that sends to the less busy one and"
+        " behind moonpool.",
+        ("vllm-fronts",),
+        ("", "prefix hits", "mean TTFT", "P90 TTFT", "time for all"),
+        fronts_rows,
+    ),
+    Section(
+        "Admission under overload",
+        "Effective requests of a live cluster of one prefill and one decode instance, and in"
+        " brackets those of its simulation.",
+        ("overload",),
+        ("", "none", "baseline", "early", "predictive"),
+        overload_rows,
+    ),
+    Section(
+        "Disaggregated and colocated",
+        "Goodput in requests a second, live and in brackets simulated. At most points two mixed"
+        " instances serve more than one prefill and one decode instance.",
+        ("colocated",),
+        ("", "1P+1D", "2 mixed"),
+        colocated_rows,
+    ),
+    Section(
+        "Live cluster and simulation",
+        "m150 on 1P+1D through HTTP, beside its simulation.",
+        ("agreement",),
+        ("", "live", "simulated", "difference"),
+        agreement_rows,
+    ),
+    Section(
+        "Conductor",
+        "Median time of one decision, with ten requests in flight on each instance.",
+        ("conductor",),
+        ("instances", "decision", "end of a request", "token"),
+        conductor_rows,
+    ),
+    Section(
+        "Simulator",
+        "One core.",
+        ("simulator", "simulator-million"),
+        ("instances", "requests", "wall time", "per request", "memory"),
+        simulator_rows,
+    ),
+    Section(
+        "Transfers",
+        "GB/s of blocks between two processes of one machine, medians.",
+        ("transfer",),
+        (
+            *("block", "memcpy", "shm", "shm, 16 at once", "TCP", "TCP, 16 at once", "Mooncake"),
+            *("Mooncake, 16 at once", "Redis, 16 at once", "bare TCP socket"),
+        ),
+        transfer_rows,
+    ),
+    Section(
+        "Tiers of the KVCache pool",
+        "Conversations on two instances.",
+        ("tiers-live",),
+        ("tiers", "prefix hits", "mean TTFT", "P99 TTFT"),
+        tiers_rows,
+    ),
+    Section(
+        "Ranks and stages",
+        "An instance of several processes over one process.",
+        ("tensor-m150", "pipeline"),
+        ("", "one process", "ranks or stages", "speed-up"),
+        parallel_rows,
+    ),
+    Section(
+        "Attention offloading",
+        "One decode step, with attention in the engine's process and in an attention worker.",
+        ("attention",),
+        ("", "local", "attention worker", "two half batches in turn"),
+        offload_rows,
+    ),
+    Section(
+        "Mooncake v3, Table 3",
+        "The paper's figures beside ours.",
+        ("reproduce-mooncake-v3-table3",),
+        ("", "unit", "paper", "ours", "verdict"),
+        table3_rows,
+    ),
+)
+
+
+def page() -> str:
+    """Returns the whole page."""
+    parts = [HEAD]
+    for section in SECTIONS:
+        links = ", ".join(f"[{n}.json](../benchmarks/results/{n}.json)" for n in section.files)
+        rows = section.rows(*(_read(name) for name in section.files))
+        parts.append(
+            f"## {section.title}\n\n{section.text}\nFrom {links}.\n\n{_table(section.header, rows)}"
+        )
+    origins = _table(("file", "command", "commit", "machine"), _origins())
+    return "\n".join([*parts, f"## All result files\n\n{origins}"])
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def _origins() -> Iterator[tuple[str, ...]]:
+    for path in sorted(RESULTS.glob("*.json")):
+        found = json.loads(path.read_text())
+        origin = found.get("origin") or found.get("environment") or found
+        machine = origin.get("machine") or origin.get("gpu") or "not recorded"
+        command = origin.get("command") or "not recorded"
+        commit = origin.get("commit") or "not recorded"
+        link = f"[{path.stem}](../benchmarks/results/{path.name})"
+        yield link, f"`{' '.join(command.split())}`", commit, machine
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> int:
+    """Writes the page, or checks it; returns the exit status."""
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == text:
+        return 0
+    sys.stderr.write("docs/benchmarks.md is out of date: run `python -m benchmarks.page`\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The engines of others on the same weights and the same rows: each runs under a Python of its own.
+
+Owns starting the scripts `*_peer.py` of this folder, which import nothing of moonpool but
+`peer_rows` beside them, and reading what they print. An engine that is not asked for, or does not
+run, is told in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.suite.engine.engine_rows import ELEMENT_BYTES, EngineBenchRows
+from moonpool.engine.builtin import export_checkpoint, open_model
+from moonpool.engine.spec import ModelSpec
+
+SCRIPTS = {
+    "vllm": "vllm_peer.py",
+    "openvino": "openvino_peer.py",
+    "llama.cpp": "llama_peer.py",
+}
+KV_SLACK = 1.25
+"""Others round up, and keep some for themselves."""
+Say = Callable[[str], None]
+
+
+class PeerError(RuntimeError):
+    """The peer did not give figures; the text says why."""
+
+
+def measure_peers(
+    model: str,
+    pythons: Mapping[str, str],
+    rows: EngineBenchRows,
+    repeats: int,
+    eager: bool,
+    say: Say,
+) -> dict[str, Any]:
+    """Figures by peer. One that fails has `error` instead, and the others are measured all the
+    same. Raises PeerError if none of those asked for ran."""
+    found: dict[str, Any] = {}
+    for name in SCRIPTS:
+        if name not in pythons:
+            say(f"{name}: not compared (no Python of its own was given)")
+    if not pythons:
+        return found
+    loaded = open_model(model, "bfloat16")
+    with tempfile.TemporaryDirectory() as folder:
+        export_checkpoint(loaded, Path(folder))
+        for name, python in pythons.items():
+            say(f"{name} on the same weights")
+            plan = msgspec.to_builtins(rows) | {
+                "repeats": repeats,
+                "eager": eager,
+                "longest_tokens": rows.longest_tokens,
+                "kv_gib": kv_gib(loaded.spec, rows.kv_tokens),
+                "decodes": [
+                    {"batch": batch, "context": context, "lengths": rows.lengths(batch, context)}
+                    for context in rows.contexts
+                    for batch in rows.batches
+                ],
+            }
+            try:
+                found[name] = _run(name, python, folder, plan)
+            except PeerError as error:
+                say(f"{name}: not compared: {error}")
+                found[name] = {"error": str(error)}
+    failed = [figures["error"] for figures in found.values() if "error" in figures]
+    if failed and len(failed) == len(found):
+        raise PeerError(failed[0])
+    return found
+
+
+def kv_gib(spec: ModelSpec, kv_tokens: int) -> int:
+    """Whole GiB that hold so many tokens, with some to spare."""
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES
+    return int(KV_SLACK * kv_tokens * token_bytes / (1 << 30)) + 1
+
+
+def _run(name: str, python: str, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
+    script = Path(__file__).with_name(SCRIPTS[name])
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [python, str(script), folder, json.dumps(plan)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | one_thread,
+        )
+    except OSError as error:
+        raise PeerError(f"{python} does not start: {error.strerror}") from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise PeerError(f"{name} ended with status {done.returncode}: {last}")
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except ValueError:
+        raise PeerError(f"{name} ended with {lines[-1]!r} instead of figures") from None
+    return found

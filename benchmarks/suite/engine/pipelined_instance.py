@@ -1,0 +1,276 @@
+"""One mixed instance of one or several stages, without head or sockets: its state machine and its
+engine, or a cost model in the engine's place. All works wait when it starts."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from benchmarks.suite.engine.single_instance import FREE
+from moonpool.cost.model import StepCost
+from moonpool.engine.builtin import DTYPES, open_model
+from moonpool.engine.cuda.host_sync import make_host_sync
+from moonpool.engine.ops import KvCache
+from moonpool.engine.parallel.pipeline import Outcome, PipelineEngine, StageOptions
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import (
+    AttemptFailed,
+    AttemptId,
+    AttemptSpec,
+    PrefillStarted,
+    StartPrefill,
+    StepTokens,
+)
+from moonpool.scheduler.actions import (
+    RunStep,
+    SendReport,
+    StepEnded,
+    WorkerAction,
+)
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
+from moonpool.sim.clock import Clock
+from moonpool.sim.engine import SimEngine
+from moonpool.transfer.arena import Arena
+from moonpool.types import Role, SamplingParams, Slo
+
+_MANY_TOKENS = 251
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinedJob:
+    """`output_tokens` are drawn after the prompt, as `sampling` says."""
+
+    token_ids: Sequence[int]
+    output_tokens: int
+    sampling: SamplingParams = _GREEDY
+
+
+@dataclass(slots=True)
+class PipelinedResult:
+    """What came of the jobs. `busy_s`: of each stage, by the clock. `cpu_s`: what its processes had
+    of the cores meanwhile, 0 if simulated; where it is less than `busy_s`, others had the rest."""
+
+    seconds: float
+    busy_s: list[float]
+    tokens: list[list[int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    cpu_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)  # of each as it ended, if measured
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the stages' time, what none of them computed in: filling and draining included."""
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.seconds)
+
+
+def made_up(number: int, prompt_tokens: int, output_tokens: int) -> PipelinedJob:
+    """A prompt that no other number has."""
+    return PipelinedJob(
+        [(number + 7 * t) % _MANY_TOKENS for t in range(prompt_tokens)], output_tokens
+    )
+
+
+class PipelinedInstance:
+    """Its engine lives from `with` to its end. Raises ValueError, StageLostError, ArenaError."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        num_stages: int,
+        kv_tokens: int,
+        chunk_tokens: int,
+        block_tokens: int = 64,
+        threads: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        loaded = open_model(model, dtype)
+        ops = choose_ops(loaded.dtype, device)
+        self.spec = loaded.spec
+        self.layout = make_layout(loaded, block_tokens, ops)
+        self.num_stages = num_stages
+        self._threads = threads
+        self.arena = Arena(self.layout, self.layout.blocks_for(kv_tokens), sealed=False)
+        flat = torch.frombuffer(self.arena.buffer, dtype=DTYPES[dtype])
+        shape = (self.arena.num_blocks, self.layout.num_layers, self.layout.slice_elements)
+        cache = KvCache(flat.view(shape), self.layout)
+        self.engine: Engine | PipelineEngine
+        if num_stages == 1:
+            sync = None if device == "cpu" else make_host_sync(cache, ops.device)
+            self.engine = Engine(loaded, ops, cache if sync is None else sync.cache, sync)
+        else:
+            options = StageOptions(num_stages, threads, chunk_tokens, device=device)
+            fd = self.arena.fd
+            self.engine = PipelineEngine(loaded, ops, cache, fd, options, "bench", _ignore)
+        self.arena.seal()
+
+    def __enter__(self) -> PipelinedInstance:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(self.engine, PipelineEngine):
+            self.engine.close()
+        self.arena.close()
+
+    def run(self, jobs: Sequence[PipelinedJob], **config: Any) -> PipelinedResult:
+        """All jobs to their end; `config` of the state machine."""
+        instance = make_instance(self.num_stages, self.layout, self.arena.num_blocks, config)
+        steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        before, cpu_s = self._busy_s(), self._cpu_s()
+        steps_s: list[float] = []
+        thread = threading.Thread(target=self._compute, args=(steps, outcomes), daemon=True)
+        thread.start()
+        began_s = time.perf_counter()
+        gathered = _Gathered(len(jobs))
+        num_open = 0
+        for number, job in enumerate(jobs):
+            num_open += gathered.take(instance.handle(start(number, job), 0.0), steps.put)
+        while num_open:
+            outcome = outcomes.get()
+            num_open -= 1
+            if isinstance(outcome, Exception):
+                steps.put(None)
+                raise outcome
+            steps_s.append(outcome.seconds)
+            event = StepEnded(outcome.tokens, outcome.seconds)
+            num_open += gathered.take(instance.handle(event, 0.0), steps.put)
+        seconds = time.perf_counter() - began_s
+        steps.put(None)
+        thread.join()
+        busy_s = [sum(steps_s)]
+        if before:
+            busy_s = [b - a for a, b in zip(before, self._busy_s(), strict=True)]
+        return PipelinedResult(
+            seconds, busy_s, gathered.tokens, gathered.cached_tokens, self._cpu_s() - cpu_s, steps_s
+        )
+
+    def _busy_s(self) -> list[float]:
+        return list(self.engine.times.busy_s) if isinstance(self.engine, PipelineEngine) else []
+
+    def _cpu_s(self) -> float:
+        others = self.engine.pids if isinstance(self.engine, PipelineEngine) else []
+        return sum(map(cpu_seconds, (os.getpid(), *others)))
+
+    def _compute(
+        self,
+        steps: queue.SimpleQueue[RunStep | None],
+        outcomes: queue.SimpleQueue[Outcome],
+    ) -> None:
+        torch.set_num_threads(self._threads)
+        while (step := steps.get()) is not None:
+            try:
+                if isinstance(self.engine, PipelineEngine):
+                    self.engine.begin(step.entries, None, outcomes.put)
+                else:
+                    outcomes.put(self.engine.step(step.entries))
+            except Exception as error:
+                outcomes.put(error)
+
+
+def simulate(
+    jobs: Sequence[PipelinedJob],
+    cost: StepCost,
+    layout: BlockLayout,
+    num_blocks: int,
+    **config: Any,
+) -> PipelinedResult:
+    """The same jobs and state machine; steps take what `cost` says."""
+    clock = Clock()
+    instance = make_instance(cost.num_stages, layout, num_blocks, config)
+    gathered = _Gathered(len(jobs))
+
+    def post(event: Any) -> None:
+        gathered.take(instance.handle(event, clock.now), engine.submit)
+
+    engine = SimEngine(
+        clock,
+        cost,
+        lambda attempt_id: jobs[int(attempt_id)].output_tokens,
+        post,
+        lambda prefills, first: 1.0,
+        lambda attempt_id, seconds: None,
+    )
+    for number, job in enumerate(jobs):
+        post(start(number, job))
+    clock.run()
+    return PipelinedResult(clock.now, [engine.figures.busy_s] * cost.num_stages, gathered.tokens)
+
+
+def make_instance(
+    num_stages: int, layout: BlockLayout, num_blocks: int, config: dict[str, Any]
+) -> Instance:
+    usual = {"max_steps_in_flight": steps_in_flight(num_stages), "micro_batches": num_stages}
+    settings = InstanceConfig(**(usual | {"prefix_caching": False} | config))
+    return Instance(settings, layout, num_blocks, Role.MIXED, FREE, ())
+
+
+def start(number: int, job: PipelinedJob) -> StartPrefill:
+    work = AttemptSpec(
+        attempt_id=AttemptId(str(number)),
+        token_ids=tuple(job.token_ids),
+        num_prompt_tokens=len(job.token_ids),
+        sampling=SamplingParams(
+            temperature=job.sampling.temperature,
+            seed=job.sampling.seed,
+            max_tokens=job.output_tokens,
+            ignore_eos=True,
+        ),
+        slo=Slo(ttft_s=1e9, tbt_s=1e9),
+        tenant="",
+        use_cache=True,
+        timeout_s=1e9,
+    )
+    return StartPrefill(work=work)
+
+
+class _Gathered:
+    """Passes steps on, and keeps what the instance tells."""
+
+    def __init__(self, num_jobs: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_jobs)]
+        self.cached_tokens = 0
+
+    def take(self, actions: Sequence[WorkerAction], submit: Callable[[RunStep], object]) -> int:
+        """Returns how many steps were begun."""
+        num_steps = 0
+        for action in actions:
+            match action:
+                case RunStep():
+                    num_steps += 1
+                    submit(action)
+                case SendReport(report=StepTokens() as report):
+                    for item in report.works:
+                        self.tokens[int(item.attempt_id)] += [t.token_id for t in item.tokens]
+                case SendReport(report=PrefillStarted() as report):
+                    self.cached_tokens += report.cached_tokens
+                case SendReport(report=AttemptFailed() as report):
+                    raise RuntimeError(report.message)
+        return num_steps
+
+
+def cpu_seconds(pid: int) -> float:
+    """That the process has used, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _ignore(message: str) -> None:
+    """A stage that is lost fails the step that runs; that is told."""

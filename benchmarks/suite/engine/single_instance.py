@@ -1,0 +1,121 @@
+"""One mixed instance without processes or sockets: its state machine and its engine, in a plain
+loop.
+
+What a worker does per step, without the head: so the figures hold scheduler, engine and sampler,
+as a peer's offline mode does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+
+from moonpool.config import Quantization
+from moonpool.cost.fitted import FittedCost
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import empty_cache
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.protocol.messages import (
+    AttemptId,
+    AttemptSpec,
+    PrefillStarted,
+    StartPrefill,
+    StepTokens,
+)
+from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.types import Role, SamplingParams, Slo, Token
+
+FREE = FittedCost(prefill=(0.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
+
+
+class SoloInstance:
+    """Answers batches of prompts, greedily."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        kv_tokens: int,
+        block_tokens: int = 64,
+        chunk_tokens: int = 512,
+        prefix_caching: bool = False,
+        quantization: Quantization = "none",
+    ) -> None:
+        loaded = open_model(model, dtype)
+        layout = make_layout(loaded, block_tokens)
+        cache = empty_cache(layout, layout.blocks_for(kv_tokens))
+        self.spec = loaded.spec
+        self.layout = layout
+        ops = choose_ops(dtype, quantization=quantization)
+        self.engine = Engine(loaded, ops, cache)
+        config = InstanceConfig(chunk_tokens=chunk_tokens, prefix_caching=prefix_caching)
+        self._instance = Instance(
+            config, layout, layout.blocks_for(kv_tokens), Role.MIXED, FREE, ()
+        )
+        self._ids = count()
+
+    def generate(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Generation:
+        """Answers all prompts together, each with as many tokens as `lengths` says."""
+        generation = Generation()
+        began_s = time.perf_counter()
+        actions: list[WorkerAction] = []
+        for prompt, num_tokens in zip(prompts, lengths, strict=True):
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            work = AttemptSpec(
+                attempt_id=AttemptId(str(next(self._ids))),
+                token_ids=tuple(prompt),
+                num_prompt_tokens=len(prompt),
+                sampling=sampling,
+                slo=Slo(ttft_s=1e9, tbt_s=1e9),
+                tenant="",
+                use_cache=True,
+                timeout_s=1e9,
+            )
+            generation.tokens[work.attempt_id] = []
+            actions += self._instance.handle(StartPrefill(work=work), 0.0)
+        last_s = began_s
+        while True:
+            step = next((a for a in actions if isinstance(a, RunStep)), None)
+            now_s = time.perf_counter()
+            self._note(actions, generation, now_s - last_s)
+            last_s = now_s
+            if step is None:
+                break
+            actions = self._instance.handle(self._run(step), 0.0)
+        generation.seconds = time.perf_counter() - began_s
+        return generation
+
+    def _run(self, step: RunStep) -> StepEnded:
+        result = self.engine.step(step.entries)
+        return StepEnded(result.tokens, result.seconds)
+
+    def _note(
+        self, actions: Sequence[WorkerAction], generation: Generation, seconds: float
+    ) -> None:
+        for action in actions:
+            if not isinstance(action, SendReport):
+                continue
+            if isinstance(action.report, StepTokens):
+                for item in action.report.works:
+                    generation.tokens[item.attempt_id].extend(item.tokens)
+                drawn = sum(len(item.tokens) for item in action.report.works)
+                generation.steps.append((seconds, drawn))
+            elif isinstance(action.report, PrefillStarted):
+                generation.cached_tokens += action.report.cached_tokens
+
+
+class Generation:
+    """What `generate` made; of each step that drew tokens, its seconds and how many they were."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[AttemptId, list[Token]] = {}
+        self.steps: list[tuple[float, int]] = []
+        self.cached_tokens = 0
+        self.seconds = 0.0
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [[token.token_id for token in tokens] for tokens in self.tokens.values()]

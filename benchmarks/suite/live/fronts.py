@@ -1,0 +1,186 @@
+"""The same two vLLMs behind different fronts: one that sends each request to whichever has less
+under way, and moonpool, which knows what each of them caches.
+
+Several users hold conversations at once, and each turn repeats the conversation so far. The vLLMs
+run all the time, with one core each. The fronts take turns with different words each time, so no
+cache helps the next one. Hit ratios are those that the vLLMs report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import httpx
+
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
+from benchmarks.suite.live.vllm_shapes import FrontServer
+from moonpool.demo.client import CompletionClient
+from moonpool.demo.local_server import LocalServer, ServerError, free_port
+from moonpool.types import Struct
+
+LEAST_BUSY = "least busy"
+OPENING_TOKENS = 256
+TURN_TOKENS = 96
+ANSWER_TOKENS = 16
+WORDS = range(5, 900)
+WARM_TURNS = 2
+_COUNTER = r"^vllm:prefix_cache_{}_total\{{.*?\}} (\S+)$"
+Say = Callable[[str], None]
+Start = Callable[[], AbstractContextManager[str]]
+
+
+class FrontWorkload(Struct, frozen=True):
+    """What the vLLMs are, and what they are asked."""
+
+    model: str
+    kv_tokens: int = 32_768
+    chunk_tokens: int = 512
+    users: int = 6
+    turns: int = 6
+    think_s: float = 0.5  # mean, between an answer and the next turn
+
+    @property
+    def longest_tokens(self) -> int:
+        return OPENING_TOKENS + self.turns * (TURN_TOKENS + ANSWER_TOKENS) + ANSWER_TOKENS
+
+
+def bench_fronts(python: str, talk: FrontWorkload, rounds: int, say: Say) -> dict[str, Any]:
+    """Rows by front, each the median of its rounds. Raises ServerError, httpx.HTTPError."""
+    found: dict[str, list[dict[str, float]]] = {}
+    with _engines(python, talk) as (engines, places):
+        fronts = _fronts(python, talk, engines, places)
+        for number in range(rounds):
+            for place, (name, start) in enumerate(fronts.items()):
+                with start() as url:
+                    asyncio.run(_converse(url, talk, WARM_TURNS, -1 - place - 8 * number))
+                    before = _cache_counts(engines)
+                    seed = 1 + place + len(fronts) * number
+                    figures = asyncio.run(_converse(url, talk, talk.turns, seed))
+                    asked, hit = (
+                        b - a for a, b in zip(before, _cache_counts(engines), strict=True)
+                    )
+                figures["hit_ratio"] = hit / asked if asked else 0.0
+                found.setdefault(name, []).append(figures)
+                say(f"{number + 1}: {name:<24} {_words(figures)}")
+    medians = {
+        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        for name, rows in found.items()
+    }
+    for name, row in medians.items():
+        say(f"median: {name:<24} {_words(row)}")
+    return {"fronts": medians, "rounds": found}
+
+
+async def _converse(url: str, talk: FrontWorkload, turns: int, seed: int) -> dict[str, float]:
+    client = CompletionClient(url)
+    began_s = time.monotonic()
+    try:
+        users = (
+            _user(client, talk, turns, random.Random(f"{seed}/{u}")) for u in range(talk.users)
+        )
+        ttfts_s = sorted(ttft_s for said in await asyncio.gather(*users) for ttft_s in said)
+    finally:
+        await client.close()
+    return {
+        "requests": len(ttfts_s),
+        "seconds": time.monotonic() - began_s,
+        "ttft_mean_s": statistics.fmean(ttfts_s),
+        "ttft_p90_s": ttfts_s[int(0.9 * (len(ttfts_s) - 1))],
+    }
+
+
+async def _user(
+    client: CompletionClient, talk: FrontWorkload, turns: int, rng: random.Random
+) -> list[float]:
+    """Times to the first tokens of a conversation."""
+    said = [rng.choice(WORDS) for _ in range(OPENING_TOKENS)]
+    ttfts_s = []
+    for _ in range(turns):
+        await asyncio.sleep(rng.expovariate(1 / talk.think_s))
+        said += [rng.choice(WORDS) for _ in range(TURN_TOKENS)]
+        answer = await client.complete(
+            said, temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True
+        )
+        if answer.error or not answer.token_instants_s:
+            raise ServerError(f"a request failed: {answer.status} {answer.error}")
+        ttfts_s.append(answer.ttft_s)
+        said += [rng.choice(WORDS) for _ in range(ANSWER_TOKENS)]  # as if it had been that
+    return ttfts_s
+
+
+@contextmanager
+def _engines(python: str, talk: FrontWorkload) -> Iterator[tuple[list[LocalServer], list[str]]]:
+    """Two, and how `serve --vllm` names them."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ServerError("two vLLMs need two cores")
+    with ExitStack() as stack:
+        engines: list[LocalServer] = []
+        places: list[str] = []
+        for core in cores[:2]:
+            events, replay = free_port(), free_port()
+            told = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{events}",  # other than to a wildcard, it connects
+                "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+            }
+            options = {
+                "--block-size": CPU_BLOCK_TOKENS,
+                "--max-model-len": talk.longest_tokens,
+                "--max-num-batched-tokens": talk.chunk_tokens,
+                "--num-gpu-blocks-override": talk.kv_tokens // CPU_BLOCK_TOKENS,
+            }
+            flags = ("--kv-events-config", json.dumps(told))
+            server = VllmServer(python, talk.model, str(core), options, flags)
+            engines.append(stack.enter_context(server))
+            places.append(f"{server.url},tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}")
+        yield engines, places
+
+
+def _fronts(
+    python: str, talk: FrontWorkload, engines: list[LocalServer], places: list[str]
+) -> dict[str, Start]:
+    urls = [engine.url for engine in engines]
+
+    def ours(known: list[str]) -> Start:
+        words = [word for place in known for word in ("--vllm", place)]
+        return lambda: _url_of(LocalServer([talk.model, *words, "--admission", "none"]))
+
+    return {
+        LEAST_BUSY: lambda: _url_of(FrontServer(python, ["turns", *urls])),
+        "moonpool, cache assumed": ours(urls),
+        "moonpool, KV events": ours(places),
+    }
+
+
+@contextmanager
+def _url_of(server: LocalServer) -> Iterator[str]:
+    with server:
+        yield server.url
+
+
+def _cache_counts(engines: Sequence[LocalServer]) -> tuple[float, float]:
+    """Prompt tokens looked up and found, of both."""
+    texts = [httpx.get(f"{engine.url}/metrics", timeout=30).text for engine in engines]
+    asked, hit = (
+        sum(float(n) for text in texts for n in re.findall(_COUNTER.format(name), text, re.M))
+        for name in ("queries", "hits")
+    )
+    return asked, hit
+
+
+def _words(row: dict[str, float]) -> str:
+    return (
+        f"hits {row['hit_ratio']:.3f}, TTFT {row['ttft_mean_s']:.3f} s (P90"
+        f" {row['ttft_p90_s']:.3f}), {row['requests']:.0f} turns in {row['seconds']:.1f} s"
+    )

@@ -1,0 +1,151 @@
+"""Ways to arrange vLLM on the cores that moonpool has: one process, two, 1 prefill + 1 decode over
+its Mooncake connector, two that share a Mooncake Store.
+
+Two processes have half of the cores each, as moonpool's two instances have. Whatever is started
+ends with the context.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal, get_args
+
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer, vllm_environment
+from moonpool.cores import format_cores, parse_cores
+from moonpool.demo.local_server import LocalServer, ServerError, free_port
+from moonpool.profiling.live_cluster import LiveCluster
+from moonpool.types import Struct
+
+Shape = Literal["one", "two", "pair", "pool"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+WORDS: dict[Shape, str] = {
+    "one": "vLLM",
+    "two": "2 vLLM",
+    "pair": "vLLM 1P+1D Mooncake",
+    "pool": "2 vLLM, Mooncake Store",
+}
+FRONT = Path(__file__).with_name("vllm_front.py")
+STORE_BYTES = 1 << 30
+"""That each of two adds to the Mooncake Store."""
+
+
+class VllmTarget(Struct, frozen=True):
+    """A vLLM: one that runs at `url`, or the Python of its installation to start it with."""
+
+    url: str = ""
+    python: str = ""
+    cores: str = ""  # such as 0-1; "": all
+    eager: bool = False
+    shape: Shape = "one"
+    batched_tokens: int = 0  # 0: the cluster's
+
+
+@contextmanager
+def start_peer(peer: VllmTarget, cluster: LiveCluster, longest_tokens: int) -> Iterator[str]:
+    """The URL at which it answers. Raises ServerError."""
+    if peer.url:
+        yield peer.url
+        return
+    cores = parse_cores(peer.cores) or tuple(sorted(os.sched_getaffinity(0)))
+    half = len(cores) // 2
+    if peer.shape == "one":
+        with _server(peer, cluster, longest_tokens, cores) as server:
+            yield server.url
+        return
+    if not half:
+        raise ServerError(f"{WORDS[peer.shape]} needs two cores; --peer-cores has {peer.cores}")
+    with ExitStack() as stack:
+        roles, beside = ("kv_both", "kv_both"), {}
+        kind, boot = "turns", []
+        if peer.shape == "pair":
+            roles, kind = ("kv_producer", "kv_consumer"), "pair"
+            port = free_port()
+            beside["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(port)
+            boot = [f"http://127.0.0.1:{port}"]
+        elif peer.shape == "pool":
+            beside["MOONCAKE_CONFIG_PATH"] = stack.enter_context(_store(peer.python))
+        urls = [
+            stack.enter_context(
+                _server(peer, cluster, longest_tokens, own, _transfer(peer.shape, role), beside)
+            ).url
+            for role, own in zip(roles, (cores[:half], cores[half : 2 * half]), strict=True)
+        ]
+        front = stack.enter_context(FrontServer(peer.python, [kind, *urls, *boot]))
+        yield front.url
+
+
+def _server(
+    peer: VllmTarget,
+    cluster: LiveCluster,
+    longest_tokens: int,
+    cores: tuple[int, ...],
+    flags: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> VllmServer:
+    options = {
+        "--block-size": -(-cluster.block_tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS,
+        "--max-model-len": longest_tokens,
+        "--max-num-batched-tokens": peer.batched_tokens or max(cluster.chunk_tokens, 1),
+        "--max-num-seqs": cluster.max_sequences,
+    }
+    flags += ("--enforce-eager",) if peer.eager else ()
+    on = format_cores(cores)
+    return VllmServer(peer.python, cluster.model, on, options, flags, environment)
+
+
+def _transfer(shape: Shape, role: str) -> tuple[str, ...]:
+    if shape == "two":
+        return ()
+    connector = {"pair": "MooncakeConnector", "pool": "MooncakeStoreConnector"}[shape]
+    extra = {"mooncake_protocol": "tcp"} if shape == "pair" else {}
+    config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+    return ("--kv-transfer-config", json.dumps(config))
+
+
+class FrontServer(LocalServer):
+    def __init__(self, python: str, words: list[str]) -> None:
+        super().__init__(())
+        self._arguments = [python, str(FRONT), str(self.port), *words]
+        self._environment = vllm_environment(python)
+
+
+@contextmanager
+def _store(python: str) -> Iterator[str]:
+    """A Mooncake master on the loopback, and the file that tells vLLM of it."""
+    command = Path(python).with_name("mooncake_master")
+    if not command.exists():
+        raise ServerError(
+            f"there is no {command}: install mooncake-transfer-engine-non-cuda beside vLLM"
+        )
+    port = free_port()
+    words = ["--rpc_address=127.0.0.1", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mooncake.json"
+        file.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": f"127.0.0.1:{port}",
+                    "protocol": "tcp",
+                    "global_segment_size": STORE_BYTES,
+                    "local_buffer_size": STORE_BYTES // 2,
+                }
+            )
+        )
+        process = subprocess.Popen(
+            [str(command), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield str(file)
+        finally:
+            process.kill()
+            process.wait()

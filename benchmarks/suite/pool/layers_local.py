@@ -1,0 +1,272 @@
+"""The instance of `bench layers`: state machine, engine thread and messenger of a worker, without a
+head."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from msgspec.structs import replace as replace_struct
+
+from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
+from moonpool.engine.builtin import open_model
+from moonpool.engine.calibrate import fit_samples, measure_samples
+from moonpool.engine.device import resolve_dtype
+from moonpool.engine.native.slices import open_slices
+from moonpool.engine.ops import KvCache
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.gc_tuning import settle_memory
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.messages import (
+    AttemptId,
+    AttemptSpec,
+    PrefillDone,
+    Report,
+    StartPrefill,
+    StepTokens,
+)
+from moonpool.protocol.transfer_events import FetchEnded, LoadEnded, SendEnded, StoreEnded
+from moonpool.runtime.engine_thread import EngineThread
+from moonpool.runtime.profile_store import best_of
+from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
+from moonpool.scheduler.actions import (
+    FinishStream,
+    ForgetStored,
+    LoadBlocks,
+    LookUpBlocks,
+    RunStep,
+    SendReport,
+    StepFailed,
+    StoreBlocks,
+    WorkerAction,
+)
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.storage.tier_store import TierStore
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.messenger import Messenger
+from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams, Slo
+
+MEASUREMENTS = 3
+"""When a prefill begins depends on what it should take; an instance keeps the best of all its
+starts, which one measurement on a busy machine is far from."""
+THREADS = 1
+
+
+class LayersBenchError(RuntimeError):
+    """The benchmark could not be run; one line says why."""
+
+
+@dataclass
+class LayerwiseTimes:
+    """Seconds from the command on; 0: it did not happen."""
+
+    prefill_s: float = 0.0
+    load_s: float = 0.0  # of the fetch or the load itself
+    stored_s: float = 0.0
+    early: bool = False
+    held_block_s: float = 0.0  # blocks times seconds, until they are computed, or stored
+
+
+@dataclass
+class _Run:
+    """One prefill that is watched, and which works have given tokens meanwhile."""
+
+    attempt_id: AttemptId
+    took: LayerwiseTimes = field(default_factory=LayerwiseTimes)
+    began_s: float = field(default_factory=time.perf_counter)
+    noted_s: float = field(default_factory=time.perf_counter)
+    answering: set[AttemptId] = field(default_factory=set)
+
+    def note(self, report: Report) -> None:
+        if isinstance(report, StepTokens):
+            self.answering |= {item.attempt_id for item in report.works}
+        done = isinstance(report, PrefillDone) or self.attempt_id in self.answering
+        if done and not self.took.prefill_s:
+            self.took.prefill_s = time.perf_counter() - self.began_s
+
+
+class LayerwiseInstance:
+    """Runs one prefill at a time. `arena` is the engine's memory too."""
+
+    def __init__(self, model: str, tokens: int, chunk_tokens: int, shared_memory: bool) -> None:
+        loaded = open_model(model, resolve_dtype("auto"))
+        ops = choose_ops(loaded.dtype)
+        self.layout = make_layout(loaded, 64, ops)
+        self.num_blocks = self.layout.blocks_for(tokens)
+        self.arena = Arena(self.layout, self.num_blocks)
+        fill_with_floats(self.arena)
+        dtype = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
+        shape = (self.num_blocks, self.layout.num_layers, self.layout.slice_elements)
+        blocks = torch.frombuffer(self.arena.buffer, dtype=dtype).view(shape)
+        engine = Engine(loaded, ops, KvCache(blocks, self.layout))
+        torch.set_num_threads(THREADS)  # as the engine's own thread has: what is measured is it
+        samples = measure_samples(engine)
+        for _ in range(MEASUREMENTS - 1):
+            samples = best_of(samples, measure_samples(engine))
+        self.cost = fit_samples(samples)
+        self._vocab = loaded.spec.vocab_size
+        self._chunk_tokens = chunk_tokens
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._gates = LayerGates()
+        self._number = 0
+        self._late: list[tuple[int, BlockId]] = []
+        self._layer_wise_store = True
+        self._store: TierStore | None = None
+        self._stored: tuple[tuple[int, BlockKey], ...] = ()
+        self._instance = self._new_instance(False)
+        self._messenger = Messenger(
+            self.arena,
+            self.layout,
+            InstanceId("near"),
+            SECRET,
+            self._inbox.put,
+            use_shared_memory=shared_memory,
+            lease_s=TIMEOUT_S,
+            native=open_slices(),
+        )
+        self._messenger.start()
+        self._thread = EngineThread(engine, self._messenger, THREADS, self._inbox.put)
+        self._thread.start()
+        settle_memory()
+
+    def close(self) -> None:
+        self._thread.stop(TIMEOUT_S)
+        if self._store is not None:
+            self._store.close()
+        self._messenger.close()
+
+    def use_store(self, open_it: Callable[[Arena, Callable[[Any], None]], TierStore]) -> None:
+        """From here on there is a tier below DRAM."""
+        self._store = open_it(self.arena, self._inbox.put)
+        rate = self._store.read_bytes_per_s
+        self.cost = replace_struct(self.cost, ssd_read_bytes_per_s=rate)
+
+    def put(self, tokens: Sequence[int]) -> None:
+        """The KVCache of these tokens lies in the tier below DRAM, and nothing else does."""
+        assert self._store is not None
+        root = root_key(self.layout.fingerprint, "")
+        keys = block_keys(tokens, self.layout.block_tokens, root)
+        blocks = [BlockId(number) for number in range(len(keys))]
+        self._store.forget([slot for slot, _ in self._stored])
+        self._store.store("prefix", keys, blocks, range(len(keys)))
+        ended = self._inbox.get(timeout=TIMEOUT_S)
+        if not isinstance(ended, StoreEnded) or ended.num_blocks < len(keys):
+            raise LayersBenchError(f"the prefix could not be stored: {ended}")
+        self._stored = tuple(enumerate(keys))
+
+    @property
+    def next_work_id(self) -> str:
+        """Of the next prefill, by which its stream is named."""
+        return str(self._number + 1)
+
+    def tokens(self, count: int) -> list[int]:
+        self._number += 1
+        return [(self._number * 7919 + i * 104729) % self._vocab for i in range(count)]
+
+    def begin(self, layer_wise_load: bool, layer_wise_store: bool = True) -> None:
+        """An instance that holds nothing."""
+        self._instance = self._new_instance(layer_wise_load)
+        self._layer_wise_store = layer_wise_store
+
+    def prefill(self, tokens: Sequence[int], expect_load: bool, **where: Any) -> LayerwiseTimes:
+        """Until the first token is drawn and, with a target, all is stored there."""
+        work = self._work(tokens, 2 if where.get("target") else 1, 1e9)
+        run = _Run(work.attempt_id)
+        self._inbox.put(StartPrefill(work=work, **where))
+        while self._instance.requests or not run.took.prefill_s:
+            self._turn(run)
+        took = run.took
+        took.early = bool(self._instance.counters.get("early_prefills"))
+        if expect_load and not took.load_s:
+            raise LayersBenchError("the prefix was computed, not loaded")
+        return took
+
+    def prefill_inline(
+        self, tokens: Sequence[int], decodes: Sequence[tuple[int, int]], tbt_s: float
+    ) -> LayerwiseTimes:
+        """In the batches of answers (prompt, tokens) under way, which want a token every `tbt_s`.
+        Until all have ended."""
+        beside = [self._work(self.tokens(prompt), most, tbt_s) for prompt, most in decodes]
+        for work in beside:
+            self._inbox.put(StartPrefill(work=work))
+        waiting = _Run(AttemptId(""))
+        while not waiting.answering >= {work.attempt_id for work in beside}:
+            self._turn(waiting)
+        work = self._work(tokens, 1, 1e9)
+        run = _Run(work.attempt_id)
+        self._inbox.put(StartPrefill(work=work))
+        while self._instance.requests or not run.took.prefill_s:
+            self._turn(run)
+        return run.took
+
+    def _work(self, tokens: Sequence[int], max_tokens: int, tbt_s: float) -> AttemptSpec:
+        self._number += 1
+        return AttemptSpec(
+            attempt_id=AttemptId(str(self._number)),
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            slo=Slo(ttft_s=1e9, tbt_s=tbt_s),
+            tenant="",
+            use_cache=True,
+            timeout_s=TIMEOUT_S,
+        )
+
+    def _turn(self, run: _Run) -> None:
+        """The next event, and what comes of it."""
+        event = self._inbox.get(timeout=TIMEOUT_S)
+        now_s = time.perf_counter()
+        held = self._instance.pool.owners().get(f"work:{run.attempt_id}", 0)
+        run.took.held_block_s += held * (now_s - run.noted_s)
+        run.noted_s = now_s
+        if isinstance(event, StepFailed):
+            raise LayersBenchError(event.message)
+        if isinstance(event, FetchEnded | LoadEnded):
+            run.took.load_s = event.seconds
+        elif isinstance(event, SendEnded):
+            run.took.stored_s = now_s - run.began_s
+        for action in self._instance.handle(event, 0.0):
+            self._perform(action)
+            if isinstance(action, SendReport):
+                run.note(action.report)
+        self._gates.note(event)
+
+    def _new_instance(self, layer_wise_load: bool) -> Instance:
+        config = InstanceConfig(
+            chunk_tokens=self._chunk_tokens,
+            layer_wise_load=layer_wise_load,
+            ssd_blocks=0 if self._store is None else min(self._store.num_slots, self.num_blocks),
+            store_shared=self._store is not None and self._store.shared,
+        )
+        layout, cost = self.layout, self.cost
+        return Instance(config, layout, self.num_blocks, Role.MIXED, cost, (), self._stored)
+
+    def _perform(self, action: WorkerAction) -> None:
+        match action:
+            case SendReport():
+                pass
+            case RunStep():
+                self._run(action)
+            case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
+                assert self._store is not None
+                perform_storage(self._store, action, self._gates)
+            case FinishStream() if self._late:
+                layers = range(self.layout.num_layers)
+                slices = [(i, block, layer) for layer in layers for i, block in self._late]
+                self._late = []
+                self._messenger.send(action.stream_id, slices)
+                self._messenger.finish_stream(action.stream_id)
+            case _:
+                perform_transfer(self._messenger, self.layout.num_layers, action, self._gates)  # type: ignore[arg-type]
+
+    def _run(self, step: RunStep) -> None:
+        """Storing after the end: what a step completes is kept until the prompt is done."""
+        if not self._layer_wise_store:
+            self._late += [send for entry in step.entries for send in entry.sends]
+            step = replace(step, entries=tuple(e._replace(sends=()) for e in step.entries))
+        self._thread.submit(step, self._gates.of_step(step))

@@ -1,0 +1,66 @@
+"""The other process of `bench layers`: a peer that lends blocks of a prefix, and takes what is
+stored."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection as Pipe
+
+import numpy as np
+
+from moonpool.engine.native.slices import open_slices
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress, ReadRequested
+from moonpool.transfer.arena import Arena
+from moonpool.transfer.messenger import Messenger
+from moonpool.types import BlockId, InstanceId, Struct
+
+SECRET = b"benchmark"
+TIMEOUT_S = 60.0
+
+
+class ExpectTransfer(Struct, frozen=True):
+    """Expect a stream of so many blocks."""
+
+    stream_id: str
+    num_blocks: int
+
+
+def fill_with_floats(arena: Arena) -> None:
+    """Any finite values: what is computed from them does not matter, but must not be NaN."""
+    values = np.random.default_rng(0).standard_normal(1 << 16, np.float32) * 0.1
+    if arena.layout.dtype == "bfloat16":
+        raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    else:
+        raw = values.tobytes()
+    for start in range(0, arena.num_bytes, len(raw)):
+        part = arena.buffer[start : start + len(raw)]
+        part[:] = raw[: len(part)]
+
+
+def run_far(pipe: Pipe, layout: BlockLayout, num_blocks: int, shared_memory: bool) -> None:
+    """Until the pipe says so: lends the first blocks of its arena to whoever asks."""
+    arena = Arena(layout, num_blocks)
+    fill_with_floats(arena)
+
+    def post(event: MessengerEvent) -> None:
+        if isinstance(event, ReadRequested):
+            messenger.grant(event.read_id, [BlockId(i) for i in range(len(event.keys))])
+
+    messenger = Messenger(
+        arena,
+        layout,
+        InstanceId("far"),
+        SECRET,
+        post,
+        use_shared_memory=shared_memory,
+        lease_s=TIMEOUT_S,
+        native=open_slices(),
+    )
+    address: PeerAddress = messenger.start()
+    pipe.send(address)
+    while (take := pipe.recv()) is not None:
+        assert isinstance(take, ExpectTransfer)
+        blocks = [BlockId(i) for i in range(take.num_blocks)]
+        messenger.expect(take.stream_id, blocks, 0, TIMEOUT_S)
+        pipe.send("expecting")
+    messenger.close()

@@ -1,0 +1,125 @@
+"""Counts the files that run while one chat completion is served.
+
+`python -m benchmarks.walk [ROOT]` prints them as JSON. A server with one mixed instance starts
+under a profile hook. After a first request, the hook records which files of the package run during
+a second one. With the root of another checkout, it measures that one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from benchmarks.checkout import ROOT
+
+HOOK = """
+import atexit, os, signal, sys, threading
+seen, place = set(), os.environ["WALK_FOLDER"]
+def note(frame, event, argument):
+    name = frame.f_code.co_filename
+    if event == "call" and "/moonpool/" in name:
+        seen.add(name.split("/moonpool/", 1)[1])
+def dump(number, frame):
+    with open(f"{place}/{os.getpid()}", "w") as file:
+        file.write("\\n".join(sorted(seen)))
+if not os.environ.get("WALK_OFF"):
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.clear())
+    signal.signal(signal.SIGUSR2, dump)
+    threading.setprofile(note)
+    sys.setprofile(note)
+"""
+MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
+UP_S = 120.0
+
+
+def walk(root: Path) -> dict[str, list[str]]:
+    """Returns the files by process title: those of the head and those of the worker."""
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "sitecustomize.py").write_text(HOOK)
+        port = _free_port()
+        environment = os.environ | {
+            "PYTHONPATH": f"{place}:{root / 'src'}",
+            "WALK_FOLDER": place,
+        }
+        flags = ["--mixed", "1", "--prefill", "0", "--decode", "0", "--kv-tokens", "4096"]
+        command = [sys.executable, "-m", "moonpool", "serve", MODEL, *flags, "--port", str(port)]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
+            try:
+                _wait_until_up(port)
+                return _record(port, Path(place), server.pid)
+            finally:
+                server.send_signal(signal.SIGTERM)
+
+
+def _record(port: int, place: Path, head: int) -> dict[str, list[str]]:
+    _chat(port)
+    processes = {"head": head}
+    for name in sorted(_children(head)):
+        processes["worker"] = name
+    for each in processes.values():
+        os.kill(each, signal.SIGUSR1)
+    time.sleep(0.2)
+    _chat(port)
+    for each in processes.values():
+        os.kill(each, signal.SIGUSR2)
+    time.sleep(1.0)
+    return {name: (place / str(pid)).read_text().split() for name, pid in processes.items()}
+
+
+def _children(parent: int) -> list[int]:
+    """Workers of a head, by what `ps` shows of them."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\\0", " ")
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and " worker" in words:
+            found.append(int(folder.name))
+    return found
+
+
+def _chat(port: int) -> None:
+    body = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 2}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    urllib.request.urlopen(request, timeout=UP_S).read()
+
+
+def _wait_until_up(port: int) -> None:
+    until_s = time.monotonic() + UP_S
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
+            return
+        except (urllib.error.URLError, OSError):
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    found = walk(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
+    files = {name for names in found.values() for name in names}
+    counts = {name: len(names) for name, names in found.items()}
+    sys.stdout.write(json.dumps({"files": len(files), **counts, "names": found}, indent=1) + "\n")

@@ -1,0 +1,155 @@
+"""Everything chosen for the experiments, once, each with its reason. No experiment overrides any.
+
+The constants of devices and kernels stand in `sim.hardware`, which all simulations use. They are
+not tuned to any single table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moonpool.cost.model import StepCost
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware.catalogue import BUILT_IN
+from moonpool.sim.hardware.devices import Device
+from moonpool.sim.hardware.model_shapes import ModelShape
+from moonpool.sim.hardware.parallel_cost import Nic, group_cost
+from moonpool.sim.hardware.roofline import RooflineCost
+
+PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
+    **DEFAULTS,
+    "conductor": {
+        **DEFAULTS.get("conductor", {}),
+        "learning": False,
+        "inline_prefill": False,
+        "spare_copies_first": False,
+    },
+}
+"""The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
+the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. Neither
+has instances evict by what others hold."""
+
+KV_UNLIMITED_TOKENS = 1 << 24
+"""Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:
+counting the same memory twice would let preemption into experiments that had none."""
+
+WORKLOAD_BATCHES = 40
+"""Requests of a closed workload, in batches. SARATHI does not say; its gains are steady-state ones,
+and with 40 batches filling and draining the batch changes a gain by about 1 %."""
+
+SARATHI_A100 = "A100-PCIE"
+"""SARATHI says A100 80 GB; its authors' next paper names Azure NC96ads v4, which has PCIe ones."""
+
+GPT3_A100 = "A100-SXM"
+"""Of 8 servers with 8 A100 each and InfiniBand: machines of that kind have SXM ones."""
+
+ABLATION_SEQUENCE_TOKENS = 1024
+"""Length in SARATHI's chunk-size ablation (Fig 13): that of its Table 2 and Fig 7."""
+
+
+def roofline(device: str, shape: str, num_devices: int = 1) -> RooflineCost:
+    """The operator model with the catalogue's constants, as the simulator has it by default."""
+    return RooflineCost(BUILT_IN.device(device), BUILT_IN.shape(shape), num_devices)
+
+
+def pipeline(base: RooflineCost, num_stages: int) -> StepCost:
+    """`num_stages` nodes like `base` in a row."""
+    nic = Nic.of(base.device, base.num_devices)
+    return group_cost(base, base.shape, num_stages, "pp", nic)
+
+
+def shape_of(name: str) -> ModelShape:
+    return BUILT_IN.shape(name)
+
+
+def device_of(name: str) -> Device:
+    return BUILT_IN.device(name)
+
+
+GPT3_ENGINE_OVERHEAD_S = 0.0
+"""SARATHI's pipelines were simulated from profiles of operators: nothing was added to a step. With
+the default of 3 ms a stage, a pipeline would pay for it eight times where one node pays once."""
+
+PIPELINE_REQUESTS, PIPELINE_QUICK_REQUESTS = 10_000, 1_000
+"""The paper's number, and one whose gains are up to a fifth smaller: the pipeline fills and drains
+but once."""
+
+
+def gpt3_stage() -> RooflineCost:
+    """GPT-3 on one server of 8 devices, by operators alone."""
+    device, shape = device_of(GPT3_A100), shape_of("gpt3-175b")
+    return RooflineCost(device, shape, 8, 1, GPT3_ENGINE_OVERHEAD_S)
+
+
+SARATHI_SERVE_A100 = "A100-PCIE"
+"""Sarathi-Serve names Azure NC96ads v4: PCIe devices, pairs of which are joined by NVLink."""
+
+SATURATED_OVERHEAD = 0.02
+"""A budget whose chunks lengthen a prompt by no more than this needs not be larger. Sarathi-Serve
+says only that chunks of 2048 cost close to nothing, and that more would buy nothing."""
+
+LARGEST_BUDGET_TOKENS = 8192
+BUDGET_STEP_TOKENS = 128
+"""Budgets are searched up to the longest prompt of its chat data, in tiles."""
+
+ABLATION_DRAWS, ABLATION_QUICK_DRAWS = 5, 1
+"""Workloads drawn for Sarathi-Serve's Table 4. The paper ran one of 128 requests, of which a median
+TTFT near saturation varies by half; ours is the median of several such runs."""
+
+
+# Mooncake
+
+MOONCAKE_NODES = 16
+"""Of FAST'25's cluster in all its experiments of section 5.2 and 5.4."""
+
+MOONCAKE_PREFILL, MOONCAKE_DECODE = 8, 8
+"""The split is printed nowhere but in Fig 15; Fig 11's most replicated keys stop at 8 replicas,
+which is a whole prefill pool of 8, and v3 names 8P+8D."""
+
+MOONCAKE_QUICK_REQUESTS = 1_000
+
+VLLM_CHUNK_TOKENS = 512
+VLLM_PROMPT_TOKENS = 131_072
+VLLM_SEQUENCES = 256
+"""vLLM v0.5.1's own defaults: tokens of a step with chunked prefill, and without it (the model's
+longest prompt), and sequences at a time. The paper names the version and no setting."""
+
+MOONCAKE_SPEEDS, MOONCAKE_QUICK_SPEEDS = (1.0, 1.2, 1.4), (1.0,)
+"""Replay speeds at which FAST'25's placements are compared. No figure of its section 5.2 prints its
+load, so the trace's own speed is the one to quote, and the others show what hangs on it."""
+
+MOONCAKE_BUSY_SPEED = 1.5
+"""The replay speed at which plain vLLM is within the limits of Fig. 1 as often as the paper's."""
+
+SYNTHETIC_RPS = 3.16
+"""Of the synthetic trace FAST'25 prints no rate. This is the one at which computing all prompts
+anew takes the mean TTFT of its Fig. 13, 2.62 s on 8 prefill nodes: queueing and prefill alone."""
+
+RATE_SPEEDS = (0.5, 4.5)
+MOONCAKE_RATE_STEPS, MOONCAKE_QUICK_RATE_STEPS = 8, 2
+"""Figs 13 and 15 print no rate. It is inferred from one of the figure's own points, once, and holds
+for all others: between these multiples of the trace's speed, by so many halvings."""
+
+V3_SPEED = 1.4
+"""Of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""
+
+OVERLOAD_SPEED, OVERLOAD_SPEEDS = 2.0, (2.0, 2.5, 3.0)
+"""v3's Table 3 is at twice the speed; the others show what hangs on it."""
+
+OVERLOAD_TBT_S = 0.035
+"""Time between tokens in v3's Table 3. It says 0.1 s, at which the decode pool of FAST'25's
+measurements is never full; this is what it gives on average at twice the trace's speed."""
+
+FLUCTUATION_PREFILL, FLUCTUATION_DECODE, FLUCTUATION_SPEED = 16, 4, 5.0
+"""Of v3's Fig. 9, which says 20 machines: the split at which both pools are full with the paper's
+own limits, and the speed that offers both a fifth more than they can do."""
+
+
+# Lamina
+
+LAMINA_REQUESTS, LAMINA_QUICK_REQUESTS = 6_000, 1_500
+"""Of each trace, all waiting at the start: an offered load above what any configuration does."""
+
+LAMINA_WINDOW = (0.25, 0.75)
+"""Shares of the requests between whose ends the throughput is taken: before, the batch fills, and
+after, it drains."""

@@ -1,0 +1,112 @@
+"""The result of an experiment: the paper's figures, ours, and a verdict for each row.
+
+This module has frozen data only. It reads no file, and prints and draws nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from moonpool.sim.metrics import rounded
+from papers.plot import Panel
+
+Verdict = Literal[
+    "within 10 %", "within 25 %", "same order", "does not follow", "ours alone", "withheld"
+]
+CLOSE, NEAR, SAME_ORDER = 0.10, 0.25, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """One figure. `paper` is None where the paper prints none. `note` says why they differ.
+
+    A row of a `partial` run has no verdict: it is not comparable with the paper's whole one.
+    """
+
+    label: str
+    unit: str
+    paper: float | None
+    ours: float
+    note: str = ""
+    partial: bool = False
+
+    @property
+    def difference(self) -> float | None:
+        """The difference of ours from the paper's, as a share of the paper's."""
+        return None if not self.paper or self.partial else self.ours / self.paper - 1
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict by the difference; "same order" is within a factor of two."""
+        if self.paper is None:
+            return "ours alone"
+        if self.partial:
+            return "withheld"
+        off = abs(self.ours - self.paper)
+        if off <= CLOSE * abs(self.paper):
+            return "within 10 %"
+        if off <= NEAR * abs(self.paper):
+            return "within 25 %"
+        low, high = sorted((abs(self.ours), abs(self.paper)))
+        if self.ours * self.paper > 0 and high <= SAME_ORDER * low:
+            return "same order"
+        return "does not follow"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A claim that needs no tolerance, such as an order, and whether it holds in ours."""
+
+    text: str
+    holds: bool
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """All that one experiment has to say. `paper_inputs` are given by the source; `chosen_inputs`
+    it leaves open, so each says what was taken and why."""
+
+    name: str
+    title: str
+    source: str
+    paper_inputs: tuple[str, ...]
+    chosen_inputs: tuple[str, ...]
+    rows: tuple[FindingRow, ...]
+    checks: tuple[Check, ...] = ()
+    notes: tuple[str, ...] = ()
+    panels: tuple[Panel, ...] = ()
+
+    def as_partial(self) -> Finding:
+        """Returns the finding of a run of fewer requests, whose verdicts are withheld."""
+        return replace(
+            self,
+            title=f"{self.title} (fewer requests: no verdict)",
+            rows=tuple(replace(row, partial=True) for row in self.rows),
+            checks=tuple(replace(check, partial=True) for check in self.checks),
+        )
+
+
+def figures(finding: Finding) -> dict[str, Any]:
+    """For `--json`: the same on every machine, byte for byte."""
+    found: dict[str, Any] = msgspec.to_builtins(finding)
+    found["rows"] = [
+        {
+            "label": row.label,
+            "unit": row.unit,
+            "paper": row.paper,
+            "ours": rounded(row.ours),
+            "difference": None if row.difference is None else rounded(row.difference),
+            "verdict": row.verdict,
+            "note": row.note,
+        }
+        for row in finding.rows
+    ]
+    for panel in found["panels"]:
+        for series in panel["series"]:
+            series["values"] = [rounded(value) for value in series["values"]]
+            series["at"] = [x if isinstance(x, str) else rounded(x) for x in series["at"]]
+    return found

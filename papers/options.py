@@ -1,0 +1,61 @@
+"""Options of an experiment: the seed, the folders of traces, and the progress callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonpool.trace.catalogue import PUBLIC_TRACES
+
+DOWNLOADS = {
+    "conversation": "mooncake-conversation",
+    "toolagent": "mooncake-toolagent",
+    "synthetic": "mooncake-synthetic",
+    "mooncake": "mooncake-arxiv",
+    "azure-conv": "azure-conversation",
+}
+"""The papers' short names of traces, and those that `moonpool trace download` knows them by."""
+TRACE_FILES = {short: PUBLIC_TRACES[name].file_name for short, name in DOWNLOADS.items()}
+TRACE_FOLDER = "traces"
+
+
+class ExperimentError(ValueError):
+    """An experiment cannot be run; the text says what is missing and what to do."""
+
+
+class MissingTraceError(ExperimentError):
+    """A trace that the experiment needs is not here."""
+
+
+def _silent(text: str) -> None:
+    del text
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`trace`, if given, stands for whatever trace an experiment asks for; otherwise they are
+    looked for in `folders`. `quick`: fewer requests, for a look. `progress` hears what is being
+    done, in a few words."""
+
+    seed: int = 0
+    quick: bool = False
+    trace: Path | None = None
+    folders: tuple[Path, ...] = (Path(TRACE_FOLDER), Path())
+    progress: Callable[[str], None] = field(default=_silent)
+
+    def find_trace(self, name: str) -> Path:
+        """The file of the trace so named. Raises MissingTraceError."""
+        if self.trace is not None:
+            if not self.trace.is_file():
+                raise MissingTraceError(f"there is no file {self.trace}; check --trace")
+            return self.trace
+        for folder in self.folders:
+            path = folder / TRACE_FILES[name]
+            if path.is_file():
+                return path
+        raise MissingTraceError(
+            f"the {name} trace is not here: get it by `moonpool trace download "
+            f"{DOWNLOADS[name]} --to {TRACE_FOLDER}`, or name the file by --trace or its folder by "
+            "MOONPOOL_TRACES"
+        )

@@ -1,0 +1,217 @@
+"""The endpoints that generate nothing: models, tokens, health, metrics, explanations and drains."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from moonpool.api.bodies import DetokenizeBody, TokenizeBody, decode_body, missing_parameter
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import ApiOptions, Frontend
+from moonpool.api.generate import check_model
+from moonpool.api.http_context import HttpContext
+from moonpool.api.prompts import PromptReader
+from moonpool.api.sampling import check_token_ids
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+DEFAULT_HOT = 20
+MAX_HOT = 1000
+_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+_PAGE = b"""moonpool
+
+POST /v1/chat/completions   POST /v1/completions   GET /v1/models
+POST /tokenize              POST /detokenize
+GET  /health   GET /metrics   GET /version   GET /server_info
+GET  /cluster  GET /beliefs  GET /explain/{request_id}
+GET  /cluster/hot            POST /cluster/drain
+"""
+
+
+class Inspector:
+    """Serves the endpoints that only read from one frontend."""
+
+    def __init__(self, frontend: Frontend, options: ApiOptions):
+        self._frontend = frontend
+        self._options = options
+        self._names = options.served_names or (frontend.card.model_id,)
+        self._prompts = PromptReader(frontend.tokenizer, frontend.card, options.thread_above_chars)
+
+    async def page(self, context: HttpContext) -> None:
+        await context.respond(200, _PAGE, b"text/plain; charset=utf-8")
+
+    async def models(self, context: HttpContext) -> None:
+        data = [self._model(name) for name in self._names]
+        await _respond(context, {"object": "list", "data": data})
+
+    async def model(self, context: HttpContext) -> None:
+        name = context.scope["path_params"]["model_id"]
+        check_model(name, self._names)
+        await _respond(context, self._model(name))
+
+    async def health(self, context: HttpContext) -> None:
+        await context.respond(200 if self._frontend.healthy() else 503, b"", b"text/plain")
+
+    async def metrics(self, context: HttpContext) -> None:
+        text = self._frontend.metrics_text()
+        await context.respond(200, text, CONTENT_TYPE_LATEST.encode())
+
+    async def version(self, context: HttpContext) -> None:
+        await _respond(context, {"version": installed_version()})
+
+    async def server_info(self, context: HttpContext) -> None:
+        await _respond(context, self._frontend.server_info())
+
+    async def cluster(self, context: HttpContext) -> None:
+        await _respond(context, self._frontend.cluster())
+
+    async def hot(self, context: HttpContext) -> None:
+        """Takes `?limit=N`, the most prefixes to return."""
+        query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
+        text = query.get("limit", [str(DEFAULT_HOT)])[-1]
+        if not text.isdigit() or not 1 <= int(text[:9]) <= MAX_HOT:
+            raise ApiError(f"'limit' must be between 1 and {MAX_HOT}.", status=400, param="limit")
+        found = await self._frontend.hot_prefixes(int(text))
+        await _respond(context, {"prefixes": found})
+
+    async def beliefs(self, context: HttpContext) -> None:
+        await _respond(context, self._frontend.beliefs())
+
+    async def explain(self, context: HttpContext) -> None:
+        """Takes a request id or the id of a response."""
+        given_id = context.scope["path_params"]["request_id"]
+        request_id = given_id
+        for prefix in _ID_PREFIXES:
+            request_id = request_id.removeprefix(prefix)
+        found = self._frontend.explain(request_id)
+        if found is None or not self._may_see(context, found):
+            text = (
+                f"The request '{given_id[:200]}' is unknown. The server keeps recent requests only."
+            )
+            raise ApiError(text, status=404, param="request_id", code="request_not_found")
+        await _respond(context, found)
+
+    async def tokenize(self, context: HttpContext) -> None:
+        body = decode_body(_TOKENIZE, await self._read(context))
+        check_model(body.model, self._names)
+        if body.messages is not None:
+            text = self._prompts.chat_text(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                tools=body.tools,
+                arguments=body.chat_template_kwargs or {},
+            )
+            add_special_tokens = bool(body.add_special_tokens)
+        elif body.prompt is not None:
+            text = body.prompt
+            add_special_tokens = body.add_special_tokens is not False
+        else:
+            raise missing_parameter("prompt")
+        tokens = await self._prompts.encode(text, add_special_tokens, "prompt")
+        tokenizer = self._frontend.tokenizer
+        strings = None
+        if body.return_token_strs:
+            strings = [tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self._frontend.card.max_model_tokens,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        await _respond(context, answer)
+
+    async def detokenize(self, context: HttpContext) -> None:
+        body = decode_body(_DETOKENIZE, await self._read(context))
+        check_model(body.model, self._names)
+        if body.tokens is None:
+            raise missing_parameter("tokens")
+        check_token_ids(body.tokens, self._frontend.card.vocab_size, "tokens")
+        text = self._frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        await _respond(context, {"prompt": text})
+
+    async def _read(self, context: HttpContext) -> bytes:
+        options = self._options
+        return await context.read_body(options.max_body_bytes, options.body_timeout_s)
+
+    def _may_see(self, context: HttpContext, found: dict[str, Any]) -> bool:
+        """Whether the tenant may see the request: with API keys, only its own."""
+        if not self._options.api_keys:
+            return True
+        tenant = str(found.get("tenant", ""))
+        return tenant.split("/", 1)[0] == context.tenant
+
+    def _model(self, name: str) -> dict[str, Any]:
+        card = self._frontend.card
+        return {
+            "id": name,
+            "object": "model",
+            "created": card.created_s,
+            "owned_by": "moonpool",
+            "root": card.model_id,
+            "parent": None,
+            "max_model_len": card.max_model_tokens,
+        }
+
+
+def installed_version() -> str:
+    try:
+        return importlib.metadata.version("moonpool")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+async def _respond(context: HttpContext, value: Any) -> None:
+    await context.respond(200, msgspec.json.encode(value))
+
+
+MAX_WITHIN_S = 3600.0
+
+
+class DrainBody(msgspec.Struct):
+    instance_id: str
+    within_s: float = 60.0
+
+
+_DRAIN = msgspec.json.Decoder(DrainBody)
+
+
+class Controller:
+    """Serves the endpoints that change the cluster, to clients on the head's machine only."""
+
+    def __init__(self, frontend: Frontend, options: ApiOptions):
+        self._frontend = frontend
+        self._options = options
+
+    async def drain(self, context: HttpContext) -> None:
+        """Begins to drain an instance and responds at once; `/cluster` shows the progress."""
+        _check_local(context)
+        options = self._options
+        body = decode_body(
+            _DRAIN, await context.read_body(options.max_body_bytes, options.body_timeout_s)
+        )
+        if not 0 <= body.within_s <= MAX_WITHIN_S:
+            text = f"'within_s' must be between 0 and {MAX_WITHIN_S:.0f} seconds."
+            raise ApiError(text, status=400, param="within_s")
+        refusal = self._frontend.drain(body.instance_id, body.within_s)
+        if refusal:
+            raise ApiError(refusal, status=409, param="instance_id", code="cannot_drain")
+        await context.respond(200, msgspec.json.encode({"draining": body.instance_id}))
+
+
+def _check_local(context: HttpContext) -> None:
+    """Raises `ApiError` for a remote client: an API key does not allow shutting instances down."""
+    host = (context.scope.get("client") or ("",))[0]
+    try:
+        local = ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        text = (
+            "This endpoint is only open to the head's own machine. Send the request to 127.0.0.1."
+        )
+        raise ApiError(text, status=403, code="not_local")

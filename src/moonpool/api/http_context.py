@@ -1,0 +1,165 @@
+"""One HTTP request and its response, over bare ASGI.
+
+Owns the request id, the body with its size limit, and the watch for a client that disconnects. It
+does not parse bodies. It uses bare ASGI instead of Starlette's `Request` and `StreamingResponse`
+because every streamed token passes through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Receive, Scope, Send
+
+from moonpool.api.errors import ApiError, ClientGoneError, Headers
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
+JSON = b"application/json"
+_SSE = b"text/event-stream; charset=utf-8"
+
+
+def request_id_of(scope: Scope) -> str:
+    """Returns the client's `X-Request-Id` if it is valid, else a new id."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return str(value, "ascii")
+    return secrets.token_hex(12)
+
+
+class HttpContext:
+    """One HTTP request. The endpoint sets `tenant` after it has checked the API key."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self.scope = scope
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = request_id_of(scope)
+        self.tenant = ""
+        self.started = False
+        self._receive = receive
+        self._send = send
+
+    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """Returns the body. Raises `ApiError` with 413, 415 or 408, and `ClientGoneError`."""
+        self._check_content(max_bytes)
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            body: bytes = message.get("body", b"")
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            return body
+        chunks = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    chunk = message.get("body", b"")
+                    num_bytes += len(chunk)
+                    if num_bytes > max_bytes:
+                        raise _too_large(max_bytes)
+                    chunks.append(chunk)
+                    if not message.get("more_body"):
+                        return b"".join(chunks)
+                    message = await self._receive()
+        except TimeoutError:
+            text = f"The request body did not arrive within {timeout_s:g} s. Send it again."
+            raise ApiError(text, status=408, code="body_timeout") from None
+
+    async def respond(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
+    ) -> None:
+        """Sends a whole response."""
+        await self._start(
+            status,
+            [
+                (b"content-type", content_type),
+                (b"content-length", b"%d" % len(body)),
+                *headers,
+            ],
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start_events(self) -> None:
+        """Starts a stream of server-sent events."""
+        headers = [
+            (b"content-type", _SSE),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._start(200, headers)
+
+    async def send_events(self, events: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_events(self, events: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": events})
+
+    def watch(self) -> DisconnectWatch:
+        """Returns a context in which a disconnect raises `ClientGoneError` at the current await."""
+        return DisconnectWatch(self._receive)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        headers.append((b"x-request-id", self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _check_content(self, max_bytes: int) -> None:
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
+            raise _too_large(max_bytes)
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            text = "Compressed request bodies are not supported. Send plain JSON."
+            raise ApiError(text, status=415, code="unsupported_encoding")
+        content_type = self.headers.get(b"content-type", JSON).split(b";", 1)[0].strip().lower()
+        if content_type and content_type != JSON and not content_type.endswith(b"+json"):
+            text = "The Content-Type of the request must be application/json."
+            raise ApiError(text, status=415, code="unsupported_media_type")
+
+
+class DisconnectWatch:
+    """Interrupts the task that entered it when the client disconnects, like `asyncio.timeout`."""
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+        self._gone = False
+        self._num_cancels_before = 0
+        self._watched: asyncio.Task[object] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._watched = asyncio.current_task()
+        assert self._watched is not None
+        self._num_cancels_before = self._watched.cancelling()
+        self._watcher = asyncio.create_task(self._wait())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._watched is not None
+        assert self._watcher is not None
+        self._watcher.cancel()
+        if self._gone:
+            num_cancels = self._watched.uncancel()
+            if num_cancels <= self._num_cancels_before and kind is asyncio.CancelledError:
+                raise ClientGoneError from None
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        assert self._watched is not None
+        self._gone = True
+        self._watched.cancel()
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    text = f"The request body exceeds this server's limit of {max_bytes} bytes. Shorten it."
+    return ApiError(text, status=413, code="body_too_large")

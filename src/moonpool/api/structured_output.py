@@ -1,0 +1,159 @@
+"""Structured output: converts the client's constraint to a grammar of llguidance.
+
+A constraint comes from `response_format` (OpenAI), `structured_outputs` (vLLM), or tools of which
+one must be called. The grammar travels with the request. Constraints are untrusted: they only go to
+llguidance, which bounds its own work. If llguidance gives up in the middle of a response, the
+response ends and becomes an error instead of a 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher
+
+from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import RequestRefused
+from moonpool.engine.grammar import LIMITS, matches_grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_GRAMMAR_CHARS = 128 << 10
+MOST_CHOICES = 1024
+_INLINE_CHARS = 2048  # longer responses are checked in a thread
+_ANY_OBJECT = {"type": "object"}
+# White space between JSON's tokens is free but bounded: weak models would never leave it.
+_JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": "[ \\n\\t\\r]{1,20}",
+}
+
+
+def grammar_of(
+    body: ChatBody | CompletionBody, can_end: bool, must_call: dict[str, Any] | None = None
+) -> str:
+    """Returns the grammar of a body with structured output, or with tools that must be called.
+
+    `must_call` is the schema of the required calls. `can_end` says whether the model has a token
+    that ends its output. Takes milliseconds for large schemas, without the GIL. Raises `ApiError`.
+    """
+    if must_call is not None:
+        if body.has_structured_output:
+            text = (
+                "'tool_choice' requires a tool call, whose schema already constrains the output. "
+                "Leave 'response_format' and 'structured_outputs' out."
+            )
+            raise ApiError(text, param="tool_choice")
+        name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
+    else:
+        name, grammar = _read(body)
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        text = (
+            f"The grammar of '{name}' has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} "
+            "are allowed. Simplify the schema or grammar."
+        )
+        raise ApiError(text, param=name)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    if is_error:
+        raise _unusable(name, messages[0])
+    if body.ignore_eos or body.min_tokens:
+        other = "ignore_eos" if body.ignore_eos else "min_tokens"
+        text = (
+            f"'{other}' cannot be combined with '{name}': structured output ends when it is "
+            f"complete. Leave one of them out."
+        )
+        raise ApiError(text, param=other)
+    if not can_end:
+        text = (
+            f"This model has no token that ends its output, so '{name}' is not supported. "
+            "Leave it out."
+        )
+        raise ApiError(text, param=name, code="unsupported_parameter")
+    return grammar
+
+
+async def check_satisfied(grammar: str, text: str) -> None:
+    """Raises `RequestRefused` if a finished output does not satisfy the grammar."""
+    if len(text) > _INLINE_CHARS:
+        satisfied = await asyncio.to_thread(matches_grammar, grammar, text)
+    else:
+        satisfied = matches_grammar(grammar, text)
+    if not satisfied:
+        message = (
+            "The output ended before it satisfied the requested structured output, because the "
+            "grammar became too complex to follow. Simplify the schema or grammar."
+        )
+        raise RequestRefused(400, "form_lost", message)
+
+
+def _read(body: ChatBody | CompletionBody) -> tuple[str, str]:
+    """Returns the name of the field that holds the constraint, and the grammar."""
+    wanted, outputs = body.response_format, body.structured_outputs
+    if outputs is None:
+        assert wanted is not None
+        if wanted.type == "json_object":
+            return "response_format", _json_grammar("response_format", _ANY_OBJECT)
+        if wanted.json_schema is None:
+            text = "'response_format' of type 'json_schema' needs the field 'json_schema'."
+            raise ApiError(text, param="response_format.json_schema")
+        return "response_format", _schema_grammar(wanted.json_schema)
+    if wanted is not None and wanted.type != "text":
+        text = "Use either 'response_format' or 'structured_outputs', not both."
+        raise ApiError(text, param="structured_outputs")
+    given = {name: make for name, make in _GRAMMARS.items() if getattr(outputs, name) is not None}
+    if len(given) != 1:
+        text = f"'structured_outputs' needs exactly one of {', '.join(_GRAMMARS)}."
+        raise ApiError(text, param="structured_outputs")
+    ((name, make),) = given.items()
+    return "structured_outputs", make(getattr(outputs, name))
+
+
+def _schema_grammar(wanted: JsonSchemaFormat) -> str:
+    schema = _ANY_OBJECT if wanted.schema is None else wanted.schema
+    return _json_grammar("response_format", schema)
+
+
+def _json_grammar(name: str, schema: Any) -> str:
+    """Returns the grammar of a JSON schema, given as an object or as JSON text."""
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if not isinstance(schema, dict):
+            raise ValueError("a JSON schema must be a JSON object")
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    except (ValueError, RecursionError) as error:
+        raise _unusable(name, str(error)) from None
+
+
+def _choice_grammar(choices: list[str]) -> str:
+    if not 0 < len(choices) <= MOST_CHOICES or not all(choices):
+        text = f"'structured_outputs.choice' needs 1 to {MOST_CHOICES} non-empty strings."
+        raise ApiError(text, param="structured_outputs.choice")
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return LLMatcher.grammar_from_lark(f"start: {texts}")
+
+
+def _object_grammar(wanted: bool) -> str:
+    if not wanted:
+        text = "'structured_outputs.json_object' must be true or left out."
+        raise ApiError(text, param="structured_outputs.json_object")
+    return _json_grammar("structured_outputs", _ANY_OBJECT)
+
+
+_GRAMMARS: dict[str, Callable[[Any], str]] = {
+    "json": lambda schema: _json_grammar("structured_outputs", schema),
+    "json_object": _object_grammar,
+    "regex": LLMatcher.grammar_from_regex,
+    "choice": _choice_grammar,
+    "grammar": LLMatcher.grammar_from_lark,
+}
+
+
+def _unusable(name: str, why: str) -> ApiError:
+    line = " ".join(why.split())[:300]
+    return ApiError(f"The schema or grammar in '{name}' is invalid: {line}", param=name)

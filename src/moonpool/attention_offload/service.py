@@ -1,0 +1,243 @@
+"""The server of an attention worker: accepts and authenticates its model worker's connections.
+
+One thread serves each connection. The newest owner that attaches replaces the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+
+import msgspec
+
+from moonpool.attention_offload.channel import (
+    AttentionChannel,
+    AttentionChannelError,
+    SocketChannel,
+    rings_available,
+    take_rings,
+)
+from moonpool.attention_offload.client import receive_any
+from moonpool.attention_offload.wire import (
+    COMMAND,
+    ENCODER,
+    MAX_FRAME_BYTES,
+    OPENING,
+    SERVICE,
+    Attach,
+    AttentionEvent,
+    AttentionRefused,
+    OpenSteps,
+    ReceivedBytes,
+)
+from moonpool.attention_offload.worker_state import AttachError, AttentionWorkerState
+from moonpool.protocol.transfer_events import (
+    FetchEnded,
+    MessengerEvent,
+    PeerAddress,
+    ReadEnded,
+    ReadRequested,
+    ReceiveEnded,
+    SendEnded,
+)
+from moonpool.transfer import shm, tcp
+from moonpool.transfer.arena import ArenaError
+from moonpool.transfer.auth import AuthError, Identity, ServerHandshake, authenticate_frames
+from moonpool.transfer.errors import TransportError
+from moonpool.transfer.frame_socket import FrameSocket
+from moonpool.types import InstanceId
+
+HANDSHAKE_S = 5.0
+SEND_S = 5.0
+MAX_CONNECTIONS = 16
+MAX_SPIN_S = 0.01
+
+log = logging.getLogger("moonpool.attention_offload")
+
+
+class AttentionService:
+    """Serves one `AttentionWorkerState`. Call `start`, then `close`."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        secret: bytes,
+        state: AttentionWorkerState,
+        host: str,
+        use_shm: bool,
+    ) -> None:
+        self._instance_id = instance_id
+        self._secret = secret
+        self._state = state
+        self._host = host
+        self._host_id = shm.host_id() if use_shm else ""
+        self._lock = threading.Lock()  # guards what follows
+        self._open: set[socket.socket] = set()
+        self._step_sockets: set[socket.socket] = set()
+        self._token = ""
+        self._owner: FrameSocket | None = None
+        self._owner_gone = threading.Event()
+        self._owner_gone.set()
+        self._steps_over = threading.Event()
+        self._steps_over.set()
+        self._closing = False
+        self._listeners: list[socket.socket] = []
+
+    def start(self) -> PeerAddress:
+        """Listens, and returns where. Raises OSError."""
+        self._listeners = [tcp.listen(self._host, 0)]
+        unix_name = ""
+        if self._host_id:
+            unix_name = f"moonpool-attention-{secrets.token_hex(12)}"
+            self._listeners.append(shm.listen(unix_name))
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        return PeerAddress(
+            instance_id=self._instance_id,
+            host_id=self._host_id,
+            unix_name=unix_name,
+            tcp_host=self._host,
+            tcp_port=self._listeners[0].getsockname()[1],
+        )
+
+    def close(self) -> None:
+        """Ends all connections, then the worker's state."""
+        with self._lock:
+            self._closing = True
+            sockets = [*self._listeners, *self._open]
+        for sock in sockets:
+            _shut(sock)
+        self._owner_gone.wait(SEND_S)
+        self._steps_over.wait(SEND_S)
+        self._state.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                break
+            with self._lock:
+                full = len(self._open) >= MAX_CONNECTIONS
+                if not full:
+                    self._open.add(sock)
+            if full:
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+        listener.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            self._serve_one(sock)
+        except (AuthError, TransportError, AttentionChannelError, OSError) as error:
+            if not self._closing:
+                log.warning("closed a connection: %s", error)
+        except msgspec.DecodeError as error:
+            log.warning("closed a connection with malformed messages: %s", error)
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+    def _serve_one(self, sock: socket.socket) -> None:
+        if sock.family != socket.AF_UNIX:
+            tcp.prepare(sock)
+        frames = FrameSocket(sock)
+        me = Identity(instance_id=self._instance_id, service=SERVICE, fingerprint=b"")
+        by_s = time.monotonic() + HANDSHAKE_S
+        authenticate_frames(frames, ServerHandshake(self._secret, me), by_s)
+        opening = OPENING.decode(frames.receive_frame(MAX_FRAME_BYTES, by_s))
+        if isinstance(opening, OpenSteps):
+            self._serve_steps(sock, opening)
+        else:
+            self._serve_owner(frames, opening)
+
+    def _serve_steps(self, sock: socket.socket, opening: OpenSteps) -> None:
+        if not self._token or not hmac.compare_digest(opening.token, self._token):
+            raise AttentionChannelError("its token is not that of the current owner")
+        channel: AttentionChannel
+        if opening.rings and sock.family == socket.AF_UNIX and rings_available():
+            channel = take_rings(sock, None, min(opening.spin_s, MAX_SPIN_S))
+            sock.settimeout(None)
+        else:
+            channel = SocketChannel(sock, None)
+        with self._lock:
+            self._step_sockets.add(sock)
+            self._steps_over.clear()
+        try:
+            self._state.serve_steps(channel)
+        finally:
+            channel.close()
+            with self._lock:
+                self._step_sockets.discard(sock)
+                if not self._step_sockets:
+                    self._steps_over.set()
+
+    def _serve_owner(self, frames: FrameSocket, request: Attach) -> None:
+        """Serves one owner, from its `Attach` to its end."""
+        self._end_former_owner()
+        sending = threading.Lock()
+
+        def post(event: MessengerEvent) -> None:
+            # The other events are those of SSD tiers, which attention workers do not have.
+            if isinstance(event, FetchEnded | ReadRequested | ReadEnded | ReceiveEnded | SendEnded):
+                self._send(frames, sending, event)
+
+        try:
+            attached = self._state.attach(request, post)
+        except (AttachError, ArenaError, OSError, ValueError) as error:
+            body = ENCODER.encode(AttentionRefused(reason=str(error)))
+            frames.send_frame(body, time.monotonic() + SEND_S)
+            return
+        with self._lock:
+            self._owner, self._token = frames, request.token
+            self._owner_gone.clear()
+        log.info(
+            "holds %d blocks for %s, %d of them still cached from before",
+            attached.num_blocks, request.owner, len(attached.cached),
+        )  # fmt: skip
+        try:
+            frames.send_frame(ENCODER.encode(attached), time.monotonic() + SEND_S)
+            self._serve_commands(frames, sending)
+        finally:
+            with self._lock:
+                self._owner, self._token = None, ""
+                steps = list(self._step_sockets)
+            for sock in steps:
+                _shut(sock)
+            self._state.detach()
+            self._owner_gone.set()
+
+    def _serve_commands(self, frames: FrameSocket, sending: threading.Lock) -> None:
+        while True:
+            self._state.perform(COMMAND.decode(receive_any(frames)))
+            self._send(frames, sending, ReceivedBytes(num_bytes=self._state.received_bytes()))
+
+    def _send(self, frames: FrameSocket, sending: threading.Lock, event: AttentionEvent) -> None:
+        with sending:
+            try:
+                frames.send_frame(ENCODER.encode(event), time.monotonic() + SEND_S)
+            except TransportError:
+                frames.interrupt()  # the owner is gone: ends its thread
+
+    def _end_former_owner(self) -> None:
+        """Disconnects the former owner, and waits until its steps are over."""
+        with self._lock:
+            former = self._owner
+        if former is not None:
+            former.interrupt()
+        if not (self._owner_gone.wait(SEND_S) and self._steps_over.wait(SEND_S)):
+            raise AttentionChannelError(
+                "the former owner's connections do not end: try again later"
+            )
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,21 @@
+"""Finds the folders of a checkout that are no part of the package: benchmarks and papers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import moonpool
+
+
+def find_checkout(folder: str) -> Path | None:
+    """Returns the root of the checkout this package runs from, if it has `folder`, else None.
+
+    The root is then on `sys.path`, so that `import benchmarks` and `import papers` work.
+    """
+    root = Path(moonpool.__file__).resolve().parents[2]
+    if not (root / folder / "__init__.py").is_file():
+        return None
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    return root

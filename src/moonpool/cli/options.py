@@ -1,0 +1,223 @@
+"""Command-line options: those generated from the configuration, and those that commands share.
+
+`ConfigFlags` makes one click option of each key of `Config` that a command names; type, limits,
+flag and help come from the field itself. `SectionedCommand` lists them by config table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from math import isnan
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+
+from moonpool.cli.inputs import read_text
+from moonpool.cli.output import fail
+from moonpool.cli.policy_type import POLICY_TYPES
+from moonpool.config import Config, ConfigError, parse_config
+from moonpool.config_schema import FieldSchema, Values, schema_of
+from moonpool.trace.transform import parse_share
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COUNT = click.IntRange(min=1)
+POSITIVE = click.FloatRange(min=0, min_open=True)
+SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True, max_open=True)
+
+
+class NumberRange(click.FloatRange):
+    """A range of numbers that excludes NaN, which click's own range lets through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
+
+
+FACTOR = NumberRange(min=0.01, max=100.0)
+
+
+class _TokenShare(click.ParamType[Fraction]):
+    name = "share"
+
+    def convert(
+        self, value: str | Fraction, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Fraction:
+        if isinstance(value, Fraction):
+            return value
+        try:
+            return parse_share(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+TOKEN_SHARE = _TokenShare()
+
+TRACE_HELP = "Trace file in the format of Mooncake, Azure or BurstGPT."
+trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
+scale_option = click.option(
+    "--scale-tokens",
+    "scale",
+    type=TOKEN_SHARE,
+    default="1",
+    show_default=True,
+    help="Share of each prompt and answer to keep, such as 1/16.",
+)
+requests_option = click.option(
+    "--requests", type=COUNT, help="Use only the first requests, this many."
+)
+config_option = click.option(
+    "--config", "config_file", type=click.Path(dir_okay=False), help="TOML file; flags override it."
+)
+catalogue_option = click.option(
+    "--catalogue",
+    "catalogue_file",
+    type=click.Path(dir_okay=False),
+    help="TOML file with more devices, model shapes and prices.",
+)
+url_option = click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
+)
+api_key_option = click.option("--api-key", help="Bearer key; OPENAI_API_KEY unless given.")
+json_option = click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
+)
+attainment_option = click.option(
+    "--attainment",
+    type=SHARE,
+    default=0.9,
+    show_default=True,
+    help="Share of requests that must meet both SLOs; a rejected request does not.",
+)
+confidence_option = click.option(
+    "--confidence",
+    type=SHARE,
+    default=0.95,
+    show_default=True,
+    help="Confidence at which the attainment must hold.",
+)
+seeds_option = click.option(
+    "--seeds",
+    type=click.IntRange(min=2, max=100),
+    default=6,
+    show_default=True,
+    help="Simulate each case with at most this many seeds.",
+)
+first_seed_option = click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    help="First seed; each draws the trace's sessions, and 0 keeps them as they are.",
+)
+processes_option = click.option(
+    "--processes", type=COUNT, help="Processes that simulate; one per core unless given."
+)
+
+_CLICK_TYPES: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING}
+
+
+class ConfigOption(click.Option):
+    """An option that overrides one key of the configuration; `table` is the key's table."""
+
+    def __init__(self, *args: Any, table: str = "", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.table = table
+
+
+class SectionedCommand(click.Command):
+    """A command whose help lists the options of each config table in a section of its own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                name = f"[{param.table}]" if isinstance(param, ConfigOption) else "Options"
+                sections.setdefault(name, []).append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+class ConfigFlags:
+    """The flags by which one command overrides the configuration.
+
+    `keys` are such as "pool.block_tokens". `types` gives the click type of a key that is not to
+    have the one that follows from its field, `helps` another text.
+    """
+
+    def __init__(
+        self,
+        *keys: str,
+        types: Mapping[str, click.ParamType[Any]] | None = None,
+        helps: Mapping[str, str] | None = None,
+    ) -> None:
+        self._fields = tuple(schema_of(Config)[key] for key in keys)
+        self._types = types or {}
+        self._helps = helps or {}
+
+    def options(self, defaults: Config, hidden: tuple[str, ...] = ()) -> Callable[[F], F]:
+        """Returns a decorator that adds the options; `defaults` are the values that help shows."""
+
+        def decorate(command: F) -> F:
+            for field in reversed(self._fields):
+                command = self._option(field, defaults, field.name in hidden)(command)
+            return command
+
+        return decorate
+
+    def _option(self, field: FieldSchema, defaults: Config, hidden: bool) -> Callable[[F], F]:
+        text = self._helps.get(field.name, field.meta.description or "")
+        default = getattr(getattr(defaults, field.table), field.key)
+        settings: dict[str, Any] = {}
+        flags = field.flag
+        if field.kind is bool:
+            flags, settings = f"{field.flag}/--no-{field.flag[2:]}", {"default": None}
+        elif get_origin(field.kind) is tuple:
+            settings = {"multiple": True}
+        else:
+            types = {**POLICY_TYPES, **self._types}
+            settings["type"] = types.get(field.name) or _click_type(field.kind)
+            if default:
+                shown = f"{default:g}" if isinstance(default, float) else default
+                text = f"{text}  [default: {shown}]"
+        metavar = (field.meta.extra or {}).get("metavar") or None
+        return click.option(
+            flags,
+            cls=ConfigOption,
+            table=field.table,
+            help=text,
+            metavar=metavar,
+            hidden=hidden,
+            **settings,
+        )
+
+    def overrides(self, flags: Mapping[str, Any]) -> Values:
+        """Returns the values of the flags that were given; `flags` may hold others, too."""
+        given: Values = {}
+        for field in self._fields:
+            value = flags.get(field.flag[2:].replace("-", "_"))
+            if value is not None and value != ():
+                given.setdefault(field.table, {})[field.key] = value
+        return given
+
+
+def read_config(
+    config_file: str | None, overrides: Values, defaults: Values | None = None
+) -> Config:
+    """Lays the overrides over the file, and both over `defaults`. Ends the command on a mistake."""
+    text = "" if config_file is None else read_text(config_file, "the config")
+    try:
+        return parse_config(text, overrides, defaults)
+    except ConfigError as error:
+        fail(str(error))
+
+
+def _click_type(kind: Any) -> Any:
+    return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _CLICK_TYPES[kind]

@@ -1,0 +1,279 @@
+"""Plans attempts: applies the placement and admission policies and writes the first commands.
+
+Books nothing: `RequestLifecycle` books what was planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from moonpool.conductor.admission import (
+    UNLIMITED,
+    AdmissionContext,
+    AdmissionFunction,
+    SloBudget,
+    admit,
+)
+from moonpool.conductor.cost_estimator import CostEstimator
+from moonpool.conductor.instance_table import to_ns
+from moonpool.conductor.output_predictor import OutputPredictor
+from moonpool.conductor.placement import Placement, PlacementFunction, Rejection, place
+from moonpool.conductor.policies import PolicyError, RequestFootprint
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.role_switching import RoleSwitching
+from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
+from moonpool.config import ConductorConfig
+from moonpool.kvcache.prefix_index import PrefixMatch
+from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import (
+    AttemptId,
+    AttemptSpec,
+    Command,
+    PrefixSource,
+    ReserveDecode,
+    StartPrefill,
+)
+from moonpool.types import InstanceId, Role, Slo
+
+POLICY_ERROR = "policy_error"
+"""The reason of a rejection because a policy from outside the package failed."""
+RECHECK_TOLERANCE = 1.1
+"""The decode instance rejects a prefilled request only if its load is this far above the limit.
+Below, the first check was as precise as a projection can be, and the prefill is already spent."""
+
+
+class Policies(NamedTuple):
+    """Policies from outside the package; None: the built-in one that the config names."""
+
+    placement: PlacementFunction | None = None
+    admission: AdmissionFunction | None = None
+
+
+class PlannedAttempt(NamedTuple):
+    placement: Placement
+    footprint: RequestFootprint
+    tokens: Sequence[int]  # prompt, and what earlier attempts generated
+
+
+class AttemptPlanner:
+    def __init__(
+        self,
+        config: ConductorConfig,
+        policies: Policies,
+        reservations: Reservations,
+        output_predictor: OutputPredictor,
+        cost_estimator: CostEstimator,
+        roles: RoleSwitching,
+        life: str,
+        default_slo: Slo,
+    ) -> None:
+        self.layout: BlockLayout | None = None  # of all instances, once one has joined
+        self._token_bytes = 0
+        self._config = config
+        self._policies = policies
+        self._reservations = reservations
+        self._table, self._instances = reservations.instance_table, reservations.instances
+        self._output_predictor = output_predictor
+        self._cost_estimator = cost_estimator
+        self._roles = roles
+        self._life = f"{life}." if life else ""
+        self._default_slo = default_slo
+        self._numbers = count(1)  # a client may reuse its request id
+
+    def set_layout(self, layout: BlockLayout) -> None:
+        self.layout, self._token_bytes = layout, layout.token_bytes
+
+    def plan(self, tracked: TrackedRequest, now: float) -> PlannedAttempt | Rejection:
+        """Decides on the request's next attempt (mutates `tracked`: keys, predicted length)."""
+        request, layout = tracked.request, self.layout
+        if not self._instances or layout is None:
+            return Rejection(503, "no_instance", "no instance is up", 5.0)
+        tokens: Sequence[int] = request.token_ids
+        if tracked.generated:
+            tokens = (*tokens, *tracked.generated)
+        _name_blocks(tracked, tokens, layout)
+        match = self._reservations.index.match(tracked.keys)
+        footprint = self._footprint(tracked, len(tokens), layout)
+        failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
+        avoid = [state.row for state in failed_on if state is not None]
+        decision = self._decide(tracked, footprint, match, avoid, now)
+        if not tracked.num_attempts:
+            self._note_arrival(footprint, decision, match, request.sampling.max_tokens, now)
+        if isinstance(decision, Rejection) and avoid:
+            decision = self._decide(tracked, footprint, match, (), now)
+        if isinstance(decision, Rejection):
+            return decision
+        self._output_predictor.predict(tracked, match.deepest)
+        return PlannedAttempt(decision, footprint, tokens)
+
+    def attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
+        placement, footprint = planned.placement, planned.footprint
+        # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
+        # decode must not take the room that was booked for others.
+        mixed = self._instances[placement.prefill].info.role is Role.MIXED
+        return Attempt(
+            attempt_id=AttemptId(f"{tracked.request.request_id}/{self._life}{footprint.number}"),
+            prefill=placement.prefill,
+            decode=placement.decode,
+            fetch_from=placement.fetch_from,
+            prefill_ns=to_ns(placement.prefill_s),
+            num_tokens=footprint.num_tokens,
+            booked_tokens=footprint.expected_tokens if footprint.decodes or mixed else 0,
+            decodes=footprint.decodes,
+            expected_keys=tracked.keys[placement.held_blocks :],
+            tbt_s=placement.tbt_s,
+        )
+
+    def commands(
+        self, tracked: TrackedRequest, attempt: Attempt, planned: PlannedAttempt, now: float
+    ) -> list[tuple[InstanceId, Command]]:
+        """The attempt's first commands, in the order in which they must be sent."""
+        tbt_tail = self._table.tbt_tail_of(planned.placement.decoder_row)
+        spec = _spec(tracked, attempt, planned.tokens, self._config, tbt_tail, now)
+        return _commands(tracked, attempt, planned.placement, spec, self._instances)
+
+    def _note_arrival(
+        self,
+        footprint: RequestFootprint,
+        decision: Placement | Rejection,
+        match: PrefixMatch,
+        max_tokens: int,
+        now: float,
+    ) -> None:
+        if isinstance(decision, Placement):
+            cached_tokens = decision.hit_tokens
+        else:
+            cached_tokens = min(match.deepest, footprint.usable_blocks) * footprint.block_tokens
+        self._roles.note_arrival(footprint.num_tokens, cached_tokens, max_tokens, now)
+
+    def _footprint(
+        self, tracked: TrackedRequest, num_tokens: int, layout: BlockLayout
+    ) -> RequestFootprint:
+        left = tracked.request.sampling.max_tokens - len(tracked.generated)
+        predictor, expected = self._output_predictor, num_tokens
+        if left > 1:
+            # Clients set `max_tokens` far above the usual length: the mean is the better estimate.
+            expected += min(left, int(predictor.lengths.mean.value))
+            # The answer may be shorter than the mean: a request that could just fit is not rejected
+            # on every attempt.
+            expected = min(expected, max(self._table.most_decode_tokens, num_tokens + 1))
+        return RequestFootprint(
+            number=next(self._numbers),
+            num_tokens=num_tokens,
+            # In whole blocks, as an instance holds it.
+            expected_tokens=layout.blocks_for(expected) * layout.block_tokens,
+            decodes=left > 1,
+            block_tokens=layout.block_tokens,
+            token_bytes=self._token_bytes,
+            answer_s=predictor.mean_s,
+            tbt_s=min(tracked.request.slo.tbt_s, self._default_slo.tbt_s),
+        )
+
+    def _decide(
+        self,
+        tracked: TrackedRequest,
+        footprint: RequestFootprint,
+        match: PrefixMatch,
+        avoid: Sequence[int],
+        now: float,
+    ) -> Placement | Rejection:
+        """Applies both policies, without side effects on the bookings."""
+        config, policies = self._config, self._policies
+        try:
+            decision = place(footprint, self._table, match, config, now, avoid, policies.placement)
+            if isinstance(decision, Rejection):
+                return decision
+            request = tracked.request
+            # A request whose answer has begun is not rejected for being slow.
+            slo = UNLIMITED if tracked.generated else request.slo
+            budget = SloBudget(slo, max(now - request.arrived_s, 0.0))
+            forecast = self._output_predictor.forecast
+            context = AdmissionContext(
+                footprint, decision, budget, self._table, forecast, config, now
+            )
+            rejection = admit(context, policies.admission)
+        except PolicyError as error:
+            return Rejection(500, POLICY_ERROR, str(error), 0.0)
+        if rejection is None:
+            return decision
+        row, limit = self._instances[decision.prefill].row, config.load_limit
+        if policies.admission is not None:
+            return rejection
+        if not self._cost_estimator.may_probe(decision, row, budget, limit, now):
+            return rejection
+        tracked.explanation.add(
+            f"admitted to check the cost estimate, although {rejection.message}"
+        )
+        return decision
+
+
+def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
+    request = tracked.request
+    if not request.use_cache:
+        return
+    if request.keys is not None:
+        tracked.keys = request.keys  # of the prompt only: generated tokens have no keys
+    else:
+        root = root_key(layout.fingerprint, request.tenant)
+        tracked.keys = block_keys(tokens, layout.block_tokens, root)
+
+
+def _spec(
+    tracked: TrackedRequest,
+    attempt: Attempt,
+    tokens: Sequence[int],
+    config: ConductorConfig,
+    tbt_tail: float,
+    now: float,
+) -> AttemptSpec:
+    """`tbt_tail`: the longest tenth of a request's token gaps over its mean gap; the decode
+    instance itself knows mean step times only."""
+    request = tracked.request
+    tolerance = 1.0 if config.admission == "baseline" else RECHECK_TOLERANCE
+    return AttemptSpec(
+        attempt_id=attempt.attempt_id,
+        token_ids=tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        slo=_local_slo(tracked, config),
+        tenant=request.tenant,
+        use_cache=request.use_cache,
+        timeout_s=max(request.deadline_s - now, 0.001),
+        keys=request.keys,
+        tolerance=tolerance / tbt_tail,
+    )
+
+
+def _local_slo(tracked: TrackedRequest, config: ConductorConfig) -> Slo:
+    """The SLO that the decode instance checks again."""
+    slo, limit = tracked.request.slo, config.load_limit
+    if tracked.generated or config.admission == "none":
+        return UNLIMITED
+    return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
+
+
+def _commands(
+    tracked: TrackedRequest,
+    attempt: Attempt,
+    placement: Placement,
+    spec: AttemptSpec,
+    instances: Mapping[InstanceId, InstanceState],
+) -> list[tuple[InstanceId, Command]]:
+    commands: list[tuple[InstanceId, Command]] = []
+    target = fetch = None
+    if attempt.decode is not None:
+        # The reservation goes first, so that the decode instance can accept the KVCache stream.
+        patient = attempt.decode in tracked.failed_on
+        commands.append((attempt.decode, ReserveDecode(work=spec, patient=patient)))
+        target = instances[attempt.decode].info.address
+    if attempt.fetch_from is not None:
+        source = instances[attempt.fetch_from].info
+        num_blocks = placement.fetch_tokens // source.layout.block_tokens
+        fetch = PrefixSource(
+            source=source.address, num_blocks=num_blocks, load_s=placement.source_load_s
+        )
+    commands.append((attempt.prefill, StartPrefill(work=spec, fetch=fetch, target=target)))
+    return commands

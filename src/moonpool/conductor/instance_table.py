@@ -1,0 +1,294 @@
+"""The instances and the load booked on them, as arrays with one row per instance.
+
+A placement policy reads all instances at once from these arrays. Each event updates the sums that
+it changes, in constant time; `Conductor.validate` recomputes them from the requests to compare.
+Sums are whole numbers (durations are in nanoseconds), so that additions and subtractions leave no
+rounding error. They are stored as float64, exact up to 2**53, so that no prediction has to convert
+an array. The table makes no decision.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.messages import InstanceInfo
+from moonpool.types import InstanceId, Slo
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+NEVER_S = float("-inf")
+S_PER_NS = 1e-9
+LEAST_STEP_S = 1e-12
+
+
+def to_ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+class InstanceTable:
+    """All arrays are indexed by row. A row without an instance neither prefills nor decodes."""
+
+    def __init__(self) -> None:
+        self.ids: list[InstanceId] = []
+        self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # accepts new prefills
+        self.decodes: Bools = np.zeros(0, dtype=np.bool_)  # accepts new decodes
+
+        # Booked load.
+        self.waiting_ns: Floats = np.zeros(0)  # predicted prefill time of booked, unstarted prompts
+        self.busy_until_s: Floats = np.zeros(0)  # when the started prefills should be over
+        self.last_placed_s: Floats = np.zeros(0)
+        self.room_tokens: Floats = np.zeros(0)  # KVCache that is not booked
+        self.booked_batch: Floats = np.zeros(0)  # booked decodes, those still in prefill included
+        self.booked_context: Floats = np.zeros(0)  # tokens of context of the booked decodes
+        self.decoding_batch: Floats = np.zeros(0)  # requests that produce tokens now
+        self.decoding_context: Floats = np.zeros(0)
+        self.num_serving: Floats = np.zeros(0)  # prefix fetches by other instances
+
+        # Properties of the instance.
+        self.capacity_tokens: Floats = np.zeros(0)  # KVCache of the whole pool
+        self.engine_tokens: Floats = np.zeros(0)  # KVCache that the engine's own memory holds
+        self.chunk_tokens: Floats = np.zeros(0)  # prompt tokens in one step
+        self.host: Floats = np.zeros(0)  # equal numbers share memory; 0: unknown
+
+        # Cost coefficients, see `FittedCost`: n new and p cached tokens of a prompt, B decodes.
+        self.prefill_base_s: Floats = np.zeros(0)
+        self.prefill_s_per_token: Floats = np.zeros(0)  # times n
+        self.prefill_s_per_token_squared: Floats = np.zeros(0)  # times n * n
+        self.prefill_s_per_new_x_cached: Floats = np.zeros(0)  # times n * p
+        self.decode_base_s: Floats = np.zeros(0)
+        self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
+        self.decode_s_per_context_token: Floats = np.zeros(0)
+        self.latency_s: Floats = np.zeros(0)  # of a fetch
+        self.s_per_shm_byte: Floats = np.zeros(0)
+        self.s_per_net_byte: Floats = np.zeros(0)
+        self.s_per_ssd_byte: Floats = np.zeros(0)  # without an SSD: prohibitively long
+
+        # Derived when an instance joins, leaves or changes its role.
+        self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
+        self.least_capacity_tokens = 0.0
+        self.infinite: Floats = np.zeros(0)  # a template to copy
+        self.mixed: Bools | None = None  # instances of both roles; None: there are none
+        self.decodes_alike = True  # all decode instances have equal decode coefficients
+        self.num_on_host: dict[float, int] = {}
+        self._hosts: dict[str, int] = {"": 0}
+
+        # Sums and estimates over all instances.
+        self.total_decoding = self.total_decoding_context = 0
+        self.tbt_tail = 1.0  # the longest tenth of a request's token gaps, over its mean gap
+        self.ttft_tail = 1.0  # the 90th percentile of measured over predicted TTFT
+
+    def __len__(self) -> int:
+        return len(self.prefills)
+
+    def join(self, row: int, info: InstanceInfo) -> None:
+        """Gives an instance with nothing booked this row."""
+        while len(self) <= row:
+            self._add_row()
+        self.ids[row] = info.instance_id
+        assert not self.prefills[row] and not self.decodes[row]
+        self._clear(row)
+        self.set_cost(row, info.cost)
+        self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
+        capacity = info.num_blocks * info.layout.block_tokens
+        self.capacity_tokens[row] = self.room_tokens[row] = capacity
+        # An engine without a limit of its own holds the whole pool, and the pool's room is booked.
+        self.engine_tokens[row] = info.engine_tokens or np.inf
+        self.chunk_tokens[row] = info.chunk_tokens
+        host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
+        self.host[row] = host
+        self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
+        self._count_roles()
+
+    def set_cost(self, row: int, cost: FittedCost) -> None:
+        """Replaces the instance's cost coefficients."""
+        (
+            self.prefill_base_s[row],
+            self.prefill_s_per_token[row],
+            self.prefill_s_per_token_squared[row],
+            self.prefill_s_per_new_x_cached[row],
+        ) = cost.prefill
+        (
+            self.decode_base_s[row],
+            self.decode_s_per_sequence[row],
+            self.decode_s_per_context_token[row],
+        ) = cost.decode
+        self.latency_s[row] = cost.transfer_latency_s
+        self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
+        self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s
+        self.s_per_ssd_byte[row] = 1.0 / (cost.ssd_read_bytes_per_s or 1.0)
+        self._compare_decodes()
+
+    def leave(self, row: int) -> None:
+        """Removes the instance and everything that is still booked on it."""
+        self.total_decoding -= int(self.decoding_batch[row])
+        self.total_decoding_context -= int(self.decoding_context[row])
+        self.prefills[row] = self.decodes[row] = False
+        self.num_on_host[self.host.item(row)] -= 1
+        self.host[row] = 0
+        self._clear(row)
+        self._count_roles()
+
+    def set_role(self, row: int, prefills: bool, decodes: bool) -> None:
+        """Sets what the instance accepts from now on; existing bookings remain."""
+        self.prefills[row], self.decodes[row] = prefills, decodes
+        self._count_roles()
+
+    # Bookings
+
+    def begin_decoding(self, row: int, context_tokens: int) -> None:
+        self.decoding_batch[row] += 1
+        self.decoding_context[row] += context_tokens
+        self.total_decoding += 1
+        self.total_decoding_context += context_tokens
+
+    def end_decoding(self, row: int, context_tokens: int) -> None:
+        self.decoding_batch[row] -= 1
+        self.decoding_context[row] -= context_tokens
+        self.total_decoding -= 1
+        self.total_decoding_context -= context_tokens
+
+    def book_decode(self, row: int, context_tokens: int, num: int = 1) -> None:
+        """Adds a decode to the bookings; `num` -1 removes one."""
+        self.booked_batch[row] += num
+        self.booked_context[row] += num * context_tokens
+
+    def grow(self, row: int, num_tokens: int, extra_room_tokens: int) -> None:
+        """Lengthens the contexts decoded here by `num_tokens` in total. `extra_room_tokens`: the
+        KVCache that they need beyond what was booked for them."""
+        self.booked_context[row] += num_tokens
+        self.decoding_context[row] += num_tokens
+        self.total_decoding_context += num_tokens
+        if extra_room_tokens:
+            self.room_tokens[row] -= extra_room_tokens
+
+    # Predictions, for all rows
+
+    def queue_s(self, now: float) -> Floats:
+        """Predicted time until a new prefill starts, by row."""
+        queue_s: Floats = np.maximum(self.busy_until_s - now, 0.0)
+        queue_s += self.waiting_ns * S_PER_NS
+        return queue_s
+
+    def prefill_s(self, num_tokens: int, cached_tokens: Floats | float) -> Floats:
+        """Predicted prefill time of a prompt, by row. `cached_tokens`: by row, or the same for all
+        rows."""
+        new = num_tokens - cached_tokens
+        seconds: Floats = self.prefill_base_s + new * (
+            self.prefill_s_per_token
+            + self.prefill_s_per_token_squared * new
+            + self.prefill_s_per_new_x_cached * cached_tokens
+        )
+        return seconds
+
+    def booked_tbt_s(self, context_tokens: int) -> Floats:
+        """Predicted step time with all booked decodes and one more of `context_tokens`, by row."""
+        return self._step_s(self.booked_batch + 1.0, self.booked_context + float(context_tokens))
+
+    def tbt_s(self, row: int, batch: float, context_tokens: float) -> float:
+        """Predicted step time of one instance with this batch."""
+        return (
+            self.decode_base_s.item(row)
+            + self.decode_s_per_sequence.item(row) * batch
+            + self.decode_s_per_context_token.item(row) * context_tokens
+        )
+
+    def tbt_tail_of(self, row: int) -> float:
+        """`tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps follow from
+        the chunks of its prompts."""
+        mixed = self.mixed is not None and self.mixed.item(row)
+        return 1.0 if mixed else self.tbt_tail
+
+    def level_tbt_s(self, batch: float, context_tokens: float) -> float:
+        """Step time if `batch` decodes are spread so that it is equal on all decode instances.
+
+        Slower instances then take fewer decodes, and an instance whose empty step takes longer than
+        that takes none.
+        """
+        base_s = self.decode_base_s[self.decodes]
+        per_sequence_s = self.decode_s_per_sequence[self.decodes]
+        per_token_s = self.decode_s_per_context_token[self.decodes]
+        mean_context = context_tokens / max(batch, 1.0)
+        each_s = np.maximum(per_sequence_s + per_token_s * mean_context, LEAST_STEP_S)
+        order = np.argsort(base_s, kind="stable")
+        rates = 1.0 / each_s[order]
+        # With the first 1, 2, ... instances; a sum in one order is the same on every machine.
+        levels_s = (batch + np.cumsum(base_s[order] * rates)) / np.cumsum(rates)
+        next_s = np.append(base_s[order][1:], np.inf)
+        return float(levels_s[int(np.argmax(levels_s <= next_s))])
+
+    # Load: predicted latency over its SLO
+
+    def prefill_load(self, slo: Slo, now: float) -> float:
+        """Mean over prefill instances of the queueing delay over the TTFT SLO."""
+        if not self.num_prefills:
+            return 0.0
+        waits_ns = np.rint(self.queue_s(now)[self.prefills] * 1e9).astype(np.int64)
+        return int(waits_ns.sum()) / self.num_prefills * S_PER_NS / slo.ttft_s
+
+    def decode_load(self, slo: Slo) -> float:
+        """Mean over decode instances of the step time over the TBT SLO, or of the used share of the
+        engine's memory where that is higher. An idle instance counts as 0."""
+        if not self.num_decodes:
+            return 0.0
+        loads = self._loads(slo, self.decoding_batch, self.decoding_context)
+        loads[self.decoding_batch == 0] = 0.0
+        return self._mean_of_decodes(loads)
+
+    def spread_decode_load(self, slo: Slo, count: float, context_tokens: float) -> float:
+        """`decode_load` if `count` decodes were spread evenly over the decode instances."""
+        if not self.num_decodes or not count:
+            return 0.0
+        num = self.num_decodes
+        return self._mean_of_decodes(self._loads(slo, count / num, context_tokens / num))
+
+    def _step_s(self, batch: Floats | float, context_tokens: Floats | float) -> Floats:
+        seconds: Floats = (
+            self.decode_base_s
+            + self.decode_s_per_sequence * batch
+            + self.decode_s_per_context_token * context_tokens
+        )
+        return seconds
+
+    def _loads(self, slo: Slo, batch: Floats | float, context_tokens: Floats | float) -> Floats:
+        memory = context_tokens / np.maximum(self.engine_tokens, 1.0)
+        loads: Floats = np.maximum(self._step_s(batch, context_tokens) / slo.tbt_s, memory)
+        return loads
+
+    def _mean_of_decodes(self, loads: Floats) -> float:
+        # A sum of whole numbers has no order that could differ between machines.
+        billionths = np.rint(loads[self.decodes] * 1e9).astype(np.int64)
+        return int(billionths.sum()) / self.num_decodes * 1e-9
+
+    def _add_row(self) -> None:
+        for name, values in vars(self).items():
+            if isinstance(values, np.ndarray):
+                setattr(self, name, np.append(values, np.zeros(1, dtype=values.dtype)))
+        self.ids.append(InstanceId(""))
+
+    def _clear(self, row: int) -> None:
+        self.waiting_ns[row] = self.room_tokens[row] = self.num_serving[row] = 0
+        self.booked_batch[row] = self.booked_context[row] = 0
+        self.decoding_batch[row] = self.decoding_context[row] = 0
+        self.busy_until_s[row] = self.last_placed_s[row] = NEVER_S
+
+    def _compare_decodes(self) -> None:
+        rows = self.decodes
+        coefficients = (
+            self.decode_base_s[rows],
+            self.decode_s_per_sequence[rows],
+            self.decode_s_per_context_token[rows],
+        )
+        self.decodes_alike = all(bool((one == one[:1]).all()) for one in coefficients)
+
+    def _count_roles(self) -> None:
+        self.num_prefills = int(np.count_nonzero(self.prefills))
+        self.num_decodes = int(np.count_nonzero(self.decodes))
+        self._compare_decodes()
+        both = self.prefills & self.decodes
+        self.mixed = both if both.any() else None
+        self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))
+        self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
+        self.infinite = np.full(len(self), np.inf)

@@ -1,0 +1,376 @@
+"""The life of a request in the Conductor: placement, attempts, tokens, deadline and end.
+
+    arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
+                 \\--> rejected (429, 503)          any failure --> placed again, or rejected
+
+A request is placed again when an instance fails. Its delivered tokens become part of the new
+attempt's prompt. Each draw is keyed by (seed, position), so the answer continues without a change.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import msgspec
+
+from moonpool.conductor.actions import (
+    Announce,
+    ConductorAction,
+    Deliver,
+    Refuse,
+    RequestEnded,
+    Send,
+)
+from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
+from moonpool.conductor.cost_estimator import CostEstimator
+from moonpool.conductor.estimators import RunningMean
+from moonpool.conductor.output_predictor import OutputPredictor
+from moonpool.conductor.placement import Rejection
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.role_switching import RoleSwitching
+from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
+from moonpool.protocol.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptId,
+    Command,
+    DecodeAccepted,
+    PrefillDone,
+    PrefillStarted,
+    StartDecode,
+    StepTokens,
+    StopReceiving,
+    StreamBroken,
+    TransferDone,
+)
+from moonpool.request_record import RequestRecord
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
+
+TBT_SLO_LATE = "tbt_slo_late"
+"""The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
+REFUSED = "refused_by_engine"
+MAX_RETRY_AFTER_S = 120.0
+POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
+
+AttemptReport = (
+    PrefillStarted | PrefillDone | DecodeAccepted | TransferDone | StreamBroken | AttemptFailed
+)
+
+
+class RequestLifecycle:
+    """All requests under way. Appends what is to be done to `actions`."""
+
+    def __init__(
+        self,
+        planner: AttemptPlanner,
+        reservations: Reservations,
+        output_predictor: OutputPredictor,
+        cost_estimator: CostEstimator,
+        roles: RoleSwitching,
+        max_attempts: int,
+        actions: list[ConductorAction],
+    ) -> None:
+        self.requests: dict[RequestId, TrackedRequest] = {}
+        self.mean_ttft_s = RunningMean(0.0)  # predicted
+        self._attempts: dict[AttemptId, TrackedRequest] = {}
+        self._deadlines: list[tuple[float, RequestId]] = []  # a heap
+        self._planner = planner
+        self._reservations = reservations
+        self._table, self._instances = reservations.instance_table, reservations.instances
+        self._output_predictor = output_predictor
+        self._cost_estimator = cost_estimator
+        self._roles = roles
+        self._max_attempts = max_attempts
+        self._actions = actions
+
+    # Arrival and placement
+
+    def arrive(self, request: Request, now: float) -> None:
+        assert request.request_id not in self.requests
+        record = RequestRecord(
+            request.request_id,
+            request.num_prompt_tokens,
+            request.slo,
+            request.arrived_s,
+            tenant=request.tenant,
+        )
+        tracked = TrackedRequest(request, record)
+        heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        self.requests[request.request_id] = tracked
+        self._place(tracked, now)
+
+    def _place(self, tracked: TrackedRequest, now: float) -> None:
+        """Books the request's next attempt, or rejects the request."""
+        planned = self._planner.plan(tracked, now)
+        if isinstance(planned, Rejection):
+            if planned.reason == POLICY_ERROR:
+                self._actions.append(Announce(planned.message))
+                planned = msgspec.structs.replace(planned, message=POLICY_ERROR_TEXT)
+            self._reject(tracked, planned, now)
+        else:
+            self._book(tracked, planned, now)
+
+    def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
+        placement, footprint = planned.placement, planned.footprint
+        attempt = self._planner.attempt(tracked, planned)
+        tracked.num_attempts += 1
+        tracked.attempt = attempt
+        self._attempts[attempt.attempt_id] = tracked
+        self._reservations.book(tracked, attempt, now)
+        if attempt.decodes:
+            context_tokens = (footprint.num_tokens + footprint.expected_tokens) // 2
+            begins_s = now + placement.ttft_s
+            self._output_predictor.enter(tracked, attempt, begins_s, context_tokens, now)
+        self.mean_ttft_s.add(placement.ttft_s)
+        record = tracked.record
+        record.attempts = tracked.num_attempts
+        record.placed_s = now
+        record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
+        record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
+        tracked.explanation.add(placement.chosen)
+        for instance_id, command in self._planner.commands(tracked, attempt, planned, now):
+            self._send(instance_id, command)
+
+    # Reports of instances
+
+    def on_report(self, report: AttemptReport, instance_id: InstanceId, now: float) -> None:
+        """Reports of attempts that have ended are ignored."""
+        tracked = self._attempts.get(report.attempt_id)
+        if tracked is None or tracked.attempt is None:
+            return
+        attempt, record = tracked.attempt, tracked.record
+        match report:
+            case PrefillStarted():
+                self._start_prefill(tracked, attempt, report, now)
+            case PrefillDone():
+                self._on_prefill_done(tracked, attempt, report, now)
+            case DecodeAccepted():
+                assert attempt.first_token is not None
+                self._begin_decoding(tracked, attempt, now)
+                self._deliver(tracked, (attempt.first_token,), None, now)
+                row = self._instances[attempt.decoder].row
+                self._table.grow(row, 1, self._reservations.add_tokens(attempt, 1))
+            case TransferDone():
+                record.transfer_done_s = now
+                record.corrupt_blocks += report.corrupt_blocks
+            case StreamBroken():
+                if attempt.decode is not None:
+                    tracked.explanation.add(f"{instance_id}: {report.error}")
+                    self._send(attempt.decode, StopReceiving(attempt_id=attempt.attempt_id))
+            case AttemptFailed():
+                self._on_failed(tracked, report, instance_id, now)
+
+    def _start_prefill(
+        self, tracked: TrackedRequest, attempt: Attempt, report: PrefillStarted, now: float
+    ) -> None:
+        self._reservations.start_prefill(attempt, now)
+        source = self._instances.get(attempt.fetch_from) if attempt.fetch_from else None
+        state = self._instances[attempt.prefill]
+        self._cost_estimator.start_prefill(state, source, attempt, report)
+        record = tracked.record
+        if record.prefill_started_s is None:
+            record.prefill_started_s = now
+            record.cached_tokens = min(report.cached_tokens, record.num_prompt_tokens)
+            record.fetched_tokens = report.fetched_tokens
+            record.loaded_tokens = report.loaded_tokens
+        record.corrupt_blocks += report.corrupt_slices
+
+    def _on_prefill_done(
+        self, tracked: TrackedRequest, attempt: Attempt, report: PrefillDone, now: float
+    ) -> None:
+        self._end_prefill(tracked, attempt, now)
+        if report.finish is not None:
+            self._deliver(tracked, (report.token,), report.finish, now)
+            self.end(tracked, report.finish.value, now)
+            return
+        assert attempt.decode is not None
+        attempt.stage = AttemptStage.HANDOVER
+        attempt.first_token = report.token
+        command = StartDecode(
+            attempt_id=attempt.attempt_id, token=report.token, handle=report.handle
+        )
+        self._send(attempt.decode, command)
+
+    def _end_prefill(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
+        """The prefill has succeeded."""
+        tracked.record.prefill_done_s = now
+        self._cost_estimator.end_prefill(self._instances.get(attempt.prefill), attempt, now)
+        self._reservations.end_prefill(tracked, attempt, now)
+
+    def _begin_decoding(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
+        tracked.record.decode_started_s = now
+        self._reservations.begin_decoding(attempt, now)
+        self._output_predictor.begin(tracked, attempt, now)
+
+    def on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
+        self._cost_estimator.learn_steps(state, report, self._attempts)
+        num_tokens = room_tokens = 0
+        ending: list[tuple[TrackedRequest, FinishReason]] = []
+        for item in report.works:
+            tracked = self._attempts.get(item.attempt_id)
+            if tracked is None or tracked.attempt is None:
+                continue
+            attempt = tracked.attempt
+            if attempt.stage is AttemptStage.PREFILL:
+                # A mixed instance: the first token ends the prefill.
+                self._end_prefill(tracked, attempt, now)
+                self._begin_decoding(tracked, attempt, now)
+            self._deliver(tracked, item.tokens, item.finish, now, report.gap_s)
+            if attempt.decodes:
+                num_tokens += len(item.tokens)
+                room_tokens += self._reservations.add_tokens(attempt, len(item.tokens))
+                if attempt.interval_tokens:
+                    self._output_predictor.note_tokens(tracked, attempt, now)
+            if item.finish is not None:
+                ending.append((tracked, item.finish))
+        self._table.grow(state.row, num_tokens, room_tokens)
+        for tracked, finish in ending:
+            self.end(tracked, finish.value, now)
+
+    def _deliver(
+        self,
+        tracked: TrackedRequest,
+        tokens: tuple[Token, ...],
+        finish: FinishReason | None,
+        now: float,
+        gap_s: float = 0.0,
+    ) -> None:
+        tracked.generated.extend([token.token_id for token in tokens])
+        tracked.record.note_tokens(len(tokens), now, gap_s)
+        self._actions.append(
+            Deliver(tracked.request.request_id, tokens, finish, tracked.record.cached_tokens)
+        )
+
+    # Failures
+
+    def _on_failed(
+        self, tracked: TrackedRequest, report: AttemptFailed, instance_id: InstanceId, now: float
+    ) -> None:
+        text = f"{instance_id}: {report.message}"
+        tracked.failed_on.add(instance_id)
+        if report.reason == REFUSED:  # another engine of that kind would refuse it, too
+            self._reject(tracked, Rejection(400, REFUSED, report.message, 0.0), now)
+        elif report.reason != "tbt_slo":
+            self._retry(tracked, 503, report.reason, text, now)
+        else:
+            # Not placed again: the pool is full, and more wasted prefills would not empty it.
+            wait_s = self._output_predictor.mean_s
+            self._reject(tracked, Rejection(429, TBT_SLO_LATE, text, wait_s), now)
+
+    def on_instance_lost(self, state: InstanceState, reason: str, now: float) -> None:
+        """Places the requests again that cannot continue without the instance."""
+        instance_id = state.info.instance_id
+        for tracked in {**state.prefills, **state.handed_over, **state.decodes}.values():
+            attempt = tracked.attempt
+            assert attempt is not None
+            if instance_id != attempt.decoder and attempt.stage is AttemptStage.DECODE:
+                # The prefill is done, but its stream may never have reached the decode instance.
+                self._send(attempt.decoder, StopReceiving(attempt_id=attempt.attempt_id))
+                continue
+            text = f"instance {instance_id} was lost: {reason}"
+            self._retry(tracked, 503, "instance_lost", text, now)
+
+    def move(self, tracked: TrackedRequest, now: float) -> None:
+        """Places a request again because its instance leaves."""
+        self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
+
+    def expire(self, now: float) -> None:
+        """Ends the requests whose deadlines have passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            tracked = self.requests.get(request_id)
+            if tracked is None or tracked.request.deadline_s > now:
+                continue
+            stage = tracked.attempt.stage.value if tracked.attempt else "placement"
+            text = f"the request's deadline passed during {stage}"
+            self._reject(tracked, Rejection(504, "deadline", text, 1.0), now)
+
+    def _retry(
+        self,
+        tracked: TrackedRequest,
+        status: int,
+        reason: str,
+        text: str,
+        now: float,
+        at_fault: bool = True,
+    ) -> None:
+        """Places the request again; after too many faults, rejects it with the last reason."""
+        tracked.explanation.add(text)
+        self._unbook(tracked, now)
+        is_last = at_fault and tracked.num_attempts >= self._max_attempts
+        if is_last or now >= tracked.request.deadline_s:
+            self._reject(tracked, Rejection(status, reason, text, 1.0), now)
+        else:
+            self._place(tracked, now)
+
+    # Ends
+
+    def cancel(self, request_id: RequestId, now: float) -> None:
+        tracked = self.requests.get(request_id)
+        if tracked is not None:
+            self.end(tracked, FinishReason.ABORT.value, now)
+
+    def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
+        retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+        tracked.explanation.add(f"refused: {rejection.message}")
+        tracked.record.projection = rejection.projection
+        self._actions.append(
+            Refuse(
+                tracked.request.request_id,
+                rejection.status,
+                rejection.reason,
+                rejection.message,
+                retry_after_s if rejection.status in (429, 503) else None,
+                rejection.projection,
+            )
+        )
+        self.end(tracked, rejection.reason, now)
+
+    def end(self, tracked: TrackedRequest, outcome: str, now: float) -> None:
+        """Removes all bookings, whatever the stage, and completes the record."""
+        finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
+        if finished:
+            self._learn(tracked, now)
+        self._unbook(tracked, now, abort=not finished)
+        del self.requests[tracked.request.request_id]
+        if len(self._deadlines) > 2 * len(self.requests) + 64:
+            self._deadlines = [d for d in self._deadlines if d[1] in self.requests]
+            heapq.heapify(self._deadlines)
+        tracked.record.finished_s = now
+        tracked.record.outcome = outcome
+        self._actions.append(RequestEnded(tracked.record, tracked.explanation))
+
+    def _learn(self, tracked: TrackedRequest, now: float) -> None:
+        assert self._planner.layout is not None
+        num_prompt_tokens = tracked.request.num_prompt_tokens
+        num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
+        self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
+        self._roles.note_answer(num_prompt_tokens, tracked.record.num_generated_tokens)
+        attempt = tracked.attempt
+        state = None if attempt is None else self._instances.get(attempt.decoder)
+        decodes_only = state is not None and state.info.role is Role.DECODE
+        self._cost_estimator.note_answer(tracked.record, decodes_only)
+
+    def _unbook(self, tracked: TrackedRequest, now: float, abort: bool = True) -> None:
+        attempt = tracked.attempt
+        if attempt is None:
+            return
+        self._reservations.end_prefill(tracked, attempt, now)
+        self._reservations.unbook(tracked, attempt, now)
+        for instance_id in sorted({attempt.prefill, attempt.decoder}):
+            reserved = instance_id == attempt.decode and attempt.stage is not AttemptStage.DECODE
+            if (abort or reserved) and instance_id in self._instances:
+                self._send(instance_id, Abort(attempt_id=attempt.attempt_id))
+        del self._attempts[attempt.attempt_id]
+        tracked.attempt = None
+
+    def _send(self, instance_id: InstanceId, command: Command) -> None:
+        self._actions.append(Send(instance_id, command))
+
+    def validate(self) -> None:
+        """Asserts that requests and attempts refer to each other."""
+        for tracked in self.requests.values():
+            assert tracked.attempt is not None
+            assert self._attempts[tracked.attempt.attempt_id] is tracked
+        assert len(self._attempts) == len(self.requests)
+        self._reservations.validate(self.requests.values())

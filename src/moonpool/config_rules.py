@@ -1,0 +1,204 @@
+"""The rules of a configuration beyond the type and range of each value by itself."""
+
+from __future__ import annotations
+
+from math import inf
+
+from moonpool.config import (
+    ADMISSIONS,
+    ATTENTION_SEGMENT_TOKENS,
+    EVICTIONS,
+    PLACEMENTS,
+    Config,
+    is_own_policy,
+    vllm_place,
+)
+from moonpool.config_schema import check_ranges, require
+
+
+def check_values(config: Config) -> None:
+    """Raises ConfigError for a value out of range, and for values that contradict each other."""
+    check_ranges(config)
+    cluster = config.cluster
+    require(
+        bool(cluster.mixed or (cluster.prefill and cluster.decode)),
+        "cluster",
+        "at least one prefill and one decode instance, or one mixed one",
+    )
+    require(
+        bool(cluster.prefill) == bool(cluster.decode) or bool(cluster.mixed),
+        "cluster",
+        "both prefill and decode instances",
+    )
+    require(cluster.prefill + cluster.decode + cluster.mixed <= 65536, "cluster", "<= 65536")
+    _check_attention_workers(config)
+    tokens = config.pool.block_tokens
+    require(
+        tokens > 0 and tokens % 16 == 0 and tokens <= 1024,
+        "pool.block_tokens",
+        "a multiple of 16, at most 1024",
+    )
+    _check_mooncake(config)
+    require(
+        config.conductor.role_balance != "switch" or config.hardware.nodes_per_prefill == 1,
+        "conductor.role_balance",
+        '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
+        " become a decode instance",
+    )
+    for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
+        require(getattr(config.hardware, name) < inf, f"hardware.{name}", "a finite number")
+    _check_attention(config)
+    _check_stages(config)
+    _check_vllm(config)
+    _check_policies(config)
+
+
+def _check_policies(config: Config) -> None:
+    for name, value, built_in in (
+        ("conductor.placement", config.conductor.placement, PLACEMENTS),
+        ("conductor.admission", config.conductor.admission, ADMISSIONS),
+        ("pool.eviction", config.pool.eviction, EVICTIONS),
+    ):
+        known = ", ".join(repr(one) for one in built_in)
+        require(
+            value in built_in or is_own_policy(value),
+            name,
+            f"one of {known}, or module:Class for your own, not {value!r}",
+        )
+
+
+def _check_vllm(config: Config) -> None:
+    cluster = config.cluster
+    named = {name: getattr(config.vllm, name) for name in ("prefill", "decode", "mixed")}
+    for place in (place for places in named.values() for place in places):
+        vllm_place(place)
+    if config.engine.kind != "vllm":
+        require(not any(named.values()), "engine.kind", '"vllm" where [vllm] names any')
+        return
+    for role, places in named.items():
+        number = getattr(cluster, role)
+        require(
+            not any(named.values()) or number == len(places),
+            f"cluster.{role}",
+            f"{len(places)}, as many as [vllm] names: an instance is a vLLM, or all are moonpool's",
+        )
+    require(not cluster.attention, "cluster.attention", '0 with engine.kind "vllm"')
+    require(
+        config.conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with engine.kind "vllm": a vLLM stays what it was started as',
+    )
+
+
+def _check_stages(config: Config) -> None:
+    engine = config.engine
+    require(
+        config.hardware.nodes_per_prefill == 1 or engine.pipeline_parallel_size == 1,
+        "hardware.nodes_per_prefill",
+        "1 where engine.pipeline_parallel_size is above 1: each stage is a node",
+    )
+    _check_ranks(config)
+
+
+def _check_ranks(config: Config) -> None:
+    engine = config.engine
+    for name in ("tensor_parallel_size", "decode_tensor_parallel_size"):
+        require(getattr(engine, name) in (1, 2, 4, 8, 16), f"engine.{name}", "1, 2, 4, 8 or 16")
+    if engine.num_shards == 1:
+        return
+    name = "engine.tensor_parallel_size"
+    if engine.tensor_parallel_size == 1:
+        name = "engine.decode_tensor_parallel_size"
+    pipelines = max(engine.pipeline_parallel_size, engine.decode_pipeline_parallel_size)
+    require(pipelines == 1, name, "1 where instances have stages (pipeline_parallel_size)")
+    require(engine.device != "cuda", name, '1 while engine.device is "cuda": ranks are of CPUs')
+    require(not config.cluster.attention, name, "1 with attention workers (cluster.attention)")
+    require(
+        config.hardware.nodes_per_prefill == 1,
+        "hardware.nodes_per_prefill",
+        f"1 where {name} is above 1: each rank is a node",
+    )
+    require(
+        not config.hardware.attention_device,
+        name,
+        "1 with hardware.attention_device: decodes attend on other devices",
+    )
+
+
+def _check_attention(config: Config) -> None:
+    hardware = config.hardware
+    number, named = hardware.attention_devices_per_node, bool(hardware.attention_device)
+    require(
+        bool(number) == named,
+        "hardware.attention_devices_per_node",
+        "1 to 64 where hardware.attention_device names one, and 0 where it does not",
+    )
+    require(
+        not named or config.engine.decode_pipeline_parallel_size == 1,
+        "engine.decode_pipeline_parallel_size",
+        "1 with hardware.attention_device: decodes attend on other devices",
+    )
+    require(
+        not named or config.conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with hardware.attention_device: the devices that attend cannot prefill',
+    )
+
+
+def _check_mooncake(config: Config) -> None:
+    mooncake = config.mooncake
+    host, _, port = mooncake.master_server_address.rpartition(":")
+    require(
+        not mooncake.master_server_address or bool(host and port.isdigit()),
+        "mooncake.master_server_address",
+        "HOST:PORT of a mooncake_master",
+    )
+    require(
+        not (mooncake.master_server_address and config.pool.ssd_tokens_per_instance),
+        "mooncake.master_server_address",
+        '"" where pool.ssd_tokens_per_instance is above 0: an instance has an SSD or a store',
+    )
+
+
+def _check_attention_workers(config: Config) -> None:
+    cluster, partition = config.cluster, config.attention.partition
+    own_tokens = config.attention.own_tokens
+    require(
+        not own_tokens or partition != "head",
+        "attention.own_tokens",
+        '0 with attention.partition "head": all blocks are at all workers',
+    )
+    require(
+        partition != "tokens" or ATTENTION_SEGMENT_TOKENS % config.pool.block_tokens == 0,
+        "pool.block_tokens",
+        f'a power of two with attention.partition "tokens": blocks must fill segments of'
+        f" {ATTENTION_SEGMENT_TOKENS} tokens",
+    )
+    if not cluster.attention:
+        require(partition == "request", "cluster.attention", "> 0 to choose attention.partition")
+        require(not own_tokens, "cluster.attention", "> 0 to set attention.own_tokens")
+        require(not config.engine.staggered_decodes, "cluster.attention", "> 0 to stagger decodes")
+        return
+    owners = cluster.attention_owners
+    require(
+        cluster.attention % owners == 0,
+        "cluster.attention",
+        f"a multiple of the {owners} instances that decode, which share them out evenly",
+    )
+    require(
+        config.conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with attention workers: they serve instances that decode, always',
+    )
+    require(
+        config.engine.device == "cpu",
+        "engine.device",
+        '"cpu" with attention workers: they attend with the CPU\'s kernels',
+    )
+    require(
+        config.engine.decode_pipeline_parallel_size == 1
+        and not (cluster.mixed and config.engine.pipeline_parallel_size > 1),
+        "engine.decode_pipeline_parallel_size",
+        "1 with attention workers (and pipeline_parallel_size of mixed instances): stages keep"
+        " their own KVCache",
+    )

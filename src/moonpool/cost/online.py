@@ -1,0 +1,97 @@
+"""Learns online by what factor observed times depart from those of a profile.
+
+A profile is measured once, on an idle machine. Other load, temperature and a different machine show
+only later. The Conductor keeps one factor for each kind of work of each instance, and an instance
+keeps one for its own steps. Nothing here predicts: callers multiply their predictions by the
+factor.
+
+    sample = sum of observed seconds / sum of expected seconds, over STEPS_PER_SAMPLE steps
+    factor = quantile of the last WINDOW samples, weighted by expected seconds
+
+The factor is the median, or a higher quantile where most samples should lie below it, so neither a
+burst of slow steps nor a single hiccup moves it far. A sample spans several steps because requests
+that share a step share its time: one of them is observed to take all of it, the others none.
+Samples are weighted because a queue is a sum of times, and long requests make up most of it. Only
+sums, ratios and comparisons are used, so every machine gets the same factor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import fsum
+
+STEPS_PER_SAMPLE = 4
+"""Observations with a time above 0 that make one sample."""
+WINDOW = 31
+"""Samples remembered."""
+MIN_SAMPLES = 3
+"""With fewer samples, the factor stays 1."""
+MIN_CHANGE = 0.02
+"""Relative change below which the factor stays as it is; else it would move with every sample."""
+MAX_FACTOR = 4.0
+"""Samples are clamped to [1 / MAX_FACTOR, MAX_FACTOR]. Beyond that something is broken, and the
+factor should not hide it."""
+
+MAX_SECONDS = 1e9
+"""Longer observations are ignored, so that sums stay finite."""
+
+
+class LearnedFactor:
+    """The factor for one kind of work of one instance. `value` begins at 1."""
+
+    __slots__ = ("_expected_s", "_num_summed", "_recent", "_seconds", "_share", "_summed", "value")
+
+    def __init__(self, share: float = 0.5, summed: int = STEPS_PER_SAMPLE) -> None:
+        """`share`: the quantile, as the share of samples below the factor. `summed`: steps of one
+        sample."""
+        self.value = 1.0
+        self._share = share
+        self._summed = summed
+        self._seconds = 0.0
+        self._expected_s = 0.0
+        self._num_summed = 0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # ratio, expected seconds
+
+    @property
+    def samples(self) -> tuple[float, ...]:
+        """The recent ratios of seconds taken to seconds expected, in rising order."""
+        return tuple(sorted(ratio for ratio, _ in self._recent))
+
+    def observe(self, seconds: float, expected_s: float) -> bool:
+        """Enters an observation: `seconds` for work of which the profile predicts `expected_s`
+        (mutates). 0 seconds: it ended together with the observation before it. Returns True if the
+        factor changed. Invalid times (negative, infinite, NaN) are ignored."""
+        if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
+            return False
+        whole = self._num_summed >= self._summed and seconds > 0.0
+        changed = whole and self._end_sample()
+        self._seconds += seconds
+        self._expected_s += expected_s
+        self._num_summed += seconds > 0.0
+        return changed
+
+    def _end_sample(self) -> bool:
+        """Called with the first observation of the next step: until then, further observations may
+        belong to the last one."""
+        ratio = min(max(self._seconds / self._expected_s, 1.0 / MAX_FACTOR), MAX_FACTOR)
+        self._recent.append((ratio, self._expected_s))
+        self._seconds = self._expected_s = 0.0
+        self._num_summed = 0
+        if len(self._recent) < MIN_SAMPLES:
+            return False
+        found = self._quantile()
+        value = 1.0 if abs(found - 1.0) < MIN_CHANGE else found
+        if value != 1.0 and abs(value - self.value) < MIN_CHANGE * self.value:
+            return False
+        changed = value != self.value
+        self.value = value
+        return changed
+
+    def _quantile(self) -> float:
+        ordered = sorted(self._recent)
+        left_s = self._share * fsum(expected_s for _, expected_s in ordered)
+        for ratio, expected_s in ordered:
+            left_s -= expected_s
+            if left_s < 0.0:
+                return ratio
+        return ordered[-1][0]

@@ -1,0 +1,130 @@
+"""Starts `moonpool serve` as a process, for the demo, the benchmarks and the live tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+
+class ServerError(RuntimeError):
+    """The server did not start or did not end; the text has the last lines of its log."""
+
+
+class LocalServer:
+    """Starts with a `with` block, and ends with all its processes after it."""
+
+    def __init__(self, arguments: Sequence[str], start_s: float = 180.0, port: int = 0) -> None:
+        """`port` 0 takes a free one."""
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._arguments = [sys.executable, "-m", "moonpool", "serve", *arguments]
+        self._arguments += ["--host", "127.0.0.1", "--port", str(self.port)]
+        self._environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        self._start_s = start_s
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalServer:
+        self._process = subprocess.Popen(  # noqa: S603 - our own command
+            self._arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=self._environment,
+        )
+        deadline = time.monotonic() + self._start_s
+        try:
+            while not self._is_healthy():
+                if self._process.poll() is not None:
+                    raise ServerError(f"the server did not start: {self.last_words()}")
+                if time.monotonic() > deadline:
+                    raise ServerError(f"the server is not up after {self._start_s:.0f} s")
+                time.sleep(0.05)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def instances(self) -> list[dict[str, Any]]:
+        """Returns the instances as the head lists them."""
+        return self._listed("instances")
+
+    def worker_pids(self) -> list[int]:
+        return [instance["pid"] for instance in self.instances()]
+
+    def attention_pids(self) -> list[int]:
+        return [worker["pid"] for worker in self._listed("attention")]
+
+    def _listed(self, of: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = httpx.get(f"{self.url}/cluster", timeout=10).json()[of]
+        return found
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = 20.0) -> int:
+        """Ends the server in order and returns its exit status. Raises ServerError if it hangs."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(sign)
+        try:
+            return self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise ServerError(f"the server did not end in {wait_s:.0f} s") from None
+
+    def kill(self) -> None:
+        """SIGKILL to the head; the kernel then ends the workers."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+
+    def last_words(self, num_lines: int = 5) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return " | ".join(lines[-num_lines:]) or "its log is empty"
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

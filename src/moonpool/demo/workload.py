@@ -1,0 +1,105 @@
+"""The demo's workload: conversations over one long shared text, whose right answers are known.
+
+The built-in model recalls earlier text byte for byte, so each question has one right answer. It
+stands in the prefix that all conversations share, or in an earlier turn of the same conversation
+(blocks that decode made). A wrong, stale or misplaced block gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+# No five bytes occur twice, else the model could not know where to continue.
+TALE = (
+    "At dusk the pool lay still while old Bram counted lamps along his quay: some for ships come"
+    " home, one to guide a vessel not yet back. He set this last light apart. When high tide"
+    " turned, bells rang far out on dark water, twice, then again; Captain Ida stepped ashore,"
+    " laughed aloud, and hung her lantern beside its seven sisters. "
+)
+_SYLLABLES = (
+    "al",
+    "be",
+    "cor",
+    "da",
+    "el",
+    "fi",
+    "gan",
+    "hu",
+    "is",
+    "jo",
+    "ka",
+    "lu",
+    "mar",
+    "no",
+    "or",
+    "pe",
+    "qui",
+    "ra",
+    "sel",
+    "ti",
+    "ul",
+    "va",
+    "wen",
+    "xa",
+    "yor",
+    "zel",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTurn:
+    """The user's text and the right answer of the model. `stop` ends the answer."""
+
+    question: str
+    expected: str
+    stop: str | None
+    what: str
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One user's turns. `text` grows by each question and answer."""
+
+    user: str
+    text: str
+    turns: list[ConversationTurn] = field(default_factory=list)
+
+
+def make_conversations(
+    num_users: int, num_turns: int, num_berths: int, seed: int
+) -> list[Conversation]:
+    """Conversations that share one harbour book of `num_berths` entries (about 20 tokens each)."""
+    rng = random.Random(seed)
+    berths = {f"berth-{i:03d}": _name(rng) for i in range(num_berths)}
+    book = "The harbour book. " + TALE + "".join(f"[{k}={v}] " for k, v in berths.items())
+    conversations = []
+    for i in range(num_users):
+        talk = Conversation(user=f"user {i + 1}", text=book + f"\nUser {i + 1} comes in.\n")
+        crates: dict[str, str] = {}
+        for turn in range(num_turns):
+            talk.turns.append(_make_turn(rng, turn, i, berths, crates))
+        conversations.append(talk)
+    return conversations
+
+
+def _make_turn(
+    rng: random.Random, turn: int, user: int, berths: dict[str, str], crates: dict[str, str]
+) -> ConversationTurn:
+    if turn == 0 and user == 0:
+        begin, rest = TALE[:21], TALE[21:].rstrip()
+        return ConversationTurn(f"Tell the tale: {begin}", rest, None, "the tale, go on")
+    crate, content = f"crate-{user}{turn:02d}", _name(rng)
+    note = f"Note that [{crate}={content}]. "
+    if turn % 2 and crates:
+        key = rng.choice(sorted(crates))
+        expected, what = crates[key], f"{key} (earlier turn)"
+    else:
+        key = rng.choice(sorted(berths))
+        expected, what = berths[key], f"{key} (shared book)"
+    crates[crate] = content
+    return ConversationTurn(f"{note}Look up [{key}=", expected, "]", what)
+
+
+def _name(rng: random.Random) -> str:
+    return "".join(rng.choice(_SYLLABLES) for _ in range(4)).capitalize()

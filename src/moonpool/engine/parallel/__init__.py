@@ -1,0 +1,1 @@
+"""Instances of several processes: pipeline stages (stage_*) and tensor ranks (tensor_*)."""

@@ -1,0 +1,226 @@
+"""A model in shards: how weights are divided, and a step through the shards of one process.
+
+A shard has, of every layer, some KV heads with their queries and some columns of the FFN. A cluster
+has one number of shards. Every instance computes all of them, in one process or divided between its
+ranks, and a shard gives the same bits wherever it is computed (docs/decisions/046).
+
+Each layer uses the same two dense halves as `DecoderModel`. The residual stream has the same bits
+on all ranks. Only the first rank embeds tokens and computes logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from torch import Tensor
+
+from moonpool.engine.model import DecoderModel, Weights
+from moonpool.engine.ops import KvCache, Ops, StepMeta
+from moonpool.engine.parallel.tensor_group import Group, RankLostError
+from moonpool.engine.slices import shard_cache
+from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.step import BeforeAttend, LayerDone
+
+
+def check_shards(spec: ModelSpec, num_shards: int) -> None:
+    """Raises ModelError if the KV heads do not divide evenly into `num_shards`."""
+    heads = spec.num_kv_heads
+    if heads % num_shards:
+        most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
+        raise ModelError(
+            f"the model has {heads} KV heads, which {num_shards} ranks cannot share out evenly; "
+            f"use --tensor-parallel-size {most} or less"
+        )
+
+
+def load_shards(
+    spec: ModelSpec, weights: Weights, ops: Ops, own: Sequence[int], num_shards: int
+) -> list[DecoderModel]:
+    """Loads the shards `own`, in that order. Only shard 0 has the embedding and the LM head.
+    Raises ModelError."""
+    check_shards(spec, num_shards)
+    shards: list[DecoderModel] = []
+    for shard in own:
+        cut = _ShardWeights(spec, weights, shard, num_shards)
+        rope = shards[0].rope if shards else None
+        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, rope=rope))
+    return shards
+
+
+class _ShardWeights:
+    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down.
+
+    Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: int, num_shards: int) -> None:
+        self._weights = weights
+        self._shard = shard
+        self._num_shards = num_shards
+        ffn = _share(spec.intermediate_size, shard, num_shards)
+        self.spec = replace(
+            spec,
+            num_heads=spec.num_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads // num_shards,
+            intermediate_size=len(ffn),
+        )
+        self._ffn = ffn
+
+    def load(self, name: str) -> Tensor:
+        whole = self._weights.load(name)
+        part, _, kind = name.removeprefix("model.layers.").rpartition(".")
+        module = part.rpartition(".")[2]
+        if module in ("q_proj", "k_proj", "v_proj"):
+            mine = _share(whole.shape[0], self._shard, self._num_shards)
+            return whole[mine.start : mine.stop].clone()
+        if module in ("gate_proj", "up_proj"):
+            return whole[self._ffn.start : self._ffn.stop].clone()
+        if module not in ("o_proj", "down_proj"):
+            return whole
+        if kind == "bias":
+            return whole if self._shard == 0 else whole.zero_()
+        mine = self._ffn
+        if module == "o_proj":
+            mine = _share(whole.shape[1], self._shard, self._num_shards)
+        return whole[:, mine.start : mine.stop].contiguous()
+
+
+def _share(size: int, shard: int, num_shards: int) -> range:
+    """The shard's even share of `size`; the first shards have one more if it does not divide."""
+    share, more = divmod(size, num_shards)
+    bounds = [share * k + min(k, more) for k in range(num_shards + 1)]
+    return [range(*pair) for pair in pairwise(bounds)][shard]
+
+
+log = logging.getLogger("moonpool.engine")
+
+Announce = Callable[[StepMeta, Tensor | None], None]
+"""Sends a step to the other ranks before it is computed. Raises RankLostError."""
+GiveUp = Callable[[str], None]
+"""Ends the other ranks; the argument is the reason."""
+
+
+class ShardedModel:
+    """The shards of one rank. Rank 0 calls `forward`; the other ranks call `follow`."""
+
+    def __init__(
+        self,
+        shards: Sequence[DecoderModel],
+        own: Sequence[int],
+        num_shards: int,
+        group: Group,
+        announce: Announce | None = None,
+        give_up: GiveUp | None = None,
+    ) -> None:
+        """`own` are the numbers of `shards`. Only rank 0 passes `announce` and `give_up`, and only
+        if there are other ranks."""
+        self.num_shards = num_shards
+        self.group = group
+        self._shards = list(shards)
+        self._own = list(own)
+        self._announce = announce
+        self._give_up = give_up
+        self._caches: tuple[KvCache, list[KvCache]] | None = None
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
+    ) -> Tensor | None:
+        """As `DecoderModel.forward`. Raises RankLostError; the other ranks have ended then."""
+        try:
+            normed = self._lead(token_ids, cache, meta, wanted, on_layer, before_attend)
+        except RankLostError:
+            raise
+        except Exception as error:
+            if self._give_up is None:
+                raise
+            # The other ranks are in the middle of the step and cannot be stopped there.
+            log.exception("a step of %d rows failed", meta.num_rows)
+            message = f"a step failed: {type(error).__name__}: {error}"
+            self._give_up(message)
+            raise RankLostError(message) from None
+        return None if normed is None else self._shards[0].logits(normed)
+
+    def follow(self, cache: KvCache, meta: StepMeta, wanted: Tensor | None) -> None:
+        """Computes a step that rank 0 has announced. Raises RankLostError."""
+        hidden = self._shards[0].spec.hidden_size
+        residual = cache.blocks.new_empty(meta.num_rows, hidden)
+        self.group.broadcast(residual)
+        normed = self._shards[0].enter(residual)
+        self._advance(residual, normed, cache, meta, wanted, None, None)
+
+    def _lead(
+        self,
+        token_ids: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None,
+        before_attend: BeforeAttend | None,
+    ) -> Tensor | None:
+        if self._announce is not None:
+            self._announce(meta, wanted)
+        residual, normed = self._shards[0].embed(token_ids)
+        if before_attend is not None:
+            before_attend(0)
+        self.group.broadcast(residual)
+        return self._advance(residual, normed, cache, meta, wanted, on_layer, before_attend)
+
+    def _advance(
+        self,
+        residual: Tensor,
+        normed: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None,
+        before_attend: BeforeAttend | None,
+    ) -> Tensor | None:
+        """The last layer's output of the `wanted` rows, [len(wanted), hidden]; None without them.
+
+        residual, normed: [T, hidden]. A layer's waiting and announcing hold for all ranks, because
+        no rank passes a sum that another rank has not reached.
+        """
+        first, group = self._shards[0], self.group
+        caches, last = self._parts(cache), first.spec.num_layers - 1
+        for layer in range(last + 1):
+            queries = [
+                shard.store(layer, shard.qkv(layer, normed), part, meta)
+                for shard, part in zip(self._shards, caches, strict=True)
+            ]
+            if layer == last and wanted is None:
+                group.barrier()
+                if on_layer is not None:
+                    on_layer(layer)
+                return None
+            attention = [
+                shard.attend(layer, q, part, meta)
+                for shard, q, part in zip(self._shards, queries, caches, strict=True)
+            ]
+            if layer == last and wanted is not None and len(wanted) < meta.num_rows:
+                attention, residual = [part[wanted] for part in attention], residual[wanted]
+            added = group.all_reduce(
+                [shard.project(layer, a) for shard, a in zip(self._shards, attention, strict=True)]
+            )
+            if on_layer is not None:
+                on_layer(layer)
+            normed = first.add_attention(layer, added, residual)
+            parts = [shard.mlp(layer, normed) for shard in self._shards]
+            if before_attend is not None and layer < last:
+                before_attend(layer + 1)
+            normed = first.add_mlp(layer, group.all_reduce(parts), residual)
+        return normed
+
+    def _parts(self, cache: KvCache) -> list[KvCache]:
+        if self._caches is None or self._caches[0] is not cache:
+            parts = [shard_cache(cache, shard, self.num_shards) for shard in self._own]
+            self._caches = (cache, parts)
+        return self._caches[1]

@@ -1,1 +1,0 @@
-"""One instance as several processes in a row, each with some of the model's layers."""

@@ -1,0 +1,125 @@
+"""Which instance owns each replicated block, and which instances must be notified of changes.
+
+Of several holders of a block, one is its *owner* and keeps it; to the others the block is spare
+(`kvcache.replica_aware`). Each holder owns a share of the blocks in proportion to its pool, so that
+a block stays equally long wherever it is owned. If every holder could drop its replica first, those
+with the most traffic for their pool (a lone decode instance) would lose blocks whose other replicas
+are gone already. Consecutive blocks of a prompt with the same holders have the same owner, because
+a prefix is matched as a whole on one instance.
+
+Stores nothing about blocks that one instance holds alone, and sends nothing itself. A notification
+that is lost makes an instance keep a replica too long; one that is late can let it drop a last
+copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+from zlib import crc32
+
+from moonpool.types import BlockKey
+
+
+class ReplicaChanges(NamedTuple):
+    """Changes for one instance, of blocks in its DRAM."""
+
+    spare: list[BlockKey]  # another instance owns a replica from now on
+    last: list[BlockKey]  # no other instance owns one any more
+
+
+class ReplicaOwners:
+    """Chooses the owners of replicated blocks, block after block of each prompt. An instance is one
+    bit of an int, a set of instances their sum."""
+
+    def __init__(self, capacities: Mapping[int, int]) -> None:
+        """`capacities`: blocks of each instance's pool, by its bit."""
+        self._capacities = capacities
+        self._holders = 0  # of the block before
+        self._owner = 0
+
+    def of(self, key: BlockKey, holders: int) -> int:
+        """The bit of the block's owner, one of `holders`."""
+        if holders != self._holders:
+            both = holders & self._holders
+            same_prompt = both == holders or both == self._holders
+            if not (same_prompt and self._owner & holders):
+                self._owner = self._drawn(key, list(bits_of(holders)))
+            self._holders = holders
+        return self._owner
+
+    def _drawn(self, key: BlockKey, holders: Sequence[int]) -> int:
+        """Draws one of the holders by the key's checksum, each in proportion to its capacity. (A
+        checksum, because the keys of a trace are consecutive numbers.)"""
+        left = crc32(key) / (1 << 32) * sum(self._capacities[bit] for bit in holders)
+        for bit in holders:
+            left -= self._capacities[bit]
+            if left < 0:
+                return bit
+        return holders[-1]
+
+
+def bits_of(instances: int) -> Iterator[int]:
+    """Yields the single bits of a set, the lowest first."""
+    while instances:
+        bit = instances & -instances
+        instances ^= bit
+        yield bit
+
+
+class ReplicaTracker:
+    """Follows which replicated blocks changed, and which instances know that a block is spare.
+    Instances are bits, as in `PrefixIndex`."""
+
+    def __init__(self) -> None:
+        self._changed: dict[BlockKey, None] = {}
+        self._notified: dict[BlockKey, int] = {}  # instances that know that the block is spare
+
+    def note(self, keys: Iterable[BlockKey]) -> None:
+        """The holders of these blocks changed, and are or were more than one (mutates)."""
+        self._changed.update(dict.fromkeys(keys))
+
+    def note_dropped(self, keys: Iterable[BlockKey], bit: int) -> None:
+        """One of several holders lost these blocks, and with them its marks (mutates)."""
+        notified_of = self._notified
+        for key in keys:
+            self._changed[key] = None
+            notified = notified_of.get(key, 0)
+            if notified & bit:
+                notified_of[key] = notified ^ bit
+
+    def note_all_dropped(self, key: BlockKey, bit: int) -> None:
+        """As `note_dropped`, for a block that may never have been spare (mutates)."""
+        if self._notified.get(key, 0) & bit:
+            self.note_dropped((key,), bit)
+
+    def take_changes(
+        self,
+        holders: Mapping[BlockKey, int],
+        demoted: Mapping[BlockKey, int],
+        num_keys: int,
+        capacities: Mapping[int, int],
+    ) -> dict[int, ReplicaChanges]:
+        """Returns, by instance, what follows from the oldest changes of up to `num_keys` blocks
+        (mutates). `holders` and `demoted` are those of `PrefixIndex`; `capacities` is the number of
+        blocks that each instance can hold."""
+        owners = ReplicaOwners(capacities)
+        spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
+        last: defaultdict[int, list[BlockKey]] = defaultdict(list)
+        changed, notified_of = self._changed, self._notified
+        for key in list(islice(changed, num_keys)):
+            del changed[key]
+            here = holders.get(key, 0)
+            if demoted:
+                here &= ~demoted.get(key, 0)
+            notified = notified_of.pop(key, 0)
+            spare_at = here & ~owners.of(key, here) if here & (here - 1) else 0
+            if spare_at:
+                notified_of[key] = spare_at
+            for bit in bits_of(spare_at & ~notified):
+                spare[bit].append(key)
+            for bit in bits_of(notified & here & ~spare_at):
+                last[bit].append(key)
+        return {bit: ReplicaChanges(spare[bit], last[bit]) for bit in {*spare, *last}}

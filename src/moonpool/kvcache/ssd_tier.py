@@ -1,0 +1,130 @@
+"""The SSD tier of one instance: which block lies in which slot, and which blocks are admitted.
+
+A slot is room for one block on the disk (a disk block). The slots are a `BlockPool` of their own,
+so they are held, cached and evicted as blocks in DRAM are. A block that is read back stays on the
+disk (the tiers are inclusive), so it is not written again when it leaves DRAM again.
+
+Admission is "always" or "second-use". Most blocks are never used again; writing them would wear the
+disk and evict others. "second-use" therefore admits a block that was used in DRAM after it was
+computed, or that was dropped before: the keys of dropped blocks (ghosts) are remembered for a
+while.
+
+Bookkeeping only: no bytes, and no decision when to move which block (`scheduler.ssd_offload`,
+`scheduler.ssd_load`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from moonpool.config import SsdAdmission
+from moonpool.kvcache.block_pool import BlockPool
+from moonpool.kvcache.eviction import make_eviction
+from moonpool.types import BlockId, BlockKey
+
+GHOSTS_PER_BLOCK = 2
+"""Keys of dropped blocks that are remembered, per block of both tiers."""
+
+
+class SsdTier:
+    """The slots 0 .. num_slots - 1 of one instance's disk, until `lose`."""
+
+    def __init__(
+        self, num_slots: int, num_blocks: int, admission: SsdAdmission, eviction: str
+    ) -> None:
+        """`num_blocks` is the size of the DRAM pool above this tier."""
+        self.slots = BlockPool(num_slots, make_eviction(eviction, num_slots))
+        self.error = ""  # why the tier is lost; "" while it is not
+        self.paused = ""  # why the disk is not used for now; "" while it responds
+        self._admits_all = admission == "always"
+        self._max_ghosts = GHOSTS_PER_BLOCK * (num_slots + num_blocks)
+        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.error)
+
+    @property
+    def usable(self) -> bool:
+        """Whether blocks can be read and written now."""
+        return not self.error and not self.paused
+
+    def slot_of(self, key: BlockKey) -> BlockId | None:
+        """The slot of the block, or None. Safe until the next `reserve`: hold it at once."""
+        return self.slots.find(key)
+
+    def hold(self, owner: str, slots: Iterable[BlockId]) -> None:
+        """Protects slots from eviction while they are read; counts as a use (mutates)."""
+        self.slots.acquire(owner, slots)
+
+    def touch(self, slots: Sequence[BlockId]) -> None:
+        """Counts a use of slots whose blocks would be written now if they were not here
+        (mutates)."""
+        self.slots.acquire("touch", slots)
+        self.slots.release("touch")
+
+    def admits(self, key: BlockKey, reused: bool) -> bool:
+        """Whether a block that leaves DRAM is worth a write; if not, remembers its key (mutates).
+        `reused`: it was used in DRAM after it was computed."""
+        if self._admits_all or reused or key in self._ghosts:
+            return True
+        self.note_dropped((key,))
+        return False
+
+    def note_dropped(self, keys: Iterable[BlockKey]) -> None:
+        """Remembers the keys of blocks that left DRAM and are not in this tier (mutates)."""
+        ghosts = self._ghosts
+        for key in keys:
+            ghosts[key] = None
+            ghosts.move_to_end(key)
+        while len(ghosts) > self._max_ghosts:
+            ghosts.popitem(last=False)
+
+    def reserve(self, owner: str, num_slots: int) -> tuple[list[BlockId], list[BlockId]]:
+        """Holds up to `num_slots` slots without keys, evicting cached ones if need be (mutates).
+        Returns the slots, and the evicted ones, whose content is void now."""
+        num_slots = min(num_slots, self.slots.num_available)
+        voided: list[BlockId] = []
+        lacking = num_slots - self.slots.num_free
+        if lacking > 0:
+            voided = self.slots.withdraw("evict", lacking)
+            self.slots.release("evict")
+        reserved = self.slots.allocate(owner, num_slots)
+        assert reserved is not None
+        return reserved, voided
+
+    def learn(self, keys: Sequence[BlockKey], first_depth: int) -> list[BlockId]:
+        """Enters blocks that other instances put into a shared store: consecutive blocks of a
+        prompt, the first at index `first_depth` (mutates). Returns the slots whose content this
+        makes void."""
+        new = [(depth, key) for depth, key in enumerate(keys, first_depth) if not self.knows(key)]
+        slots, voided = self.reserve("learn", len(new))
+        for slot, (depth, key) in zip(slots, new, strict=False):
+            self.fill(slot, key, depth)
+        self.slots.release("learn")
+        return voided
+
+    def knows(self, key: BlockKey) -> bool:
+        """Whether the block is in this tier."""
+        return self.slots.find(key) is not None
+
+    def fill(self, slot: BlockId, key: BlockKey, depth: int) -> bool:
+        """Gives a written slot the key of its block (mutates). Returns False if the tier is lost,
+        or if another slot got the same block meanwhile."""
+        self._ghosts.pop(key, None)
+        return not self.lost and self.slots.cache_block(slot, key, depth)
+
+    def lose(self, error: str) -> None:
+        """The disk's content is gone: takes all keys (mutates). Holds end as usual."""
+        self.error = error or "the disk is gone"
+        self.slots.withdraw("lost", self.slots.num_evictable)
+        self.slots.release("lost")
+        self.slots.uncache(self.slots.cached_blocks())  # those that are being read
+        self._ghosts.clear()
+
+    def validate(self) -> None:
+        """Asserts that the slots are consistent and the ghosts bounded."""
+        self.slots.validate()
+        assert len(self._ghosts) <= self._max_ghosts
+        assert not (self.lost and self.slots.num_cached)

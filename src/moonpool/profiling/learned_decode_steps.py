@@ -1,0 +1,80 @@
+"""Times of single decode steps of a rehearsal, relative to those that the probes predict.
+
+It finds out which answers shared a step, and which instances computed at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from moonpool.cost.fitted import DecodeSpread, FittedCost
+from moonpool.cost.step_curves import equally_likely
+from moonpool.types import Struct
+
+MOST = 20.0
+"""Largest ratio: a longer step was delayed by something outside the model."""
+
+
+class RehearsedRequest(Struct, frozen=True):
+    """One request as its client observed it; the server reports the times of the prefill."""
+
+    prefill_instance: str
+    decode_instance: str
+    prefill_began_s: float
+    prefill_ended_s: float
+    prompt_tokens: int
+    instants_s: tuple[float, ...]  # times of its tokens
+
+    def decodes_at(self, at_s: float) -> bool:
+        return self.instants_s[0] <= at_s <= self.instants_s[-1]
+
+    def begins_at(self, at_s: float) -> bool:
+        """Whether this is between its first two tokens."""
+        return self.decodes_at(at_s) and at_s <= self.instants_s[1]
+
+    def tokens_at(self, at_s: float) -> int:
+        return self.prompt_tokens + sum(instant_s <= at_s for instant_s in self.instants_s)
+
+
+def step_spread(
+    answers: Sequence[RehearsedRequest], cost: FittedCost, num_instances: int
+) -> DecodeSpread:
+    """Returns the ratios for `FittedCost.decode_spread`, without steps that contain prompts."""
+    answers = [answer for answer in answers if len(answer.instants_s) > 1]
+    alone, shared, beginning = list[float](), list[float](), list[float]()
+    for answer in answers:
+        for before_s, after_s in pairwise(answer.instants_s):
+            middle_s = (before_s + after_s) / 2
+            here = answer.decode_instance
+            if any(
+                other.prefill_instance == here
+                and other.prefill_began_s < after_s
+                and other.prefill_ended_s > before_s
+                for other in answers
+            ):
+                continue
+            batch = [o for o in answers if o.decode_instance == here and o.decodes_at(middle_s)]
+            busy = len(_computing(answers, middle_s) - {here})
+            tokens = sum(other.tokens_at(middle_s) for other in batch)
+            slower = 1.0 + (cost.contention[1] - 1.0) * busy / max(num_instances - 1, 1)
+            ratio = (after_s - before_s) / (cost.decode_step_s(len(batch), tokens) * slower)
+            ratio = min(ratio, MOST)
+            if any(other.begins_at(middle_s) for other in batch):
+                beginning.append(ratio)
+            else:
+                (shared if busy else alone).append(ratio)
+    usual = equally_likely(alone + shared)
+    return (
+        equally_likely(alone) or usual,
+        equally_likely(shared) or usual,
+        equally_likely(beginning) or usual,
+    )
+
+
+def _computing(answers: Sequence[RehearsedRequest], at_s: float) -> set[str]:
+    """Returns the instances that compute at this time."""
+    found = {o.decode_instance for o in answers if o.decodes_at(at_s)}
+    return found | {
+        o.prefill_instance for o in answers if o.prefill_began_s <= at_s <= o.prefill_ended_s
+    }

@@ -1,0 +1,77 @@
+"""The layout of a KVCache block: the unit of the engine's cache, of the pools and of transfers.
+
+A block holds `block_tokens` tokens for all layers of one shard, layer-major: [num_layers, slice].
+One layer is a contiguous slice of `slice_bytes` bytes at offset `layer * slice_bytes`. The engine
+defines the inside of a slice; `inner` names that format, and is part of the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+from moonpool.types import Struct
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class BlockLayout(Struct, frozen=True):
+    """Dimensions of a block. `model_fingerprint` identifies the weights that computed it, and
+    `arithmetic` the operations: other kernels or instruction sets give other last bits."""
+
+    model_fingerprint: str
+    dtype: str
+    block_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    inner: str = "paired-v1"
+    arithmetic: str = ""
+
+    @property
+    def slice_elements(self) -> int:
+        """Elements of K and V of one layer of one block, over all its tokens and heads."""
+        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+
+    @property
+    def slice_bytes(self) -> int:
+        return self.slice_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.slice_bytes * self.num_layers
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Number of blocks that `num_tokens` tokens need."""
+        return -(-num_tokens // self.block_tokens)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes, which differ between layouts whose blocks cannot be exchanged."""
+        return _fingerprint(self)
+
+    def _hash(self) -> bytes:
+        fields = "\0".join(
+            str(x)
+            for x in (
+                "moonpool-block-1",
+                self.model_fingerprint,
+                self.dtype,
+                self.block_tokens,
+                self.num_layers,
+                self.num_kv_heads,
+                self.head_dim,
+                self.inner,
+                self.arithmetic,
+            )
+        )
+        return hashlib.sha256(fields.encode()).digest()
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(layout: BlockLayout) -> bytes:
+    return layout._hash()  # cached, because every request needs it

@@ -1,0 +1,113 @@
+"""The frames of the control connection between a worker and the head.
+
+    worker                                                 head
+      | <-- handshake: both prove the cluster's secret ---> |  transfer.auth, service "control"
+      | -- Apply (role, host) ----------------------------> |
+      | <-- Setup (model, pool, engine, SLO tables) ------- |
+      |   loads the model, allocates, calibrates            |
+      | -- Joined (InstanceInfo), or Failed (why) --------> |
+      | <-- commands -------------------------------------- |  protocol.messages
+      | -- reports, heartbeats ---------------------------> |
+      | <-- Stop, or TurnedAway (why) --------------------- |
+
+An attention worker sends ApplyAttention, receives the Setup, and replies with AttentionReady. An
+instance that has attention workers receives its Setup once they are ready, and AttentionMoved
+when one of them is replaced.
+
+A frame is 4 bytes of length and a msgpack map, tagged with the name of its class
+(`runtime.channel`). The handshake compares `transfer.auth.PROTOCOL_VERSION` and refuses a peer with
+another version, so frames need not be compatible between versions.
+"""
+
+from __future__ import annotations
+
+from moonpool.config import (
+    AttentionConfig,
+    EngineConfig,
+    ModelConfig,
+    MooncakeConfig,
+    NetworkConfig,
+    PoolConfig,
+    SloConfig,
+)
+from moonpool.protocol.messages import Command, InstanceInfo, Report
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import Role, Struct
+
+CONTROL_SERVICE = "control"
+HEARTBEAT_S = 1.0
+SILENCE_S = 15.0
+"""A worker that sends nothing for this long counts as dead. Its heartbeat thread shares the process
+with the engine, so this must outlast a brief lack of CPU on its machine."""
+
+
+class Apply(Struct, frozen=True, tag=True):
+    """A worker offers to become an instance of this role."""
+
+    role: Role
+    host: str
+    pid: int
+    attention: tuple[str, ...] = ()  # its attention workers, if it only reconnects
+
+
+class ApplyAttention(Struct, frozen=True, tag=True):
+    """A worker offers to become an attention worker."""
+
+    host: str
+    pid: int
+
+
+class AttentionReady(Struct, frozen=True, tag=True):
+    """The attention worker listens at this address."""
+
+    address: PeerAddress
+
+
+class AttentionMoved(Struct, frozen=True, tag=True):
+    """The instance's attention worker at `place` was replaced, or has a new address."""
+
+    place: int
+    address: PeerAddress
+
+
+class Setup(Struct, frozen=True, tag=True):
+    """The settings that all instances of a cluster must share, and those for this one."""
+
+    model: ModelConfig
+    pool: PoolConfig
+    mooncake: MooncakeConfig
+    network: NetworkConfig
+    engine: EngineConfig
+    slo: SloConfig  # of requests without an SLO of their own
+    learning: bool  # whether instances correct their cost model online
+    num_instances: int  # expected on one machine, which share its memory
+    num_processes: int  # expected on one machine with all stages, which share its cores
+    attention: tuple[PeerAddress, ...] = ()  # attention workers of this instance
+    sharing: AttentionConfig = AttentionConfig()  # how blocks are shared out among them
+
+
+class Joined(Struct, frozen=True, tag=True):
+    """The instance is ready to serve."""
+
+    info: InstanceInfo
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The worker cannot start; one line for the user."""
+
+    message: str
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """The worker shall shut down."""
+
+
+class TurnedAway(Struct, frozen=True, tag=True):
+    """The head rejects this instance; one line for the user."""
+
+    message: str
+
+
+WorkFrame = Setup | AttentionMoved | Command
+DownFrame = WorkFrame | Stop | TurnedAway
+UpFrame = Apply | ApplyAttention | AttentionReady | Joined | Failed | Report

@@ -1,0 +1,351 @@
+"""The messages between head and worker: commands to an instance and reports from it.
+
+An instance works on attempts, not on requests. A retry of a request is a new attempt with an id of
+its own, so that late messages of the first attempt are never taken for messages of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NewType
+
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import (
+    BlockKey,
+    FinishReason,
+    InstanceId,
+    Role,
+    SamplingParams,
+    Slo,
+    Struct,
+    Token,
+)
+
+AttemptId = NewType("AttemptId", str)
+
+
+class AttemptSpec(Struct, frozen=True):
+    """One attempt: the tokens to compute and how to continue them.
+
+    The first `num_prompt_tokens` of `token_ids` are the prompt. The tokens after it were generated
+    before a fault and are not generated again. `keys`: as in `Request`; blocks past the last key
+    are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
+    """
+
+    attempt_id: AttemptId
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    slo: Slo
+    tenant: str
+    use_cache: bool
+    timeout_s: float
+    keys: tuple[BlockKey, ...] | None = None
+    tolerance: float = 1.0
+
+
+class PrefixSource(Struct, frozen=True):
+    """A peer that holds a longer prefix than the instance itself."""
+
+    source: PeerAddress
+    num_blocks: int  # length of the prefix that the source should hold
+    load_s: float = 0.0  # expected time that the source needs to read part of it from its SSD
+
+
+# Commands
+
+
+class StartPrefill(Struct, frozen=True, tag=True):
+    """Run the prefill and stream the KVCache to `target` layer by layer; without a target, decode
+    on this instance."""
+
+    work: AttemptSpec
+    fetch: PrefixSource | None = None
+    target: PeerAddress | None = None
+
+
+class ReserveDecode(Struct, frozen=True, tag=True):
+    """Hold blocks for the prompt and receive its KVCache."""
+
+    work: AttemptSpec
+    patient: bool = False  # no other instance can take it: it may wait for a lost arena
+
+
+class StartDecode(Struct, frozen=True, tag=True):
+    """The prefill is done and has drawn this token: decode once the KVCache has arrived. `handle`:
+    where the KVCache is, if the engine fetches it itself."""
+
+    attempt_id: AttemptId
+    token: Token
+    handle: bytes = b""
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """End an attempt in any state and free its blocks. Unknown attempts are ignored."""
+
+    attempt_id: AttemptId
+
+
+class StopReceiving(Struct, frozen=True, tag=True):
+    """The sender of the KVCache is gone or cannot reach this instance: no more of it will arrive.
+    Without this command, a decode would wait until its deadline for a stream that never began."""
+
+    attempt_id: AttemptId
+
+
+class Resync(Struct, frozen=True, tag=True):
+    """The Conductor missed events: report all blocks in a `BlocksSnapshot`."""
+
+
+class SwitchRole(Struct, frozen=True, tag=True):
+    """Change the instance's role; answered with `RoleChanged`. Cached blocks and attempts stay."""
+
+    role: Role
+
+
+class MarkReplicas(Struct, frozen=True, tag=True):
+    """Blocks in this instance's DRAM that another instance now holds too (`spare`), and those that
+    no other instance holds (`last`). Spare blocks are evicted first."""
+
+    spare: tuple[BlockKey, ...] = ()
+    last: tuple[BlockKey, ...] = ()
+
+
+class ListHot(Struct, frozen=True, tag=True):
+    """List the most used prefixes, up to `num_blocks` blocks in all; answered with `HotPrefixes` of
+    this number. `lost_with_it`: only prefixes that end with a block which no shared store holds."""
+
+    number: int
+    num_blocks: int
+    lost_with_it: bool = False
+
+
+class TakeOverPrefix(Struct, frozen=True, tag=True):
+    """Copy a prefix from an instance that leaves: fetch the missing blocks into free blocks, or in
+    place of blocks that are used less often. Answered with `PrefixTakenOver`."""
+
+    number: int
+    source: PeerAddress
+    keys: tuple[BlockKey, ...]
+    num_uses: int
+    timeout_s: float
+
+
+class LeaveCluster(Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+Command = (
+    StartPrefill
+    | ReserveDecode
+    | StartDecode
+    | StopReceiving
+    | Abort
+    | Resync
+    | SwitchRole
+    | MarkReplicas
+    | ListHot
+    | TakeOverPrefix
+    | LeaveCluster
+)
+
+# Reports
+
+
+class InstanceInfo(Struct, frozen=True):
+    """The description of an instance, sent when it joins."""
+
+    instance_id: InstanceId
+    role: Role
+    incarnation: int
+    address: PeerAddress
+    layout: BlockLayout
+    num_blocks: int
+    cost: FittedCost
+    pid: int
+    host: str
+    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0: the whole pool
+    chunk_tokens: int = 0  # most prompt tokens per step; 0: unknown
+    num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
+    num_ranks: int = 1  # tensor-parallel ranks
+    largest_blocks: int = 0  # most blocks of one request, if less than all; 0: all
+
+
+class PrefillStarted(Struct, frozen=True, tag=True):
+    """The prefill has begun after `cached_tokens`, which need no computing.
+
+    Of these, `fetched_tokens` came from a peer within `fetch_s`, and `loaded_tokens` from this
+    instance's SSD. `early`: the prefill began before all of them had arrived, and this report was
+    sent when they had.
+    """
+
+    attempt_id: AttemptId
+    cached_tokens: int
+    fetched_tokens: int
+    loaded_tokens: int = 0
+    corrupt_slices: int = 0
+    fetch_s: float = 0.0
+    early: bool = False
+
+
+class PrefillDone(Struct, frozen=True, tag=True):
+    """The prompt is computed and the first token drawn; `finish` is set if that token is the last.
+    `handle` is passed on to the decode instance."""
+
+    attempt_id: AttemptId
+    token: Token
+    finish: FinishReason | None = None
+    handle: bytes = b""
+
+
+class DecodeAccepted(Struct, frozen=True, tag=True):
+    """The local check of the SLO passed and the KVCache has arrived: the attempt decodes (Mooncake
+    step 4). The client sees the first token only then, so that waiting for the KVCache counts as
+    TTFT and not as TBT."""
+
+    attempt_id: AttemptId
+
+
+class TransferDone(Struct, frozen=True, tag=True):
+    """The transfer of the KVCache has ended; `corrupt_blocks` of it are computed again."""
+
+    attempt_id: AttemptId
+    num_bytes: int
+    seconds: float
+    corrupt_blocks: int
+    error: str = ""
+
+
+class StreamBroken(Struct, frozen=True, tag=True):
+    """The sender's layer stream failed; the receiver may not know of the stream at all."""
+
+    attempt_id: AttemptId
+    error: str
+
+
+class AttemptFailed(Struct, frozen=True, tag=True):
+    """The instance has ended the attempt and has freed its blocks, or frees them when the last
+    transfer ends."""
+
+    attempt_id: AttemptId
+    reason: str  # no_blocks | tbt_slo | engine_error | blocks_lost | refused_by_engine
+    message: str
+
+
+class AttemptTokens(Struct, frozen=True, array_like=True):
+    """New tokens of one attempt; `finish` is set with its last token."""
+
+    attempt_id: AttemptId
+    tokens: tuple[Token, ...]
+    finish: FinishReason | None = None
+
+
+class StepTokens(Struct, frozen=True, tag=True):
+    """All tokens of one step, or of repeated steps `gap_s` apart, of which the last ended now.
+    `gap_s` is 0 if the step did not consist of decodes alone."""
+
+    works: tuple[AttemptTokens, ...]
+    gap_s: float = 0.0
+
+
+class BlocksChanged(Struct, frozen=True, tag=True):
+    """Keys of blocks that are now in DRAM (`stored`), on the SSD only (`demoted`), or in neither
+    (`removed`)."""
+
+    sequence: int
+    stored: tuple[BlockKey, ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+    demoted: tuple[BlockKey, ...] = ()
+
+
+class BlocksSnapshot(Struct, frozen=True, tag=True):
+    """Keys of all cached blocks: `keys` in DRAM, `demoted` on the SSD only. `next_sequence` is the
+    number of the next `BlocksChanged`."""
+
+    next_sequence: int
+    keys: tuple[BlockKey, ...]
+    demoted: tuple[BlockKey, ...] = ()
+
+
+class RoleChanged(Struct, frozen=True, tag=True):
+    """The answer to `SwitchRole`: the instance's role, which it also reports when it rejoins."""
+
+    role: Role
+
+
+class HotPrefix(Struct, frozen=True, array_like=True):
+    """The first blocks of a prompt, all in DRAM; `num_uses` counts the uses of the last one since
+    it was cached."""
+
+    keys: tuple[BlockKey, ...]
+    num_uses: int
+
+
+class HotPrefixes(Struct, frozen=True, tag=True):
+    """The answer to `ListHot`, the most used prefix first."""
+
+    number: int
+    prefixes: tuple[HotPrefix, ...]
+
+
+class PrefixTakenOver(Struct, frozen=True, tag=True):
+    """The answer to `TakeOverPrefix`: the number of blocks that arrived. `full`: there was no room
+    for all of them."""
+
+    number: int
+    num_blocks: int
+    full: bool = False
+    error: str = ""
+
+
+class LeaveRequested(Struct, frozen=True, tag=True):
+    """The process has received a signal to end, and asks to be drained within `within_s`."""
+
+    within_s: float
+
+
+class TierLoad(Struct, frozen=True):
+    """Gauges of the tier below DRAM: held + available = all blocks. For a shared store, they count
+    the blocks that this instance knows of. `error`: why the tier is lost or could not be opened."""
+
+    blocks: int
+    held: int
+    available: int
+    cached: int
+    owners: dict[str, int]
+    error: str = ""
+    name: str = "SSD"  # the kind of tier
+
+
+class InstanceLoad(Struct, frozen=True, tag=True):
+    """Heartbeat and gauges of an instance; `owners` splits `held_blocks` by owner of the holds."""
+
+    num_running: int
+    num_waiting: int
+    held_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    owners: dict[str, int]
+    counters: dict[str, float]
+    num_blocks: int = 0  # of the whole pool
+    ssd: TierLoad | None = None
+
+
+Report = (
+    PrefillStarted
+    | PrefillDone
+    | DecodeAccepted
+    | TransferDone
+    | StreamBroken
+    | AttemptFailed
+    | StepTokens
+    | BlocksChanged
+    | BlocksSnapshot
+    | RoleChanged
+    | HotPrefixes
+    | PrefixTakenOver
+    | LeaveRequested
+    | InstanceLoad
+)

@@ -1,0 +1,175 @@
+"""Events that the messenger and the SSD store send to the instance that owns the blocks.
+
+Every operation ends with exactly one terminal event, marked (terminal). Until then the messenger
+may read or write the operation's blocks, so they must stay held; afterwards it never does. Fetches,
+and loads by layer, bring one layer of all their blocks after the other, and report their progress
+now and then.
+"""
+
+from __future__ import annotations
+
+from moonpool.types import BlockId, BlockKey, InstanceId, Struct
+
+
+class PeerAddress(Struct, frozen=True):
+    """Where an instance's messenger listens. Instances with equal `host_id` can use shared
+    memory."""
+
+    instance_id: InstanceId
+    host_id: str
+    unix_name: str  # abstract unix socket (no file to leave behind), "" if none
+    tcp_host: str
+    tcp_port: int
+    nixl_port: int = 0  # where its NIXL agent listens; 0: it has no NIXL
+
+
+class FetchEnded(Struct, frozen=True, tag=True):
+    """(terminal) A fetch of cached blocks: the first `num_blocks` arrived with valid checksums."""
+
+    fetch_id: str
+    num_blocks: int
+    corrupt_slices: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class FetchProgress(Struct, frozen=True, tag=True):
+    """The source grants the first `num_blocks` blocks of a fetch. Of all of them, the first
+    `num_layers` layers have arrived with valid checksums, `seconds` after the first layer could
+    begin. Another route to the source may report fewer layers again."""
+
+    fetch_id: str
+    num_blocks: int
+    num_layers: int = 0
+    seconds: float = 0.0
+
+
+class ReadRequested(Struct, frozen=True, tag=True):
+    """A peer requests blocks by key. Reply with `Messenger.grant(read_id, block_ids)`."""
+
+    read_id: str
+    keys: tuple[BlockKey, ...]
+
+
+class ReadEnded(Struct, frozen=True, tag=True):
+    """(terminal) The peer has read the granted blocks, or died, or its lease expired. `corrupt` are
+    those that changed in this instance's memory after their checksums were made."""
+
+    read_id: str
+    corrupt: tuple[BlockId, ...] = ()
+    error: str = ""
+
+
+class SendEnded(Struct, frozen=True, tag=True):
+    """(terminal) An outgoing layer stream: the peer received everything, unless `error` is set."""
+
+    stream_id: str
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class ReceiveEnded(Struct, frozen=True, tag=True):
+    """(terminal) An incoming layer stream. `corrupt` are the indices, in the request's block table,
+    of blocks with a corrupt or missing slice. All others are complete and verified, even if `error`
+    is set.
+    """
+
+    stream_id: str
+    corrupt: tuple[int, ...] = ()
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class StoreEnded(Struct, frozen=True, tag=True):
+    """(terminal) Blocks written to the SSD: the first `num_blocks` are safely stored. `hung`: the
+    disk has not responded, and may still write to the slots until `StoreReturned`."""
+
+    store_id: str
+    num_blocks: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    hung: bool = False
+
+
+class LoadEnded(Struct, frozen=True, tag=True):
+    """(terminal) Blocks read from the SSD: the first `num_blocks` arrived with valid checksums.
+    `hung`: the disk has not responded, and may still write to the other blocks until
+    `LoadReturned`."""
+
+    load_id: str
+    num_blocks: int
+    corrupt_slices: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    hung: bool = False
+
+
+class LoadProgress(Struct, frozen=True, tag=True):
+    """Progress of a load by layer: of all its blocks, the first `num_layers` layers have arrived
+    with valid checksums, `seconds` after it began."""
+
+    load_id: str
+    num_layers: int = 0
+    seconds: float = 0.0
+
+
+class LoadReturned(Struct, frozen=True, tag=True):
+    """The disk has released the blocks of a hung load."""
+
+    load_id: str
+
+
+class StoreReturned(Struct, frozen=True, tag=True):
+    """The disk has released the slots of a hung store."""
+
+    store_id: str
+
+
+class TierPaused(Struct, frozen=True, tag=True):
+    """The SSD does not respond: it gets no more operations until `TierResumed`. Its blocks still
+    count as present."""
+
+    error: str
+
+
+class TierResumed(Struct, frozen=True, tag=True):
+    """The SSD responds again."""
+
+
+class LookUpEnded(Struct, frozen=True, tag=True):
+    """(terminal) A look-up in the shared store: it holds the first `num_blocks`."""
+
+    lookup_id: str
+    num_blocks: int
+    error: str = ""
+
+
+class StoreLost(Struct, frozen=True, tag=True):
+    """The SSD tier is lost for good (a disk error, a removed folder). Stores and loads under way
+    still end, each with its own event."""
+
+    error: str
+
+
+MessengerEvent = (
+    FetchProgress
+    | FetchEnded
+    | ReadRequested
+    | ReadEnded
+    | SendEnded
+    | ReceiveEnded
+    | StoreEnded
+    | LoadProgress
+    | LoadEnded
+    | LookUpEnded
+    | LoadReturned
+    | StoreReturned
+    | StoreLost
+    | TierPaused
+    | TierResumed
+)

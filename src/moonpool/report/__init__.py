@@ -1,1 +1,0 @@
-"""A simulation as one page to read: drawn here, self-contained, without scripts."""

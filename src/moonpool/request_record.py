@@ -1,0 +1,126 @@
+"""The timestamps of one request, from which all its metrics are derived.
+
+    arrived -> placed -> prefill_started -> prefill_done -> transfer_done -> decode_started
+            -> first_token -> finished                    (or refused, failed, aborted)
+
+Live serving and the simulator fill the same record; metrics, `/explain` and reports read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moonpool.types import InstanceId, RequestId, Slo
+
+STAGES = (
+    ("placement", "arrived", "placed"),
+    ("queue_and_fetch", "placed", "prefill_started"),
+    ("prefill", "prefill_started", "prefill_done"),
+    ("handover", "prefill_done", "first_token"),
+    ("decode", "first_token", "finished"),
+)
+"""The stages of a request, as (name, begin, end). They are consecutive, so they sum to its whole
+time. The KVCache transfer overlaps prefill and handover; its end is `transfer_done_s`."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Instants are seconds on the driver's clock; None: the event has not happened."""
+
+    request_id: RequestId
+    num_prompt_tokens: int
+    slo: Slo
+    arrived_s: float
+    placed_s: float | None = None
+    prefill_started_s: float | None = None
+    prefill_done_s: float | None = None
+    transfer_done_s: float | None = None
+    decode_started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    outcome: str = ""  # "stop", "length", "abort", or the reason of a rejection
+    attempts: int = 0
+    prefill_instance: InstanceId | None = None
+    decode_instance: InstanceId | None = None
+    predicted_ttft_s: float | None = None
+    predicted_tbt_s: float | None = None
+    cached_tokens: int = 0
+    fetched_tokens: int = 0
+    loaded_tokens: int = 0  # from the prefill instance's SSD
+    corrupt_blocks: int = 0
+    num_generated_tokens: int = 0
+    gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, count)
+    shared_steps: int = 0  # steps that also computed a prompt, or of unknown duration
+    explanation: tuple[str, ...] = ()
+    projection: dict[str, float] | None = None  # the numbers behind a rejection
+    tenant: str = ""
+    kept_tbt_top10_mean_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_generated_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_generated_tokens - 1)
+
+    @property
+    def tbt_top10_mean_s(self) -> float | None:
+        """Mean of the longest tenth of the gaps between tokens: the paper's TBT of a request."""
+        if not self.gap_runs:
+            return self.kept_tbt_top10_mean_s
+        count = left = max(1, sum(number for _, number in self.gap_runs) // 10)
+        total_s = 0.0
+        for gap_s, number in sorted(self.gap_runs, reverse=True):
+            taken = min(number, left)
+            total_s += taken * gap_s
+            left -= taken
+            if not left:
+                break
+        return total_s / count
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """All gaps between tokens."""
+        return [gap_s for gap_s, number in self.gap_runs for _ in range(number)]
+
+    def forget_gaps(self) -> None:
+        """Keeps only the figure derived from the gaps (mutates): records may be kept for long."""
+        self.kept_tbt_top10_mean_s = self.tbt_top10_mean_s
+        self.gap_runs = []
+
+    @property
+    def effective(self) -> bool:
+        """Completed within both SLOs (FAST'25 section 5)."""
+        if self.outcome not in ("stop", "length") or self.ttft_s is None:
+            return False
+        return self.ttft_s <= self.slo.ttft_s and (self.tbt_top10_mean_s or 0.0) <= self.slo.tbt_s
+
+    def note_tokens(self, count: int, now: float, gap_s: float = 0.0) -> None:
+        """Adds `count` tokens that became visible `gap_s` apart, the last one at `now` (mutates).
+        `gap_s` 0: of a step that did not only decode."""
+        if count <= 0:
+            return
+        first_s = now - gap_s * (count - 1)
+        if self.last_token_s is None:
+            self.first_token_s = first_s
+        else:
+            self.gap_runs.append((first_s - self.last_token_s, 1))
+            self.shared_steps += gap_s == 0.0
+        if count > 1:
+            self.gap_runs.append((gap_s, count - 1))
+        self.last_token_s = now
+        self.num_generated_tokens += count
+
+    def stages_s(self) -> dict[str, float]:
+        """Seconds spent in each stage that has both ends."""
+        stages: dict[str, float] = {}
+        for name, begin, end in STAGES:
+            begin_s, end_s = getattr(self, begin + "_s"), getattr(self, end + "_s")
+            if begin_s is not None and end_s is not None:
+                stages[name] = max(end_s - begin_s, 0.0)
+        return stages

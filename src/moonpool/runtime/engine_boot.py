@@ -1,0 +1,241 @@
+"""Builds an instance's engine: loads the model, allocates the arena, and measures step times.
+
+An engine is one process, several pipeline stages, several tensor-parallel ranks, or a process whose
+attention runs on attention workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from moonpool.attention_offload.boot import CalibrationEngine, OffloadedParts, boot_attention_group
+from moonpool.attention_offload.client import AttentionError
+from moonpool.config import ConfigError, ParallelConfig
+from moonpool.cores import CoreShare, pin_thread, usable_cores
+from moonpool.cost.derived import pipelined
+from moonpool.cost.fitted import FittedCost
+from moonpool.engine.builtin import LoadedModel, open_model
+from moonpool.engine.calibrate import measure_samples
+from moonpool.engine.cuda.host_sync import make_host_sync
+from moonpool.engine.device import check_device, free_bytes, stages_of_fullest
+from moonpool.engine.ops import KvCache, Ops
+from moonpool.engine.parallel.pipeline import PipelineEngine, StageOptions
+from moonpool.engine.parallel.process_group import StageLostError
+from moonpool.engine.parallel.tensor_ranks import RankOptions, Ranks, check_ranks, sharded_engine
+from moonpool.engine.runner import Engine, choose_ops, make_layout
+from moonpool.engine.sampler import NonFiniteLogitsError
+from moonpool.engine.tokenizer import TokenizerError
+from moonpool.policy_loading import load_eviction
+from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
+from moonpool.protocol.frames import Setup
+from moonpool.runtime.profile_store import refine_profile
+from moonpool.transfer.arena import Arena, ArenaError, available_memory_bytes
+from moonpool.types import InstanceId, Role
+
+DEFAULT_POOL_TOKENS = 65_536
+MEMORY_SHARE = 0.25
+GPU_SHARE = 0.8
+"""The share of a GPU's free memory for weights and KVCache. The rest is for the steps' tensors."""
+WARM_UP_S = 20.0
+
+
+class BootError(Exception):
+    """The instance cannot start; one line says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlace:
+    """One instance to start: its name, its role, and its place on this machine."""
+
+    instance_id: InstanceId
+    role: Role
+    listen_host: str
+    secret: bytes
+    degree: ParallelConfig = field(default_factory=ParallelConfig)
+    share: CoreShare = field(default_factory=CoreShare)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The engine and the memory it computes in."""
+
+    model: LoadedModel
+    arena: Arena
+    engine: Engine | PipelineEngine
+    threads: int  # of one process of the engine
+    ranks: Ranks | None = None
+    parts: OffloadedParts | None = None  # set if attention workers hold the blocks
+
+
+def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], None]) -> BuiltEngine:
+    """Loads the weights and allocates the arena. Raises BootError."""
+    try:
+        load_eviction(setup.pool.eviction)
+    except ConfigError as error:
+        raise BootError(str(error)) from None
+    threads = _settle_threads(setup, place)
+    try:
+        model = open_model(setup.model.name, setup.model.dtype)
+        check_device(setup.engine.device)
+        check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
+        if setup.attention:
+            return _offloading_engine(setup, place, model, threads)
+        return _local_engine(setup, place, model, threads, on_lost)
+    except (ArenaError, AttentionError, StageLostError, ValueError) as error:
+        # the errors of a model are ValueErrors
+        raise BootError(str(error)) from None
+    except RuntimeError as error:
+        raise _in_one_line(error) from None
+
+
+def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
+    """Measures the engine's step times and prepares its grammars. Raises BootError.
+
+    With attention workers, it measures with requests at each worker in turn. It does not measure
+    again if they kept blocks from an earlier start, because measuring would overwrite these.
+    """
+    engine, threads, parts = built.engine, built.threads, built.parts
+    try:
+        if engine.host_sync is not None:
+            measure_samples(engine, WARM_UP_S)  # compiles the kernels before the first request
+        if parts is None:
+            cost = pipelined(refine_profile(engine, threads), num_stages)
+        else:
+            spread = CalibrationEngine(parts.engine, parts.group.sizes)
+            cost = refine_profile(spread, threads, only_if_new=bool(parts.group.cached))
+        if isinstance(engine, Engine):  # with several stages, the last one samples
+            engine.grammars.prepare()
+    except NonFiniteLogitsError as error:
+        text = f"weights or config.json are damaged: {error}; download the model again"
+        raise BootError(text) from None
+    except TokenizerError as error:
+        raise BootError(str(error)) from None
+    return cost
+
+
+def pool_blocks(setup: Setup, layout: BlockLayout, most_bytes: float = float("inf")) -> int:
+    """Returns the number of blocks in one worker's arena."""
+    tokens = setup.pool.dram_tokens_per_instance
+    if not tokens:
+        share_bytes = MEMORY_SHARE * available_memory_bytes() / setup.num_instances
+        share_bytes = min(share_bytes, most_bytes)
+        tokens = min(DEFAULT_POOL_TOKENS, int(share_bytes / layout.token_bytes))
+    return max(layout.blocks_for(tokens), 1)
+
+
+def _settle_threads(setup: Setup, place: InstancePlace) -> int:
+    """Returns the number of threads of one process of the engine.
+
+    The caller's thread gets as many threads, and the engine's cores: so the measured times are
+    those of the engine.
+    """
+    share, degree = place.share, place.degree
+    fair = len(share.engine) // degree.num_processes or max(
+        1, usable_cores() // setup.num_processes
+    )
+    threads = setup.engine.threads or fair
+    pin_thread(share.engine)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _offloading_engine(
+    setup: Setup, place: InstancePlace, model: LoadedModel, threads: int
+) -> BuiltEngine:
+    """Builds an engine whose blocks and attention are at attention workers."""
+    parts = boot_attention_group(
+        setup, model, place.instance_id, place.secret, threads, place.share, place.listen_host
+    )
+    return BuiltEngine(model, parts.arena, parts.engine, threads, parts=parts)
+
+
+def _local_engine(
+    setup: Setup,
+    place: InstancePlace,
+    model: LoadedModel,
+    threads: int,
+    on_lost: Callable[[str], None],
+) -> BuiltEngine:
+    """Builds an arena in this process and the engine that computes in it."""
+    degree, num_shards = place.degree, setup.engine.num_shards
+    if degree.num_ranks > 1 and degree.num_stages > 1:
+        raise BootError("ranks have no stages: use --pipeline-parallel-size 1")
+    ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
+    layout = make_layout(model, setup.pool.block_tokens, ops, num_shards)
+    several, nixl = degree.num_processes > 1, setup.network.nixl
+    num_blocks = _num_blocks(setup, layout, model, degree.num_stages)
+    arena = Arena(layout, num_blocks, sealed=not several and not nixl)
+    cache = _cache_over(arena, layout)
+    engine: Engine | PipelineEngine
+    ranks: Ranks | None = None
+    if degree.num_ranks > 1:
+        options = _rank_options(setup, place, threads)
+        ranks = Ranks(model, ops, cache, arena.fd, options, place.instance_id, on_lost)
+        engine = ranks.engine
+    elif degree.num_stages > 1:
+        stages = _stage_options(setup, place, threads)
+        engine = PipelineEngine(model, ops, cache, arena.fd, stages, place.instance_id, on_lost)
+    elif num_shards > 1:
+        engine = sharded_engine(model, ops, cache, num_shards)
+    else:
+        engine = _single_engine(model, ops, cache)
+    if several and not nixl:
+        arena.seal()  # all processes have mapped it; the NIXL agent would seal it itself
+    return BuiltEngine(model, arena, engine, threads, ranks)
+
+
+def _single_engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
+    """On the CPU, the engine computes in the arena. On a GPU, it has its own copy of the blocks."""
+    if ops.device.type == "cpu":
+        return Engine(model, ops, arena)
+    sync = make_host_sync(arena, ops.device)
+    return Engine(model, ops, sync.cache, sync)
+
+
+def _rank_options(setup: Setup, place: InstancePlace, threads: int) -> RankOptions:
+    """Also pins the caller's thread, which is the first rank, to that rank's cores."""
+    num_ranks, num_shards = place.degree.num_ranks, setup.engine.num_shards
+    cores, quantization = place.share.engine, setup.model.quantization
+    options = RankOptions(num_ranks, num_shards, threads, quantization, cores)
+    pin_thread(options.cores_of(0))
+    return options
+
+
+def _stage_options(setup: Setup, place: InstancePlace, threads: int) -> StageOptions:
+    """Also pins the caller's thread, which measures as the first stage, to that stage's cores."""
+    chunk_tokens, quantization = setup.engine.chunk_tokens, setup.model.quantization
+    num_stages, cores = place.degree.num_stages, place.share.engine
+    device = setup.engine.device
+    options = StageOptions(num_stages, threads, chunk_tokens, quantization, cores, device)
+    pin_thread(options.cores_of(0))
+    return options
+
+
+def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel, num_stages: int) -> int:
+    most_bytes = float("inf")
+    if setup.engine.device == "cuda":
+        weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
+        share = stages_of_fullest(num_stages) / num_stages  # of the model, on one GPU
+        most_bytes = GPU_SHARE * free_bytes() / setup.num_instances / share - weights_bytes
+    return pool_blocks(setup, layout, most_bytes)
+
+
+def _cache_over(arena: Arena, layout: BlockLayout) -> KvCache:
+    """Returns the arena's bytes as the engine's tensor: the same memory, no copy."""
+    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
+    flat = torch.frombuffer(arena.buffer, dtype=dtype)
+    shape = (arena.num_blocks, layout.num_layers, layout.slice_elements)
+    return KvCache(flat.view(shape), layout)
+
+
+def _in_one_line(error: RuntimeError) -> Exception:
+    """Returns a BootError if memory ran out, else the error itself."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens")
+    if "can't allocate memory" in str(error):
+        text = f"this machine has too little memory for the model: {error}; use a smaller model"
+        return BootError(text)
+    return error

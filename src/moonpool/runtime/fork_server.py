@@ -1,0 +1,219 @@
+"""A process from which workers are forked in milliseconds.
+
+A new interpreter would need 1.5 to 2 s of CPU to import torch. The head forks the process after all
+imports and before any thread. It has one thread and receives command lines. It forks each worker
+twice, so that the worker becomes the head's child (`PR_SET_CHILD_SUBREAPER`): if the fork server
+dies, the workers live on, and further workers start as new interpreters.
+
+`multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
+the head, and end with it. It also pickles what it starts (see docs/decisions/005-fork-server.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import setproctitle
+
+from moonpool.transfer.parent import end_with
+
+PR_SET_CHILD_SUBREAPER = 36
+FORK_S = 20.0
+ADOPTED_S = 5.0
+END_S = 3.0
+MAX_LINE_BYTES = 1 << 16
+
+
+class ForkServerError(Exception):
+    """The fork server cannot fork workers, or no longer can."""
+
+
+class ForkedProcess:
+    """A child of this process, with the interface of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = loop.create_future()
+        self._pidfd = os.pidfd_open(pid)
+        loop.add_reader(self._pidfd, self._on_end)
+
+    async def wait(self) -> int:
+        """Returns the exit status, or the negative number of the signal that ended it."""
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        os.close(self._pidfd)
+        assert ended is not None
+        by_itself = ended.si_code == os.CLD_EXITED
+        self.returncode = ended.si_status if by_itself else -ended.si_status
+        self._ended.set_result(self.returncode)
+
+
+class ForkServer:
+    """The head's side of the fork server. Made by `open_fork_server`."""
+
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self.pid = pid
+        self._control = control
+        self._control.setblocking(False)
+        self._one_at_a_time = asyncio.Lock()
+        self._process: ForkedProcess | None = None
+        self._closed = False
+
+    async def fork(self, arguments: Sequence[str]) -> ForkedProcess:
+        """Forks a worker with this command line. Raises ForkServerError."""
+        async with self._one_at_a_time:
+            if self._closed:
+                raise ForkServerError("the fork server is closed")
+            if self._process is None:
+                self._process = ForkedProcess(self.pid)
+            try:
+                pid = await self._ask(msgspec.json.encode(list(arguments)))
+            except (OSError, TimeoutError) as error:
+                self._shut()
+                raise ForkServerError(
+                    f"no more workers can be forked: {error or 'no reply'}"
+                ) from None
+            except asyncio.CancelledError:
+                self._shut()  # its late reply would be taken for the next one's
+                raise
+            return ForkedProcess(pid)
+
+    async def close(self) -> None:
+        """Ends the fork server. Its workers stay."""
+        self._shut()
+        process = self._process or ForkedProcess(self.pid)
+        try:
+            await asyncio.wait_for(process.wait(), END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def _ask(self, line: bytes) -> int:
+        loop = asyncio.get_running_loop()
+        adopt_orphans(True)  # only now: no code here waits for orphans of other processes
+        try:
+            async with asyncio.timeout(FORK_S):
+                await loop.sock_sendall(self._control, line)
+                answer = await loop.sock_recv(self._control, MAX_LINE_BYTES)
+        finally:
+            adopt_orphans(False)
+        if not answer.isdigit():
+            raise OSError(answer.decode() or "it has ended")
+        return int(answer)
+
+    def _shut(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._control.close()
+
+
+def open_fork_server(
+    environment: Mapping[str, str], run_worker: Callable[[list[str]], object]
+) -> ForkServer | None:
+    """Forks the fork server. Each worker calls `run_worker` with its command line, then ends.
+
+    Must be called before there are threads or an event loop, and after importing all modules that a
+    worker needs. Returns None if the system does not support it, or if there are threads: a fork
+    would copy only one.
+    """
+    if not _may_fork():
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    head_pid = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return ForkServer(pid, ours)
+    ours.close()
+    os.setsid()  # Ctrl-C must reach only the head
+    end_with(head_pid)
+    os.environ.update(environment)
+    line = _serve_forks(theirs, head_pid)
+    run_worker(line)
+    raise SystemExit(0)
+
+
+def _may_fork() -> bool:
+    """Whether this is Linux 5.4 or newer without a sandbox that forbids it, and has one thread."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def _serve_forks(control: socket.socket, head_pid: int) -> list[str]:
+    """Forks workers until the head closes. Returns only in workers, with the command line."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    setproctitle.setproctitle("moonpool fork server")
+    gc.collect()
+    gc.freeze()  # a collection would write to all pages, and so copy them
+    try:
+        while line := control.recv(MAX_LINE_BYTES):
+            if _fork_twice(control):
+                _be_adopted(control, head_pid)
+                return msgspec.json.decode(line, type=list[str])
+    except ConnectionError:
+        pass  # the head ended before it read the last reply
+    os._exit(0)
+
+
+def _fork_twice(control: socket.socket) -> bool:
+    """Forks a grandchild. Returns True in the grandchild, whose parent is about to end."""
+    try:
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            return False
+        if os.fork() == 0:
+            return True
+    except OSError as error:
+        control.send(f"{error}".encode())
+        if os.getpid() == os.getsid(0):  # the fork server itself
+            return False
+    os._exit(0)
+
+
+def _be_adopted(control: socket.socket, head_pid: int) -> None:
+    """Waits until the head is the parent, which is when the process in between has ended."""
+    by_s = time.monotonic() + ADOPTED_S
+    while os.getppid() != head_pid:
+        if time.monotonic() > by_s:
+            control.send(b"the head did not become the parent of the worker")
+            os._exit(1)
+        time.sleep(0.0005)
+    os.setsid()
+    control.send(str(os.getpid()).encode())
+    control.close()
+
+
+def adopt_orphans(wanted: bool) -> None:
+    """Sets whether this process becomes the parent of descendants whose parent has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)

@@ -1,0 +1,62 @@
+"""Passes the tokens of the Conductor's actions to the HTTP handler that iterates over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from moonpool.api.frontend import Output, RequestRefused
+from moonpool.conductor.actions import Deliver, Refuse
+from moonpool.types import Token
+
+
+class ResponseStream:
+    """The pending outputs of one request, bounded by its `max_tokens`.
+
+    A slow reader receives several tokens in one output instead of many outputs.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: deque[Token] = deque()
+        self._last: Deliver | None = None
+        self._refused: Refuse | None = None
+        self._wakeup = asyncio.Event()
+        self.timings_s: dict[str, float] | None = None
+        self.ended = False
+
+    def deliver(self, action: Deliver) -> None:
+        self._tokens.extend(action.tokens)
+        self._last = action
+        self._wakeup.set()
+
+    def refuse(self, action: Refuse) -> None:
+        self._refused = action
+        self._wakeup.set()
+
+    async def next_output(self) -> Output:
+        """Waits for the next output; the one with a finish reason is the last.
+
+        Raises RequestRefused.
+        """
+        await self._wakeup.wait()
+        self._wakeup.clear()
+        if self._refused is not None and not self._tokens:
+            refused = self._refused
+            raise RequestRefused(
+                refused.status,
+                refused.reason,
+                refused.message,
+                refused.retry_after_s,
+                refused.projection,
+            )
+        if self._refused is not None:
+            self._wakeup.set()  # the tokens before it go first
+        assert self._last is not None
+        tokens = tuple(self._tokens)
+        self._tokens.clear()
+        return Output(
+            tokens=tokens,
+            finish_reason=self._last.finish,
+            cached_tokens=self._last.cached_tokens,
+            timings_s=self.timings_s if self._last.finish is not None else None,
+        )

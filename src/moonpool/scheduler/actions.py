@@ -1,0 +1,284 @@
+"""The events that an instance's state machine handles and the actions that it returns.
+
+Commands of the head and events of the messenger come from `protocol`; the engine's events are
+defined here. The live worker process and the simulator both perform these actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moonpool.protocol.messages import AttemptId, Command, Report
+from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
+from moonpool.types import BlockId, BlockKey, SamplingParams, Token
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Transfers in progress that fill blocks which a step reads: a fetch ("": none) and loads.
+    Before the attention of a layer, the engine waits until every transfer has delivered that layer.
+    The waits of a step together last at most `timeout_s`."""
+
+    fetch_id: str
+    timeout_s: float
+    load_ids: tuple[str, ...] = ()
+
+
+class StepEntry(NamedTuple):
+    """One request's share of a step, as the engine needs it.
+
+    `sends` lists blocks as (index in the request's block table, block). Their slices of a layer are
+    complete once this step has computed that layer; the driver streams them while later layers run.
+
+    `arriving` is set while blocks before `start` are still arriving. If one of their layers does
+    not arrive or fails its checksum, the entry is `missed`: no later layer of it is streamed.
+    """
+
+    attempt_id: AttemptId
+    new_token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[BlockId]
+    draw: SamplingParams | None
+    generated: Sequence[int] = ()
+    sends: tuple[tuple[int, BlockId], ...] = ()
+    arriving: Arriving | None = None
+    prompt_ids: frozenset[int] = frozenset()
+    """The distinct tokens of the prompt, if the draw needs them; otherwise empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run one step of the engine. The driver answers with `StepEnded` or `StepFailed`.
+
+    Up to `InstanceConfig.max_steps_in_flight` steps are in progress at a time; they end in the
+    order in which they began. A step that contains only decodes may be repeated, each token feeding
+    the next, until it has run `max_repeats` times or one of its answers ends. The driver then sends
+    one `StepsEnded`, so that it handles one event for many tokens.
+    """
+
+    entries: tuple[StepEntry, ...]
+    max_repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StopRepeating:
+    """End the repeated step after the current repetition, because the batch has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """A step has ended; `tokens[i]` belongs to `entries[i]`. `missed` holds the indices of the
+    entries whose prefix did not arrive: what the step computed for them is void. For all other
+    entries, the ends of the transfers in `arriving` are posted before this event."""
+
+    tokens: Sequence[Token | None]
+    seconds: float
+    missed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepsEnded:
+    """A repeated step has ended; `tokens[i]` holds one token of `entries[i]` per repetition."""
+
+    tokens: Sequence[Sequence[Token]]
+    seconds: float  # of all repetitions together
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step has failed. If `lost_arena` is set, it failed because that arena is gone; requests
+    without blocks in it can continue."""
+
+    message: str
+    lost_arena: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLost:
+    """One of the instance's arenas is gone, with all of its content. Transfers that use its blocks
+    still end, each with its own event."""
+
+    arena: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaBack:
+    """The arena can be used again; `named` lists the blocks that have kept their content."""
+
+    arena: int
+    named: tuple[tuple[BlockId, BlockKey], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlocks:
+    """Copy blocks from a peer, in this order; answered with `FetchEnded`."""
+
+    fetch_id: str
+    source: PeerAddress
+    keys: Sequence[BlockKey]
+    block_ids: Sequence[BlockId]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRead:
+    """Let a peer read these blocks; answered with `ReadEnded`."""
+
+    read_id: str
+    block_ids: Sequence[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class StartStream:
+    """Open a stream of KVCache to `target`; answered with `SendEnded`."""
+
+    stream_id: str
+    target: PeerAddress
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Send all layers of a cached prefix, whose blocks were complete before the prefill began."""
+
+    stream_id: str
+    blocks: tuple[tuple[int, BlockId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStream:
+    """End the stream once everything sent so far has arrived."""
+
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortStream:
+    """End the stream at once; `SendEnded` still follows."""
+
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectStream:
+    """Receive a stream into blocks, the first of which has index `first_index`.
+
+    Answered with `ReceiveEnded`.
+    """
+
+    stream_id: str
+    block_ids: Sequence[BlockId]
+    first_index: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CancelStream:
+    """Stop receiving the stream; `ReceiveEnded` still follows."""
+
+    stream_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBlocks:
+    """Write blocks to slots of the SSD, in this order; answered with `StoreEnded`. Until then the
+    blocks are held and only read. The previous content of the slots is already void."""
+
+    store_id: str
+    keys: tuple[BlockKey, ...]
+    block_ids: tuple[BlockId, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Read slots of the SSD into blocks, in this order; answered with `LoadEnded`. Until then
+    nothing else uses the blocks, and the slots keep their content. With `by_layer`, a prefill may
+    compute at the same time: the reader delivers layer after layer of all blocks and reports its
+    progress with `LoadProgress`."""
+
+    load_id: str
+    keys: tuple[BlockKey, ...]
+    slots: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+    by_layer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpBlocks:
+    """Find the longest run of `keys` in a shared store; answered with `LookUpEnded`. A prefill
+    waits for the answer."""
+
+    lookup_id: str
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStored:
+    """Drop the content of these slots, which is void: evicted, corrupt or incompletely written.
+    Not answered."""
+
+    slots: tuple[int, ...]
+
+
+class SendReport(NamedTuple):
+    """Send a report to the head."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class ExitProcess:
+    """End the process in good order."""
+
+
+WorkerEvent = Command | MessengerEvent | StepEnded | StepsEnded | StepFailed | ArenaLost | ArenaBack
+
+WorkerAction = (
+    RunStep
+    | StopRepeating
+    | FetchBlocks
+    | GrantRead
+    | StartStream
+    | SendBlocks
+    | FinishStream
+    | AbortStream
+    | ExpectStream
+    | CancelStream
+    | StoreBlocks
+    | LoadBlocks
+    | LookUpBlocks
+    | ForgetStored
+    | ExitProcess
+    | SendReport
+)
+
+
+class Effects:
+    """The actions and counters of one instance. Handling an event fills the list of actions; the
+    instance takes and returns them when it is done."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, float] = {}
+        self._actions: list[WorkerAction] = []
+
+    def perform(self, action: WorkerAction) -> None:
+        """Adds an action; the driver performs them in this order."""
+        self._actions.append(action)
+
+    def report(self, report: Report) -> None:
+        """Adds a report to the head."""
+        self._actions.append(SendReport(report))
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Adds `amount` to a counter; 0 does not create it."""
+        if amount:
+            self.counters[name] = self.counters.get(name, 0.0) + amount
+
+    def take(self) -> list[WorkerAction]:
+        """Returns the actions added since the last call."""
+        actions, self._actions = self._actions, []
+        return actions

@@ -1,0 +1,366 @@
+"""The life of an attempt at a request: from its first command to the release of its blocks.
+
+Handles the commands for one attempt, and the ends of steps and streams. `instance.py` shows the
+phases as a diagram.
+"""
+
+from __future__ import annotations
+
+from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
+from moonpool.cost.model import CostModel
+from moonpool.cost.online import LearnedFactor
+from moonpool.protocol.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptId,
+    AttemptSpec,
+    AttemptTokens,
+    PrefillDone,
+    ReserveDecode,
+    StartDecode,
+    StartPrefill,
+    StepTokens,
+    StopReceiving,
+    StreamBroken,
+    TransferDone,
+)
+from moonpool.protocol.transfer_events import FetchEnded, ReceiveEnded, SendEnded
+from moonpool.scheduler.actions import (
+    AbortStream,
+    CancelStream,
+    Effects,
+    ExpectStream,
+    FinishStream,
+    StepEnded,
+    StepFailed,
+    StepsEnded,
+)
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.kv_cache_manager import KVCacheManager
+from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.prefix_loader import PrefixLoader
+from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState, Tokens
+from moonpool.scheduler.scheduler import Scheduler, Step
+from moonpool.types import Token
+
+
+class AttemptLifecycle:
+    """Moves attempts between their phases, and ends them.
+
+    An attempt ends in two steps. `_close` takes it out of the scheduler and stops its streams. Its
+    blocks are released when no transfer and no step in progress can touch them any more.
+    """
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        requests: dict[AttemptId, RequestState],
+        kv_cache: KVCacheManager,
+        scheduler: Scheduler,
+        overlap: LayerwiseOverlap,
+        prefix_loader: PrefixLoader,
+        arenas: ArenaTracker[RequestState],
+        effects: Effects,
+        cost: CostModel,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """`requests` is shared with the instance; only this class adds and removes entries."""
+        self._config = config
+        self._requests = requests
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._layout = kv_cache.layout
+        self._scheduler = scheduler
+        self._overlap = overlap
+        self._prefix_loader = prefix_loader
+        self._arenas = arenas
+        self._effects = effects
+        self._cost = cost
+        self._decode_factor = LearnedFactor()  # by which decodes take longer than `cost` predicts
+        self._eos = eos_token_ids
+
+    # Begin
+
+    def on_start_prefill(self, command: StartPrefill) -> None:
+        """Queues a prefill, and starts to load or fetch its prefix."""
+        attempt = command.work
+        request = self._add(attempt, RequestPhase.WAITING)
+        if (
+            self._layout.blocks_for(len(attempt.token_ids))
+            > self._kv_cache.sequences.max_sequence_blocks
+        ):
+            self.fail(request, "no_blocks", "the prompt needs more blocks than the instance has")
+            return
+        request.target = command.target
+        self._scheduler.add(request)
+        self._prefix_loader.begin(request, command.fetch)
+
+    def on_reserve_decode(self, command: ReserveDecode) -> None:
+        """Holds blocks for a decode, and receives its KVCache."""
+        self.reserve(self._add(command.work, RequestPhase.RECEIVING), command.patient)
+
+    def reserve(self, request: RequestState, patient: bool) -> None:
+        """Holds the blocks of a decode and opens its stream. If there is no room, fails the attempt
+        or, if it is `patient` and an arena is lost, lets it wait for the arena."""
+        attempt = request.attempt
+        num_blocks = self._layout.blocks_for(len(attempt.token_ids) + 1)
+        first_index = self._kv_cache.allocate(request, num_blocks)
+        if first_index is None:
+            if not (patient and self._arenas.park(request)):
+                self.fail(request, "no_blocks", "the decode instance has no blocks left")
+            return
+        blocks = request.block_ids[first_index : self._layout.blocks_for(len(attempt.token_ids))]
+        request.pending.add(PendingTransfer.RECEIVE)
+        self._effects.perform(
+            ExpectStream(attempt.attempt_id, blocks, first_index, attempt.timeout_s)
+        )
+        if request.stream_ended:
+            self._effects.perform(CancelStream(attempt.attempt_id))
+
+    def _add(self, attempt: AttemptSpec, phase: RequestPhase) -> RequestState:
+        assert attempt.attempt_id not in self._requests
+        tokens = Tokens(attempt.token_ids, attempt.num_prompt_tokens)
+        request = RequestState(attempt=attempt, phase=phase, tokens=tokens)
+        self._kv_cache.hash_prompt(request)
+        self._requests[attempt.attempt_id] = request
+        return request
+
+    # Prefill to decode
+
+    def on_fetch_ended(self, event: FetchEnded) -> None:
+        """Handles the end of a fetch for an attempt."""
+        request = self._requests[AttemptId(event.fetch_id)]
+        self._prefix_loader.on_fetch_ended(request, event)
+        if request.closing:
+            self._release_if_idle(request)
+
+    def on_send_ended(self, event: SendEnded) -> None:
+        """Handles the end of a prefill's stream. If it breaks during the prefill, the prefill goes
+        on, and the receiver computes what it lacks."""
+        request = self._requests[AttemptId(event.stream_id)]
+        request.pending.discard(PendingTransfer.SEND)
+        self._effects.count("sent_bytes", event.num_bytes)
+        if request.closing:
+            self._release_if_idle(request)
+            return
+        if event.error:
+            self._effects.count("failed_streams")
+            self._effects.report(StreamBroken(attempt_id=request.attempt_id, error=event.error))
+        if request.phase is RequestPhase.HANDING_OVER:
+            self._close(request)
+
+    def on_stop_receiving(self, command: StopReceiving) -> None:
+        """Stops waiting for the rest of a decode's KVCache."""
+        request = self._requests.get(command.attempt_id)
+        if request is not None and not request.closing:
+            request.stream_ended = True
+            if PendingTransfer.RECEIVE in request.pending:
+                self._effects.perform(CancelStream(command.attempt_id))
+
+    def on_receive_ended(self, event: ReceiveEnded) -> None:
+        """Handles the end of a decode's stream; missing and corrupt blocks are computed again."""
+        request = self._requests[AttemptId(event.stream_id)]
+        request.pending.discard(PendingTransfer.RECEIVE)
+        self._effects.count("received_bytes", event.num_bytes)
+        self._effects.count("corrupt_blocks", len(event.corrupt))
+        if request.closing:
+            self._release_if_idle(request)
+            return
+        num_prompt = len(request.attempt.token_ids)
+        if event.error:
+            usable_blocks = request.num_cached_blocks
+        else:
+            usable_blocks = min(event.corrupt, default=len(request.block_ids))
+        request.num_computed = min(usable_blocks * self._layout.block_tokens, num_prompt)
+        request.num_scheduled = request.num_computed
+        request.kv_arrived = True
+        self._kv_cache.cache_full_blocks(request)
+        self._effects.count("recomputed_tokens", num_prompt - request.num_computed)
+        self._effects.report(
+            TransferDone(
+                attempt_id=request.attempt_id,
+                num_bytes=event.num_bytes,
+                seconds=event.seconds,
+                corrupt_blocks=len(event.corrupt),
+                error=event.error,
+            )
+        )
+        self._join_if_ready(request)
+
+    def on_start_decode(self, command: StartDecode) -> None:
+        """Takes the first token of a decode, after a second check of the SLO."""
+        request = self._requests.get(command.attempt_id)
+        if request is None or request.closing or request.has_first_token:
+            return
+        refusal = self._refusal(request)
+        if refusal:
+            self.fail(request, "tbt_slo", refusal)
+            return
+        request.has_first_token = True
+        request.tokens.append(command.token.token_id)
+        self._join_if_ready(request)
+
+    def _refusal(self, request: RequestState) -> str:
+        """Why one more decode would break an SLO; "" if it would not. An idle instance accepts."""
+        scheduler, attempt = self._scheduler, request.attempt
+        num_running = len(scheduler.running) + len(scheduler.joining)
+        if not num_running or attempt.slo.tbt_s == float("inf"):
+            return ""
+        contexts = scheduler.context_tokens + len(request.tokens)
+        step_s = self._cost.decode_step_s(num_running + 1, contexts) * self._decode_factor.value
+        limit_s = attempt.slo.tbt_s * attempt.tolerance
+        if step_s > limit_s:
+            text = f"one more request would raise the mean time between tokens to {step_s:.3f} s"
+            return f"{text}; above {limit_s:.3f} s the TBT SLO of {attempt.slo.tbt_s:g} s is missed"
+        if not scheduler.has_room(len(request.tokens), attempt.tolerance):
+            return f"the engine's memory would have to hold {contexts} tokens at once"
+        return ""
+
+    def _join_if_ready(self, request: RequestState) -> None:
+        ready = request.kv_arrived and request.has_first_token
+        if ready and request.phase is RequestPhase.RECEIVING:
+            self._scheduler.join(request)
+
+    # Steps
+
+    def on_step_ended(self, event: StepEnded) -> None:
+        """Takes the results of one step."""
+        step = self._scheduler.end_step(event.seconds)
+        assert len(step) == len(event.tokens)
+        reported: list[AttemptTokens] = []
+        decodes_s = self._learn_decodes(step, event.seconds, 1)
+        self._effects.count("steps")
+        self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
+        for index, (request, num_tokens) in enumerate(step):
+            if request.closing:
+                self._release_if_idle(request)
+                continue
+            if not self._overlap.on_step_ended(request, index in event.missed):
+                continue
+            token = event.tokens[index]
+            request.num_computed += num_tokens
+            self._kv_cache.cache_full_blocks(request)
+            if token is None:
+                continue
+            request.tokens.append(token.token_id)
+            if request.target is None:
+                self._report_tokens(request, (token,), reported)
+            else:
+                self._end_prefill(request, token)
+        if reported:
+            self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
+        self._fail_too_long()
+
+    def on_steps_ended(self, event: StepsEnded) -> None:
+        """Takes the results of a repeated step of decodes. Only the last repetition can end an
+        answer."""
+        step = self._scheduler.end_step()
+        reported: list[AttemptTokens] = []
+        num_steps = len(event.tokens[0])
+        decodes_s = self._learn_decodes(step, event.seconds, num_steps)
+        self._effects.count("steps", num_steps)
+        self._effects.count("step_s", event.seconds)
+        for (request, _), tokens in zip(step, event.tokens, strict=True):
+            assert len(tokens) == num_steps
+            if request.closing:
+                self._release_if_idle(request)
+                continue
+            request.num_computed += num_steps
+            request.num_scheduled = request.num_computed
+            request.tokens.extend([token.token_id for token in tokens])
+            self._kv_cache.cache_full_blocks(request)
+            self._report_tokens(request, tuple(tokens), reported)
+        if reported:
+            self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
+        self._fail_too_long()
+
+    def on_step_failed(self, event: StepFailed) -> None:
+        """Fails the requests of a step, except those that can repeat it without a lost arena."""
+        self._effects.count("failed_steps")
+        for request, _ in self._scheduler.end_step():
+            if request.closing:
+                self._release_if_idle(request)
+            elif event.lost_arena is not None and self._arenas.survives(request, event.lost_arena):
+                request.num_scheduled = request.num_computed
+            else:
+                self.fail(request, "engine_error", event.message)
+
+    def _learn_decodes(self, step: Step, seconds: float, num_steps: int) -> float:
+        """Returns the seconds per repetition of a step with decodes only, and learns from them.
+        Returns 0 for other steps."""
+        context_tokens = 0
+        for request, num_tokens in step:
+            if num_tokens != 1 or request.target is not None or not request.tokens.num_generated:
+                return 0.0
+            context_tokens += request.tokens.size
+        seconds /= num_steps
+        if self._config.learning:
+            context_tokens += len(step) * (num_steps - 1) // 2
+            stages = self._config.micro_batches  # each has about as many decodes
+            expected_s = self._cost.decode_step_s(stages * len(step), stages * context_tokens)
+            self._decode_factor.observe(seconds, expected_s)
+        return seconds
+
+    def _report_tokens(
+        self, request: RequestState, tokens: tuple[Token, ...], reported: list[AttemptTokens]
+    ) -> None:
+        """Reports the newest tokens of a decode, and ends it after its last token."""
+        finish = request.finish_reason(self._eos)
+        reported.append(AttemptTokens(request.attempt_id, tokens, finish))
+        if finish is not None:
+            self._close(request)
+
+    def _end_prefill(self, request: RequestState, token: Token) -> None:
+        """Reports the first token, which is the newest, and hands the request over to its decode
+        instance."""
+        finish = request.finish_reason(self._eos)
+        request.tokens.pop()  # the decode instance computes it
+        attempt_id = request.attempt_id
+        self._effects.report(PrefillDone(attempt_id=attempt_id, token=token, finish=finish))
+        self._scheduler.remove(request)
+        request.phase = RequestPhase.HANDING_OVER
+        if finish is None and request.streaming:
+            self._effects.perform(FinishStream(attempt_id))
+        else:
+            self._close(request)
+
+    def _fail_too_long(self) -> None:
+        for request in self._scheduler.too_long():
+            self.fail(request, "no_blocks", "the answer needs more blocks than the instance has")
+
+    # End
+
+    def on_abort(self, command: Abort) -> None:
+        """Aborts an attempt; an unknown one is ignored."""
+        request = self._requests.get(command.attempt_id)
+        if request is not None:
+            self.abort(request)
+
+    def abort(self, request: RequestState) -> None:
+        """Ends an attempt without a report."""
+        if not request.closing:
+            self._close(request)
+
+    def fail(self, request: RequestState, reason: str, message: str) -> None:
+        """Ends an attempt and reports why."""
+        self._effects.report(
+            AttemptFailed(attempt_id=request.attempt_id, reason=reason, message=message)
+        )
+        self._close(request)
+
+    def _close(self, request: RequestState) -> None:
+        request.closing = True
+        self._scheduler.remove(request)
+        if PendingTransfer.SEND in request.pending:
+            self._effects.perform(AbortStream(request.attempt_id))
+        if PendingTransfer.RECEIVE in request.pending:
+            self._effects.perform(CancelStream(request.attempt_id))
+        self._release_if_idle(request)
+
+    def _release_if_idle(self, request: RequestState) -> None:
+        """Releases the blocks of an ended attempt once nothing can touch them any more."""
+        if not request.idle:
+            return
+        self._pool.release(request.owner)
+        self._pool.release(request.fetch_owner)
+        del self._requests[request.attempt_id]

@@ -1,0 +1,137 @@
+"""How many tokens the next step may have, so that its decodes meet their SLO on TBT.
+
+SARATHI aligns a chunk together with the decodes to the device's tile: one token more than a tile
+costs a whole tile (section 4.3). Sarathi-Serve takes the largest budget whose step meets the SLO on
+the time between tokens (section 4.3), once, from a profile. This module computes the budget for
+every step, because contexts grow and batches change.
+
+It learns by what factor steps with both chunks and decodes take longer than the cost model
+predicts. It does not choose what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from moonpool.cost.model import Chunk, CostModel
+from moonpool.cost.online import LearnedFactor
+from moonpool.scheduler.batch_policies import Share
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.request_state import RequestState
+
+TARGET_SHARE = 0.9
+"""Share of the steps with a full budget that should meet the SLO. The SLO is judged by the longest
+tenth of an answer's gaps, and under load every gap is such a step."""
+HEADROOM = 0.85
+"""Share of the SLO that a step is planned for: not all of the longest tenth lies at its lower edge.
+"""
+LEAST_CHUNK_TOKENS = 32
+"""A prefill's chunk where the decodes leave no room, so that the prefill ends in any case."""
+
+
+class ChunkBudget:
+    """The token budget of steps that mix prefill chunks with decodes."""
+
+    def __init__(self, config: InstanceConfig, cost: CostModel) -> None:
+        self._factor = LearnedFactor(TARGET_SHARE, summed=1)
+        self._config = config
+        self._cost = cost
+
+    def budget(
+        self, decodes: Sequence[Share[RequestState]], prefills: Sequence[Share[RequestState]]
+    ) -> int:
+        """Tokens of a step with all these decodes and, in their order, some of the prefills."""
+        most_tokens = self._config.chunk_tokens
+        tbt_s = min((self._tbt_s(request) for request, _ in decodes), default=inf)
+        if tbt_s == inf or not prefills:
+            return most_tokens
+        batch = len(decodes)
+        context_tokens = sum(request.tokens.size for request, _ in decodes)
+
+        def step_s(num_tokens: int) -> float:
+            return self._step_s(_chunks(prefills, num_tokens), batch, context_tokens)
+
+        limit_s = tbt_s * HEADROOM / self._factor.value
+        return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
+
+    def expect(self, step: Sequence[Share[RequestState]]) -> float:
+        """Seconds that the cost model predicts for a step of chunks and decodes; 0 for other steps.
+        Callers must ask before they count the step's tokens as scheduled."""
+        chunks = [_chunk(request, num) for request, num in step if not request.decoding]
+        batch = len(step) - len(chunks)
+        if not chunks or not batch:
+            return 0.0
+        context_tokens = sum(request.tokens.size for request, _ in step if request.decoding)
+        return self._step_s(chunks, batch, context_tokens)
+
+    def learn(self, expected_s: float, seconds: float) -> None:
+        """Learns from a step that took `seconds` where `expect` returned `expected_s`."""
+        if self._config.learning and expected_s > 0.0:
+            # Every gap has the same weight. If the weight were the expected time, a step that was
+            # long by chance would outweigh the short steps that follow because of it.
+            self._factor.observe(seconds / expected_s, 1.0)
+
+    def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
+        """Seconds from begin to end. The cost model gives the time of prompts in one stage (see
+        `cost.corrected`); a step passes all stages."""
+        seconds = self._cost.step_s(chunks, batch, context_tokens)
+        further = self._config.micro_batches - 1
+        return seconds + further * self._cost.step_s(chunks, 0, 0) if further else seconds
+
+    def _tbt_s(self, request: RequestState) -> float:
+        own_s = request.attempt.slo.tbt_s
+        return self._config.tbt_slo_s if own_s == inf else own_s
+
+
+def token_budget(
+    step_s: Callable[[int], float],
+    num_decodes: int,
+    limit_s: float,
+    tile_tokens: int,
+    most_tokens: int,
+) -> int:
+    """Returns the tokens of the next step, decodes included.
+
+    The result is the largest number of whole tiles whose chunk takes at most `limit_s`. It is at
+    most `most_tokens`. It is never less than the smallest number of tiles that gives a chunk
+    `LEAST_CHUNK_TOKENS`.
+
+    `step_s(n)` is the time of a step of n prefill tokens and all decodes. It must not decrease
+    with n, because this function searches by bisection.
+    """
+    assert tile_tokens > 0 and most_tokens > 0 and num_decodes >= 0
+    least = -(-(num_decodes + LEAST_CHUNK_TOKENS) // tile_tokens)
+    if least * tile_tokens >= most_tokens:
+        return most_tokens
+    if step_s(most_tokens - num_decodes) <= limit_s:
+        return most_tokens
+    low, high = least, most_tokens // tile_tokens  # all above `high` are known to be too many
+    while low < high:
+        middle = (low + high + 1) // 2
+        if step_s(middle * tile_tokens - num_decodes) <= limit_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low * tile_tokens
+
+
+def _chunks(prefills: Sequence[Share[RequestState]], num_tokens: int) -> list[Chunk]:
+    """The chunks of these prompts that a chunked batch makes of `num_tokens`."""
+    chunks: list[Chunk] = []
+    for request, num_uncomputed in prefills:
+        if num_tokens <= 0:
+            break
+        share = min(num_uncomputed, num_tokens)
+        chunks.append(_chunk(request, share))
+        num_tokens -= share
+    return chunks
+
+
+def _chunk(request: RequestState, num_tokens: int) -> Chunk:
+    return Chunk(
+        num_tokens=num_tokens,
+        start=request.num_scheduled,
+        cached_tokens=min(request.num_reused, request.num_scheduled),
+        last=num_tokens == request.num_uncomputed,
+    )

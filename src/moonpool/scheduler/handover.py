@@ -1,0 +1,156 @@
+"""Moves the hottest prefixes of an instance that leaves the cluster to the instances that stay.
+
+`hottest` lists the most used prefixes of the leaving instance. `KvHandover` runs at the receiving
+instance: it fetches a prefix into free blocks, or in place of blocks that are used less. No request
+waits for such a fetch. It ends with one `PrefixTakenOver`, and the blocks that arrived are cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import nlargest
+
+from moonpool.kvcache.block_pool import BlockPool
+from moonpool.protocol.messages import HotPrefix, PrefixTakenOver, TakeOverPrefix
+from moonpool.protocol.transfer_events import FetchEnded
+from moonpool.scheduler.actions import Effects, FetchBlocks
+from moonpool.scheduler.kv_cache_manager import KVCacheManager
+from moonpool.types import BlockId, BlockKey
+
+FETCH_ID_PREFIX = "takeover:"
+"""Prefix of the ids of these fetches; no attempt's id begins with it."""
+MAX_SHARE = 4
+"""A takeover uses at most one in this many of the pool's blocks."""
+
+
+def hottest(
+    kv_cache: KVCacheManager, num_blocks: int, lost_with_it: bool = False
+) -> tuple[HotPrefix, ...]:
+    """Returns the most used prefixes, of `num_blocks` blocks in all. Among equals, the one used
+    last comes first. A continuation that is used as often is part of the same entry.
+
+    With `lost_with_it`, leaves out prefixes whose last block a shared store holds. Mutates nothing.
+    """
+    pool, spares = kv_cache.pool, kv_cache.spares
+
+    def heat(block_id: BlockId) -> tuple[int, int, int]:
+        return pool.num_uses(block_id), spares.let_go_at(block_id), pool.depth_of(block_id)
+
+    listed: set[BlockId] = set()
+    found: list[HotPrefix] = []
+    for block_id in nlargest(num_blocks, pool.cached_blocks(), key=heat):
+        if num_blocks <= 0:
+            break
+        if block_id in listed or (lost_with_it and kv_cache.is_shared(_key(pool, block_id))):
+            continue
+        chain = _chain(kv_cache, block_id)
+        if not chain or len(chain) > num_blocks:
+            continue
+        num_blocks -= len(chain)
+        listed.update(chain)
+        keys = tuple(_key(pool, block) for block in chain)
+        found.append(HotPrefix(keys, pool.num_uses(block_id)))
+    return tuple(found)
+
+
+def _chain(kv_cache: KVCacheManager, block_id: BlockId) -> list[BlockId]:
+    """The blocks from the prompt's first block to this one; empty if one is missing or unknown."""
+    chain: dict[BlockId, None] = {}
+    place: BlockId | None = block_id
+    while place is not None:
+        if place in chain:
+            return []  # blocks adopted at start have no known position: links may form a cycle
+        chain[place] = None
+        place = kv_cache.spares.parent_of(place)
+    first_to_last = list(reversed(chain))
+    return [] if kv_cache.pool.depth_of(first_to_last[0]) else first_to_last
+
+
+def _key(pool: BlockPool, block_id: BlockId) -> BlockKey:
+    key = pool.key_of(block_id)
+    assert key is not None
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class _Takeover:
+    command: TakeOverPrefix
+    keys: tuple[BlockKey, ...]  # the blocks to fetch
+    blocks: tuple[BlockId, ...]
+    depth: int  # position in the prompt of the first of them
+    full: bool
+
+
+class KvHandover:
+    """The takeovers in progress. The owner of a takeover's holds is the id of its fetch."""
+
+    def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
+        self._kv_cache = kv_cache
+        self._effects = effects
+        self._takeovers: dict[str, _Takeover] = {}
+        self._num_begun = 0
+
+    @property
+    def owners(self) -> set[str]:
+        """All owners of holds for takeovers."""
+        return set(self._takeovers)
+
+    def begin(self, command: TakeOverPrefix) -> None:
+        """Fetches the missing blocks of a prefix, as far as there is room."""
+        pool = self._kv_cache.pool
+        self._num_begun += 1
+        owner = f"{FETCH_ID_PREFIX}{self._num_begun}"
+        held = pool.match(command.keys)
+        missing = command.keys[len(held) :]
+        pool.acquire(owner, held)
+        num_blocks = min(len(missing), pool.num_blocks // MAX_SHARE)
+        num_blocks = min(num_blocks, self._make_room(owner, num_blocks, command.num_uses))
+        blocks = self._kv_cache.sequences.allocate(owner, num_blocks, held)
+        while num_blocks and not blocks:  # the free blocks are not all in one arena
+            num_blocks //= 2
+            blocks = self._kv_cache.sequences.allocate(owner, num_blocks, held)
+        full = num_blocks < len(missing)
+        if not blocks:
+            pool.release(owner)
+            self._effects.report(PrefixTakenOver(number=command.number, num_blocks=0, full=full))
+            return
+        keys = missing[:num_blocks]
+        self._takeovers[owner] = _Takeover(command, keys, tuple(blocks), len(held), full)
+        self._effects.perform(FetchBlocks(owner, command.source, keys, blocks, command.timeout_s))
+
+    def on_fetch_ended(self, event: FetchEnded) -> None:
+        """Caches the blocks that arrived, with the number of uses they had at the source."""
+        takeover = self._takeovers.pop(event.fetch_id)
+        pool, effects = self._kv_cache.pool, self._effects
+        for offset in range(event.num_blocks):
+            block_id = takeover.blocks[offset]
+            if pool.cache_block(block_id, takeover.keys[offset], takeover.depth + offset):
+                pool.count_uses(block_id, takeover.command.num_uses)
+        pool.release(event.fetch_id)
+        effects.count("taken_over_blocks", event.num_blocks)
+        effects.count("corrupt_slices", event.corrupt_slices)
+        effects.count("fetched_bytes", event.num_bytes)
+        effects.count("failed_fetches", 1 if event.error else 0)
+        effects.report(
+            PrefixTakenOver(
+                number=takeover.command.number,
+                num_blocks=event.num_blocks,
+                full=takeover.full,
+                error=event.error,
+            )
+        )
+
+    def _make_room(self, owner: str, num_blocks: int, num_uses: int) -> int:
+        """Evicts blocks until `num_blocks` are free, but none that is used at least `num_uses`
+        times. Returns the number of free blocks."""
+        pool = self._kv_cache.pool
+        while pool.num_free < num_blocks:
+            victims = pool.withdraw(f"{owner}:room", 1)
+            if not victims:
+                break
+            if pool.num_uses(victims[0]) >= num_uses:
+                pool.acquire(f"{owner}:room", victims)  # so that it stays cached
+                pool.release(f"{owner}:room")
+                break
+            pool.release(f"{owner}:room")
+        return pool.num_free

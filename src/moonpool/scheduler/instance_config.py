@@ -1,0 +1,76 @@
+"""The configuration of one instance's state machine, and how both drivers derive it."""
+
+from __future__ import annotations
+
+from moonpool.config import (
+    Batching,
+    EngineConfig,
+    PolicyName,
+    PoolConfig,
+    SloConfig,
+    SsdAdmission,
+)
+from moonpool.types import Struct
+
+
+class InstanceConfig(Struct, frozen=True):
+    """The settings of one instance."""
+
+    chunk_tokens: int = 512
+    max_sequences: int = 128
+    prefix_caching: bool = True
+    eviction: PolicyName = "lru"
+    batching: Batching = "chunked"
+    max_steps_in_flight: int = 1  # more than one for the stages of a pipeline
+    micro_batches: int = 1  # steps that share out the decodes evenly: one per stage
+    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0: the whole pool
+    tbt_slo_s: float = float("inf")  # for requests without an SLO of their own
+    layer_wise_load: bool = False  # a prefill may compute while its prefix still arrives
+    max_repeats: int = 1  # steps of decodes alone that may run without a report between them
+    ssd_blocks: int = 0  # slots of the SSD tier; 0: no such tier
+    ssd_admission: SsdAdmission = "always"
+    store_shared: bool = False  # a store that other instances use takes the place of the SSD
+    learning: bool = True  # measured times correct the cost model
+
+
+def instance_config(
+    engine: EngineConfig,
+    pool: PoolConfig,
+    slo: SloConfig,
+    learning: bool,
+    num_stages: int,
+    *,
+    ssd_blocks: int,
+    store_shared: bool,
+    engine_tokens: int,
+    layer_wise_load: bool,
+    max_repeats: int,
+) -> InstanceConfig:
+    """Derives an instance's settings from the cluster's, for the live worker and the simulator.
+
+    The positional arguments come from the cluster's configuration. The others are what only the
+    driver knows of its store, engine and memory; they have no default, so that no driver omits one.
+    A pipeline neither overlaps layers nor repeats steps, whatever its driver allows.
+    """
+    return InstanceConfig(
+        chunk_tokens=engine.chunk_tokens,
+        max_sequences=engine.max_sequences,
+        prefix_caching=pool.prefix_caching,
+        eviction=pool.eviction,
+        batching=engine.batching,
+        max_steps_in_flight=steps_in_flight(num_stages),
+        micro_batches=num_stages,
+        engine_tokens=engine_tokens,
+        tbt_slo_s=slo.tbt_s,
+        layer_wise_load=layer_wise_load and num_stages == 1,
+        max_repeats=max_repeats if num_stages == 1 else 1,
+        ssd_blocks=ssd_blocks,
+        ssd_admission=pool.ssd_admission,
+        store_shared=store_shared,
+        learning=learning,
+    )
+
+
+def steps_in_flight(num_stages: int) -> int:
+    """The most steps in progress at a time: one per stage, and one that waits for the first."""
+    return num_stages + 1 if num_stages > 1 else 1

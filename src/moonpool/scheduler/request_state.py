@@ -1,0 +1,267 @@
+"""The state of one request's attempt at an instance: its tokens, its blocks, its transfers.
+
+`instance.py` shows the phases of an attempt as a diagram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, overload
+
+from moonpool.protocol.messages import AttemptId, AttemptSpec, PrefillStarted
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.scheduler.actions import Effects
+from moonpool.types import BlockId, BlockKey, FinishReason
+
+
+class RequestPhase(Enum):
+    """Where the scheduler keeps the request; the diagram in `instance.py` shows the order."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RECEIVING = "receiving"
+    HANDING_OVER = "handing over"
+
+
+class PendingTransfer(Enum):
+    """Transfers that may still read or write the request's blocks."""
+
+    FETCH = "fetch"
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class TransferEta(NamedTuple):
+    """The remaining time of a transfer that arrives layer by layer, estimated from its progress.
+
+    `left_s`: remaining time. `part_s`: duration of the last reported part, which is also the
+    expected time until the next report. `num_layers`: layers that have arrived.
+    """
+
+    left_s: float = 0.0
+    part_s: float = 0.0
+    num_layers: int = 0
+
+    def updated(self, num_layers: int, seconds: float, all_layers: int) -> TransferEta:
+        """The estimate after `num_layers` of `all_layers` arrived within `seconds`."""
+        layer_s = seconds / num_layers
+        part_s = layer_s * max(0, num_layers - self.num_layers)
+        return TransferEta(layer_s * (all_layers - num_layers), part_s, num_layers)
+
+    @property
+    def due_s(self) -> float:
+        """The remaining time, for an instance that can act only when a report arrives. It rounds
+        to the nearer of this report and the next: acting too early costs as much waiting as acting
+        too late costs idling."""
+        return self.left_s - self.part_s / 2
+
+
+class Tokens(Sequence[int]):
+    """Prompt and generated tokens as one sequence that grows at its end.
+
+    The prompt is shared and never copied, because it may hold a million tokens. It is only sliced,
+    so it may be a `range` where the values of the tokens do not matter.
+    """
+
+    __slots__ = ("_first_generated", "_generated", "_prompt", "_prompt_ids", "size")
+
+    def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
+        """After a fault, `prompt` holds earlier generated tokens past `num_prompt_tokens`."""
+        self._prompt = prompt
+        self._first_generated = num_prompt_tokens
+        self._generated: list[int] = []
+        self._prompt_ids: frozenset[int] | None = None
+        self.size = len(prompt)  # equals `len`, but costs no call; read at every step
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.size)
+            assert step == 1
+            return self.between(start, stop)
+        size = len(self._prompt)
+        position = index + self.size if index < 0 else index
+        return self._prompt[position] if position < size else self._generated[position - size]
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        """Returns `[start:stop]`; neither may be negative or beyond the end."""
+        size = len(self._prompt)
+        if stop <= size:
+            return self._prompt[start:stop]
+        if start >= size:
+            return self._generated[start - size : stop - size]
+        return (*self._prompt[start:], *self._generated[: stop - size])
+
+    @property
+    def newest(self) -> int:
+        """The last token."""
+        return self._generated[-1] if self._generated else self._prompt[-1]
+
+    def append(self, token_id: int) -> None:
+        """Adds a generated token."""
+        self._generated.append(token_id)
+        self.size += 1
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Adds generated tokens."""
+        self._generated.extend(token_ids)
+        self.size = len(self._prompt) + len(self._generated)
+
+    def pop(self) -> int:
+        """Removes and returns the newest token, which must have been appended."""
+        token_id = self._generated.pop()
+        self.size -= 1
+        return token_id
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """All tokens after the request's prompt; callers must not change it."""
+        if self._first_generated == len(self._prompt):
+            return self._generated
+        return (*self._prompt[self._first_generated :], *self._generated)
+
+    @property
+    def prompt_ids(self) -> frozenset[int]:
+        """The distinct tokens of the prompt, computed at the first use."""
+        if self._prompt_ids is None:
+            self._prompt_ids = frozenset(self._prompt)
+        return self._prompt_ids
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens after the request's prompt."""
+        return self.size - self._first_generated
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Mutable state of one attempt at a request.
+
+    `tokens` are the prompt and the generated tokens. The KVCache of the first `num_computed` tokens
+    is in `block_ids`; the first `num_cached_blocks` of these blocks are in the prefix cache. The
+    tokens up to `num_scheduled` are computed, or will be by the `steps_pending` steps in progress.
+    """
+
+    attempt: AttemptSpec
+    phase: RequestPhase
+    tokens: Tokens
+    target: PeerAddress | None = None  # the decode instance; None: this instance decodes
+    num_computed: int = 0
+    num_scheduled: int = 0
+    steps_pending: int = 0
+    num_reused: int = 0  # tokens with KVCache when the prefill began
+    num_fetched_tokens: int = 0
+    num_loaded_tokens: int = 0
+    corrupt_slices: int = 0
+    fetch_s: float = 0.0
+    num_cached_blocks: int = 0
+    num_streamed_blocks: int = 0
+    block_ids: list[BlockId] = field(default_factory=list)  # the block table
+    keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as known
+    pending: set[PendingTransfer] = field(default_factory=set)
+    load_ids: set[str] = field(default_factory=set)  # loads from the SSD that it waits for
+    lookup_start: int | None = None  # index in `keys` from which a shared store is looked up
+    fetched_blocks: list[BlockId] = field(default_factory=list)
+    fetch_first_index: int = 0  # index in `keys` of the first fetched block
+    closing: bool = False  # it has ended, but transfers or steps may still touch its blocks
+    started: bool = False  # PrefillStarted was reported
+    num_overlap_blocks: int = 0  # present or arriving when it began to compute; 0: no overlap
+    missed: bool = False  # a step found that part of its prefix had not arrived
+    num_granted_blocks: int | None = None  # of its fetch; None: the source has not answered
+    fetch_eta: TransferEta = field(default_factory=TransferEta)
+    has_first_token: bool = False
+    kv_arrived: bool = False
+    stream_ended: bool = False  # no more of its KVCache will arrive
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        """Id of the attempt; a retry of the same request has another one."""
+        return self.attempt.attempt_id
+
+    @property
+    def owner(self) -> str:
+        """The owner in the block pool of the blocks in its block table."""
+        return f"work:{self.attempt.attempt_id}"
+
+    @property
+    def fetch_owner(self) -> str:
+        """The owner in the block pool of the prefix blocks it holds while it waits."""
+        return f"fetch:{self.attempt.attempt_id}"
+
+    @property
+    def fetching(self) -> bool:
+        """The messenger may write to blocks that `fetch_owner` holds."""
+        return PendingTransfer.FETCH in self.pending
+
+    @property
+    def looking_up(self) -> bool:
+        """A shared store has not answered yet which blocks it has."""
+        return self.lookup_start is not None
+
+    @property
+    def arriving(self) -> bool:
+        """Part of its prefix is arriving, or may be."""
+        return self.fetching or self.looking_up or bool(self.load_ids)
+
+    @property
+    def overlapping(self) -> bool:
+        """It began to compute while part of its prefix was arriving, and this is not settled."""
+        return self.num_overlap_blocks > 0
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that no step has computed or is computing."""
+        return self.tokens.size - self.num_scheduled
+
+    @property
+    def decoding(self) -> bool:
+        """This instance decodes it, and only its newest generated token is left to compute."""
+        return self.target is None and self.num_uncomputed == 1 and self.tokens.num_generated > 0
+
+    @property
+    def idle(self) -> bool:
+        """No transfer and no step in progress can touch its blocks."""
+        return not self.pending and not self.steps_pending
+
+    @property
+    def streaming(self) -> bool:
+        """Its blocks are sent to the decode instance as they fill."""
+        return PendingTransfer.SEND in self.pending and not self.closing
+
+    def report_started(self, effects: Effects, cached_tokens: int) -> None:
+        """Reports once, as soon as it is known how many tokens need no prefill, that it began."""
+        if self.started:
+            return
+        self.started = True
+        effects.report(
+            PrefillStarted(
+                attempt_id=self.attempt_id,
+                cached_tokens=cached_tokens,
+                fetched_tokens=min(self.num_fetched_tokens, cached_tokens),
+                loaded_tokens=min(self.num_loaded_tokens, cached_tokens),
+                corrupt_slices=self.corrupt_slices,
+                fetch_s=self.fetch_s,
+                early=self.overlapping,
+            )
+        )
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the newest token is the last one; None if it is not."""
+        sampling, tokens = self.attempt.sampling, self.tokens
+        newest, num_generated = tokens.newest, tokens.num_generated
+        if num_generated >= sampling.min_tokens:
+            if newest in eos_token_ids and not sampling.ignore_eos:
+                return FinishReason.STOP
+            if newest in sampling.stop_token_ids:
+                return FinishReason.STOP
+        if num_generated >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None

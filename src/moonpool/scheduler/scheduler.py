@@ -1,0 +1,384 @@
+"""Which requests an instance runs in its next step, and which one is preempted without blocks.
+
+Read `_begin_step` first: it is the whole algorithm, and the methods after it are its parts in their
+order. A request enters from `waiting`, which gives it blocks, or by `join`, which brings its own.
+It leaves by `remove`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from moonpool.cost.model import CostModel
+from moonpool.protocol.messages import DecodeAccepted
+from moonpool.scheduler.actions import (
+    Effects,
+    RunStep,
+    SendBlocks,
+    StartStream,
+    StepEntry,
+    StopRepeating,
+)
+from moonpool.scheduler.batch_policies import PLANNERS, Share
+from moonpool.scheduler.chunk_budget import ChunkBudget
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.kv_cache_manager import KVCacheManager
+from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
+from moonpool.types import BlockId
+
+Step = list[Share[RequestState]]
+
+
+class Scheduler:
+    """The queues of one instance and its steps in progress. Requests are served first come, first
+    served.
+
+    `waiting`: requests without blocks. `joining`: requests with all of their KVCache, which wait
+    for room in the engine's memory. `running`: requests that every step considers.
+    """
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        kv_cache: KVCacheManager,
+        effects: Effects,
+        cost: CostModel,
+        overlap: LayerwiseOverlap,
+    ) -> None:
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+        self.joining: deque[RequestState] = deque()
+        self.steps: deque[Step] = deque()
+        self._config = config
+        self._plan = PLANNERS[config.batching]()
+        # The baselines ignore the time between tokens; that is what makes them baselines.
+        self._chunk_budget = ChunkBudget(config, cost) if config.batching == "chunked" else None
+        self._expected_s: deque[float] = deque()  # of the steps in progress; 0: unknown
+        self._kv_cache = kv_cache
+        self._layout = kv_cache.layout
+        self._effects = effects
+        self._overlap = overlap
+        self._repeating = False
+
+    # Queues
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum of the lengths of all running and joining requests."""
+        return sum(r.tokens.size for r in self.running) + sum(r.tokens.size for r in self.joining)
+
+    def has_room(self, num_tokens: int, tolerance: float = 1.0) -> bool:
+        """Whether the engine's own memory has room for `num_tokens` more. A `tolerance` above 1
+        allows for requests that wait for room. Answers outgrow this check by a few tokens, which
+        the engine's reserve covers."""
+        limit_tokens = self._config.engine_tokens * tolerance
+        return not limit_tokens or self.context_tokens + num_tokens <= limit_tokens
+
+    def add(self, request: RequestState) -> None:
+        """Adds a request to the end of the waiting queue."""
+        self.waiting.append(request)
+        self.stop_repeating()
+
+    def join(self, request: RequestState) -> None:
+        """Adds a request with all of its KVCache; it runs once the engine has room for it."""
+        self.joining.append(request)
+        self._admit_joining()
+
+    def remove(self, request: RequestState) -> None:
+        """Takes a request out of all queues; it may be in none."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+            request.phase = RequestPhase.WAITING
+            self.stop_repeating()
+        if request in self.joining:
+            self.joining.remove(request)
+        self._admit_joining()
+
+    def too_long(self) -> list[RequestState]:
+        """Running requests that have outgrown the instance's blocks."""
+        capacity_tokens = self._kv_cache.sequences.max_sequence_blocks * self._layout.block_tokens
+        return [r for r in self.running if r.tokens.size > capacity_tokens]
+
+    def stop_repeating(self) -> None:
+        """Ends a repeated step, because the next step should differ from it."""
+        if self._repeating:
+            self._repeating = False
+            self._effects.perform(StopRepeating())
+
+    # Steps
+
+    def end_step(self, seconds: float = 0.0) -> Step:
+        """Removes and returns the oldest step, which took `seconds`; 0 is not learned from."""
+        self._repeating = False
+        step = self.steps.popleft()
+        expected_s = self._expected_s.popleft()
+        if self._chunk_budget is not None and seconds:
+            self._chunk_budget.learn(expected_s, seconds)
+        for request, _ in step:
+            request.steps_pending -= 1
+        return step
+
+    def begin_steps(self) -> None:
+        """Starts steps until as many are in progress as the engine takes."""
+        while len(self.steps) < self._config.max_steps_in_flight and self._begin_step():
+            pass
+
+    def _begin_step(self) -> bool:
+        # ------------------------------------------------------------------------------------
+        # There is no prefill phase and no decode phase. Each request has `tokens` and a number of
+        # them that are scheduled (`num_scheduled`). A step is a list of (request, number of
+        # tokens): one token of a decode, up to a chunk of a prefill. The two kinds share steps.
+        #
+        # 1. Blocks    Running requests come first: each gets the blocks for its tokens. If none
+        #              are left, the youngest request is preempted.
+        # 2. Admit     Received requests, then waiting ones, enter `running` while there is room.
+        # 3. Select    `running` is split into decodes and prefills that can be computed now.
+        # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step.
+        # 5. Plan      The batching policy takes from both lists (`batch_policies`).
+        # 6. Start     The chosen tokens are counted as scheduled, and the engine gets the step.
+        # ------------------------------------------------------------------------------------
+        if not (self.running or self.waiting or self.joining):
+            return False
+        self._allocate_for_decodes()
+        self._admit_joining()
+        self._admit_waiting()
+        decodes, prefills = self._select()
+        chunk_budget = self._chunk_budget if decodes and prefills else None
+        budget = self._config.chunk_tokens
+        if chunk_budget is not None:
+            budget = chunk_budget.budget(decodes, prefills)
+        step = self._plan(decodes, prefills, budget, self._config.max_sequences)
+        if not step:
+            return False
+        expected_s = 0.0 if chunk_budget is None else chunk_budget.expect(step)
+        self._start(step, expected_s, repeats=1 if prefills else self._allocate_repeats(step))
+        return True
+
+    # 1. Blocks
+
+    def _allocate_for_decodes(self) -> None:
+        """Gives every running request the blocks for its tokens; preempts the youngest if none are
+        left."""
+        block_tokens = self._layout.block_tokens
+        lacking = [r for r in self.running if r.tokens.size > len(r.block_ids) * block_tokens]
+        for request in lacking:
+            if request.phase is not RequestPhase.RUNNING or not request.num_uncomputed:
+                continue  # just preempted, or all of its tokens are in steps in progress
+            while not self._kv_cache.grow(request, len(request.tokens)):
+                # A prefill that hands over never lacks blocks, so the last victim is `request`.
+                idle = (
+                    r
+                    for r in reversed(self.running)
+                    if not (r.target or r.steps_pending)
+                    and self._kv_cache.sequences.makes_room(r.block_ids, request.block_ids)
+                )
+                youngest = next(idle, request)
+                if youngest.steps_pending:
+                    break
+                self._preempt(youngest)
+                if youngest is request:
+                    break
+
+    def _preempt(self, request: RequestState) -> None:
+        """Frees a running request's blocks and puts it first in the waiting queue. It is computed
+        again later, after whatever of it is still cached."""
+        self._effects.count("preemptions")
+        request.num_overlap_blocks = 0
+        self._kv_cache.free(request)
+        self.running.remove(request)
+        request.phase = RequestPhase.WAITING
+        self.waiting.appendleft(request)
+
+    # 2. Admit
+
+    def _admit_joining(self) -> None:
+        """Moves received requests to `running` while the engine's memory has room for them."""
+        limit_tokens = self._config.engine_tokens
+        while self.joining:
+            request = self.joining[0]
+            running_tokens = sum(len(r.tokens) for r in self.running) if limit_tokens else 0
+            num_tokens = running_tokens + len(request.tokens)
+            if limit_tokens and self.running and num_tokens > limit_tokens:
+                return
+            self.joining.popleft()
+            request.phase = RequestPhase.RUNNING
+            self.running.append(request)
+            self._effects.report(DecodeAccepted(attempt_id=request.attempt_id))
+            self.stop_repeating()
+
+    def _admit_waiting(self) -> None:
+        """Moves waiting requests, in order, to `running` while the step has tokens to spare."""
+        if not self.waiting:
+            return
+        spare = self._config.chunk_tokens - sum(r.num_uncomputed for r in self.running)
+        skipped: list[RequestState] = []
+        places = self._config.max_sequences * self._config.max_steps_in_flight
+        while self.waiting and spare > 0 and len(self.running) < places:
+            request = self.waiting[0]
+            if request.arriving:
+                if not self._allocate_overlapping(request):
+                    skipped.append(self.waiting.popleft())  # later requests pass it meanwhile
+                    continue
+            elif not self._allocate(request):
+                break
+            self.waiting.popleft()
+            if not request.overlapping:
+                self._kv_cache.pool.release(request.fetch_owner)
+            self._begin_prefill(request)
+            spare -= request.num_uncomputed
+        self.waiting.extendleft(reversed(skipped))
+
+    def _allocate(self, request: RequestState) -> bool:
+        """Holds the blocks that a waiting request needs. Returns False if there is no room."""
+        num_blocks = self._layout.blocks_for(len(request.tokens))
+        if self.running and not self.has_room(len(request.tokens)):
+            return False
+        if self._kv_cache.allocate(request, num_blocks) is not None:
+            return True
+        if self.running or not self._release_fetched():
+            return False
+        return self._kv_cache.allocate(request, num_blocks) is not None
+
+    def _allocate_overlapping(self, request: RequestState) -> bool:
+        """As `_allocate`, for a request whose prefix is still arriving, if it may compute early."""
+        if self.running and not self.has_room(len(request.tokens)):
+            return False
+        if any(r.decoding for r in self.running) or self.joining:
+            return False
+        return self._overlap.try_allocate(request)
+
+    def _release_fetched(self) -> bool:
+        """Releases the fetched blocks of waiting requests: the first of them may need the room, and
+        the others cannot run before it. Returns False if there were none."""
+        owners = [r.fetch_owner for r in self.waiting if not r.arriving]
+        held = self._kv_cache.pool.owners()
+        for owner in reversed(owners):
+            self._kv_cache.pool.release(owner)
+        return any(held.get(owner) for owner in owners)
+
+    def _begin_prefill(self, request: RequestState) -> None:
+        """Moves an allocated request to `running`; at its first time, reports it and opens the
+        stream to its decode instance."""
+        request.phase = RequestPhase.RUNNING
+        self.running.append(request)
+        if request.started or request.has_first_token:
+            return  # it was preempted
+        request.num_reused = request.num_computed
+        if not request.overlapping:
+            request.report_started(self._effects, request.num_computed)
+        if request.target is not None:
+            request.pending.add(PendingTransfer.SEND)
+            attempt_id = request.attempt_id
+            self._effects.perform(
+                StartStream(attempt_id, request.target, request.attempt.timeout_s)
+            )
+            cached = request.block_ids[: request.num_cached_blocks]
+            request.num_streamed_blocks = max(len(cached), request.num_overlap_blocks)
+            if cached:
+                self._effects.perform(SendBlocks(attempt_id, tuple(enumerate(cached))))
+
+    # 3. Select
+
+    def _select(self) -> tuple[Step, Step]:
+        """Returns the decodes and the prefills that can be computed now, each with the number of
+        its uncomputed tokens."""
+        decodes: Step = []
+        prefills: Step = []
+        block_tokens = self._layout.block_tokens
+        for request in self.running:
+            num_tokens = request.tokens.size
+            num_uncomputed = num_tokens - request.num_scheduled
+            if not num_uncomputed or num_tokens > len(request.block_ids) * block_tokens:
+                continue  # all tokens are in steps in progress, or it waits for blocks
+            if request.num_overlap_blocks and not self._may_overlap(request):
+                continue
+            decoding = num_uncomputed == 1 and request.decoding
+            (decodes if decoding else prefills).append((request, num_uncomputed))
+        return self._micro_batch(decodes, bool(prefills)), prefills
+
+    def _may_overlap(self, request: RequestState) -> bool:
+        """A request that computes early has one step at a time, until it is known to be valid, and
+        none beside decodes."""
+        if request.missed or request.steps_pending:
+            return False
+        return not request.arriving or not any(r.decoding for r in self.running)
+
+    def _micro_batch(self, decodes: Step, prefills: bool) -> Step:
+        """The decodes of one stage's micro-batch: an even share, so that no stage waits for a
+        larger batch of another (SARATHI section 3.2). Decodes alone never fill more steps than
+        there are stages, because more steps would only be smaller."""
+        stages = self._config.micro_batches
+        if stages == 1 or not decodes:
+            return decodes
+        if not prefills and len(self.steps) >= stages:
+            return []
+        num_decoding = sum(r.tokens.num_generated > 0 and r.target is None for r in self.running)
+        return decodes[: -(-num_decoding // stages)]
+
+    # 6. Start
+
+    def _start(self, step: Step, expected_s: float, repeats: int) -> None:
+        self._expected_s.append(expected_s)
+        self._repeating = repeats > 1
+        self.steps.append(step)
+        entries = tuple([self._step_entry(request, num_tokens) for request, num_tokens in step])
+        self._effects.perform(RunStep(entries, repeats))
+
+    def _allocate_repeats(self, step: Step) -> int:
+        """How often a step of decodes may run without any report: until an answer may end or the
+        blocks run out. Holds the blocks for all these tokens."""
+        left = min(r.attempt.sampling.max_tokens - r.tokens.num_generated for r, _ in step)
+        repeats = min(self._config.max_repeats, max(left, 1))
+        while repeats > 1 and not self._try_repeats(step, repeats):
+            repeats //= 2
+        return repeats
+
+    def _try_repeats(self, step: Step, repeats: int) -> bool:
+        """Holds the blocks for `repeats` more tokens of each request. Returns False, holding none,
+        if there is no room."""
+        block_tokens = self._layout.block_tokens
+        lacking: list[RequestState] = []
+        needs: list[tuple[Sequence[BlockId], int]] = []
+        for request, _ in step:
+            num_held = len(request.block_ids)
+            left_tokens = num_held * block_tokens - request.tokens.size - repeats + 1
+            if left_tokens < 0:
+                lacking.append(request)
+                needs.append((request.block_ids, self._layout.blocks_for(-left_tokens)))
+        if not self._kv_cache.sequences.can_extend(needs):
+            return False
+        for request in lacking:
+            grown = self._kv_cache.grow(request, request.tokens.size + repeats - 1)
+            assert grown
+        return True
+
+    def _step_entry(self, request: RequestState, num_tokens: int) -> StepEntry:
+        """Counts the tokens as scheduled and returns the engine's view of them."""
+        attempt, tokens = request.attempt, request.tokens
+        start, end = request.num_scheduled, request.num_scheduled + num_tokens
+        last = end == tokens.size
+        needs_prompt_ids = last and attempt.sampling.repetition_penalty != 1
+        request.num_scheduled = end
+        request.steps_pending += 1
+        sends: tuple[tuple[int, BlockId], ...] = ()
+        if request.pending and request.streaming:
+            size = self._layout.block_tokens
+            ready = self._layout.blocks_for(end) if last else end // size
+            sent = request.num_streamed_blocks
+            sends = tuple(enumerate(request.block_ids[sent:ready], sent))
+            request.num_streamed_blocks = max(ready, sent)
+        return StepEntry(
+            attempt.attempt_id,
+            tokens.between(start, end),
+            start,
+            request.block_ids,
+            draw=attempt.sampling if last else None,
+            generated=tokens.generated if last else (),
+            sends=sends,
+            arriving=self._overlap.arriving(request) if request.num_overlap_blocks else None,
+            prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
+        )

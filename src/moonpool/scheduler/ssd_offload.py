@@ -1,0 +1,351 @@
+"""Moves blocks between DRAM and the SSD: `Demotion` writes them, `Promotion` reads them back.
+
+Demotion makes room in DRAM before it is needed. The next victims go to the SSD, in batches:
+
+    free blocks below the low mark --> victims withdrawn, up to the high mark --> written --> free
+
+A block keeps its hash while it is written, and requests can still hit it. Blocks that are already
+on the SSD, or that the SSD does not admit, are freed at once. Where demand outruns the writes,
+blocks are evicted without a write. Blocks under write are held and cannot be promised to requests,
+so an instance with an SSD promises fewer blocks than it has (`reserved_blocks`).
+
+A shared store takes the place of the SSD where other instances use it too. It receives every new
+block at once (`publish`), not only when the block leaves DRAM. So other instances find the block,
+and so does a cluster that starts after this one has ended.
+
+A load belongs to the instance, not to the request that caused it. Any request or peer that needs a
+block under load waits for that load; a request that ends leaves its loads to the others. A failed
+load is a miss: the missing blocks are computed, and a block that could not be read is forgotten. If
+the disk hangs, the load also ends as a miss. The blocks and slots that the disk may still touch
+stay held by "hung:load:<id>" or "hung:store:<id>" until the disk returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from moonpool.kvcache.ssd_tier import SsdTier
+from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded, StoreReturned
+from moonpool.scheduler.actions import Effects, ForgetStored, LoadBlocks, StoreBlocks
+from moonpool.scheduler.kv_cache_manager import KVCacheManager
+from moonpool.scheduler.request_state import TransferEta
+from moonpool.types import BlockId, BlockKey
+
+RESERVED_SHARE = 16
+"""One block in this many may be under write to the SSD; at least as many are kept free."""
+MAX_BATCH_BLOCKS = 16
+"""Blocks per write. Small writes free their blocks sooner than one large write would."""
+
+
+def reserved_blocks(num_blocks: int, num_slots: int) -> int:
+    """The most blocks of the DRAM pool that demotion holds at a time."""
+    return max(num_blocks // RESERVED_SHARE, 1) if num_slots and num_blocks > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    keys: tuple[BlockKey, ...]
+    depths: tuple[int, ...]
+    slots: tuple[BlockId, ...]
+
+
+class Demotion:
+    """The writes in progress. Their owners are "demote:<id>" in both pools."""
+
+    def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._effects = effects
+        self._stores: dict[str, _Store] = {}
+        self._hung: dict[str, tuple[BlockId, ...]] = {}  # slots that a hung disk may still write
+        self._num_stores = 0
+        self._num_storing = 0  # blocks
+        self._new: deque[BlockKey] = deque(maxlen=self._pool.num_blocks)  # not published yet
+        self._limit = reserved_blocks(self._pool.num_blocks, kv_cache.num_slots)
+
+    @property
+    def owners(self) -> set[str]:
+        """All owners of holds for writes."""
+        return {_demote_owner(store_id) for store_id in self._stores} | {
+            _hung_store_owner(store_id) for store_id in self._hung
+        }
+
+    def publish(self, keys: Iterable[BlockKey]) -> None:
+        """Writes newly cached blocks to a shared store; does nothing if there is none."""
+        tier = self._kv_cache.tier
+        if tier is not None and self._kv_cache.store_shared and not tier.lost:
+            self._new.extend(keys)
+            self._publish(tier)
+
+    def run(self) -> None:
+        """Starts the writes that the number of free blocks calls for. The instance calls this last,
+        after all other changes of an event."""
+        tier = self._kv_cache.tier
+        if tier is None or not tier.usable:
+            return
+        self._publish(tier)
+        soon_free = self._pool.num_free + self._num_storing
+        if soon_free >= self._limit:
+            return
+        wanted = 2 * self._limit - soon_free
+        while wanted > 0 and self._num_storing < self._limit and self._pool.num_evictable:
+            wanted -= self._demote(tier, min(wanted, self._limit - self._num_storing))
+
+    def _publish(self, tier: SsdTier) -> None:
+        while self._new and self._num_storing < self._limit:
+            most = min(self._limit - self._num_storing, MAX_BATCH_BLOCKS)
+            blocks: dict[BlockId, None] = {}
+            while self._new and len(blocks) < most:
+                key = self._new.popleft()
+                block = self._pool.find(key)
+                if block is not None and not tier.knows(key):
+                    blocks[block] = None
+            owner = self._next_owner()
+            self._pool.acquire(owner, blocks)
+            self._write(tier, owner, list(blocks))
+
+    def _demote(self, tier: SsdTier, num_blocks: int) -> int:
+        """Demotes at most `num_blocks`, and at most one write's; returns how many."""
+        pool = self._pool
+        owner = self._next_owner()
+        victims = pool.withdraw(owner, min(num_blocks, MAX_BATCH_BLOCKS))
+        # Victims come with the end of a prompt first; the disk stores a prompt in its order.
+        written = [b for b in reversed(victims) if self._deserves_write(tier, b)]
+        writing = set(written)
+        pool.release_some(owner, [b for b in victims if b not in writing])
+        self._write(tier, owner, written)
+        return len(victims)
+
+    def _next_owner(self) -> str:
+        self._num_stores += 1
+        return _demote_owner(str(self._num_stores))
+
+    def _write(self, tier: SsdTier, owner: str, blocks: list[BlockId]) -> None:
+        """Writes as many of the owner's blocks as there are slots for; releases the others."""
+        pool = self._pool
+        slots, voided = tier.reserve(owner, len(blocks))
+        if voided:
+            self._effects.perform(ForgetStored(tuple(voided)))
+        refused = blocks[len(slots) :]
+        self._effects.count("refused_blocks", len(refused))
+        pool.release_some(owner, refused)
+        written = blocks[: len(slots)]
+        if written:
+            store_id = str(self._num_stores)
+            keys = tuple(_known(pool.key_of(b)) for b in written)
+            depths = tuple(pool.depth_of(b) for b in written)
+            self._stores[store_id] = _Store(keys, depths, tuple(slots))
+            self._num_storing += len(written)
+            self._effects.perform(StoreBlocks(store_id, keys, tuple(written), tuple(slots)))
+
+    def _deserves_write(self, tier: SsdTier, block_id: BlockId) -> bool:
+        key = _known(self._pool.key_of(block_id))
+        slot = tier.slot_of(key)
+        if slot is not None:
+            tier.touch([slot])
+            self._effects.count("spared_writes")
+            return False
+        if tier.admits(key, self._pool.num_uses(block_id) > 0):
+            return True
+        self._effects.count("refused_blocks")
+        return False
+
+    def on_ended(self, event: StoreEnded) -> None:
+        """Handles the end of a write."""
+        store = self._stores.pop(event.store_id)
+        tier = self._kv_cache.tier
+        assert tier is not None
+        self._num_storing -= len(store.keys)
+        owner = _demote_owner(event.store_id)
+        num_stored = 0 if tier.lost else event.num_blocks
+        void = [] if event.hung else list(store.slots[num_stored:])
+        for index in range(num_stored):
+            slot, key = store.slots[index], store.keys[index]
+            if not tier.fill(slot, key, store.depths[index]):
+                void.append(slot)
+        if event.hung:  # the disk could still overwrite what is written to these slots next
+            tier.slots.release_some(owner, store.slots[:num_stored])
+            tier.slots.hand_over(owner, _hung_store_owner(event.store_id))
+            self._hung[event.store_id] = store.slots[num_stored:]
+            self._effects.count("hung_stores")
+        tier.slots.release(owner)
+        self._pool.release(owner)
+        if void and not tier.lost:
+            self._effects.perform(ForgetStored(tuple(void)))
+        self._effects.count("stored_blocks", num_stored)
+        self._effects.count("stored_bytes", event.num_bytes)
+        self._effects.count("failed_stores", 1 if event.error else 0)
+
+    def on_returned(self, event: StoreReturned) -> None:
+        """Frees the slots of a write that hung, after the disk has returned."""
+        tier = self._kv_cache.tier
+        assert tier is not None
+        slots = self._hung.pop(event.store_id)
+        tier.slots.release(_hung_store_owner(event.store_id))
+        if slots and not tier.lost:
+            self._effects.perform(ForgetStored(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    keys: tuple[BlockKey, ...]
+    slots: tuple[BlockId, ...]
+    block_ids: tuple[BlockId, ...]
+    num_sharing: int  # loads in progress when it began, itself included
+
+
+class Promotion:
+    """The loads in progress. Their owners are "load:<id>" in both pools."""
+
+    def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
+        self._kv_cache = kv_cache
+        self._effects = effects
+        self._loads: dict[str, _Load] = {}
+        self._loading: dict[BlockKey, tuple[str, BlockId]] = {}  # load id and target block
+        self._etas: dict[str, TransferEta] = {}  # of loads that arrive layer by layer
+        self._hung: set[str] = set()
+        self._num_loads = 0
+
+    @property
+    def owners(self) -> set[str]:
+        """All owners of holds for loads."""
+        return {_load_owner(load_id) for load_id in self._loads} | set(
+            map(_hung_load_owner, self._hung)
+        )
+
+    @property
+    def num_loads(self) -> int:
+        """Number of loads in progress."""
+        return len(self._loads)
+
+    def num_sharing(self, load_id: str) -> int:
+        """Loads that shared the disk when this one began, itself included."""
+        return self._loads[load_id].num_sharing
+
+    def target_of(self, key: BlockKey, load_ids: Collection[str]) -> BlockId | None:
+        """The block into which one of these loads reads `key`; None if none does."""
+        load_id, block_id = self._loading.get(key, ("", None))
+        return block_id if load_id in load_ids else None
+
+    def set_eta(self, load_id: str, eta: TransferEta) -> None:
+        """Records the progress of a load; ignored if the load has ended."""
+        if load_id in self._loads:
+            self._etas[load_id] = eta
+
+    def eta(self, load_id: str) -> TransferEta | None:
+        """None if there is no progress yet, or the load does not arrive layer by layer."""
+        return self._etas.get(load_id)
+
+    def size_of(self, load_id: str) -> int:
+        """Number of blocks of a load; 0 if it has ended."""
+        load = self._loads.get(load_id)
+        return 0 if load is None else len(load.keys)
+
+    def reach(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
+        """The length of the longest run of `keys` that is in DRAM or on the SSD, and the keys of
+        that run which are not in DRAM."""
+        pool, tier = self._kv_cache.pool, self._kv_cache.tier
+        absent: list[BlockKey] = []
+        for index, key in enumerate(keys):
+            if pool.find(key) is not None:
+                continue
+            if tier is None or (tier.slot_of(key) is None and key not in self._loading):
+                return index, absent
+            absent.append(key)
+        return len(keys), absent
+
+    def load(self, keys: Sequence[BlockKey], by_layer: bool = False) -> set[str] | None:
+        """Starts loading `keys`, which `reach` has just returned as absent. Returns the ids of the
+        loads to wait for; None, starting nothing, if there is no room."""
+        tier, loading = self._kv_cache.tier, self._loading
+        assert tier is not None
+        waits = {loading[key][0] for key in keys if key in loading}
+        new = tuple(key for key in keys if key not in loading)
+        if not new:
+            return waits
+        self._num_loads += 1
+        load_id = str(self._num_loads)
+        owner = _load_owner(load_id)
+        blocks = self._kv_cache.pool.allocate(owner, len(new))
+        if blocks is None:
+            return None
+        slots = []
+        for key, block_id in zip(new, blocks, strict=True):
+            slot = tier.slot_of(key)
+            assert slot is not None
+            slots.append(slot)
+            loading[key] = load_id, block_id
+        tier.hold(owner, slots)
+        self._loads[load_id] = _Load(new, tuple(slots), tuple(blocks), len(self._loads) + 1)
+        self._effects.perform(LoadBlocks(load_id, new, tuple(slots), tuple(blocks), by_layer))
+        return waits | {load_id}
+
+    def on_ended(self, event: LoadEnded) -> tuple[BlockKey, ...]:
+        """Caches the blocks that arrived and returns the keys of the others. All blocks stay held
+        until `free`, so that the waiting requests can acquire them first."""
+        load = self._loads[event.load_id]
+        tier, effects = self._kv_cache.tier, self._effects
+        assert tier is not None
+        for index in range(event.num_blocks):
+            depth = tier.slots.depth_of(load.slots[index])
+            self._kv_cache.pool.cache_block(load.block_ids[index], load.keys[index], depth)
+        if event.hung:
+            self._hung.add(event.load_id)
+        elif event.num_blocks < len(load.keys) and not tier.lost:
+            bad = load.slots[event.num_blocks]  # the state of the slots after it is unknown
+            tier.slots.uncache([bad])
+            effects.perform(ForgetStored((bad,)))
+        effects.count("loaded_blocks", event.num_blocks)
+        effects.count("loaded_bytes", event.num_bytes)
+        effects.count("corrupt_slices", event.corrupt_slices)
+        effects.count("failed_loads", 1 if event.num_blocks < len(load.keys) else 0)
+        effects.count("hung_loads", 1 if event.hung else 0)
+        return load.keys[event.num_blocks :]
+
+    def free(self, load_id: str) -> None:
+        """Ends the holds of a load that has ended, except those that a hung disk needs."""
+        load = self._loads.pop(load_id)
+        self._etas.pop(load_id, None)
+        tier = self._kv_cache.tier
+        assert tier is not None
+        for key in load.keys:
+            del self._loading[key]
+        pool, owner = self._kv_cache.pool, _load_owner(load_id)
+        if load_id in self._hung:
+            arrived = [b for b in load.block_ids if pool.key_of(b) is not None]
+            pool.release_some(owner, arrived)
+            pool.hand_over(owner, _hung_load_owner(load_id))
+            tier.slots.hand_over(owner, _hung_load_owner(load_id))
+        pool.release(owner)
+        tier.slots.release(owner)
+
+    def on_returned(self, event: LoadReturned) -> None:
+        """Frees the blocks and slots of a load that hung, after the disk has returned."""
+        tier, owner = self._kv_cache.tier, _hung_load_owner(event.load_id)
+        assert tier is not None
+        self._hung.remove(event.load_id)
+        self._kv_cache.pool.release(owner)
+        tier.slots.release(owner)
+
+
+def _demote_owner(store_id: str) -> str:
+    return f"demote:{store_id}"
+
+
+def _hung_store_owner(store_id: str) -> str:
+    return f"hung:store:{store_id}"
+
+
+def _load_owner(load_id: str) -> str:
+    return f"load:{load_id}"
+
+
+def _hung_load_owner(load_id: str) -> str:
+    return f"hung:load:{load_id}"
+
+
+def _known(key: BlockKey | None) -> BlockKey:
+    assert key is not None
+    return key

@@ -1,0 +1,289 @@
+"""The hardware of each simulated instance: ground-truth cost, the Conductor's estimate, links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from moonpool.config import Config, ConfigError, HardwareConfig, ParallelConfig
+from moonpool.cost.derived import fit_to_ground_truth, scaled
+from moonpool.cost.fitted import DecodeSpread, FittedCost
+from moonpool.cost.model import StepCost
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.scheduler.ssd_offload import reserved_blocks
+from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
+from moonpool.sim.hardware.node_cost import NodeCost, open_node
+from moonpool.sim.hardware.offload_cost import MeasuredOffload
+from moonpool.types import Role
+
+LONGEST_SAMPLE_TOKENS = 131_072
+INSTANT_BYTES_PER_S = 1e15
+"""PCIe bandwidth of a machine that computes on the KVCache in place."""
+CONTROL_LATENCY_S = 0.0005
+"""Latency of a message between head and worker, if it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHardware:
+    """The hardware of one instance. Bandwidths are totals of the instance, one way."""
+
+    ground_truth: StepCost
+    belief: FittedCost
+    nic_bytes_per_s: float
+    pcie_bytes_per_s: float
+    num_blocks: int
+    engine_tokens: int
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
+    num_slots: int  # SSD slots; 0: no SSD
+    arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
+    contention: tuple[float, float] = (1.0, 1.0)
+    decode_spread: DecodeSpread = ((), (), ())
+
+    @property
+    def steady(self) -> bool:
+        """Whether equal decode steps take equally long, so that they can be advanced together."""
+        return self.contention == (1.0, 1.0) and not any(self.decode_spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The hardware of all roles, and the layout of a block."""
+
+    layout: BlockLayout
+    prefill: NodeHardware
+    decode: NodeHardware
+    mixed: NodeHardware
+    largest_request_tokens: int  # that each instance it could be placed on can hold
+    control_latency_s: float = CONTROL_LATENCY_S
+    front_s: float = 0.0
+
+    def of_role(self, role: Role) -> NodeHardware:
+        """The hardware of the instances with this role."""
+        match role:
+            case Role.PREFILL:
+                return self.prefill
+            case Role.DECODE:
+                return self.decode
+            case Role.MIXED:
+                return self.mixed
+
+
+def build_hardware(
+    config: Config,
+    profile: FittedCost | None = None,
+    catalogue: Catalogue = BUILT_IN,
+    prefill_error: float = 1.0,
+    decode_error: float = 1.0,
+) -> Hardware:
+    """Builds the hardware that a configuration describes.
+
+    `profile` is a measured machine, used in place of a cost model. The Conductor's estimates of
+    prefill and decode times are multiplied by `prefill_error` and `decode_error`. Raises
+    ConfigError for hardware that cannot exist.
+    """
+    grouped, decoding_nodes = prefill_nodes(config), decode_nodes(config)
+    most_nodes = max(grouped.nodes_per_prefill, decoding_nodes.nodes_per_prefill)
+    if config.conductor.role_balance == "switch" and most_nodes > 1:
+        raise ConfigError(
+            'conductor.role_balance = "switch" cannot be simulated with instances of several'
+            ' stages or ranks, because their nodes would change too; use "advise"'
+        )
+    node = open_node(grouped, profile, catalogue)
+    decoder = open_node(decoding_nodes, profile, catalogue)
+    layout = _layout(node, config, profile)
+    stages = decoding_nodes.nodes_per_prefill
+    decoder_ground_truth = decoder.cost if stages == 1 else decoder.prefill_cost
+    single = _node_hardware(config, decoder, decoder_ground_truth, stages, layout)
+    single = _with_attention(config, single, profile)
+    group = grouped.nodes_per_prefill
+    prefill = _node_hardware(config, node, node.prefill_cost, group, layout)
+    wrong = [
+        replace(part, belief=scaled(part.belief, prefill_error, decode_error))
+        for part in (prefill, single)
+    ]
+    decoding = wrong[1] if config.cluster.decode else wrong[0]
+    largest_blocks = min(
+        max(part.arenas, default=part.num_blocks) - reserved_blocks(part.num_blocks, part.num_slots)
+        for part in (wrong[0], decoding)
+    )
+    largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
+    hardware = Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
+    return hardware if profile is None else _as_measured(hardware, profile)
+
+
+def prefill_nodes(config: Config) -> HardwareConfig:
+    """The hardware of prefill and mixed instances, with the number of nodes of one.
+
+    A pipeline stage or a rank is a node. These instances compute attention themselves.
+    """
+    hardware = structs.replace(config.hardware, attention_device="", attention_devices_per_node=0)
+    degree = config.engine.degree(Role.PREFILL)
+    if degree.num_processes == 1:
+        return hardware
+    return _joined(hardware, degree)
+
+
+def attention_workers(config: Config) -> int:
+    """The number of attention workers of each decode instance."""
+    cluster = config.cluster
+    return cluster.attention // cluster.decode if cluster.attention else 0
+
+
+def _with_attention(
+    config: Config, decoding: NodeHardware, profile: FittedCost | None
+) -> NodeHardware:
+    """Adds the attention workers of a decode instance.
+
+    Their memories hold equal numbers of blocks; the blocks that the instance keeps come last.
+    Raises ConfigError if the profile was measured without what is simulated.
+    """
+    workers, own_tokens = attention_workers(config), config.attention.own_tokens
+    if not workers:
+        if profile is not None and profile.offload and profile.offload.seen_workers:
+            raise ConfigError(
+                f"{config.hardware.cost} was measured with attention workers: add some with"
+                " --attention, or measure a cluster without them"
+            )
+        return decoding
+    ground_truth = decoding.ground_truth
+    if profile is not None:
+        if profile.offload is None:
+            raise ConfigError(
+                f"{config.hardware.cost} was measured without attention workers: measure with"
+                " `moonpool profile --url URL --attention --json FILE`"
+            )
+        staggered = config.engine.staggered_decodes
+        ground_truth = MeasuredOffload(profile, profile.offload, workers, staggered, own_tokens)
+    elif own_tokens:
+        raise ConfigError(
+            "attention.own_tokens can be simulated only with a profile by `moonpool profile"
+            " --attention`: name its file with --cost"
+        )
+    own = -(-own_tokens // config.pool.block_tokens)
+    arenas = (decoding.num_blocks,) * workers + ((own,) if own else ())
+    return replace(
+        decoding,
+        ground_truth=ground_truth,
+        num_blocks=sum(arenas),
+        arenas=arenas if len(arenas) > 1 else (),
+    )
+
+
+def decode_nodes(config: Config) -> HardwareConfig:
+    """The hardware of decode instances, with the number of nodes of one.
+
+    An attention worker is a node of `attention_devices_per_node` devices, by default as many as the
+    nodes with the weights.
+    """
+    hardware = _with_attention_nodes(config)
+    hardware = structs.replace(
+        hardware,
+        device=hardware.decode_device or hardware.device,
+        devices_per_node=hardware.decode_devices_per_node or hardware.devices_per_node,
+    )
+    return _joined(hardware, config.engine.degree(Role.DECODE))
+
+
+def _joined(hardware: HardwareConfig, degree: ParallelConfig) -> HardwareConfig:
+    return structs.replace(
+        hardware,
+        nodes_per_prefill=degree.num_processes,
+        parallelism="tp" if degree.num_ranks > 1 else "cpp",
+    )
+
+
+def _with_attention_nodes(config: Config) -> HardwareConfig:
+    hardware, workers = config.hardware, attention_workers(config)
+    if not workers or hardware.cost.endswith(".json"):
+        return hardware
+    own = hardware.decode_devices_per_node or hardware.devices_per_node
+    each = hardware.attention_devices_per_node or own
+    return structs.replace(
+        hardware,
+        attention_device=hardware.attention_device or hardware.decode_device or hardware.device,
+        attention_devices_per_node=workers * each,
+        decode_batches=2 if config.engine.staggered_decodes else 1,
+    )
+
+
+def _as_measured(hardware: Hardware, profile: FittedCost) -> Hardware:
+    """Replaces figures by those measured on a live machine, whose instances share its memory."""
+    if profile.token_bytes:
+        rate = profile.shared_memory_bytes_per_s
+        prefill, decode, mixed = (
+            replace(
+                part,
+                contention=profile.contention,
+                decode_spread=profile.decode_spread,
+                nic_bytes_per_s=rate,
+                pcie_bytes_per_s=INSTANT_BYTES_PER_S,
+                engine_tokens=part.num_blocks * hardware.layout.block_tokens,
+            )
+            for part in (hardware.prefill, hardware.decode, hardware.mixed)
+        )
+        hardware = replace(hardware, prefill=prefill, decode=decode, mixed=mixed)
+    latency_s = profile.control_latency_s or CONTROL_LATENCY_S
+    return replace(hardware, control_latency_s=latency_s, front_s=profile.front_s)
+
+
+def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> BlockLayout:
+    shape = node.shape
+    if profile is not None and profile.token_bytes:
+        return BlockLayout(
+            model_fingerprint="measured",
+            dtype="bfloat16",
+            block_tokens=config.pool.block_tokens,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=profile.token_bytes // 4,  # keys and values of two bytes
+            arithmetic="simulated",
+        )
+    return BlockLayout(
+        model_fingerprint=shape.name,
+        dtype="bfloat16" if shape.bytes_per_kv == 2 else "float32",
+        block_tokens=config.pool.block_tokens,
+        num_layers=shape.layers,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        arithmetic="simulated",
+    )
+
+
+def _node_hardware(
+    config: Config,
+    node: NodeCost,
+    ground_truth: StepCost,
+    num_nodes: int,
+    layout: BlockLayout,
+) -> NodeHardware:
+    network_bytes_per_s = node.network_bytes_per_s * num_nodes
+    ssd_read_bytes_per_s = node.ssd_read_bytes_per_s * num_nodes
+    num_slots = config.pool.ssd_tokens_per_instance * num_nodes // layout.block_tokens
+    pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
+    if isinstance(ground_truth, FittedCost):
+        belief = ground_truth
+    else:
+        belief = fit_to_ground_truth(
+            ground_truth,
+            config.engine.chunk_tokens,
+            LONGEST_SAMPLE_TOKENS,
+            node.network_latency_s,
+            node.host_bytes_per_s * num_nodes,
+            network_bytes_per_s,
+            node.device.gemm.tile_tokens,
+        )
+    if num_slots:
+        belief = structs.replace(belief, ssd_read_bytes_per_s=ssd_read_bytes_per_s)
+    return NodeHardware(
+        ground_truth=ground_truth,
+        belief=belief,
+        nic_bytes_per_s=network_bytes_per_s,
+        pcie_bytes_per_s=node.host_bytes_per_s * num_nodes,
+        num_blocks=max(pool_tokens * num_nodes // layout.block_tokens, 1),
+        engine_tokens=node.kv_capacity_tokens * num_nodes,
+        ssd_read_bytes_per_s=ssd_read_bytes_per_s,
+        ssd_write_bytes_per_s=node.ssd_write_bytes_per_s * num_nodes,
+        num_slots=num_slots,
+    )

@@ -1,0 +1,398 @@
+"""Roofline cost model: the time of a step, operator by operator, from device and model figures.
+
+A matrix product of T rows with a K x N shard takes
+
+    t       = launch + [memory^q + compute^q]^(1/q)                       seconds
+    memory  = (weight bytes + 2 T (K + N)) / (bandwidth share * bytes/s)
+    compute = 2 ceil_to_tile(T) K N / (FLOPs share * peak FLOP/s)
+
+where q (`Gemm.sharpness`) sets how sharply the two limits meet. Attention takes the longer of its
+FLOPs and its KVCache reads, per prefill chunk, and once for all decodes together:
+
+    FLOPs = 4 * layers * heads * head_dim per pair of query and key
+    bytes = 2 * layers * kv_heads * head_dim * bytes_per_kv per key
+
+Norms, rotary embedding, activation and additions move bytes at `elementwise_share` of the memory
+bandwidth; tensor parallelism divides only part of them. A layer has two all-reduces, and a step has
+the engine's own overhead. Only + - * / and sqrt are used, so every machine computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import msgspec
+
+from moonpool.cost.model import Chunk
+from moonpool.sim.hardware.devices import AllReduce, Device
+from moonpool.sim.hardware.model_shapes import ModelShape
+
+ENGINE_OVERHEAD_S = 0.003
+"""Per step, with CUDA graphs and a lean scheduler; engines in eager mode take 15 to 25 ms."""
+
+ELEMENTWISE_LAUNCHES = 5  # two norms with their additions, rotary, KVCache write, activation
+ELEMENTWISE_LAUNCH_S = 2e-6
+MEMO_ENTRIES = 1 << 16
+
+SoftMaximum = Callable[[float, float], float]
+
+
+def soft_maximum(sharpness: int) -> SoftMaximum:
+    """Returns the function (a^q + b^q)^(1/q) for q = `sharpness`.
+
+    It uses no powers, whose last bits differ between machines. Raises ValueError for other q.
+    """
+    known: dict[int, SoftMaximum] = {1: _soft_1, 2: _soft_2, 4: _soft_4, 8: _soft_8}
+    if sharpness not in known:
+        raise ValueError(f"the sharpness of a soft maximum must be 1, 2, 4 or 8, not {sharpness}")
+    return known[sharpness]
+
+
+def _soft_1(a: float, b: float) -> float:
+    return a + b
+
+
+def _soft_2(a: float, b: float) -> float:
+    return sqrt(a * a + b * b)
+
+
+def _soft_4(a: float, b: float) -> float:
+    a, b = a * a, b * b
+    return sqrt(sqrt(a * a + b * b))
+
+
+def _soft_8(a: float, b: float) -> float:
+    a, b = a * a, b * b
+    a, b = a * a, b * b
+    return sqrt(sqrt(sqrt(a * a + b * b)))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One device's shard of a matrix product, as coefficients of its time."""
+
+    name: str
+    weights_s: float
+    memory_s_per_row: float
+    compute_s_per_row: float
+    launch_s: float
+    tile_rows: int
+    soft: SoftMaximum
+
+    def memory_s(self, rows: int) -> float:
+        """Time to read the weights and move the activations of `rows` rows."""
+        return self.weights_s + self.memory_s_per_row * rows
+
+    def compute_s(self, rows: int) -> float:
+        """Time of the FLOPs of `rows` rows, rounded up to whole tiles."""
+        tile = self.tile_rows
+        return self.compute_s_per_row * ((rows + tile - 1) // tile * tile)
+
+    def time_s(self, rows: int) -> float:
+        """launch + soft maximum of memory and compute time."""
+        return self.launch_s + self.soft(self.memory_s(rows), self.compute_s(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The breakdown of a step's time.
+
+    `parts` sum to the step time. `memory_s` and `compute_s` are the times of the device work if
+    memory bandwidth or compute were the only limit.
+    """
+
+    parts: dict[str, float]
+    compute_s: float
+    memory_s: float
+    launch_s: float
+    communication_s: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def regime(self) -> str:
+        """The limit that binds the step: compute, memory, launch or communication."""
+        limits = {
+            "compute": self.compute_s,
+            "memory": self.memory_s,
+            "launch": self.launch_s,
+            "communication": self.communication_s,
+        }
+        return max(limits, key=lambda name: limits[name])
+
+
+class RooflineCost:
+    """`shape` on `num_devices` devices in tensor parallel; implements `CostModel` and `StepCost`.
+
+    With several nodes, every all-reduce has a second phase over the NICs. Raises ValueError for
+    impossible numbers of devices.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: ModelShape,
+        num_devices: int = 1,
+        num_nodes: int = 1,
+        engine_overhead_s: float = ENGINE_OVERHEAD_S,
+    ) -> None:
+        self.device = device
+        self.shape = shape
+        self.num_devices = num_devices
+        self.num_nodes = num_nodes
+        self.engine_overhead_s = engine_overhead_s
+        self._all_reduce = _all_reduce_row(device, shape, num_devices, num_nodes)
+        self._set_products()
+        self._set_attention()
+        self._set_rest()
+        self._dense_memo: dict[int, float] = {}
+        self._head_memo: dict[int, float] = {0: 0.0}
+
+    def _set_products(self) -> None:
+        shape, tp = self.shape, self.num_devices
+        heads, kv_heads = -(-shape.heads // tp), -(-shape.kv_heads // tp)
+        ffn = -(-shape.ffn // tp)
+        hidden, width = shape.hidden, shape.head_dim * heads
+        self._products = (
+            self._product("qkv", hidden, width + 2 * kv_heads * shape.head_dim),
+            self._product("output", width, hidden),
+            self._product("gate_up", hidden, ffn * (2 if shape.gated else 1)),
+            self._product("down", ffn, hidden),
+        )
+        self._lm_head = self._product("lm_head", hidden, -(-shape.vocab // tp))
+
+    def _product(self, name: str, k: int, n: int) -> Product:
+        gemm, shape = self.device.gemm, self.shape
+        rate = gemm.bandwidth_share * self.device.memory_bytes_per_s
+        return Product(
+            name=name,
+            weights_s=shape.bytes_per_weight * k * n / rate,
+            memory_s_per_row=shape.bytes_per_activation * (k + n) / rate,
+            compute_s_per_row=2 * k * n / (gemm.flops_share * self.device.peak_flops_per_s),
+            launch_s=gemm.launch_s,
+            tile_rows=gemm.tile_tokens,
+            soft=soft_maximum(gemm.sharpness),
+        )
+
+    def _set_attention(self) -> None:
+        shape, attention, layers = self.shape, self.device.attention, self.shape.layers
+        heads = -(-shape.heads // self.num_devices)
+        kv_heads = -(-shape.kv_heads // self.num_devices)
+        flops = 4 * layers * heads * shape.head_dim  # per pair of query and key
+        self._key_compute_s = flops / (attention.flops_share * self.device.peak_flops_per_s)
+        kv_bytes = 2 * layers * kv_heads * shape.head_dim * shape.bytes_per_kv
+        rate = attention.bandwidth_share * self.device.memory_bytes_per_s
+        self._key_memory_s = kv_bytes / rate
+        # A decode has one query per key it reads, so the same limit binds at any length.
+        self._decode_key_s = max(self._key_compute_s, self._key_memory_s)
+        self._attention_launch_s = layers * attention.launch_s
+
+    def _set_rest(self) -> None:
+        shape, device, tp = self.shape, self.device, self.num_devices
+        sharded = 2 * (shape.heads + shape.kv_heads) * shape.head_dim  # rotary, read and written
+        sharded += 4 * shape.kv_heads * shape.head_dim  # K and V to the KVCache, read and written
+        sharded += shape.ffn * (3 if shape.gated else 2)  # activation
+        everywhere = 8 * shape.hidden  # two norms with addition: 2 reads, 2 writes each
+        row_bytes = shape.bytes_per_activation * (everywhere + sharded / tp)
+        rate = device.elementwise_share * device.memory_bytes_per_s
+        self._elementwise_row_s = row_bytes / rate
+        self._elementwise_launch_s = ELEMENTWISE_LAUNCHES * ELEMENTWISE_LAUNCH_S
+        self._reduce_launch_s, self._reduce_row_s = 0.0, 0.0
+        row_bytes = shape.activation_bytes_per_token
+        if self._all_reduce is not None:
+            self._reduce_launch_s = 2 * self._all_reduce.alpha_s
+            self._reduce_row_s = 2 * row_bytes / self._all_reduce.bytes_per_s
+        if self.num_nodes > 1:
+            nodes = self.num_nodes
+            nics = tp // nodes * device.nic_bytes_per_s * device.collective_share
+            self._reduce_launch_s += 2 * 2 * (nodes - 1) * device.nic_latency_s
+            self._reduce_row_s += 2 * row_bytes * 2 * (nodes - 1) / nodes / nics
+
+    # -- StepCost
+
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def step_s(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> float:
+        tokens = logit_rows = decode_batch
+        attention_s = 0.0
+        if chunks:
+            key_compute_s, key_memory_s = self._key_compute_s, self._key_memory_s
+            attention_s = self._attention_launch_s
+            for chunk in chunks:
+                new, start = chunk.num_tokens, chunk.start
+                tokens += new
+                logit_rows += chunk.last
+                compute_s = key_compute_s * (new * (start + 0.5 * (new + 1)))
+                memory_s = key_memory_s * (start + new)
+                attention_s += compute_s if compute_s > memory_s else memory_s
+        if decode_batch:
+            attention_s += self._attention_launch_s + self._decode_key_s * decode_context_tokens
+        if tokens == 0:
+            return 0.0
+        dense_s = self._dense_memo.get(tokens)
+        if dense_s is None:
+            dense_s = self.dense_s(tokens)
+        head_s = self._head_memo.get(logit_rows)
+        if head_s is None:
+            head_s = self.head_s(logit_rows)
+        return self.engine_overhead_s + dense_s + head_s + attention_s
+
+    def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
+        added = batch * (num_steps * (num_steps - 1) // 2)
+        return num_steps * self.step_s((), batch, context_tokens) + self._decode_key_s * added
+
+    def hop_s(self, num_tokens: int) -> float:
+        return 0.0
+
+    # -- CostModel
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.device.gemm.tile_tokens
+
+    def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
+        """Time of a prompt in one step. At least one token is computed, for its logits."""
+        new = max(num_tokens - cached_tokens, 1)
+        start = max(num_tokens - new, 0)
+        return self.step_s((Chunk(new, start, start, True),), 0, 0)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.step_s((), batch, context_tokens)
+
+    def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
+        if num_bytes <= 0:
+            return 0.0
+        device = self.device
+        link = device.pcie_bytes_per_s if same_host else device.nic_bytes_per_s
+        rate = self.num_devices * link * device.rdma_share
+        return device.nic_latency_s + num_bytes * max(num_sharing, 1) / rate
+
+    # -- parts of a step
+
+    def dense_s(self, tokens: int) -> float:
+        """All layers without attention, for `tokens` rows: products, elementwise, all-reduces."""
+        layer_s = self._elementwise_launch_s + self._elementwise_row_s * tokens
+        layer_s += self._reduce_launch_s + self._reduce_row_s * tokens
+        for product in self._products:
+            layer_s += product.time_s(tokens)
+        if len(self._dense_memo) >= MEMO_ENTRIES:
+            self._dense_memo.clear()
+        self._dense_memo[tokens] = seconds = self.shape.layers * layer_s
+        return seconds
+
+    def head_s(self, logit_rows: int) -> float:
+        """The LM head for `logit_rows` rows."""
+        if logit_rows == 0:
+            return 0.0
+        if len(self._head_memo) >= MEMO_ENTRIES:
+            self._head_memo.clear()
+        self._head_memo[logit_rows] = seconds = self._lm_head.time_s(logit_rows)
+        return seconds
+
+    def chunk_attention_s(self, chunk: Chunk) -> float:
+        """Attention of a prefill chunk over all layers, without launches."""
+        return max(self._chunk_limits(chunk))
+
+    def decode_attention_s(self, context_tokens: int) -> float:
+        """Attention of decodes whose contexts sum to `context_tokens`, without launches."""
+        return self._decode_key_s * context_tokens
+
+    @property
+    def attention_launch_s(self) -> float:
+        """Launches of all layers, for the chunks or for the decodes of a step."""
+        return self._attention_launch_s
+
+    def _chunk_limits(self, chunk: Chunk) -> tuple[float, float]:
+        """Attention time by compute, and by memory."""
+        new, start = chunk.num_tokens, chunk.start
+        pairs = new * (start + 0.5 * (new + 1))
+        return self._key_compute_s * pairs, self._key_memory_s * (start + new)
+
+    def stage(self, num_stages: int) -> RooflineCost:
+        """The slowest of `num_stages` stages: ceil(layers / stages) layers and the LM head."""
+        layers = -(-self.shape.layers // num_stages)
+        return RooflineCost(
+            self.device,
+            msgspec.structs.replace(self.shape, layers=layers),
+            self.num_devices,
+            self.num_nodes,
+            self.engine_overhead_s,
+        )
+
+    def step_parts(
+        self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
+    ) -> StepParts:
+        """The breakdown of `step_s`."""
+        layers = self.shape.layers
+        tokens = decode_batch + sum(chunk.num_tokens for chunk in chunks)
+        rows = decode_batch + sum(chunk.last for chunk in chunks)
+        if tokens == 0:
+            return StepParts({}, 0.0, 0.0, 0.0, 0.0)
+        calls = [(product, tokens, layers) for product in self._products]
+        if rows:
+            calls.append((self._lm_head, rows, 1))
+        parts = {p.name: n * (p.time_s(rows) - p.launch_s) for p, rows, n in calls}
+        limits = [self._chunk_limits(chunk) for chunk in chunks]
+        elementwise_s = layers * self._elementwise_row_s * tokens
+        launch_s = layers * self._elementwise_launch_s
+        launch_s += sum(n * p.launch_s for p, _, n in calls)
+        launch_s += self._attention_launch_s * (bool(chunks) + bool(decode_batch))
+        communication_s = layers * (self._reduce_launch_s + self._reduce_row_s * tokens)
+        parts["attention_prefill"] = sum(max(pair) for pair in limits)
+        parts["attention_decode"] = self._decode_key_s * decode_context_tokens
+        parts["elementwise"] = elementwise_s
+        parts["all_reduce"] = communication_s
+        parts["launch"] = launch_s
+        parts["engine"] = self.engine_overhead_s
+        compute_s = sum(n * p.compute_s(rows) for p, rows, n in calls)
+        memory_s = sum(n * p.memory_s(rows) for p, rows, n in calls)
+        return StepParts(
+            parts=parts,
+            compute_s=compute_s
+            + sum(pair[0] for pair in limits)
+            + self._key_compute_s * decode_context_tokens,
+            memory_s=memory_s
+            + elementwise_s
+            + sum(pair[1] for pair in limits)
+            + self._key_memory_s * decode_context_tokens,
+            launch_s=launch_s + self.engine_overhead_s,
+            communication_s=communication_s,
+        )
+
+    def regime(self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int) -> str:
+        return self.step_parts(chunks, decode_batch, decode_context_tokens).regime
+
+
+def _all_reduce_row(
+    device: Device, shape: ModelShape, num_devices: int, num_nodes: int
+) -> AllReduce | None:
+    """The all-reduce figures within a node; None for one device per node. Raises ValueError."""
+    if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
+        raise ValueError(
+            f"{num_devices} devices cannot be divided among {num_nodes} nodes: use a whole "
+            "number, at least 1, on each"
+        )
+    if num_devices > shape.heads:
+        raise ValueError(
+            f"{shape.name} has {shape.heads} attention heads: it cannot be divided among "
+            f"{num_devices} devices; use fewer devices"
+        )
+    per_node = num_devices // num_nodes
+    if per_node == 1:
+        return None
+    row = device.all_reduce_row(per_node)
+    if row is None:
+        most = max((row.num_devices for row in device.all_reduce), default=1)
+        raise ValueError(
+            f"there are no all-reduce figures for {per_node} {device.name} in a node; use at most "
+            f"{most}, or add a row to all_reduce of the device in a catalogue file"
+        )
+    return row

@@ -1,0 +1,1 @@
+"""The report of a simulation: one self-contained page with charts."""

@@ -1,0 +1,137 @@
+"""The section "What users felt": latencies, requests over time, stages and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moonpool.request_record import STAGES
+from moonpool.sim.report.chart import bars, count_axis
+from moonpool.sim.report.plots import (
+    NO_REQUEST,
+    ReportFigure,
+    Series,
+    distribution,
+    over_time,
+    rates,
+    window_edges,
+)
+from moonpool.sim.report.units import counted, duration, percent, significant
+from moonpool.sim.simulation import Simulation
+
+MAX_WINDOWS = 120
+REASONS = {
+    "ttft_slo": "the predicted TTFT exceeded the SLO",
+    "decode_load": "the decode load exceeded its limit when it arrived",
+    "decode_load_predicted": "the decode load would have exceeded its limit after its prefill",
+    "tbt_slo_late": "after its prefill, the decode instance could not take it within the TBT SLO",
+    "no_blocks": "its instance had no free blocks",
+    "no_prefill_capacity": "no prefill instance had room",
+    "no_decode_capacity": "no decode instance had room for the answer",
+    "instance_lost": "its instances were lost too often",
+    "no_instance": "no instance was up",
+    "no_prefill_instance": "no prefill instance was up",
+    "no_decode_instance": "no decode instance was up",
+}
+
+
+def user_figures(simulation: Simulation, figures: dict[str, Any]) -> list[ReportFigure]:
+    """`figures` are those of `summarise`."""
+    return [
+        _ttft(simulation),
+        _tbt(simulation),
+        _requests(simulation),
+        _stages(figures),
+        _refusals(figures),
+    ]
+
+
+def _ttft(simulation: Simulation) -> ReportFigure:
+    return distribution(
+        "Time to first token (TTFT)",
+        "How long users waited for an answer to begin: the curve gives the share of answered "
+        "requests that waited at most that long. Left of the dashed line, the SLO was met.",
+        [("c1", "answered requests", simulation.collector.ttft_s)],
+        simulation.config.slo.ttft_s,
+    )
+
+
+def _tbt(simulation: Simulation) -> ReportFigure:
+    found = simulation.collector
+    return distribution(
+        "Time between tokens (TBT)",
+        "How evenly answers flowed. The SLO limits the slow tenth of each answer: the mean of the "
+        "longest tenth of its pauses. The grey curve shows every single pause for comparison.",
+        [
+            ("c1", "slow tenth of each answer", found.tbt_top10_mean_s),
+            ("c5", "every pause between two tokens", found.gap_s),
+        ],
+        simulation.config.slo.tbt_s,
+    )
+
+
+def _requests(simulation: Simulation) -> ReportFigure:
+    timeline = simulation.timeline
+    edges = window_edges(timeline.series("arrived"), MAX_WINDOWS)
+
+    def rate_of(name: str) -> list[tuple[float, float]]:
+        return rates(timeline.series(name), edges)
+
+    series = [
+        Series("arrived", rate_of("arrived"), "c5", filled=True),
+        Series("answered", rate_of("completed"), "c1"),
+        Series("answered within both SLOs", rate_of("effective"), "c3"),
+    ]
+    if simulation.collector.rejected:
+        series.append(Series("refused", rate_of("rejected"), "c4"))
+    return over_time(
+        "Requests over time",
+        f"Requests per second, in windows of {duration(edges[1] - edges[0])}. Where answered "
+        "requests fall behind arrived ones, work piles up or is refused. Where requests within "
+        "both SLOs fall behind answered ones, users wait longer than promised.",
+        series,
+        lambda high: count_axis(high, "requests per second"),
+        lambda value: f"{significant(value)} per s",
+        wide=True,
+    )
+
+
+def _stages(figures: dict[str, Any]) -> ReportFigure:
+    title = "Where the time of a request went"
+    how = (
+        "Mean time of an answered request in each stage, one after the other. All but decode make "
+        "up the TTFT."
+    )
+    stages: dict[str, float] = figures["stages_s"]
+    if not stages:
+        return ReportFigure(title, how, note=NO_REQUEST)
+    total_s = sum(stages.values()) or 1.0
+    rows = []
+    for name, _, _ in STAGES:
+        seconds = stages.get(name, 0.0)
+        caption = f"{duration(seconds)} ({percent(seconds / total_s)})"
+        css = "c2" if name == "decode" else "c1"
+        rows.append((name.replace("_", " "), seconds, caption, css))
+    return ReportFigure(title, how, bars(rows, title, 120))
+
+
+def _refusals(figures: dict[str, Any]) -> ReportFigure:
+    title = "Why requests were refused"
+    reasons: dict[str, int] = figures["rejected_by_reason"]
+    total = figures["rejected"]
+    if not total:
+        return ReportFigure(title, "Refusals by reason.", note="No request was refused.")
+    waste = "no prefill was spent on them."
+    if figures["wasted_prefill_s"]:
+        waste = (
+            f"{counted(figures['wasted_prefills'], 'prefill')} took "
+            f"{duration(figures['wasted_prefill_s'])} of compute for requests that were never "
+            "answered."
+        )
+    were = "was" if total == 1 else "were"
+    how = [f"{counted(total, 'request')} {were} refused; {waste}"]
+    how += [f"{name}: {REASONS[name]}." for name in reasons if name in REASONS]
+    rows = [
+        (name, float(number), f"{number:,} ({percent(number / total)})", "c4")
+        for name, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    return ReportFigure(title, " ".join(how), bars(rows, title, 160))

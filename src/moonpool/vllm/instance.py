@@ -1,0 +1,448 @@
+"""The state machine of an instance whose engine is vLLM; it is pure, like `scheduler.instance`.
+
+vLLM batches, caches and evicts by itself. This state machine decides which requests to submit, and
+what to report to the head: the current prompt, the steps in which tokens came, and the blocks held.
+Outputs arrive per request; outputs that arrive together count as one step.
+
+A prefill instance requests one token and a `handle`, by which a decode instance finds the KVCache.
+The decode instance draws the first token again and must draw the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moonpool.protocol.block_hash import extend_keys, root_key
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptId,
+    AttemptSpec,
+    AttemptTokens,
+    BlocksChanged,
+    BlocksSnapshot,
+    Command,
+    DecodeAccepted,
+    HotPrefixes,
+    InstanceLoad,
+    LeaveCluster,
+    ListHot,
+    MarkReplicas,
+    PrefillDone,
+    PrefillStarted,
+    PrefixTakenOver,
+    Report,
+    ReserveDecode,
+    Resync,
+    RoleChanged,
+    StartDecode,
+    StartPrefill,
+    StepTokens,
+    StopReceiving,
+    SwitchRole,
+    TakeOverPrefix,
+)
+from moonpool.scheduler.actions import ExitProcess, SendReport
+from moonpool.types import BlockKey, FinishReason, Role, Token
+from moonpool.vllm.block_names import (
+    AssumedBlocks,
+    ExternalBlocks,
+    ExternalBlocksCleared,
+    ForeignEvent,
+)
+
+SHOWN_OWNERS = 1024
+NO_HANDLE = "vLLM does not share its KVCache; start it with a --kv-transfer-config"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """One increment of a request's output; the last one has a `finish`.
+
+    `handle` is set in the only output of a prefill: the place of its KVCache.
+    """
+
+    attempt_id: AttemptId
+    tokens: tuple[Token, ...]
+    finish: FinishReason | None = None
+    handle: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitFailed:
+    """A request failed and has no more outputs. `refused`: the request itself is at fault."""
+
+    attempt_id: AttemptId
+    message: str
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStepEnded:
+    """The outputs since `FlushStep` form one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEventsReceived:
+    """Events of the engine's cache, in order. `lost`: some were lost, so earlier ones are void."""
+
+    events: tuple[ForeignEvent, ...]
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequest:
+    """Submit an attempt with its tokens to the engine; post `EngineOutput`s or `SubmitFailed`.
+
+    `hands_over`: compute only the prompt, and keep its KVCache for the holder of the handle.
+    `handle`: the place of the prompt's KVCache.
+    """
+
+    work: AttemptSpec
+    hands_over: bool = False
+    handle: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Cancel a request. No output of it may be posted from now on."""
+
+    attempt_id: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class FlushStep:
+    """Post `EngineStepEnded` when all outputs of the current step should have arrived."""
+
+
+VllmEvent = Command | EngineOutput | SubmitFailed | EngineStepEnded | CacheEventsReceived
+VllmAction = SubmitRequest | CancelRequest | FlushStep | SendReport | ExitProcess
+
+
+@dataclass(slots=True)
+class _VllmRequestState:
+    work: AttemptSpec
+    keys: list[BlockKey]
+    hands_over: bool
+    first_token: Token | None = None  # drawn by the prefill instance
+    submitted: bool = False
+    prefilling: bool = False  # its prompt is computed here and has no token yet
+    generated: list[int] = field(default_factory=list)
+
+
+class _StepOutput(NamedTuple):
+    tokens: list[Token]
+    finish: FinishReason | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """The outputs of one step before they are reported."""
+
+    outputs: dict[AttemptId, _StepOutput] = field(default_factory=dict)
+    decodes_alone: bool = True
+
+
+class VllmInstance:
+    """The state machine. The engine has `num_blocks` of `layout` for KVCache.
+
+    `publishes_events`: the engine publishes events of its cache. Otherwise its content is assumed.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        role: Role,
+        publishes_events: bool,
+        caches: bool = True,
+    ) -> None:
+        """`caches` is False for an engine without a prefix cache."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.role = role
+        self.counters: dict[str, float] = {}
+        self._reported = (
+            ExternalBlocks(layout.fingerprint, layout.block_tokens) if publishes_events else None
+        )
+        self._assumed = None if publishes_events else AssumedBlocks(num_blocks if caches else 0)
+        self._attempts: dict[AttemptId, _VllmRequestState] = {}
+        self._queue: dict[
+            AttemptId, None
+        ] = {}  # prompts under way, in the order of their submission
+        self._step: _Step | None = None
+        self._last_step_s: float | None = None
+        self._sequence = 0
+        self._actions: list[VllmAction] = []
+
+    def handle(self, event: VllmEvent, now: float) -> list[VllmAction]:
+        match event:
+            case EngineOutput():
+                self._on_output(event)
+            case EngineStepEnded():
+                self._end_step(now)
+            case StartPrefill():
+                self._on_start_prefill(event)
+            case ReserveDecode():
+                self._add(event.work, hands_over=False)
+            case StartDecode():
+                self._on_start_decode(event)
+            case Abort():
+                self._on_abort(event.attempt_id)
+            case SubmitFailed():
+                reason = "refused_by_engine" if event.refused else "engine_error"
+                self._fail(event.attempt_id, event.message, reason)
+            case CacheEventsReceived():
+                self._on_cache_events(event)
+            case Resync():
+                self._names.take_changes()
+                self._report(BlocksSnapshot(next_sequence=self._sequence, keys=self._names.keys))
+            case SwitchRole():
+                self._report(RoleChanged(role=self.role))  # an external engine cannot switch
+            case ListHot():
+                self._report(HotPrefixes(number=event.number, prefixes=()))
+            case TakeOverPrefix():
+                error = "an instance with vLLM cannot take over blocks"
+                self._report(PrefixTakenOver(number=event.number, num_blocks=0, error=error))
+            case LeaveCluster():
+                self._actions.append(ExitProcess())
+            case StopReceiving() | MarkReplicas():
+                pass  # the engine fetches and evicts by itself
+        self._announce()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def abort_all(self) -> list[VllmAction]:
+        """Ends all attempts, because the head is gone."""
+        for attempt_id in list(self._attempts):
+            self._on_abort(attempt_id)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def load(self) -> InstanceLoad:
+        """Returns the current gauges. Blocks that attempts share are counted for each of them."""
+        owners = {}
+        for attempt_id, request in list(self._attempts.items())[:SHOWN_OWNERS]:
+            num_tokens = len(request.work.token_ids) + len(request.generated)
+            owners[f"work:{attempt_id}"] = self.layout.blocks_for(num_tokens)
+        held = min(sum(owners.values()), self.num_blocks)
+        return InstanceLoad(
+            num_running=len(self._attempts) - len(self._queue),
+            num_waiting=len(self._queue),
+            held_blocks=held,
+            cached_blocks=min(len(self._names), self.num_blocks),
+            free_blocks=self.num_blocks - held,
+            owners=owners,
+            counters=dict(self.counters),
+            num_blocks=self.num_blocks,
+        )
+
+    @property
+    def _names(self) -> ExternalBlocks | AssumedBlocks:
+        names = self._reported if self._reported is not None else self._assumed
+        assert names is not None
+        return names
+
+    # Commands
+
+    def _add(self, work: AttemptSpec, hands_over: bool) -> _VllmRequestState:
+        request = _VllmRequestState(work, [], hands_over)
+        self._name_blocks(request)
+        self._attempts[work.attempt_id] = request
+        return request
+
+    def _name_blocks(self, request: _VllmRequestState) -> None:
+        """Derives the keys of the full blocks of prompt and output that have none yet."""
+        work = request.work
+        if work.use_cache:
+            root = root_key(self.layout.fingerprint, work.tenant)
+            tokens = (*work.token_ids, *request.generated)
+            extend_keys(request.keys, tokens, self.layout.block_tokens, root)
+
+    def _on_start_prefill(self, command: StartPrefill) -> None:
+        request = self._add(command.work, hands_over=command.target is not None)
+        request.submitted = request.prefilling = True
+        self._queue[command.work.attempt_id] = None
+        self._actions.append(SubmitRequest(command.work, request.hands_over))
+        if len(self._queue) == 1:
+            self._begin_prefill(request)
+
+    def _begin_prefill(self, request: _VllmRequestState) -> None:
+        """Reports the start of a prefill, as far as it is visible from outside."""
+        held, most = 0, (len(request.work.token_ids) - 1) // self.layout.block_tokens
+        for key in request.keys[:most]:
+            if not self._names.holds(key):
+                break
+            held += 1
+        self._report(
+            PrefillStarted(
+                attempt_id=request.work.attempt_id,
+                cached_tokens=held * self.layout.block_tokens,
+                fetched_tokens=0,
+            )
+        )
+
+    def _on_start_decode(self, command: StartDecode) -> None:
+        request = self._attempts.get(command.attempt_id)
+        if request is None or request.submitted:
+            return
+        request.first_token, request.submitted = command.token, True
+        self._actions.append(SubmitRequest(request.work, handle=command.handle))
+
+    def _on_abort(self, attempt_id: AttemptId) -> None:
+        request = self._attempts.get(attempt_id)
+        if request is None:
+            return
+        if request.submitted:
+            self._actions.append(CancelRequest(attempt_id))
+        self._end(request)
+
+    def _fail(self, attempt_id: AttemptId, message: str, reason: str = "engine_error") -> None:
+        request = self._attempts.get(attempt_id)
+        if request is not None:
+            self._count("failed_works")
+            self._end(request)
+            self._report(AttemptFailed(attempt_id=attempt_id, reason=reason, message=message))
+
+    # Outputs of the engine
+
+    def _on_output(self, output: EngineOutput) -> None:
+        request = self._attempts.get(output.attempt_id)
+        if request is None:
+            return
+        tokens = output.tokens
+        if tokens and not request.generated:
+            self._end_prefill(request)
+            if request.first_token is not None:
+                if tokens[0].token_id != request.first_token.token_id:
+                    self._actions.append(CancelRequest(output.attempt_id))
+                    text = "the decode instance drew another first token than the prefill instance"
+                    self._fail(output.attempt_id, text)
+                    return
+                self._report(DecodeAccepted(attempt_id=output.attempt_id))
+                tokens = tokens[1:]
+        request.generated.extend(token.token_id for token in output.tokens)
+        self._count("generated_tokens", len(output.tokens))
+        if request.hands_over:
+            self._end_handed_over(request, output)
+        elif tokens or output.finish is not None:
+            self._gather(output.attempt_id, tokens, output.finish)
+
+    def _end_prefill(self, request: _VllmRequestState) -> None:
+        """Handles the first token of an attempt."""
+        if self._assumed is not None:
+            self._assumed.use(request.keys)
+        if not request.prefilling:
+            return
+        request.prefilling = False
+        if self._step is not None:
+            self._step.decodes_alone = False
+        self._last_step_s = None  # the time since the last step included a prefill
+        if next(iter(self._queue)) != request.work.attempt_id:
+            self._begin_prefill(
+                request
+            )  # several prompts share a step: this one ends with the first
+        self._leave_queue(request.work.attempt_id)
+
+    def _leave_queue(self, attempt_id: AttemptId) -> None:
+        """Removes a prompt from the queue. If it was the first, the next one begins."""
+        was_first = next(iter(self._queue), None) == attempt_id
+        self._queue.pop(attempt_id, None)
+        if was_first and self._queue:
+            self._begin_prefill(self._attempts[next(iter(self._queue))])
+
+    def _end_handed_over(self, request: _VllmRequestState, output: EngineOutput) -> None:
+        if output.finish is None:
+            return
+        if not output.tokens:
+            self._fail(output.attempt_id, "vLLM ended the prefill without a token")
+            return
+        ends = output.finish is FinishReason.STOP  # a stop token, not the limit of one token
+        if not ends and not output.handle:  # else the decode instance would silently recompute it
+            self._fail(output.attempt_id, NO_HANDLE)
+            return
+        self._end(request)
+        self._report(
+            PrefillDone(
+                attempt_id=output.attempt_id,
+                token=output.tokens[0],
+                finish=output.finish if ends else None,
+                handle=output.handle,
+            )
+        )
+
+    def _gather(
+        self, attempt_id: AttemptId, tokens: Sequence[Token], finish: FinishReason | None
+    ) -> None:
+        if self._step is None:
+            self._step = _Step(decodes_alone=not self._queue)
+            self._actions.append(FlushStep())
+        pending = self._step.outputs.get(attempt_id, _StepOutput([], None))
+        pending.tokens.extend(tokens)
+        self._step.outputs[attempt_id] = _StepOutput(pending.tokens, finish or pending.finish)
+
+    def _end_step(self, now: float) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        works = tuple(
+            AttemptTokens(
+                attempt_id=attempt_id, tokens=tuple(pending.tokens), finish=pending.finish
+            )
+            for attempt_id, pending in step.outputs.items()
+            if attempt_id in self._attempts
+        )
+        if not works:
+            return
+        single = all(len(item.tokens) == 1 for item in works)
+        is_every_request = len(works) == sum(
+            bool(request.generated) for request in self._attempts.values()
+        )
+        gap_s = 0.0
+        if step.decodes_alone and single and is_every_request and self._last_step_s is not None:
+            gap_s = now - self._last_step_s
+        self._last_step_s = now
+        self._report(StepTokens(works=works, gap_s=max(gap_s, 0.0)))
+        for item in works:
+            if item.finish is not None:
+                self._end(self._attempts[item.attempt_id])
+
+    def _on_cache_events(self, received: CacheEventsReceived) -> None:
+        if self._reported is None:
+            return
+        if received.lost:
+            self._count("names_lost")
+            self._reported.hear(ExternalBlocksCleared())
+        for event in received.events:
+            self._reported.hear(event)
+
+    # Both
+
+    def _end(self, request: _VllmRequestState) -> None:
+        """Removes an attempt, however it ended."""
+        attempt_id = request.work.attempt_id
+        if self._assumed is not None and request.generated:
+            self._name_blocks(request)
+            self._assumed.use(request.keys)
+        self._leave_queue(attempt_id)
+        del self._attempts[attempt_id]
+        if self._step is not None:
+            self._step.outputs.pop(attempt_id, None)
+            self._step.decodes_alone = False
+        if not self._attempts:
+            self._last_step_s = None  # the next step does not follow this one directly
+
+    def _announce(self) -> None:
+        stored, removed = self._names.take_changes()
+        if stored or removed:
+            self._report(BlocksChanged(sequence=self._sequence, stored=stored, removed=removed))
+            self._sequence += 1
+
+    def _report(self, report: Report) -> None:
+        self._actions.append(SendReport(report))
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + amount

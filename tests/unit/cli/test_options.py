@@ -1,0 +1,95 @@
+"""No flag is lost: every command has the flags of the list, and help covers them all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from moonpool.cli.main import INTERNAL, cli
+from moonpool.cli.options import ConfigFlags, SectionedCommand
+from moonpool.config import Config
+from moonpool.config_schema import schema_of
+
+GOLDEN = Path(__file__).parent / "golden_flags.json"
+"""Command -> its flags and arguments. A new flag is added here; a flag is never taken out."""
+
+
+def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        names = [*command.list_commands(context), *(INTERNAL if command is cli else ())]
+        for each in names:
+            found = command.get_command(context, each)
+            assert found is not None
+            yield from commands(found, f"{name} {each}")
+
+
+COMMANDS = dict(commands(cli, "moonpool"))
+
+
+def flags_of(command: click.Command) -> list[str]:
+    return sorted(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
+
+
+def test_no_flag_is_lost_and_none_is_unlisted() -> None:
+    golden: dict[str, list[str]] = json.loads(GOLDEN.read_text())
+    assert {name: flags_of(command) for name, command in COMMANDS.items()} == golden
+
+
+def test_every_option_has_a_help_text_that_is_a_sentence() -> None:
+    for name, command in COMMANDS.items():
+        for param in command.params:
+            if isinstance(param, click.Option) and not param.hidden:
+                text = (param.help or "").partition("  [default")[0]
+                assert text[:1].isupper() and text.endswith("."), f"{name} {param.opts}: {text!r}"
+
+
+def test_every_key_of_the_config_has_a_description() -> None:
+    for name, field in schema_of(Config).items():
+        text = field.meta.description or ""
+        assert text[:1].isupper() and text.endswith("."), name
+
+
+@pytest.mark.parametrize("name", ["serve", "head", "simulate", "plan"])
+def test_help_lists_the_options_by_table(name: str) -> None:
+    shown = CliRunner().invoke(cli, [name, "--help"]).output
+    assert shown.index("[pool]:") < shown.index("--block-size")
+    command = COMMANDS[f"moonpool {name}"]
+    for param in command.params:
+        if isinstance(param, click.Option) and not param.hidden:
+            assert param.opts[0] in shown
+
+
+def test_a_type_of_its_own_for_a_key() -> None:
+    flags = ConfigFlags("conductor.placement", types={"conductor.placement": click.STRING})
+
+    @click.command(cls=SectionedCommand)
+    @flags.options(Config())
+    def command(**given: str | None) -> None:
+        assert flags.overrides(given) == {"conductor": {"placement": "module:Class"}}
+
+    done = CliRunner().invoke(command, ["--placement", "module:Class"], catch_exceptions=False)
+    assert done.exit_code == 0
+
+
+def test_flags_that_are_not_given_override_nothing() -> None:
+    flags = ConfigFlags("pool.prefix_caching", "api.api_keys", "engine.threads")
+
+    @click.command()
+    @flags.options(Config())
+    def command(**given: object) -> None:
+        click.echo(json.dumps(flags.overrides(given)))
+
+    def overrides(*words: str) -> object:
+        return json.loads(CliRunner().invoke(command, words, catch_exceptions=False).output)
+
+    assert overrides() == {}
+    assert overrides("--no-enable-prefix-caching") == {"pool": {"prefix_caching": False}}
+    assert overrides("--threads", "0") == {"engine": {"threads": 0}}
+    assert overrides("--api-key", "a", "--api-key", "b") == {"api": {"api_keys": ["a", "b"]}}

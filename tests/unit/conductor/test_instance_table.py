@@ -1,0 +1,96 @@
+"""Sums over instances, and the loads derived from them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from conductor_instances import COST, info
+
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.types import Slo
+
+SLO = Slo(ttft_s=10.0, tbt_s=0.1)
+
+
+def fleet_of(*names: str) -> InstanceTable:
+    table = InstanceTable()
+    for row, name in enumerate(names):
+        table.join(row, info(name))
+    return table
+
+
+def test_room_is_of_the_pool_and_load_of_the_engine() -> None:
+    """Requests that exceed the engine's memory wait in the pool, which counts as load."""
+    table = InstanceTable()
+    table.join(0, info("d0", num_blocks=1000))
+    table.join(1, info("d1", num_blocks=1000, engine_tokens=300))
+    assert list(table.room_tokens) == [1000, 1000]
+    table.begin_decoding(1, 270)
+    step = COST.decode_step_s(1, 270) / SLO.tbt_s
+    assert step < 0.9
+    assert table.decode_load(SLO) == pytest.approx(0.9 / 2)
+    table.end_decoding(1, 270)
+    table.begin_decoding(0, 270)
+    assert table.decode_load(SLO) == pytest.approx(step / 2)
+
+
+def test_queues_shrink_as_time_passes_but_never_below_what_waits() -> None:
+    table = fleet_of("p0", "p1")
+    table.busy_until_s[0], table.waiting_ns[0] = 5.0, 2_000_000_000
+    assert list(table.queue_s(3.0)) == [4.0, 0.0]
+    assert list(table.queue_s(9.0)) == [2.0, 0.0]
+
+
+def test_predictions_are_those_of_the_cost_model() -> None:
+    table = fleet_of("p0", "d0")
+    table.book_decode(1, 500)
+    table.book_decode(1, 700)
+    assert table.booked_tbt_s(300)[1] == pytest.approx(COST.decode_step_s(3, 1500))
+    cached = table.host * 0 + 40
+    assert table.prefill_s(100, cached)[0] == pytest.approx(COST.prefill_s(100, 40))
+
+
+def test_prefill_load_is_the_mean_wait() -> None:
+    table = fleet_of("p0", "p1", "d0")
+    table.waiting_ns[0], table.waiting_ns[2] = 3_000_000_000, 9_000_000_000
+    assert table.prefill_load(SLO, 0.0) == pytest.approx(0.15)
+    assert fleet_of("d0").prefill_load(SLO, 0.0) == 0.0
+
+
+def test_decode_load_is_the_mean_step() -> None:
+    table = fleet_of("d0", "d1", "p0")
+    for _ in range(6):
+        table.begin_decoding(0, 1000)
+    assert table.decode_load(SLO) == pytest.approx((0.06 + 0.006) / 0.1 / 2)
+    assert table.spread_decode_load(SLO, 6, 6000) == pytest.approx((0.03 + 0.003) / 0.1)
+    for _ in range(6):
+        table.end_decoding(0, 1000)
+    assert table.decode_load(SLO) == 0.0, "an idle instance takes no steps"
+
+
+def test_a_leaving_instance_removes_its_bookings() -> None:
+    table = fleet_of("d0", "d1")
+    table.begin_decoding(0, 100)
+    table.begin_decoding(1, 10)
+    table.leave(0)
+    assert (table.total_decoding, table.total_decoding_context) == (1, 10)
+    assert table.num_decodes == 1 and table.room_tokens[0] == 0
+    table.join(0, info("p0"))
+    assert (table.num_prefills, table.decoding_batch[0]) == (1, 0)
+
+
+def test_answers_are_spread_so_that_all_are_equally_slow() -> None:
+    """A slower instance takes fewer decodes; one with too slow an empty step takes none."""
+    table = InstanceTable()
+    for row, decode in enumerate([(0.01, 0.01, 0.0), (0.01, 0.02, 0.0), (0.5, 0.01, 0.0)]):
+        table.join(row, info(f"d{row}", cost=msgspec.structs.replace(COST, decode=decode)))
+    assert not table.decodes_alike
+    # 20 answers and 10: steps of 0.21 s on both.
+    assert table.level_tbt_s(30, 3000) == pytest.approx(0.21)
+    # So many that the third helps: (t - .01) / .01 + (t - .01) / .02 + (t - .5) / .01 = 100.
+    assert table.level_tbt_s(100, 0) == pytest.approx((100 + 1.5 + 50) / 250)
+    assert table.level_tbt_s(0, 0) == pytest.approx(0.01)
+    table.set_cost(1, msgspec.structs.replace(COST, decode=(0.01, 0.01, 0.0)))
+    assert not table.decodes_alike
+    table.leave(2)
+    assert table.decodes_alike

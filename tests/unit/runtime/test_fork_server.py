@@ -1,0 +1,180 @@
+"""Workers forked from a fork server: their parent, the report of their end, and their fate when the
+fork server or the head is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from moonpool.demo.local_server import is_alive
+from moonpool.runtime.fork_server import open_fork_server
+
+HEAD = """
+import asyncio, json, os, signal, sys, time
+import uvloop
+from moonpool.transfer.parent import end_with
+from moonpool.runtime.fork_server import ForkServerError, open_fork_server
+
+def work(line):
+    match line:
+        case ["end", code]:
+            sys.exit(int(code))
+        case ["stay", path]:
+            end_with(os.getppid())
+            stdin = os.readlink("/proc/self/fd/0")
+            fds = len(os.listdir("/proc/self/fd"))
+            told = {"parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(),
+                    "word": os.environ["WORD"], "stdin": stdin, "fds": fds}
+            with open(path + ".part", "w") as file:
+                json.dump(told, file)
+            os.rename(path + ".part", path)
+            time.sleep(60)
+
+fork_server = open_fork_server({"WORD": "salt"}, work)
+said = {"head": os.getpid(), "fork_server": fork_server.pid}
+
+async def told_by(path):
+    while not os.path.exists(path):
+        await asyncio.sleep(0.01)
+    with open(path) as file:
+        return json.load(file)
+
+async def main():
+%s
+    print(json.dumps(said), flush=True)
+
+uvloop.run(main())
+"""
+
+
+def start_head(body: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process of one thread, which pytest's own is not."""
+    script = HEAD % "\n".join(f"    {line}" for line in body.strip().splitlines())
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_head(body: str, *arguments: str) -> dict[str, Any]:
+    process = start_head(body, *arguments)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == "", err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def until(holds: Any) -> bool:
+    by_s = time.monotonic() + 10
+    while not holds() and time.monotonic() < by_s:
+        time.sleep(0.01)
+    return bool(holds())
+
+
+def test_workers_are_the_head_s_children_and_their_end_is_told(tmp_path: Any) -> None:
+    found = run_head(
+        """
+workers = await asyncio.gather(*(fork_server.fork(["end", str(code)]) for code in range(12)))
+said["codes"] = [await worker.wait() for worker in workers]
+said["pids"] = [worker.pid for worker in workers]
+stays = await fork_server.fork(["stay", sys.argv[1]])
+said["told"] = await told_by(sys.argv[1])
+stays.kill()
+said["killed"] = [await stays.wait(), await stays.wait(), stays.returncode]
+stays.kill()
+await fork_server.close()
+""",
+        str(tmp_path / "told"),
+    )
+    assert found["codes"] == list(range(12)) and len(set(found["pids"])) == 12
+    assert found["killed"] == [-signal.SIGKILL] * 3
+    told = found["told"]
+    assert told["parent"] == found["head"] and told["session"] == told["pid"]
+    assert told["word"] == "salt" and told["stdin"] == "/dev/null"
+    assert told["fds"] <= 4, "nothing of the head's is kept open"
+    assert not is_alive(found["fork_server"]), "closed"
+
+
+def test_workers_outlive_the_fork_server(tmp_path: Any) -> None:
+    found = run_head(
+        """
+stays = await fork_server.fork(["stay", sys.argv[1]])
+told = await told_by(sys.argv[1])
+os.kill(fork_server.pid, signal.SIGKILL)
+try:
+    await fork_server.fork(["end", "0"])
+except ForkServerError as error:
+    said["error"] = str(error)
+said["code"] = stays.returncode
+stays.kill()
+await stays.wait()
+await fork_server.close()
+""",
+        str(tmp_path / "told"),
+    )
+    assert found["code"] is None
+    assert found["error"].startswith("no more workers can be forked: ")
+
+
+def test_a_killed_head_takes_fork_server_and_workers_along(tmp_path: Any) -> None:
+    path = tmp_path / "told"
+    process = start_head(
+        """
+await fork_server.fork(["stay", sys.argv[1]])
+await told_by(sys.argv[1])
+print(fork_server.pid, flush=True)
+await asyncio.sleep(60)
+""",
+        str(path),
+    )
+    assert process.stdout is not None
+    fork_server = int(process.stdout.readline())
+    pids = [fork_server, json.loads(path.read_text())["pid"]]
+    assert all(map(is_alive, pids))
+    process.kill()
+    process.communicate()
+    assert until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize("lacks", ["pidfd_open", "listdir"])
+def test_where_the_system_cannot_nothing_is_forked(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, lacks, refuse)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    assert open_fork_server({}, lambda line: None) is None
+
+
+def test_where_there_are_threads_nothing_is_forked() -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    before = os.listdir("/proc/self/fd")
+    assert open_fork_server({}, lambda line: None) is None
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    ends.set()
+    thread.join()
+
+
+def test_a_head_that_ends_without_the_last_answer_is_no_error() -> None:
+    """Its unread answer resets the connection."""
+    said = run_head("""
+import select
+from moonpool.runtime.fork_server import adopt_orphans
+adopt_orphans(True)
+fork_server._control.setblocking(True)
+fork_server._control.send(json.dumps(["end", "0"]).encode())
+assert select.select([fork_server._control], [], [], 10)[0]
+fork_server._control.close()
+said["status"] = os.waitpid(fork_server.pid, 0)[1]
+""")
+    assert said["status"] == 0
