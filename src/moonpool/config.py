@@ -14,7 +14,7 @@ from moonpool.config_schema import choices as choices
 from moonpool.types import Role, Struct
 
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
-Admission = Literal["none", "baseline", "early", "predictive"]
+Admission = Literal["none", "baseline", "early", "predictive", "goodput"]
 EvictionName = Literal["lru", "lfu", "length-aware", "predictive"]
 PolicyName = str
 """A built-in policy, or "module:Class" from outside the package (docs/extending.md)."""

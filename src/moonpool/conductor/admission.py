@@ -8,6 +8,7 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * early: also checks the decode load at arrival, as it is then. That is one prefill too early, which
   makes both pools swing in turn (section 7.3).
 * predictive: checks the decode load projected to the end of this prefill (section 7.4).
+* goodput: admits what adds more effective requests than it costs (`goodput_admission`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
 The decode instance's own check is on in all but the first. Policies are pure and book nothing.
@@ -21,6 +22,7 @@ from typing import Protocol
 import msgspec
 
 from moonpool.conductor.decode_forecast import Forecast
+from moonpool.conductor.goodput_admission import ExpectedGoodput, decide
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Placement, Rejection
 from moonpool.conductor.policies import PolicyError, RequestFootprint, guarded
@@ -49,6 +51,7 @@ class AdmissionContext(msgspec.Struct, frozen=True):
     forecast: Forecast
     config: ConductorConfig
     now: float
+    expected: ExpectedGoodput | None = None  # for the policy "goodput" only
 
 
 AdmissionFunction = Callable[[AdmissionContext], Rejection | None]
@@ -123,11 +126,17 @@ def _predictive(context: AdmissionContext) -> Rejection | None:
     return _slow_then(pool, ttft_s, forecast, limit, now)
 
 
+def _goodput(context: AdmissionContext) -> Rejection | None:
+    assert context.expected is not None
+    return decide(context, context.expected)
+
+
 ADMISSIONS: dict[Admission, AdmissionFunction] = {
     "none": _none,
     "baseline": _baseline,
     "early": _early,
     "predictive": _predictive,
+    "goodput": _goodput,
 }
 
 

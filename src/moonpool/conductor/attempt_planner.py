@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
+
 from moonpool.conductor.admission import (
     UNLIMITED,
     AdmissionContext,
@@ -17,6 +19,7 @@ from moonpool.conductor.admission import (
     admit,
 )
 from moonpool.conductor.cost_estimator import CostEstimator
+from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.instance_table import to_ns
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Placement, PlacementFunction, Rejection, place
@@ -66,6 +69,7 @@ class AttemptPlanner:
         reservations: Reservations,
         output_predictor: OutputPredictor,
         cost_estimator: CostEstimator,
+        goodput: GoodputModel,
         roles: RoleSwitching,
         life: str,
         default_slo: Slo,
@@ -78,6 +82,7 @@ class AttemptPlanner:
         self._table, self._instances = reservations.instance_table, reservations.instances
         self._output_predictor = output_predictor
         self._cost_estimator = cost_estimator
+        self._goodput = goodput
         self._roles = roles
         self._life = f"{life}." if life else ""
         self._default_slo = default_slo
@@ -125,15 +130,22 @@ class AttemptPlanner:
             decodes=footprint.decodes,
             expected_keys=tracked.keys[placement.held_blocks :],
             tbt_s=placement.tbt_s,
+            waits=placement.max_step_s is not None,
         )
 
     def commands(
         self, tracked: TrackedRequest, attempt: Attempt, planned: PlannedAttempt, now: float
     ) -> list[tuple[InstanceId, Command]]:
         """The attempt's first commands, in the order in which they must be sent."""
-        tbt_tail = self._table.tbt_tail_of(planned.placement.decoder_row)
-        spec = _spec(tracked, attempt, planned.tokens, self._config, tbt_tail, now)
+        spec = _spec(tracked, attempt, planned, self._config, self._tolerance(planned), now)
         return _commands(tracked, attempt, planned.placement, spec, self._instances)
+
+    def _tolerance(self, planned: PlannedAttempt) -> float:
+        """The mean step time at which the decode instance rejects the request after all, over the
+        TBT SLO; the instance itself knows mean step times only."""
+        row, table = planned.placement.decoder_row, self._table
+        tolerance = 1.0 if self._config.admission == "baseline" else RECHECK_TOLERANCE
+        return tolerance / table.tbt_tail_of(row)
 
     def _note_arrival(
         self,
@@ -194,6 +206,17 @@ class AttemptPlanner:
             context = AdmissionContext(
                 footprint, decision, budget, self._table, forecast, config, now
             )
+            if config.admission == "goodput" and slo is not UNLIMITED:
+                expected = self._goodput.expect(context, not tracked.num_decisions)
+                tracked.predicted_step_s = expected.step_s
+                decision = msgspec.structs.replace(
+                    decision,
+                    ttft_s=decision.ttft_s + expected.wait_s,
+                    decode_wait_s=expected.wait_s,
+                    max_step_s=expected.max_step_s,
+                )
+                context = msgspec.structs.replace(context, expected=expected)
+            tracked.num_decisions += 1
             rejection = admit(context, policies.admission)
         except PolicyError as error:
             return Rejection(500, POLICY_ERROR, str(error), 0.0)
@@ -224,18 +247,15 @@ def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLa
 def _spec(
     tracked: TrackedRequest,
     attempt: Attempt,
-    tokens: Sequence[int],
+    planned: PlannedAttempt,
     config: ConductorConfig,
-    tbt_tail: float,
+    tolerance: float,
     now: float,
 ) -> AttemptSpec:
-    """`tbt_tail`: the longest tenth of a request's token gaps over its mean gap; the decode
-    instance itself knows mean step times only."""
     request = tracked.request
-    tolerance = 1.0 if config.admission == "baseline" else RECHECK_TOLERANCE
     return AttemptSpec(
         attempt_id=attempt.attempt_id,
-        token_ids=tokens,
+        token_ids=planned.tokens,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
         slo=_local_slo(tracked, config),
@@ -243,7 +263,8 @@ def _spec(
         use_cache=request.use_cache,
         timeout_s=max(request.deadline_s - now, 0.001),
         keys=request.keys,
-        tolerance=tolerance / tbt_tail,
+        tolerance=tolerance,
+        max_step_s=planned.placement.max_step_s,
     )
 
 

@@ -25,6 +25,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
+from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
@@ -91,6 +92,7 @@ class Conductor:
         self.roles = RoleSwitching(config, self.reservations, default_slo)
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
+        self.goodput = GoodputModel(config.learning)
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
@@ -98,6 +100,7 @@ class Conductor:
             self.reservations,
             self.output_predictor,
             self.cost_estimator,
+            self.goodput,
             self.roles,
             life,
             default_slo,
@@ -107,6 +110,7 @@ class Conductor:
             self.reservations,
             self.output_predictor,
             self.cost_estimator,
+            self.goodput,
             self.roles,
             config.max_attempts,
             self._actions,

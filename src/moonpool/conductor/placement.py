@@ -117,9 +117,11 @@ class Placement(msgspec.Struct, frozen=True):
     decoder_row: int
     queue_s: float
     prefill_s: float
-    ttft_s: float
+    ttft_s: float  # with `decode_wait_s`
     tbt_s: float
     chosen: ChosenPlacement
+    decode_wait_s: float = 0.0  # from the end of the prefill until the decode pool has room
+    max_step_s: float | None = None  # as in `AttemptSpec`
 
 
 class Rejection(msgspec.Struct, frozen=True):

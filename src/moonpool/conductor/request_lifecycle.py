@@ -24,6 +24,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.estimators import RunningMean
+from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.reservations import Reservations
@@ -47,6 +48,7 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
 
 TBT_SLO_LATE = "tbt_slo_late"
+TTFT_SLO_LATE = "ttft_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
 REFUSED = "refused_by_engine"
 MAX_RETRY_AFTER_S = 120.0
@@ -66,6 +68,7 @@ class RequestLifecycle:
         reservations: Reservations,
         output_predictor: OutputPredictor,
         cost_estimator: CostEstimator,
+        goodput: GoodputModel,
         roles: RoleSwitching,
         max_attempts: int,
         actions: list[ConductorAction],
@@ -74,11 +77,13 @@ class RequestLifecycle:
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
+        self._joining: list[tuple[float, RequestId]] = []  # a heap: when their TTFT SLO is missed
         self._planner = planner
         self._reservations = reservations
         self._table, self._instances = reservations.instance_table, reservations.instances
         self._output_predictor = output_predictor
         self._cost_estimator = cost_estimator
+        self._goodput = goodput
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
@@ -190,6 +195,9 @@ class RequestLifecycle:
             attempt_id=attempt.attempt_id, token=report.token, handle=report.handle
         )
         self._send(attempt.decode, command)
+        if attempt.waits:
+            latest_s = tracked.request.arrived_s + tracked.request.slo.ttft_s
+            heapq.heappush(self._joining, (latest_s, tracked.request.request_id))
 
     def _end_prefill(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
         """The prefill has succeeded."""
@@ -275,7 +283,17 @@ class RequestLifecycle:
         self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose deadlines have passed."""
+        """Ends the requests whose deadlines have passed, and those that wait for room in a decode
+        batch although their TTFT SLO is missed."""
+        while self._joining and self._joining[0][0] <= now:
+            _, request_id = heapq.heappop(self._joining)
+            tracked = self.requests.get(request_id)
+            if tracked is None or tracked.attempt is None or tracked.generated:
+                continue
+            if tracked.attempt.stage is AttemptStage.HANDOVER:
+                text = f"no decode instance had room within the TTFT SLO of {tracked.request.slo.ttft_s:g} s"
+                wait_s = self._output_predictor.mean_s
+                self._reject(tracked, Rejection(429, TTFT_SLO_LATE, text, wait_s), now)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             tracked = self.requests.get(request_id)
@@ -350,6 +368,8 @@ class RequestLifecycle:
         state = None if attempt is None else self._instances.get(attempt.decoder)
         decodes_only = state is not None and state.info.role is Role.DECODE
         self._cost_estimator.note_answer(tracked.record, decodes_only)
+        mixed = state is not None and state.info.role is Role.MIXED
+        self._goodput.note_answer(tracked.record, tracked.predicted_step_s, mixed)
 
     def _unbook(self, tracked: TrackedRequest, now: float, abort: bool = True) -> None:
         attempt = tracked.attempt

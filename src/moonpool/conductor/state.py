@@ -37,6 +37,7 @@ class Attempt:
     decodes: bool  # False if the first token is also the last
     tbt_s: float  # predicted
     expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the prefill instance
+    waits: bool = False  # to join the batch of its decode instance
     interval: DecodeInterval | None = None
     interval_tokens: int = 0  # answer length that the interval's end is based on; 0: none
     stage: AttemptStage = AttemptStage.PREFILL
@@ -61,6 +62,8 @@ class TrackedRequest:
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
     num_attempts: int = 0
+    num_decisions: int = 0  # on its admission
+    predicted_step_s: float = 0.0  # where it decodes, when it was admitted
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)

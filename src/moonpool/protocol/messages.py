@@ -32,6 +32,8 @@ class AttemptSpec(Struct, frozen=True):
     The first `num_prompt_tokens` of `token_ids` are the prompt. The tokens after it were generated
     before a fault and are not generated again. `keys`: as in `Request`; blocks past the last key
     are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
+    `max_step_s`: instead of that check, the request waits to join the batch until a step of all
+    decodes should take no longer than this; None: it does not wait.
     """
 
     attempt_id: AttemptId
@@ -44,6 +46,7 @@ class AttemptSpec(Struct, frozen=True):
     timeout_s: float
     keys: tuple[BlockKey, ...] | None = None
     tolerance: float = 1.0
+    max_step_s: float | None = None
 
 
 class PrefixSource(Struct, frozen=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
 from moonpool.cost.model import CostModel
-from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -76,7 +75,6 @@ class AttemptLifecycle:
         self._arenas = arenas
         self._effects = effects
         self._cost = cost
-        self._decode_factor = LearnedFactor()  # by which decodes take longer than `cost` predicts
         self._eos = eos_token_ids
 
     # Begin
@@ -203,16 +201,17 @@ class AttemptLifecycle:
     def _refusal(self, request: RequestState) -> str:
         """Why one more decode would break an SLO; "" if it would not. An idle instance accepts."""
         scheduler, attempt = self._scheduler, request.attempt
-        num_running = len(scheduler.running) + len(scheduler.joining)
-        if not num_running or attempt.slo.tbt_s == float("inf"):
+        if attempt.max_step_s is not None or attempt.slo.tbt_s == float("inf"):
+            return ""  # it waits instead, or has no SLO
+        if not scheduler.running and not scheduler.joining:
             return ""
-        contexts = scheduler.context_tokens + len(request.tokens)
-        step_s = self._cost.decode_step_s(num_running + 1, contexts) * self._decode_factor.value
+        step_s = scheduler.step_s_with(request)
         limit_s = attempt.slo.tbt_s * attempt.tolerance
         if step_s > limit_s:
             text = f"one more request would raise the mean time between tokens to {step_s:.3f} s"
             return f"{text}; above {limit_s:.3f} s the TBT SLO of {attempt.slo.tbt_s:g} s is missed"
         if not scheduler.has_room(len(request.tokens), attempt.tolerance):
+            contexts = scheduler.context_tokens + len(request.tokens)
             return f"the engine's memory would have to hold {contexts} tokens at once"
         return ""
 
@@ -298,7 +297,7 @@ class AttemptLifecycle:
             context_tokens += len(step) * (num_steps - 1) // 2
             stages = self._config.micro_batches  # each has about as many decodes
             expected_s = self._cost.decode_step_s(stages * len(step), stages * context_tokens)
-            self._decode_factor.observe(seconds, expected_s)
+            self._scheduler.decode_factor.observe(seconds, expected_s)
         return seconds
 
     def _report_tokens(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from moonpool.cost.model import CostModel
+from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import DecodeAccepted
 from moonpool.scheduler.actions import (
     Effects,
@@ -36,7 +37,8 @@ class Scheduler:
     served.
 
     `waiting`: requests without blocks. `joining`: requests with all of their KVCache, which wait
-    for room in the engine's memory. `running`: requests that every step considers.
+    for room in the engine's memory, or until the batch is small enough for their TBT SLO.
+    `running`: requests that every step considers.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Scheduler:
         self.joining: deque[RequestState] = deque()
         self.steps: deque[Step] = deque()
         self._config = config
+        self._cost = cost
+        self.decode_factor = LearnedFactor()  # by which decodes take longer than `cost` predicts
         self._plan = PLANNERS[config.batching]()
         # The baselines ignore the time between tokens; that is what makes them baselines.
         self._chunk_budget = ChunkBudget(config, cost) if config.batching == "chunked" else None
@@ -68,6 +72,13 @@ class Scheduler:
     def context_tokens(self) -> int:
         """Sum of the lengths of all running and joining requests."""
         return sum(r.tokens.size for r in self.running) + sum(r.tokens.size for r in self.joining)
+
+    def step_s_with(self, request: RequestState) -> float:
+        """Predicted time of a step of all running and joining decodes and this one."""
+        num_running = len(self.running) + len(self.joining)
+        context_tokens = self.context_tokens + len(request.tokens)
+        seconds = self._cost.decode_step_s(num_running + 1, context_tokens)
+        return seconds * self.decode_factor.value
 
     def has_room(self, num_tokens: int, tolerance: float = 1.0) -> bool:
         """Whether the engine's own memory has room for `num_tokens` more. A `tolerance` above 1
@@ -196,19 +207,35 @@ class Scheduler:
     # 2. Admit
 
     def _admit_joining(self) -> None:
-        """Moves received requests to `running` while the engine's memory has room for them."""
+        """Moves received requests to `running` while the engine's memory has room for them and the
+        step stays short enough. An instance without work takes any request."""
         limit_tokens = self._config.engine_tokens
         while self.joining:
             request = self.joining[0]
-            running_tokens = sum(len(r.tokens) for r in self.running) if limit_tokens else 0
-            num_tokens = running_tokens + len(request.tokens)
-            if limit_tokens and self.running and num_tokens > limit_tokens:
-                return
+            if self.running:
+                running_tokens = sum(len(r.tokens) for r in self.running) if limit_tokens else 0
+                if limit_tokens and running_tokens + len(request.tokens) > limit_tokens:
+                    return
+                if not self._keeps_step_short(request):
+                    return
             self.joining.popleft()
             request.phase = RequestPhase.RUNNING
             self.running.append(request)
             self._effects.report(DecodeAccepted(attempt_id=request.attempt_id))
             self.stop_repeating()
+
+    def _keeps_step_short(self, request: RequestState) -> bool:
+        """Whether the first joining request may join without a step above its limit."""
+        attempt = request.attempt
+        if attempt.max_step_s is None:
+            return True
+        max_step_s = attempt.max_step_s
+        newest = self.joining[-1].attempt
+        if newest.slo == attempt.slo and newest.max_step_s is not None:
+            max_step_s = newest.max_step_s  # the Conductor has learned since
+        context_tokens = sum(r.tokens.size for r in self.running) + request.tokens.size
+        seconds = self._cost.decode_step_s(len(self.running) + 1, context_tokens)
+        return seconds * self.decode_factor.value <= max_step_s
 
     def _admit_waiting(self) -> None:
         """Moves waiting requests, in order, to `running` while the step has tokens to spare."""

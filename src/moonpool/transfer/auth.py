@@ -25,7 +25,7 @@ from moonpool.transfer.errors import TransportError
 from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.types import InstanceId, Struct
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_HANDSHAKE_FRAME_BYTES = 2048
 _NONCE_BYTES = 32
 _Short = Annotated[str, msgspec.Meta(max_length=200)]

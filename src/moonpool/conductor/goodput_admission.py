@@ -1,0 +1,271 @@
+"""Admission by expected goodput: a request is admitted if it adds more effective requests than it
+costs.
+
+It adds its own chance to meet both SLOs: the chance of its TTFT, given the queue, times the chance
+of its TBT, given the decode load at the end of its prefill and through its answer. It costs
+* the chances of the others that decode on the same instance: one more request lengthens all steps;
+* the requests that could have used the same seconds of prefill and of decode (`resource_prices`).
+
+The chances are learned from the answers that have ended (`slo_chances`). Nothing here books.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.placement import Rejection
+from moonpool.conductor.resource_prices import Capacity, Need, ResourcePrices
+from moonpool.conductor.slo_chances import MIXED_STEP_SHARE, TbtChances, TtftChances
+from moonpool.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from moonpool.conductor.admission import AdmissionContext
+
+LEAST_TTFT_CHANCE = 0.5
+"""A queue in which requests wait in vain serves no more of them than a shorter one."""
+LEAST_CHANCE = 0.02
+"""Requests with a smaller chance to meet both SLOs are rejected, even if they cost nobody anything."""
+WAITS_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
+"""Times after the end of a prefill at which its decode may begin."""
+TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
+CROWDED_OUT = "goodput"
+
+
+class ExpectedGoodput(msgspec.Struct, frozen=True):
+    """What one request adds and costs, in effective requests."""
+
+    worth: float  # its chance to meet both SLOs if no prefill waited
+    ttft_chance: float
+    tbt_chance: float
+    harm: float  # chances that those who decode beside it lose
+    prefill_cost: float
+    decode_cost: float
+    step_s: float  # predicted, with the request
+    wait_s: float = 0.0  # from the end of the prefill until its decode can begin
+    max_step_s: float | None = None  # to wait for
+
+    @property
+    def gain(self) -> float:
+        return self.ttft_chance * self.tbt_chance
+
+    @property
+    def cost(self) -> float:
+        # At full load the price of decode and the harm to others are the same loss, seen from those
+        # who would come and from those who are there.
+        return self.prefill_cost + max(self.harm, self.decode_cost)
+
+    @property
+    def adds_more(self) -> bool:
+        """Prices compare requests by their worth: the queue is the same for all of them."""
+        if (
+            self.gain < LEAST_CHANCE
+            or self.gain < self.harm
+            or self.ttft_chance < LEAST_TTFT_CHANCE
+        ):
+            return False
+        return self.worth >= self.prefill_cost + self.decode_cost
+
+
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """The decode pool at the time when an answer can begin."""
+
+    others: float  # decodes beside it on its instance
+    without_s: float  # predicted step time without it
+    with_s: float
+    wait_s: float  # from the end of the prefill until then
+    max_step_s: float | None
+
+
+class GoodputModel:
+    """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
+    the first guesses of the chances remain in use; the prices follow the arrivals in any case."""
+
+    def __init__(self, learning: bool = True) -> None:
+        self._learning = learning
+        self.ttft = TtftChances()
+        self.tbt_decode, self.tbt_mixed = TbtChances(), TbtChances()
+        self.prices = ResourcePrices()
+
+    def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
+        """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted. A
+        request with several attempts says nothing about its first placement, and is ignored."""
+        if not self._learning or record.attempts != 1:
+            return
+        longest_s = record.tbt_top10_mean_s or 0.0
+        if predicted_step_s > 0.0:
+            chances = self.tbt_mixed if mixed else self.tbt_decode
+            chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
+        if (
+            record.predicted_ttft_s
+            and record.first_token_s is not None
+            and record.placed_s is not None
+        ):
+            ttft_s = record.first_token_s - record.placed_s
+            self.ttft.note_answer(ttft_s, record.predicted_ttft_s, record.slo.ttft_s)
+
+    def expect(self, context: AdmissionContext, first: bool) -> ExpectedGoodput:
+        """Must be asked before the request is booked. `first`: the request has just arrived, so it
+        counts as demand (mutates)."""
+        budget, placement, footprint = context.budget, context.placement, context.footprint
+        left_s = budget.slo.ttft_s - budget.waited_s
+        load = self._decode_load(context, left_s)
+        chances, slo_s = self._tbt(context), budget.slo.tbt_s
+        tbt_chance = chances.chance(load.with_s, slo_s)
+        worth = tbt_chance * self.ttft.chance(placement.prefill_s, budget.slo.ttft_s)
+        need = self._need(context, worth)
+        if first:
+            self.prices.note_arrival(need)
+        capacity = self._capacity(context, load.wait_s)
+        prefill_cost, decode_cost = self.prices.cost(need, capacity, context.now)
+        return ExpectedGoodput(
+            worth,
+            self.ttft.chance(placement.ttft_s + load.wait_s, left_s),
+            tbt_chance,
+            load.others * (chances.chance(load.without_s, slo_s) - tbt_chance),
+            prefill_cost,
+            decode_cost,
+            load.with_s,
+            load.wait_s,
+            load.max_step_s,
+        )
+
+    def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
+        """The step time beyond which a decode instance serves fewer effective requests."""
+        chances = self.tbt_mixed if _is_mixed(table, row) else self.tbt_decode
+        return chances.best_step_s(table.decode_base_s.item(row), slo_tbt_s)
+
+    def _tbt(self, context: AdmissionContext) -> TbtChances:
+        mixed = _is_mixed(context.table, context.placement.decoder_row)
+        return self.tbt_mixed if mixed else self.tbt_decode
+
+    def _decode_load(self, context: AdmissionContext, left_s: float) -> DecodeLoad:
+        """The load of the decode pool when the answer can begin."""
+        table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
+        if not context.footprint.decodes:
+            return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
+        ready_s = context.now + context.placement.ttft_s
+        own_s = added_step_s(table, row, context.footprint.expected_tokens)
+        load = self._load_at(context, ready_s, own_s)
+        context.forecast.note_projection(ready_s, load.others * table.num_decodes)
+        if _is_mixed(table, row):
+            planned_s = MIXED_STEP_SHARE * slo_s
+            without_s, with_s = max(load.without_s, planned_s), max(load.with_s, planned_s)
+            return DecodeLoad(load.others, without_s, with_s, 0.0, None)
+        limit_s = self.limit_step_s(table, row, slo_s)
+        if load.with_s <= limit_s:
+            return msgspec.structs.replace(load, max_step_s=limit_s)
+        for wait_s in WAITS_S:
+            if context.placement.ttft_s + wait_s > left_s:
+                break
+            later = self._load_at(context, ready_s + wait_s, own_s)
+            if later.with_s <= limit_s:
+                # It joins only when there is room, so it harms nobody.
+                return DecodeLoad(0.0, later.with_s, limit_s, wait_s, limit_s)
+        return DecodeLoad(load.others, load.without_s, load.with_s, left_s, limit_s)
+
+    def _load_at(self, context: AdmissionContext, at_s: float, own_s: float) -> DecodeLoad:
+        table, row = context.table, context.placement.decoder_row
+        batch, tokens = context.forecast.project(at_s, context.now)
+        others = batch / table.num_decodes
+        if table.decodes_alike:
+            without_s = table.tbt_s(row, others, tokens / table.num_decodes)
+        else:
+            without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
+        return DecodeLoad(others, without_s, without_s + own_s, 0.0, None)
+
+    def _need(self, context: AdmissionContext, worth: float) -> Need:
+        footprint, table = context.footprint, context.table
+        decode = 0.0
+        if footprint.decodes:
+            own_s = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
+            decode = own_s * footprint.answer_s
+        return Need(context.now, worth, context.placement.prefill_s, decode)
+
+    def _capacity(self, context: AdmissionContext, wait_s: float) -> Capacity:
+        table, slo = context.table, context.budget.slo
+        row = context.placement.decoder_row
+        base_s = table.decode_base_s.item(row)
+        room_s = max(self.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
+        num = table.num_decodes
+        step_s = table.tbt_s(
+            row, table.total_decoding / max(num, 1), table.total_decoding_context / max(num, 1)
+        )
+        return Capacity(
+            table.num_prefills,
+            table.prefill_load(slo, context.now) * slo.ttft_s,
+            slo.ttft_s,
+            room_s * num,
+            (step_s - base_s) * num,
+            wait_s,
+        )
+
+
+def added_step_s(table: InstanceTable, row: int, num_tokens: int) -> float:
+    """What one more decode of `num_tokens` adds to each step of an instance."""
+    per_token_s = table.decode_s_per_context_token.item(row)
+    return table.decode_s_per_sequence.item(row) + per_token_s * num_tokens
+
+
+def _is_mixed(table: InstanceTable, row: int) -> bool:
+    return table.mixed is not None and bool(table.mixed.item(row))
+
+
+def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | None:
+    """None if the request adds more than it costs."""
+    if expected.adds_more:
+        return None
+    slo, placement = context.budget.slo, context.placement
+    numbers = {
+        "ttft_chance": expected.ttft_chance,
+        "tbt_chance": expected.tbt_chance,
+        "expected_gain": expected.gain,
+        "expected_cost": expected.cost,
+        "predicted_ttft_s": placement.ttft_s,
+        "limit_ttft_s": slo.ttft_s,
+        "predicted_tbt_s": expected.step_s,
+        "limit_tbt_s": slo.tbt_s,
+    }
+    if expected.ttft_chance < LEAST_TTFT_CHANCE:
+        return Rejection(429, TIGHT_TTFT, _ttft_text(context, expected), placement.queue_s, numbers)
+    if expected.tbt_chance < LEAST_CHANCE:
+        text = _tbt_text(context, expected)
+        return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
+    text = _cost_text(expected)
+    reason = (
+        TIGHT_TBT if expected.harm > expected.prefill_cost + expected.decode_cost else CROWDED_OUT
+    )
+    return Rejection(429, reason, text, max(placement.queue_s, 1.0), numbers)
+
+
+def _ttft_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
+    placement, budget = context.placement, context.budget
+    text = (
+        f"predicted TTFT {budget.waited_s + placement.ttft_s:.2f} s meets the SLO of"
+        f" {budget.slo.ttft_s:g} s with a chance of {expected.ttft_chance:.0%}"
+    )
+    if placement.ttft_s - placement.queue_s > budget.slo.ttft_s:
+        text += ", also on an idle instance: shorten the prompt or raise the SLO"
+    return text
+
+
+def _tbt_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
+    return (
+        f"predicted time between tokens {expected.step_s:.3f} s meets the SLO of"
+        f" {context.budget.slo.tbt_s:g} s with a chance of {expected.tbt_chance:.0%}"
+    )
+
+
+def _cost_text(expected: ExpectedGoodput) -> str:
+    parts = {
+        "its prefill takes the place of": expected.prefill_cost,
+        "its decode takes the place of": expected.decode_cost,
+        "it slows down others, which costs": expected.harm,
+    }
+    what = max(parts, key=lambda name: parts[name])
+    return (
+        f"the request would meet its SLOs with a chance of {expected.gain:.0%}, and"
+        f" {what} {parts[what]:.2f} requests that would meet theirs"
+    )

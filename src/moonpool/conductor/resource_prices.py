@@ -1,0 +1,114 @@
+"""What a second of prefill and a second of decode are worth, in effective requests.
+
+Under overload somebody has to be rejected, and an admitted request takes the place of others. The
+requests of the recent past tell which: ordered by what they need, those that need least are served
+first until the capacity is used up. The need of the last one is the price. A request that needs
+more than its worth at this price would cost more effective requests than it adds. Without overload
+the prices are 0, and nobody is rejected for what he needs.
+
+* Prefill has a queue. The queue may grow to `QUEUE_SHARE` of the TTFT SLO: so much work must be
+  waiting that no instance idles when arrivals pause. A shorter queue permits more than the capacity,
+  a longer one less.
+* A decode waits for room likewise, behind its prefill. Its price falls to 0 where the load is light.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+WINDOW_S = 120.0
+"""Arrivals of so many seconds are the demand; of two TTFT SLOs if that is longer."""
+MAX_ARRIVALS = 512
+MIN_ARRIVALS = 16
+"""With fewer arrivals in the window, all prices are 0."""
+UPDATE_EVERY_S = 0.25
+QUEUE_SHARE = 0.5
+LIGHT_LOAD, FULL_LOAD = 0.7, 1.0
+"""The price of decode rises from 0 to all of it between these shares of its capacity."""
+
+
+class Need(NamedTuple):
+    """What one request would use."""
+
+    at_s: float
+    worth: float  # its chance to meet the SLOs on idle instances
+    prefill_s: float
+    decode: float  # seconds of decode, times the seconds that it adds to each step
+
+
+class Capacity(NamedTuple):
+    """What there is, and what is used now."""
+
+    num_prefills: int
+    queue_s: float  # mean over the prefill instances
+    slo_ttft_s: float
+    decode_load_s: float  # what all decodes together may add to a step, summed over the instances
+    decode_used_s: float  # what they add now
+    decode_wait_s: float  # from the end of a prefill until its decode can begin
+
+
+class ResourcePrices:
+    """Learns from every arrival, admitted or not."""
+
+    def __init__(self) -> None:
+        self._needs: deque[Need] = deque(maxlen=MAX_ARRIVALS)
+        self._prefill = self._decode = 0.0  # effective requests per second
+        self._updated_s = float("-inf")
+
+    def note_arrival(self, need: Need) -> None:
+        self._needs.append(need)
+
+    def cost(self, need: Need, capacity: Capacity, now: float) -> tuple[float, float]:
+        """How many effective requests the prefill and the decode of a request would displace."""
+        if now - self._updated_s >= UPDATE_EVERY_S or now < self._updated_s:
+            self._update(capacity, now)
+            self._updated_s = now
+        load = capacity.decode_used_s / max(capacity.decode_load_s, 1e-12)
+        fullness = min(max((load - LIGHT_LOAD) / (FULL_LOAD - LIGHT_LOAD), 0.0), 1.0)
+        return self._prefill * need.prefill_s, self._decode * need.decode * fullness
+
+    @property
+    def prices(self) -> tuple[float, float]:
+        """Effective requests per second of prefill, and per second of decode."""
+        return self._prefill, self._decode
+
+    def _update(self, capacity: Capacity, now: float) -> None:
+        oldest_s = now - max(WINDOW_S, 2.0 * min(capacity.slo_ttft_s, WINDOW_S))
+        while self._needs and self._needs[0].at_s < oldest_s:
+            self._needs.popleft()
+        if len(self._needs) < MIN_ARRIVALS:
+            self._prefill = self._decode = 0.0
+            return
+        needs = np.array(self._needs)
+        elapsed_s = max(now - needs.item(0, 0), 1e-3)
+        worth, prefill_s, decode = needs[:, 1], needs[:, 2], needs[:, 3]
+        slo_s = max(capacity.slo_ttft_s, 1e-3)
+        # Over one SLO's time, the queue should come to QUEUE_SHARE of the SLO.
+        pace = max(1.0 + QUEUE_SHARE - capacity.queue_s / slo_s, 0.0)
+        prefill_supply = capacity.num_prefills * elapsed_s * pace
+        self._prefill = _price(worth - self._decode * decode, prefill_s, prefill_supply)
+        pace = max(1.0 + QUEUE_SHARE - capacity.decode_wait_s / slo_s, 0.0)
+        decode_supply = capacity.decode_load_s * elapsed_s * pace
+        self._decode = _price(worth - self._prefill * prefill_s, decode, decode_supply)
+
+
+def _price(
+    worth: np.ndarray[tuple[int], np.dtype[np.float64]],
+    need: np.ndarray[tuple[int], np.dtype[np.float64]],
+    supply: float,
+) -> float:
+    """The worth of the last unit: requests are served by falling worth per need until the supply is
+    used up. 0 if it suffices for all that are worth something."""
+    wanted = worth > 0.0
+    worth, need = worth[wanted], np.maximum(need[wanted], 1e-9)
+    if not len(need):
+        return 0.0
+    density = worth / need
+    order = np.argsort(-density, kind="stable")
+    used = np.cumsum(need[order])
+    if used.item(-1) <= supply:
+        return 0.0
+    return density.item(order.item(int(np.searchsorted(used, supply))))

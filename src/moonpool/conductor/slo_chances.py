@@ -1,0 +1,143 @@
+"""Learns how likely an answer is to meet its SLOs, from the answers that have ended.
+
+TBT is judged by the mean of the longest tenth of an answer's gaps (`RequestRecord.effective`). How
+far that lies above the predicted step time depends on the length of the answer. The first gap of an
+answer lasts until the step under way and its own have ended, so up to two steps. It is the longest
+tenth of a short answer, and has little weight in a long one. One factor for all answers would
+reject everything as soon as a few short answers came. So the ratio is learned by length, and the
+chance of a request is the mean over the lengths that answers have.
+
+Answers of mixed instances are apart: chunks of prompts make their longest gaps. There the predicted
+time is at least the time that the instance plans for such a step (`MIXED_STEP_SHARE`).
+"""
+
+from __future__ import annotations
+
+from moonpool.conductor.ratio_histogram import (
+    NUM_BINS,
+    RatioHistogram,
+    edge,
+    share_at,
+)
+
+LENGTH_CLASSES = (2, 10, 20, 40, 80, 160, 320)
+"""Least tokens of an answer of each class. An answer of one token has no gap."""
+LENGTH_GUESS = (0.5, 0.5, 0.5, 1.0, 2.0, 3.0, 3.0)
+"""Weights of the classes until answers have ended."""
+GUESS_WEIGHT = 4.0
+"""A first guess weighs as much as this number of answers."""
+NUM_GUESSES = 16
+USUAL_SPREAD = 1.04
+"""First guess: the longest tenth of the gaps of a long answer over the predicted step."""
+LENGTH_MEMORY = 1024
+RELEARN_EVERY = 16
+MIXED_STEP_SHARE = 0.85
+"""`scheduler.chunk_budget.HEADROOM`: a step with chunks is planned to last this share of the SLO."""
+QUEUED_SHARE = 0.125
+"""TTFTs predicted below this share of the SLO say nothing about the lateness of a long queue."""
+
+
+TRIED_RATIOS = (
+    *(1.0 + 0.01 * step for step in range(-10, 40)),
+    *(edge(i) for i in range(76, NUM_BINS)),
+)
+"""Of the SLO to the step time, for `best_step_s`."""
+
+
+class TbtChances:
+    """The chance that the longest tenth of an answer's gaps is within a multiple of the predicted
+    step time."""
+
+    def __init__(self) -> None:
+        self._ratios = [
+            RatioHistogram(_first_guess(tokens), GUESS_WEIGHT) for tokens in LENGTH_CLASSES
+        ]
+        self._lengths = list(LENGTH_GUESS)
+        self._no_gap = 0.0  # weight of answers of one token
+        self._num_new = 0
+        self._shares = self._mean_shares()
+        self._best_steps: dict[tuple[float, float], float] = {}
+
+    def note_answer(self, num_tokens: int, longest_s: float, predicted_s: float) -> None:
+        """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`, for which
+        a step of `predicted_s` was predicted when it was admitted."""
+        if num_tokens < LENGTH_CLASSES[0]:
+            self._no_gap += 1.0
+        elif predicted_s > 0.0 and longest_s > 0.0:
+            place = sum(num_tokens >= least for least in LENGTH_CLASSES) - 1
+            self._lengths[place] += 1.0
+            self._ratios[place].add(longest_s / predicted_s)
+        self._num_new += 1
+        if self._num_new < RELEARN_EVERY:
+            return
+        if self._no_gap + sum(self._lengths) > 2 * LENGTH_MEMORY:
+            self._lengths = [weight * 0.5 for weight in self._lengths]
+            self._no_gap *= 0.5
+        self._shares, self._num_new = self._mean_shares(), 0
+        self._best_steps.clear()
+
+    def chance(self, step_s: float, slo_s: float) -> float:
+        """The chance to meet the SLO where a step of `step_s` is predicted."""
+        if step_s <= 0.0:
+            return 1.0
+        return share_at(self._shares, slo_s / step_s)
+
+    def best_step_s(self, base_s: float, slo_s: float) -> float:
+        """The step time with which most answers meet the SLO. A longer step serves more requests at
+        once, of which fewer meet it. `base_s`: the step time without any request.
+
+        The load of a step is its time above `base_s`; the result maximises load times chance.
+        """
+        key = (base_s, slo_s)
+        best_s = self._best_steps.get(key)
+        if best_s is None:
+            _, best_s = max(
+                (
+                    max(slo_s / ratio - base_s, 0.0) * self.chance(slo_s / ratio, slo_s),
+                    slo_s / ratio,
+                )
+                for ratio in TRIED_RATIOS
+            )
+            if len(self._best_steps) >= 64:  # SLOs may be chosen by clients
+                self._best_steps.clear()
+            self._best_steps[key] = best_s
+        return best_s
+
+    def _mean_shares(self) -> list[float]:
+        """Weighted mean over the lengths of answers, by edge of a bin."""
+        total = self._no_gap + sum(self._lengths)
+        means = [self._no_gap / total] * (NUM_BINS + 1)
+        for weight, ratios in zip(self._lengths, self._ratios, strict=True):
+            for index, share in enumerate(ratios.shares()):
+                means[index] += weight / total * share
+        return means
+
+
+class TtftChances:
+    """The chance that a TTFT is within a multiple of the predicted one."""
+
+    def __init__(self) -> None:
+        self._ratios = RatioHistogram([1.0 + 0.01 * step for step in range(-2, 3)], GUESS_WEIGHT)
+        self._shares = self._ratios.shares()
+        self._num_new = 0
+
+    def note_answer(self, ttft_s: float, predicted_s: float, slo_s: float) -> None:
+        if predicted_s < QUEUED_SHARE * slo_s or ttft_s <= 0.0:
+            return
+        self._ratios.add(ttft_s / predicted_s)
+        self._num_new += 1
+        if self._num_new >= RELEARN_EVERY:
+            self._shares, self._num_new = self._ratios.shares(), 0
+
+    def chance(self, ttft_s: float, slo_s: float) -> float:
+        """The chance to meet the SLO where `ttft_s` is predicted; neither may be negative."""
+        if slo_s <= 0.0:
+            return 0.0
+        return share_at(self._shares, slo_s / ttft_s) if ttft_s > 0.0 else 1.0
+
+
+def _first_guess(num_tokens: int) -> list[float]:
+    """Ratios of an answer whose first gap lasts 1 to 2 steps, at any instant with equal chance."""
+    count = max(1, (num_tokens - 1) // 10)
+    firsts = [1.0 + (index + 0.5) / NUM_GUESSES for index in range(NUM_GUESSES)]
+    return [(first + (count - 1) * USUAL_SPREAD) / count for first in firsts]
