@@ -65,6 +65,12 @@ class Forecast(Protocol):
         """Running mean of the durations of finished decodes; None: there is none yet."""
         ...
 
+    @property
+    def lifetime_s(self) -> float | None:
+        """Mean duration of a decode, with what is known of those that have not ended; None: nothing
+        is known yet."""
+        ...
+
     def enter(
         self, begins_s: float, duration_s: float, context_tokens: int, now: float
     ) -> DecodeInterval:
@@ -113,6 +119,10 @@ class _Measured:
     @property
     def mean_s(self) -> float | None:
         return self._mean_duration_s.value if self._mean_duration_s.count else None
+
+    @property
+    def lifetime_s(self) -> float | None:
+        return self.mean_s
 
     def note_projection(self, at_s: float, count: float) -> None:
         bucket = int(at_s / self._bucket_s)
@@ -271,6 +281,10 @@ class SurvivalForecast(_Measured):
         self._survival = self._learn()
         self._shares: dict[int, tuple[Floats, Floats]] = {}  # by buckets ahead
 
+    @property
+    def lifetime_s(self) -> float:
+        return float(self._lifetime_s)
+
     def enter(
         self, begins_s: float, duration_s: float, context_tokens: int, now: float
     ) -> DecodeInterval:
@@ -357,9 +371,19 @@ class SurvivalForecast(_Measured):
         return np.rint((later / survival)[::-1] * ONE), np.rint(survival[ahead::-1] * ONE)
 
     def _learn(self) -> Floats:
-        """Share of answers that last at least as long, by number of buckets."""
-        lasting = np.cumsum(self._lasted[::-1])[::-1]
-        survival: Floats = (lasting / lasting[0] + RARE) / (1.0 + RARE)
+        """Share of answers that last at least as long, by number of buckets (Kaplan and Meier).
+
+        The answers that have ended are the shorter ones, all the more while the load rises. So the
+        running ones count as well: each has lasted at least as long as its age.
+        """
+        ages = np.roll(self._decoding[0][::-1], self._now + 1)  # by age, the youngest first
+        older = np.cumsum(ages[::-1])[::-1] - ages + self._old[0]
+        at_risk = np.cumsum(self._lasted[::-1])[::-1] + older
+        stays = 1.0 - self._lasted / np.maximum(at_risk, 1e-9)
+        lasting = np.concatenate([[1.0], np.cumprod(stays[:-1])])
+        # Half a bucket less: a decode ends within its last one.
+        self._lifetime_s = (np.cumsum(lasting).item(-1) - 0.5) * SURVIVAL_BUCKET_S
+        survival: Floats = (lasting + RARE) / (1.0 + RARE)
         return survival
 
 

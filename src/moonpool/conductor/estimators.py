@@ -103,7 +103,7 @@ class OutputLengths:
 
     def predict(self, num_prompt_tokens: int, keys: Sequence[BlockKey], num_shared: int) -> float:
         """Tokens of the answer. `num_shared`: how many of the prompt's first `keys` are indexed."""
-        similar = self._by_length[_bucket(num_prompt_tokens)]
+        similar = self._by_length[length_bucket(num_prompt_tokens)]
         usual = similar.value if similar.count else self.mean.value
         for index in range(num_shared - 1, max(num_shared - 1 - MAX_LOOK_BACK, -1), -1):
             last = self._by_prefix.get(keys[index])
@@ -121,7 +121,7 @@ class OutputLengths:
         """Adds a complete answer (mutates). `predicted_tokens`: what `predict` returned for it."""
         self.error.note(predicted_tokens, num_generated)
         self.mean.add(num_generated)
-        self._by_length[_bucket(num_prompt_tokens)].add(num_generated)
+        self._by_length[length_bucket(num_prompt_tokens)].add(num_generated)
         if not keys:
             return
         self._by_prefix[keys[-1]] = num_generated
@@ -130,7 +130,7 @@ class OutputLengths:
             self._by_prefix.popitem(last=False)
 
 
-def _bucket(num_prompt_tokens: int) -> int:
+def length_bucket(num_prompt_tokens: int) -> int:
     """Each bucket spans half an octave of lengths."""
     octave = num_prompt_tokens.bit_length()
     upper = octave > 1 and num_prompt_tokens >> (octave - 2) & 1

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.resource_prices import Capacity, Need, ResourcePrices
@@ -28,8 +29,8 @@ LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, even if they cost nobody anything."""
-WAITS_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
-"""Times after the end of a prefill at which its decode may begin."""
+MIN_SIMILAR = 8
+"""Answers to prompts of one length, from which on their mean is used."""
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
 CROWDED_OUT = "goodput"
 
@@ -69,6 +70,26 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
         return self.worth >= self.prefill_cost + self.decode_cost
 
 
+class AnswerLengths:
+    """Mean lengths of answers, by the length of the prompt."""
+
+    def __init__(self) -> None:
+        self._mean = RunningMean(FIRST_GUESS_TOKENS)
+        self._by_prompt: dict[int, RunningMean] = {}  # by half octaves of the prompt's length
+
+    def note_answer(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        self._mean.add(num_tokens)
+        half_octave = length_bucket(num_prompt_tokens)
+        self._by_prompt.setdefault(half_octave, RunningMean(0.0)).add(num_tokens)
+
+    def relative(self, num_prompt_tokens: int) -> float:
+        """The mean length of the answers to prompts of about this length, over that of all."""
+        similar = self._by_prompt.get(length_bucket(num_prompt_tokens))
+        if similar is None or similar.count < MIN_SIMILAR:
+            return 1.0
+        return max(similar.value, 1.0) / max(self._mean.value, 1.0)
+
+
 class DecodeLoad(msgspec.Struct, frozen=True):
     """The decode pool at the time when an answer can begin."""
 
@@ -88,6 +109,7 @@ class GoodputModel:
         self.ttft = TtftChances()
         self.tbt_decode, self.tbt_mixed = TbtChances(), TbtChances()
         self.prices = ResourcePrices()
+        self.lengths = AnswerLengths()
 
     def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
         """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted. A
@@ -98,6 +120,7 @@ class GoodputModel:
         if predicted_step_s > 0.0:
             chances = self.tbt_mixed if mixed else self.tbt_decode
             chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
+        self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
         if (
             record.predicted_ttft_s
             and record.first_token_s is not None
@@ -111,7 +134,7 @@ class GoodputModel:
         counts as demand (mutates)."""
         budget, placement, footprint = context.budget, context.placement, context.footprint
         left_s = budget.slo.ttft_s - budget.waited_s
-        load = self._decode_load(context, left_s)
+        load = self._decode_load(context)
         chances, slo_s = self._tbt(context), budget.slo.tbt_s
         tbt_chance = chances.chance(load.with_s, slo_s)
         worth = tbt_chance * self.ttft.chance(placement.prefill_s, budget.slo.ttft_s)
@@ -141,47 +164,58 @@ class GoodputModel:
         mixed = _is_mixed(context.table, context.placement.decoder_row)
         return self.tbt_mixed if mixed else self.tbt_decode
 
-    def _decode_load(self, context: AdmissionContext, left_s: float) -> DecodeLoad:
-        """The load of the decode pool when the answer can begin."""
+    def _decode_load(self, context: AdmissionContext) -> DecodeLoad:
+        """The load of the decode instance when the answer can begin."""
         table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
         if not context.footprint.decodes:
             return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
-        ready_s = context.now + context.placement.ttft_s
         own_s = added_step_s(table, row, context.footprint.expected_tokens)
-        load = self._load_at(context, ready_s, own_s)
-        context.forecast.note_projection(ready_s, load.others * table.num_decodes)
-        if _is_mixed(table, row):
-            planned_s = MIXED_STEP_SHARE * slo_s
-            without_s, with_s = max(load.without_s, planned_s), max(load.with_s, planned_s)
-            return DecodeLoad(load.others, without_s, with_s, 0.0, None)
-        limit_s = self.limit_step_s(table, row, slo_s)
-        if load.with_s <= limit_s:
-            return msgspec.structs.replace(load, max_step_s=limit_s)
-        for wait_s in WAITS_S:
-            if context.placement.ttft_s + wait_s > left_s:
-                break
-            later = self._load_at(context, ready_s + wait_s, own_s)
-            if later.with_s <= limit_s:
-                # It joins only when there is room, so it harms nobody.
-                return DecodeLoad(0.0, later.with_s, limit_s, wait_s, limit_s)
-        return DecodeLoad(load.others, load.without_s, load.with_s, left_s, limit_s)
-
-    def _load_at(self, context: AdmissionContext, at_s: float, own_s: float) -> DecodeLoad:
-        table, row = context.table, context.placement.decoder_row
-        batch, tokens = context.forecast.project(at_s, context.now)
+        ready_s = context.now + context.placement.ttft_s
+        batch, tokens = context.forecast.project(ready_s, context.now)
+        context.forecast.note_projection(ready_s, batch)
         others = batch / table.num_decodes
         if table.decodes_alike:
             without_s = table.tbt_s(row, others, tokens / table.num_decodes)
         else:
             without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
-        return DecodeLoad(others, without_s, without_s + own_s, 0.0, None)
+        if _is_mixed(table, row):
+            planned_s = MIXED_STEP_SHARE * slo_s
+            with_s = max(without_s + own_s, planned_s)
+            return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None)
+        # A request joins only when there is room, so it harms nobody.
+        limit_s = self.limit_step_s(table, row, slo_s)
+        wait_s = max(self._room_s(context, limit_s, own_s) - context.placement.ttft_s, 0.0)
+        with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
+        return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s)
+
+    def _room_s(self, context: AdmissionContext, limit_s: float, own_s: float) -> float:
+        """Time until the batch has room for the request, behind all that are booked before it. At
+        full load, so much of the load ends in each second as one lifetime has seconds."""
+        table, row = context.table, context.placement.decoder_row
+        per_sequence_s = table.decode_s_per_sequence.item(row)
+        per_token_s = table.decode_s_per_context_token.item(row)
+        booked_s = per_sequence_s * table.booked_batch.item(row)
+        booked_s += per_token_s * table.booked_context.item(row)
+        room_s = limit_s - table.decode_base_s.item(row)
+        room_s = max(room_s, own_s)
+        lacking_s = booked_s + own_s - room_s
+        if lacking_s <= 0.0 or not table.booked_batch.item(row):
+            return 0.0
+        used_s = per_sequence_s * table.decoding_batch.item(row)
+        used_s += per_token_s * table.decoding_context.item(row)
+        # Until the prefills under way have filled the batch, less than that ends.
+        empty = max(1.0 - used_s / room_s, 0.0)
+        filled = min(empty * room_s / max(booked_s - used_s, 1e-12), 1.0)
+        lost_s = 0.5 * empty * filled * context.placement.ttft_s
+        lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
+        return lacking_s / room_s * lifetime_s + lost_s
 
     def _need(self, context: AdmissionContext, worth: float) -> Need:
         footprint, table = context.footprint, context.table
         decode = 0.0
         if footprint.decodes:
-            own_s = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
-            decode = own_s * footprint.answer_s
+            decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
+            decode *= self.lengths.relative(footprint.num_tokens)
         return Need(context.now, worth, context.placement.prefill_s, decode)
 
     def _capacity(self, context: AdmissionContext, wait_s: float) -> Capacity:
@@ -195,11 +229,12 @@ class GoodputModel:
         )
         return Capacity(
             table.num_prefills,
-            table.prefill_load(slo, context.now) * slo.ttft_s,
+            context.placement.queue_s,
+            context.placement.ttft_s + wait_s,
             slo.ttft_s,
             room_s * num,
             (step_s - base_s) * num,
-            wait_s,
+            context.forecast.lifetime_s or context.footprint.answer_s,
         )
 
 

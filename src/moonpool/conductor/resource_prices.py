@@ -9,7 +9,7 @@ the prices are 0, and nobody is rejected for what he needs.
 * Prefill has a queue. The queue may grow to `QUEUE_SHARE` of the TTFT SLO: so much work must be
   waiting that no instance idles when arrivals pause. A shorter queue permits more than the capacity,
   a longer one less.
-* A decode waits for room likewise, behind its prefill. Its price falls to 0 where the load is light.
+* A decode waits for room likewise, behind its prefill.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MAX_ARRIVALS = 512
 MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""
 UPDATE_EVERY_S = 0.25
-QUEUE_SHARE = 0.5
-LIGHT_LOAD, FULL_LOAD = 0.7, 1.0
-"""The price of decode rises from 0 to all of it between these shares of its capacity."""
+import os
+
+QUEUE_SHARE = float(os.environ.get("QS", "0.6"))
+BURST_SHARE = float(os.environ.get("BS", "0.25"))
 
 
 class Need(NamedTuple):
@@ -36,18 +37,19 @@ class Need(NamedTuple):
     at_s: float
     worth: float  # its chance to meet the SLOs on idle instances
     prefill_s: float
-    decode: float  # seconds of decode, times the seconds that it adds to each step
+    decode_s: float  # what its decode adds to each step
 
 
 class Capacity(NamedTuple):
     """What there is, and what is used now."""
 
     num_prefills: int
-    queue_s: float  # mean over the prefill instances
+    queue_s: float  # until the prefill of a request that is placed now can begin
+    wait_s: float  # until its decode can begin
     slo_ttft_s: float
     decode_load_s: float  # what all decodes together may add to a step, summed over the instances
     decode_used_s: float  # what they add now
-    decode_wait_s: float  # from the end of a prefill until its decode can begin
+    lifetime_s: float  # mean duration of a decode
 
 
 class ResourcePrices:
@@ -66,9 +68,7 @@ class ResourcePrices:
         if now - self._updated_s >= UPDATE_EVERY_S or now < self._updated_s:
             self._update(capacity, now)
             self._updated_s = now
-        load = capacity.decode_used_s / max(capacity.decode_load_s, 1e-12)
-        fullness = min(max((load - LIGHT_LOAD) / (FULL_LOAD - LIGHT_LOAD), 0.0), 1.0)
-        return self._prefill * need.prefill_s, self._decode * need.decode * fullness
+        return self._prefill * need.prefill_s, self._decode * need.decode_s
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -83,15 +83,18 @@ class ResourcePrices:
             self._prefill = self._decode = 0.0
             return
         needs = np.array(self._needs)
-        elapsed_s = max(now - needs.item(0, 0), 1e-3)
-        worth, prefill_s, decode = needs[:, 1], needs[:, 2], needs[:, 3]
         slo_s = max(capacity.slo_ttft_s, 1e-3)
+        # The queue takes a burst that is over within a small part of an SLO's time.
+        elapsed_s = max(now - needs.item(0, 0), BURST_SHARE * min(slo_s, WINDOW_S))
+        worth, prefill_s, decode = needs[:, 1], needs[:, 2], needs[:, 3]
         # Over one SLO's time, the queue should come to QUEUE_SHARE of the SLO.
         pace = max(1.0 + QUEUE_SHARE - capacity.queue_s / slo_s, 0.0)
         prefill_supply = capacity.num_prefills * elapsed_s * pace
         self._prefill = _price(worth - self._decode * decode, prefill_s, prefill_supply)
-        pace = max(1.0 + QUEUE_SHARE - capacity.decode_wait_s / slo_s, 0.0)
-        decode_supply = capacity.decode_load_s * elapsed_s * pace
+        pace = max(1.0 + QUEUE_SHARE - capacity.wait_s / slo_s, 0.0)
+        turnover = elapsed_s / max(capacity.lifetime_s, 1e-3)
+        unused_s = max(capacity.decode_load_s - capacity.decode_used_s, 0.0)
+        decode_supply = capacity.decode_load_s * turnover * pace + unused_s
         self._decode = _price(worth - self._prefill * prefill_s, decode, decode_supply)
 
 
