@@ -287,10 +287,14 @@ def _ttft_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
 
 
 def _tbt_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
-    return (
-        f"predicted time between tokens {expected.step_s:.3f} s meets the SLO of"
-        f" {context.budget.slo.tbt_s:g} s with a chance of {expected.tbt_chance:.0%}"
+    slo_s = context.budget.slo.tbt_s
+    text = (
+        f"predicted time between tokens {expected.step_s:.3f} s meets the SLO of {slo_s:g} s with a"
+        f" chance of {expected.tbt_chance:.0%}"
     )
+    row, num_tokens = context.placement.decoder_row, context.footprint.expected_tokens
+    alone_s = context.table.decode_base_s.item(row) + added_step_s(context.table, row, num_tokens)
+    return text + ", also on an idle instance: raise the SLO" if alone_s > slo_s else text
 
 
 def _cost_text(expected: ExpectedGoodput) -> str:

@@ -25,10 +25,11 @@ MAX_ARRIVALS = 512
 MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""
 UPDATE_EVERY_S = 0.25
-import os
 
-QUEUE_SHARE = float(os.environ.get("QS", "0.6"))
-BURST_SHARE = float(os.environ.get("BS", "0.25"))
+QUEUE_SHARE = 0.5
+"""Part of the TTFT SLO that the queue of either resource is let grow to."""
+BURST_SHARE = 0.25
+"""A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
 
 class Need(NamedTuple):

@@ -13,6 +13,8 @@ time is at least the time that the instance plans for such a step (`MIXED_STEP_S
 
 from __future__ import annotations
 
+from math import inf
+
 from moonpool.conductor.ratio_histogram import (
     NUM_BINS,
     RatioHistogram,
@@ -78,7 +80,7 @@ class TbtChances:
 
     def chance(self, step_s: float, slo_s: float) -> float:
         """The chance to meet the SLO where a step of `step_s` is predicted."""
-        if step_s <= 0.0:
+        if step_s <= 0.0 or slo_s == inf:
             return 1.0
         return share_at(self._shares, slo_s / step_s)
 
@@ -88,6 +90,8 @@ class TbtChances:
 
         The load of a step is its time above `base_s`; the result maximises load times chance.
         """
+        if slo_s == inf:
+            return inf
         key = (base_s, slo_s)
         best_s = self._best_steps.get(key)
         if best_s is None:

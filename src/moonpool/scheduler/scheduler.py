@@ -93,9 +93,17 @@ class Scheduler:
         self.stop_repeating()
 
     def join(self, request: RequestState) -> None:
-        """Adds a request with all of its KVCache; it runs once the engine has room for it."""
+        """Adds a request with all of its KVCache; it runs once the engine has room for it.
+
+        Where the TBT SLO counts (`max_step_s`), it joins between two steps. Its first token is then
+        delivered when its first step begins. Otherwise its first gap would also have the rest of the
+        step under way, and short answers would miss their SLO at any load.
+        """
         self.joining.append(request)
-        self._admit_joining()
+        if request.attempt.max_step_s is not None and self.steps:
+            self.stop_repeating()
+        else:
+            self._admit_joining()
 
     def remove(self, request: RequestState) -> None:
         """Takes a request out of all queues; it may be in none."""
