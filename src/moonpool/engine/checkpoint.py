@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.engine.spec import ModelError, ModelSpec, parse_config, tensor_shapes
 from moonpool.types import SAMPLING_RANGES
 
@@ -70,6 +71,9 @@ class CheckpointWeights:
             tensor: Tensor = opened.get_tensor(name)
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
         return tensor.to(self._dtype, copy=True)
+
+    def matrix(self, name: str) -> Matrix:
+        return self.load(name)
 
 
 @dataclass(frozen=True, slots=True)

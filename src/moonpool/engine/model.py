@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.engine.ops import (
@@ -24,6 +23,7 @@ from moonpool.engine.ops import (
     RopeTable,
     StepMeta,
 )
+from moonpool.engine.quantized.matrix import Matrix, lookup, stacked
 from moonpool.engine.rope import rope_table
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
@@ -36,6 +36,10 @@ class Weights(Protocol):
     """
 
     def load(self, name: str) -> Tensor: ...
+
+    def matrix(self, name: str) -> Matrix:
+        """The weight of a linear or an embedding: quantized, if it is stored so, else a tensor."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,10 @@ class _Placed:
 
     def load(self, name: str) -> Tensor:
         return self._weights.load(name).to(self._device)
+
+    def matrix(self, name: str) -> Matrix:
+        on_cpu = self._device.type == "cpu"
+        return self._weights.matrix(name) if on_cpu else self.load(name)
 
 
 class DecoderModel:
@@ -95,16 +103,18 @@ class DecoderModel:
         self.rope = rope
         weights = _Placed(weights, ops.device)
         self._first_norm: Tensor | None = None
-        self._embedding: Tensor | None = None
+        self._embedding: Matrix | None = None
         self._head: Linear | None = None
         if self.begins:
             self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
         self._layers = {i: _pack_layer(spec, weights, ops, i) for i in self.layers}
         if edges and (self.begins or (self.ends and spec.tie_embeddings)):
-            self._embedding = weights.load("model.embed_tokens.weight")
+            self._embedding = weights.matrix("model.embed_tokens.weight")
         if edges and self.ends:
             tied = self._embedding if spec.tie_embeddings else None
-            self._head = ops.linear(weights.load("lm_head.weight") if tied is None else tied, None)
+            self._head = ops.linear(
+                weights.matrix("lm_head.weight") if tied is None else tied, None
+            )
         if not self.begins:
             self._embedding = None  # needed only to pack the tied LM head
 
@@ -121,7 +131,7 @@ class DecoderModel:
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [T] int64 -> residual and normed, each [T, hidden]. First stage only."""
         assert self._embedding is not None
-        residual = F.embedding(token_ids, self._embedding)
+        residual = lookup(self._embedding, token_ids)
         return residual, self.enter(residual)
 
     def enter(self, residual: Tensor) -> Tensor:
@@ -239,8 +249,8 @@ def _pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> _Lay
         next_norm = "model.norm.weight"
 
     def linear(names: list[str], has_bias: bool) -> Linear:
-        weight = _fused([weights.load(f"{name}.weight") for name in names])
-        bias = _fused([weights.load(f"{name}.bias") for name in names]) if has_bias else None
+        weight = stacked([weights.matrix(f"{name}.weight") for name in names])
+        bias = torch.cat([weights.load(f"{name}.bias") for name in names]) if has_bias else None
         return ops.linear(weight, bias)
 
     qk_norm = None
@@ -257,7 +267,3 @@ def _pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> _Lay
         next_norm=weights.load(next_norm),
         qk_norm=qk_norm,
     )
-
-
-def _fused(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moonpool.config import Quantization
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.protocol.block_layout import BlockLayout
 
 SPAN = 256
@@ -119,7 +120,7 @@ class Ops(Protocol):
     inner: str  # the element order inside the slices (`engine.slices`)
     device: torch.device  # of blocks, weights and every [T, ...]; `StepMeta` is on the CPU
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
         ...
 

@@ -33,6 +33,8 @@ def _frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
         return _llama3(rope, frequencies)
     if rope.kind == "yarn":
         return _yarn(rope, wavelengths, head_dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * wavelengths)
     return frequencies
 
 

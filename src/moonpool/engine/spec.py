@@ -41,6 +41,7 @@ class RopeSpec:
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn
+    factors: tuple[float, ...] = ()  # longrope: of each pair's wavelength
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from moonpool.engine.model import DecoderModel, Weights
 from moonpool.engine.ops import KvCache, Ops, StepMeta
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import shard_cache
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
@@ -70,22 +71,47 @@ class _ShardWeights:
         self._ffn = ffn
 
     def load(self, name: str) -> Tensor:
+        module, kind = _module_of(name)
         whole = self._weights.load(name)
-        part, _, kind = name.removeprefix("model.layers.").rpartition(".")
-        module = part.rpartition(".")[2]
-        if module in ("q_proj", "k_proj", "v_proj"):
-            mine = _share(whole.shape[0], self._shard, self._num_shards)
+        if module in ROW_MODULES:
+            mine = self._mine(module, whole.shape[0])
             return whole[mine.start : mine.stop].clone()
-        if module in ("gate_proj", "up_proj"):
-            return whole[self._ffn.start : self._ffn.stop].clone()
-        if module not in ("o_proj", "down_proj"):
+        if module not in COLUMN_MODULES:
             return whole
         if kind == "bias":
             return whole if self._shard == 0 else whole.zero_()
-        mine = self._ffn
-        if module == "o_proj":
-            mine = _share(whole.shape[1], self._shard, self._num_shards)
+        mine = self._mine(module, whole.shape[1])
         return whole[:, mine.start : mine.stop].contiguous()
+
+    def matrix(self, name: str) -> Matrix:
+        """A part of quantized rows. Columns that are cut within a group become a plain tensor."""
+        module, _ = _module_of(name)
+        whole = self._weights.matrix(name)
+        if not isinstance(whole, QuantizedMatrix):
+            return self.load(name)
+        if module in ROW_MODULES:
+            mine = self._mine(module, whole.shape[0])
+            return whole.rows(mine.start, mine.stop)
+        if module not in COLUMN_MODULES:
+            return whole
+        mine = self._mine(module, whole.shape[1])
+        cut = whole.columns(mine.start, mine.stop)
+        return self.load(name) if cut is None else cut
+
+    def _mine(self, module: str, size: int) -> range:
+        if module.startswith(("gate", "up", "down")):
+            return self._ffn
+        return _share(size, self._shard, self._num_shards)
+
+
+ROW_MODULES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMN_MODULES = ("o_proj", "down_proj")
+
+
+def _module_of(name: str) -> tuple[str, str]:
+    """The last module in a tensor's name, and "weight" or "bias"."""
+    part, _, kind = name.rpartition(".")
+    return part.rpartition(".")[2], kind
 
 
 def _share(size: int, shard: int, num_shards: int) -> range:
