@@ -95,7 +95,7 @@ def test_a_master_that_hangs_costs_one_deadline(
     began_s = time.monotonic()
     for _ in range(10):
         assert bench.look_up(keys).num_blocks == 0
-    assert time.monotonic() - began_s < 2 * LOOK_UP_S
+    assert time.monotonic() - began_s < 5 * LOOK_UP_S, "each look-up waited"
     assert bench.get(keys).num_blocks == 0
 
 

@@ -49,7 +49,9 @@ class Drills:
         attempt = self._fetch(third, member, prompt, len(keys))
         self._demand_found(attempt, "memory flips found by a peer")
         self._cluster.wait(
-            lambda: flipped not in member.in_dram, 60.0, f"{member.name} to forget the flipped block"
+            lambda: flipped not in member.in_dram,
+            60.0,
+            f"{member.name} to forget the flipped block",
         )
 
     def memory_written_to_the_disk(self) -> None:
