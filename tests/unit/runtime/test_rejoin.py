@@ -115,11 +115,15 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
         link, channel = link_of(head)
         link.on_frame(Joined(info=info(7)))
         ticker = asyncio.create_task(head._tick_forever())
-        now_s += SILENCE_S
+        now_s += 10 * SILENCE_S  # the head itself stood still
         await asyncio.sleep(0.02)
+        for _ in range(int(SILENCE_S) - 2):
+            now_s += 1.0
+            await asyncio.sleep(0.01)
         assert not silent and not channel.ended
-        now_s += 1.0
-        await asyncio.sleep(0.02)
+        for _ in range(3):
+            now_s += 1.0
+            await asyncio.sleep(0.01)
         ticker.cancel()
         assert set(silent) == {"d"} and "no message for" in channel.ended[0]
 
