@@ -145,7 +145,7 @@ def test_a_head_that_comes_back_while_a_worker_boots_does_not_make_it_boot_twice
 
     def boot(setup: Setup, *_: Any) -> Booted:
         boots.append(setup)
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return Booted()
 
     def start(self: Worker, booted: Any, setup: Setup) -> None:
