@@ -20,8 +20,13 @@ CONFIG = {
 
 @pytest.mark.parametrize(
     "words",
-    ["hidden=0,layers=0,heads=0,kv_heads=0,inter=0,vocab=0", "heads=0", "hidden=8,heads=16"]
-    + ["m30,layers=1000000000", f"m30,vocab={1 << 40}"],
+    [
+        "hidden=0,layers=0,heads=0,kv_heads=0,inter=0,vocab=0",
+        "heads=0",
+        "hidden=8,heads=16",
+        "m30,layers=1000000000",
+        f"m30,vocab={1 << 40}",
+    ],
 )
 def test_impossible_random_models_are_refused(words: str) -> None:
     with pytest.raises(ModelError, match="must be at least 1"):
