@@ -137,7 +137,7 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     simulation, figures = run(settings, [request])
     truth = simulation.hardware.prefill.ground_truth
     layout = simulation.hardware.layout
-    prefill_s = simulation.hardware.prefill.belief.prefill_s(2000, 0)
+    prefill_s = simulation.hardware.prefill.estimate.prefill_s(2000, 0)
     # The first token is seen when the second can follow: all KVCache is loaded for the decode.
     load_s = layout.blocks_for(2000) * layout.block_bytes
     load_s /= simulation.hardware.decode.pcie_bytes_per_s
