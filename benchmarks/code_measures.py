@@ -130,7 +130,8 @@ def main() -> None:
     if "--save" in sys.argv[1:]:
         files = walk(ROOT)
         walked = {name: len(names) for name, names in files.items()}
-        found = measure(ROOT) | {"walk": walked, "origin": origin()}
+        found = measure(ROOT) | {"walk": walked}
+        found["origin"] = origin() | {"command": "python -m benchmarks.code_measures --save"}
         (ROOT / "benchmarks" / "results" / "code.json").write_text(
             json.dumps(found, indent=1) + "\n"
         )

@@ -411,7 +411,7 @@ SECTIONS = (
     ),
     Section(
         "The code",
-        "How large the package is, and how many of its files run while one chat completion is served.",
+        "How large the package is, and how many of its files run for one chat completion.",
         ("code",),
         ("", "figure"),
         code_rows,
