@@ -192,7 +192,7 @@ def test_a_client_that_leaves_while_sending_leaves_nothing_behind() -> None:
 
 def test_a_key_opens_the_door_and_names_the_tenant() -> None:
     head = ScriptedHead()
-    head.explanations["r-ann"] = {"tenant": "ann/salt", "placed": True}
+    head.explanations["ann/r-ann"] = {"tenant": "ann/salt", "placed": True}
     options = ApiOptions(api_keys=KEYS)
     body = {"prompt": "x", "cache_salt": "salt"}
     with served(head, options) as url, httpx.Client(base_url=url) as client:
@@ -233,6 +233,33 @@ def test_two_calls_with_one_request_id_are_two_requests() -> None:
         responses = asyncio.run(twice(url))
     assert [response.headers["x-request-id"] for response in responses] == ["same", "same"]
     assert len({request.request_id for request in head.requests}) == 2
+
+
+def test_ids_of_one_call_never_meet_those_of_another_call_or_tenant() -> None:
+    head = ScriptedHead(lambda _: [*spoken("a", finish=None), 0.2, *spoken("b")])
+    ann = {"authorization": "Bearer key-of-ann"}
+    bob = {"authorization": "Bearer key-of-bob"}
+
+    async def ask(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url) as client:
+            asks = (
+                client.post(
+                    "/v1/completions",
+                    json={"prompt": "x", "n": n},
+                    headers={**key, "x-request-id": given_id},
+                )
+                for key in (ann, bob)
+                for given_id, n in (("x", 3), ("x-1", 1), ("x", 2))
+            )
+            return await asyncio.gather(*asks)
+
+    with served(head, ApiOptions(api_keys=KEYS)) as url:
+        responses = asyncio.run(ask(url))
+    assert [response.status_code for response in responses] == [200] * 6
+    ids = [request.request_id for request in head.requests]
+    assert len(set(ids)) == len(ids) == 12
+    assert {"ann/x", "ann/x~1", "ann/x-1", "bob/x", "bob/x-1"} <= set(ids)
+    assert {response.json()["id"] for response in responses} >= {"cmpl-x", "cmpl-x-1"}
 
 
 def test_a_long_prompt_is_tokenised_off_the_loop() -> None:
