@@ -181,7 +181,7 @@ class Simulation:
             self.hardware.layout,
             hardware.num_blocks,
             role,
-            hardware.belief,
+            hardware.estimate,
             (EOS_TOKEN_ID,),
             arenas=hardware.arenas,
         )
@@ -192,7 +192,7 @@ class Simulation:
             address=PeerAddress(instance_id, instance_id, "", "", 0),
             layout=self.hardware.layout,
             num_blocks=instance.num_blocks,
-            cost=hardware.belief,
+            cost=hardware.estimate,
             pid=0,
             host=instance_id,
             engine_tokens=hardware.engine_tokens,
