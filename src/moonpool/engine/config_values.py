@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moonpool.engine.spec import ModelError
+from moonpool.engine.spec import LARGEST, LARGEST_SIZE, ModelError
 
 
 def mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -34,7 +34,10 @@ def positive(config: Mapping[str, Any], name: str, default: int | None = None) -
     if value is None:
         raise ModelError(f"config.json lacks {name!r}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+        raise ModelError(f"config.json: {name} is {str(value)[:80]!r}, not a positive integer")
+    most = LARGEST.get(name, LARGEST_SIZE)
+    if value > most:
+        raise ModelError(f"config.json: {name} is {str(value)[:80]}; at most {most} is supported")
     return value
 
 

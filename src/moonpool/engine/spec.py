@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+LARGEST = dict.fromkeys(("num_hidden_layers", "num_layers"), 4096)
+LARGEST_SIZE = 1 << 24
+"""No model is near these. A larger number would fill the memory before any weight is read."""
+
 
 class ModelError(ValueError):
     """The model cannot be served; the message says why and what to do."""
