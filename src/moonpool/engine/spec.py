@@ -98,8 +98,6 @@ class ModelSpec:
         found = {
             "sliding windows": any(self.windows),
             "caps on scores": self.score_cap > 0,
-            "caps on logits": self.logit_cap > 0,
-            "a GELU": self.activation != "silu",
             "partial RoPE": self.rope.rotary_dim > 0 or bool(self.no_rope),
         }
         return tuple(name for name, has in found.items() if has)

@@ -97,9 +97,7 @@ class TorchOps:
         return self.rms_norm(residual, weight, eps)
 
     def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
-        x, up = gate_up.float().chunk(2, dim=-1)
-        active = F.silu(x) if gate.kind == "silu" else F.gelu(x, approximate="tanh")
-        return (active * up).to(gate_up.dtype)
+        return gated(gate_up, gate)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return torch.tanh(x / cap) * cap
@@ -137,6 +135,13 @@ class TorchOps:
             out[first : first + count] = _attend(q[first : first + count], k, v, context, scale)
             first += count
         return out.flatten(1)
+
+
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """`Ops.glu`, one element at a time: no element depends on another's place."""
+    x, up = gate_up.float().chunk(2, dim=-1)
+    active = F.silu(x) if gate.kind == "silu" else F.gelu(x, approximate="tanh")
+    return (active * up).to(gate_up.dtype)
 
 
 def device_name(device: torch.device) -> str:

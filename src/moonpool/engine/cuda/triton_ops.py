@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonpool.engine.cuda import kernels
 from moonpool.engine.cuda.linears import Linears, precision
-from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, TorchOps, device_name
+from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, TorchOps, device_name, gated
 from moonpool.engine.ops import SILU, AttendArgs, Gate, HeadShape, Linear, QkNorm, RopeTable
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
 
@@ -47,7 +47,7 @@ class TritonOps:
 
     name = "triton"
     inner = ROWS_INNER
-    without = TorchOps.without | {"a GELU", "caps on logits"}
+    without = TorchOps.without
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,7 +70,7 @@ class TritonOps:
 
     def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
         if gate.kind != "silu":
-            raise NotImplementedError(gate.kind)
+            return gated(gate_up, gate)
         rows, both = gate_up.shape
         y = gate_up.new_empty(rows, both // 2)
         grid = (rows, triton.cdiv(both // 2, 1024))
@@ -78,7 +78,7 @@ class TritonOps:
         return y
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        raise NotImplementedError("soft_cap")
+        return torch.tanh(x / cap) * cap
 
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
