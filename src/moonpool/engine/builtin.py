@@ -29,7 +29,7 @@ from moonpool.engine.checkpoint import (
 )
 from moonpool.engine.families import FAMILIES
 from moonpool.engine.induction import InductionWeights
-from moonpool.engine.layers import Weights
+from moonpool.engine.packing import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import tensor_shapes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moonpool.engine.config_values import mapping, number
-from moonpool.engine.families import Family
+from moonpool.engine.family import Family
 from moonpool.engine.spec import ModelError, RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
