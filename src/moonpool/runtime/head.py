@@ -107,9 +107,9 @@ class Head:
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._crews = AttentionAssignments(_attention_each(config))
+        self._attention_groups = AttentionAssignments(_attention_each(config))
         self._attention: dict[str, WorkerLink] = {}
-        self._without_crew: set[WorkerLink] = set()
+        self._awaiting_group: set[WorkerLink] = set()
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
         self._server: asyncio.Server | None = None
@@ -182,7 +182,7 @@ class Head:
                 "host": self._attention[name].host,
                 "pid": self._attention[name].pid,
             }
-            for name, owner in self._crews.owners().items()
+            for name, owner in self._attention_groups.owners().items()
         ]
         return described
 
@@ -298,11 +298,11 @@ class Head:
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
         if apply.attention:
-            self._crews.remember(link.instance_id, apply.attention)
+            self._attention_groups.remember(link.instance_id, apply.attention)
             link.channel.send(self.setup())
-        elif apply.role is not Role.PREFILL and self._crews.per_instance:
-            self._without_crew.add(link)
-            self._give_crews()
+        elif apply.role is not Role.PREFILL and self._attention_groups.per_instance:
+            self._awaiting_group.add(link)
+            self._start_with_group()
         else:
             link.channel.send(self.setup())
 
@@ -311,18 +311,18 @@ class Head:
         if former is not None and former is not link:
             former.channel.abort("it came back over a new connection")
         self._attention[address.instance_id] = link
-        place = self._crews.join(address)
+        place = self._attention_groups.join(address)
         if place is not None:
             self._tell_owner(*place, address)
-        self._give_crews()
+        self._start_with_group()
 
-    def _give_crews(self) -> None:
+    def _start_with_group(self) -> None:
         """Starts the waiting instances whose attention workers are all present."""
-        for link in sorted(self._without_crew, key=lambda link: link.instance_id):
-            crew = self._crews.group_of(link.instance_id)
-            if crew is not None:
-                self._without_crew.discard(link)
-                link.channel.send(msgspec.structs.replace(self.setup(), attention=crew))
+        for link in sorted(self._awaiting_group, key=lambda link: link.instance_id):
+            group = self._attention_groups.group_of(link.instance_id)
+            if group is not None:
+                self._awaiting_group.discard(link)
+                link.channel.send(msgspec.structs.replace(self.setup(), attention=group))
 
     def _tell_owner(self, owner: InstanceId, place: int, address: PeerAddress) -> None:
         link = self._links.get(owner)
@@ -332,7 +332,7 @@ class Head:
     def _lose_attention(self, link: WorkerLink) -> None:
         if self._attention.get(link.instance_id) is link:
             del self._attention[link.instance_id]
-            moved = self._crews.lose(link.instance_id)
+            moved = self._attention_groups.lose(link.instance_id)
             if moved is not None:
                 self._tell_owner(*moved)
 
@@ -354,7 +354,7 @@ class Head:
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
         self._half_open.pop(link, None)
-        self._without_crew.discard(link)
+        self._awaiting_group.discard(link)
         self._lose_attention(link)
         if not link.instance_id:
             log.warning("closed a control connection: %s", reason)
