@@ -8,6 +8,7 @@ from msgspec import structs
 
 from moonpool.config import Config, ConfigError, HardwareConfig, ParallelConfig
 from moonpool.cost.derived import fit_to_ground_truth, scaled
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import BlockLayout
@@ -40,6 +41,8 @@ class NodeHardware:
     arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())
+    domain: CostDomain | None = None  # of a measured ground truth
+    outside_domain: str = ""  # what takes over there
 
     @property
     def steady(self) -> bool:
@@ -286,4 +289,6 @@ def _node_hardware(
         ssd_read_bytes_per_s=ssd_read_bytes_per_s,
         ssd_write_bytes_per_s=node.ssd_write_bytes_per_s * num_nodes,
         num_slots=num_slots,
+        domain=node.domain,
+        outside_domain=node.outside_domain,
     )
