@@ -224,8 +224,8 @@ class ConductorConfig(Struct, frozen=True):
         ),
     ] = 1.0
     max_attempts: Annotated[
-        int, about("How often to try a request before it fails.", ge=1, le=10)
-    ] = 3
+        int, about("Attempts of a request without a new token before it fails.", ge=1, le=10)
+    ] = 5
     load_limit: Annotated[
         float,
         about("Reject requests above this ratio of predicted latency to its service level.", gt=0),
