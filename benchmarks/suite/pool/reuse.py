@@ -39,18 +39,20 @@ def bench_reuse(
         distinct = len({key for prompt in prompts for key in prompt.keys})
         unlimited = hit_ratios(prompts, "lru", None)
         for share in shares:
+            capacity_blocks = max(distinct // share, 1)
+            kept = _reuse(prompts, capacity_blocks, unlimited.hit_blocks)
             row = {
                 "workload": name,
                 "seed": seed,
                 "requests": len(prompts),
                 "unlimited_hit_ratio": round(unlimited.by_prefix, 4),
                 "capacity_share": f"1/{share}",
-                "capacity_blocks": max(distinct // share, 1),
+                "capacity_blocks": capacity_blocks,
+                "reuse_share": kept,
             }
-            row["reuse_share"] = _reuse(prompts, row["capacity_blocks"], unlimited.hit_blocks)
             rows.append(row)
-            kept = ", ".join(f"{policy} {kept:.1%}" for policy, kept in row["reuse_share"].items())
-            echo(f"{name} seed {seed}, {row['capacity_share']}: {kept}")
+            shown = ", ".join(f"{policy} {one:.1%}" for policy, one in kept.items())
+            echo(f"{name} seed {seed}, 1/{share}: {shown}")
     return {"hours": hours, "rows": rows}
 
 
