@@ -145,7 +145,7 @@ class PoolConfig(Struct, frozen=True):
         bool, about("Reuse the KVCache of equal prefixes.", "--enable-prefix-caching")
     ] = True
     eviction: Annotated[PolicyName, about("Policy that chooses which cached blocks to evict.")] = (
-        "lru"
+        "predictive"
     )
     ssd_tokens_per_instance: Annotated[
         int, about("Tokens of KVCache on disk per instance; 0 uses no disk.", "--ssd-tokens", ge=0)
