@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import httpx
+import pytest
 
 from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
