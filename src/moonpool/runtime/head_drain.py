@@ -17,7 +17,7 @@ FLUSH_S = 0.2
 """Time for the last events to leave before the HTTP server closes."""
 
 
-class Draining(Protocol):
+class DrainableHead(Protocol):
     """The head as its drain sees it."""
 
     @property
@@ -28,7 +28,7 @@ class Draining(Protocol):
     def end_answers(self, reason: str, message: str) -> None: ...
 
 
-async def drain(head: Draining, seconds: float) -> None:
+async def drain(head: DrainableHead, seconds: float) -> None:
     """Returns when no client waits for an answer, after `seconds` at the latest."""
     head.refuse_new()
     if not head.num_answers:
