@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs
@@ -22,7 +23,7 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 DEFAULT_HOT = 20
 MAX_HOT = 1000
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _PAGE = b"""moonpool
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models
@@ -47,7 +48,7 @@ class Inspector:
 
     async def models(self, context: HttpContext) -> None:
         data = [self._model(name) for name in self._names]
-        await _respond(context, {"object": "list", "data": data})
+        await _respond(context, {"object": "list", "data": data, "has_more": False})
 
     async def model(self, context: HttpContext) -> None:
         name = context.scope["path_params"]["model_id"]
@@ -55,7 +56,17 @@ class Inspector:
         await _respond(context, self._model(name))
 
     async def health(self, context: HttpContext) -> None:
-        await context.respond(200 if self._frontend.healthy() else 503, b"", b"text/plain")
+        await context.respond(503 if self._frontend.not_ready() else 200, b"", b"text/plain")
+
+    async def live(self, context: HttpContext) -> None:
+        """Answers as long as the server's loop turns: a supervisor restarts it otherwise."""
+        await _respond(context, {"live": True})
+
+    async def ready(self, context: HttpContext) -> None:
+        """For load balancers: 503 with the reason while requests should go elsewhere."""
+        reason = self._frontend.not_ready()
+        body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
+        await context.respond(503 if reason else 200, body)
 
     async def metrics(self, context: HttpContext) -> None:
         text = self._frontend.metrics_text()
@@ -155,6 +166,10 @@ class Inspector:
             "root": card.model_id,
             "parent": None,
             "max_model_len": card.max_model_tokens,
+            # Anthropic's names
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
         }
 
 
