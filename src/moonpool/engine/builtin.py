@@ -27,7 +27,7 @@ from moonpool.engine.checkpoint import (
     read_config,
     sampling_defaults,
 )
-from moonpool.engine.families import FAMILIES
+from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.packing import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec

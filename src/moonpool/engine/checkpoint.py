@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moonpool.engine.model_config import parse_config
+from moonpool.engine.families.config import parse_config
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES

@@ -1,6 +1,6 @@
 """What a decoder computes: its dimensions and options, whatever family it belongs to.
 
-`model_config` makes a `ModelSpec` of a checkpoint's `config.json`.
+`families.config` makes a `ModelSpec` of a checkpoint's `config.json`.
 """
 
 from __future__ import annotations

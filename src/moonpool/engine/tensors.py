@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moonpool.engine.families import FAMILIES
+from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.spec import ModelSpec
 
 Shape = tuple[int, ...]

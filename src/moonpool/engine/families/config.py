@@ -10,11 +10,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from moonpool.engine.config_values import mapping, number, positive, whole_numbers
-from moonpool.engine.expert_config import read_experts
-from moonpool.engine.families import FAMILIES
-from moonpool.engine.family import Family
-from moonpool.engine.rope_config import full_rope, local_rope
+from moonpool.engine.families.experts import read_experts
+from moonpool.engine.families.family import Family
+from moonpool.engine.families.rope import full_rope, local_rope
+from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.families.values import mapping, number, positive, whole_numbers
 from moonpool.engine.spec import ModelError, ModelSpec
 
 HEAD_DIM_MULTIPLE = 16

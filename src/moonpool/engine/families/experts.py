@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moonpool.engine.config_values import number, positive, whole_numbers
-from moonpool.engine.family import Experts
+from moonpool.engine.families.family import Experts
+from moonpool.engine.families.values import number, positive, whole_numbers
 from moonpool.engine.spec import ExpertSpec, ModelError
 
 

@@ -1,4 +1,4 @@
-"""What a description of a model family may say. `families` has the descriptions."""
+"""What a description of a model family may say. `table` has the descriptions."""
 
 from __future__ import annotations
 

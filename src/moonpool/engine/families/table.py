@@ -1,7 +1,7 @@
 """The model families that the engine serves, one description each.
 
-A description says how a family differs from Llama. `model_config` reads a checkpoint's config by
-it, `tensors` finds the weights by it. The model itself knows no family: it follows the `ModelSpec`
+A description says how a family differs from Llama. `config` reads a checkpoint's config by
+it, `engine.tensors` finds the weights by it. The model itself knows no family: it follows the `ModelSpec`
 that results. A family whose parts all exist is one entry here.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moonpool.engine.family import Experts, Family
+from moonpool.engine.families.family import Experts, Family
 
 _GEMMA2 = Family(
     architecture="Gemma2ForCausalLM", norms="both", norm_offset=1.0, activation="gelu_tanh",
