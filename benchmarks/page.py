@@ -260,6 +260,22 @@ def _value(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.1%}" if unit == "of all" else f"{value:.4g}"
 
 
+def code_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the sizes of the code base."""
+    package, functions = found["package"], found["functions"]
+    yield "lines of the package", f"{package['lines']:,}"
+    yield "files of the package", f"{package['files']:,}"
+    yield "lines of the pure rooms", f"{package['pure_room_lines']:,}"
+    yield "files above 350 lines", str(package["files_above_350_lines"])
+    yield "lines of a function: median, P99", f"{functions['p50']}, {functions['p99']}"
+    yield (
+        "words of a sentence of docs/: median, P99",
+        f"{found['docs']['p50']}, {found['docs']['p99']}",
+    )
+    for process, files in found["walk"].items():
+        yield f"files of one request in the {process}", str(files)
+
+
 SECTIONS = (
     Section(
         "Engine",
@@ -392,6 +408,13 @@ SECTIONS = (
         ("reproduce-mooncake-v3-table3",),
         ("", "unit", "paper", "ours", "verdict"),
         table3_rows,
+    ),
+    Section(
+        "The code",
+        "How large the package is, and how many of its files run for one chat completion.",
+        ("code",),
+        ("", "figure"),
+        code_rows,
     ),
 )
 

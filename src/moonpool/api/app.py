@@ -25,6 +25,7 @@ from moonpool.api.errors import ApiError, ClientGoneError, from_refused, interna
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import HttpContext, request_id_of
+from moonpool.api.http_protocol import limited_protocol
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[HttpContext], Awaitable[None]]
@@ -158,7 +159,7 @@ def http_server(app: Starlette, drain_s: int = 5) -> HttpServer:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=limited_protocol(),
         ws="none",
         lifespan="off",
         access_log=False,

@@ -14,7 +14,7 @@ from moonpool.api.bodies import DetokenizeBody, TokenizeBody, decode_body, missi
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend
 from moonpool.api.generate import check_model
-from moonpool.api.http_context import HttpContext
+from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.prompts import PromptReader
 from moonpool.api.sampling import check_token_ids
 
@@ -88,13 +88,13 @@ class Inspector:
         request_id = given_id
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
-        found = self._frontend.explain(request_id)
+        found = self._frontend.explain(scoped_id(context.tenant, request_id))
         if found is None or not self._may_see(context, found):
             text = (
                 f"The request '{given_id[:200]}' is unknown. The server keeps recent requests only."
             )
             raise ApiError(text, status=404, param="request_id", code="request_not_found")
-        await _respond(context, found)
+        await _respond(context, found | {"request_id": request_id})
 
     async def tokenize(self, context: HttpContext) -> None:
         body = decode_body(_TOKENIZE, await self._read(context))

@@ -22,7 +22,7 @@ from moonpool.api.bodies import ChatBody, CompletionBody, check_unsupported, dec
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import HttpContext
+from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.prompts import PromptReader
 from moonpool.api.responses import ResponsesBody, ResponseWriter, as_chat, of_input, whole_response
 from moonpool.api.sampling import (
@@ -159,15 +159,17 @@ class Generator:
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
         """Yields the call's request id and its choices, none of which is running yet."""
         grammar = await self._grammar(call)
-        request_id = call.context.request_id
-        if request_id in self._active:  # two calls may share an X-Request-Id; requests may not
-            request_id = f"{request_id}-{secrets.token_hex(4)}"
-        choices = self._choices(call, request_id, grammar)
-        self._active.add(request_id)
+        tenant, request_id = call.context.tenant, call.context.request_id
+        if scoped_id(tenant, request_id) in self._active:
+            # Two calls of a tenant may share an X-Request-Id; requests may not.
+            request_id = f"{request_id}-{secrets.token_hex(8)}"
+        scoped = scoped_id(tenant, request_id)
+        choices = self._choices(call, scoped, grammar)
+        self._active.add(scoped)
         try:
             yield request_id, choices
         finally:
-            self._active.discard(request_id)
+            self._active.discard(scoped)
 
     def _choices(self, call: _Call, request_id: str, grammar: str) -> list[Choice]:
         frontend, body, tools = self._frontend, call.body, call.tools
@@ -184,7 +186,7 @@ class Generator:
                 index = len(choices)
                 sampling = sampling_of(body, ending, grammar, max_tokens, seed + offset, card)
                 request = Request(
-                    request_id=RequestId(f"{request_id}-{index}" if index else request_id),
+                    request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,
                     sampling=sampling,
                     slo=slo,

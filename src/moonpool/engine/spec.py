@@ -18,6 +18,9 @@ FAMILIES = {
 }
 MISTRAL_WINDOW = 4096
 HEAD_DIM_MULTIPLE = 16
+LARGEST = dict.fromkeys(("num_hidden_layers", "num_layers"), 4096)
+LARGEST_SIZE = 1 << 24
+"""No model is near these. A larger number would fill the memory before any weight is read."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -277,7 +280,10 @@ def _positive(config: Mapping[str, Any], name: str, default: int | None = None) 
     if value is None:
         raise ModelError(f"config.json lacks {name!r}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+        raise ModelError(f"config.json: {name} is {str(value)[:80]!r}, not a positive integer")
+    most = LARGEST.get(name, LARGEST_SIZE)
+    if value > most:
+        raise ModelError(f"config.json: {name} is {str(value)[:80]}; at most {most} is supported")
     return value
 
 

@@ -87,7 +87,7 @@ def test_only_queries_keys_values_and_outputs_cross(family: str, staggered: bool
         assert remote.step(decodes).tokens == local.step(decodes).tokens
     finally:
         channel.close()
-        thread.join(10)
+        thread.join(60)
     rows = {False: [9], True: [4, 5]}[staggered]
     row_bytes = 16 * 4
     expected = [
