@@ -13,14 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import (
-    LARGEST,
-    LARGEST_SIZE,
-    ModelError,
-    ModelSpec,
-    RopeSpec,
-    tensor_shapes,
-)
+from moonpool.engine.spec import LARGEST, LARGEST_SIZE, ModelError, ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
 
 PREFIX = "random:"
 GENERATION = "random-weights-1"  # part of the fingerprint: change it with any change of the bits

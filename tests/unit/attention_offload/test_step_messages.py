@@ -30,7 +30,7 @@ FAMILIES = {
     "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "mistral": {"family": "mistral"},
     "qwen2": {"family": "qwen2", "qkv_bias": True},
-    "qwen3": {"family": "qwen3", "qk_norm": True},
+    "qwen3": {"family": "qwen3", "qk_norm": "head"},
     "tied": {"tie_embeddings": True},
 }
 

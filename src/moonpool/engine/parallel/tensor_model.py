@@ -17,7 +17,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from moonpool.engine.model import DecoderModel, Weights
+from moonpool.engine.layers import Weights
+from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
 from moonpool.engine.slices import shard_cache
@@ -27,6 +28,11 @@ from moonpool.engine.step import BeforeAttend, LayerDone
 
 def check_shards(spec: ModelSpec, num_shards: int) -> None:
     """Raises ModelError if the KV heads do not divide evenly into `num_shards`."""
+    if num_shards > 1 and spec.qk_norm == "all":
+        raise ModelError(
+            "the model norms q and k over all heads, which ranks cannot share out; "
+            "use --tensor-parallel-size 1"
+        )
     heads = spec.num_kv_heads
     if heads % num_shards:
         most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
@@ -45,8 +51,8 @@ def load_shards(
     shards: list[DecoderModel] = []
     for shard in own:
         cut = _ShardWeights(spec, weights, shard, num_shards)
-        rope = shards[0].rope if shards else None
-        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, rope=rope))
+        ropes = shards[0].ropes if shards else None
+        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, ropes=ropes))
     return shards
 
 
