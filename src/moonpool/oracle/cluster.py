@@ -57,7 +57,7 @@ def _rates(config: Config, hardware: Hardware, longest_tokens: int, noise: float
     switches = config.conductor.role_balance == "switch"
     decoding = [r for r in roles if r.decodes or switches]
     decode = reduce(_faster, [floor(hardware.of_role(role)) for role in decoding])
-    inline_tokens = _inline_tokens(config, decode)
+    inline_tokens = _inline_tokens(config, decode, hardware.decode)
     prefilling = [r for r in roles if r.prefills or inline_tokens or switches]
     return Rates(
         prefill=reduce(_faster, [floor(hardware.of_role(role)) for role in prefilling]),
@@ -67,18 +67,20 @@ def _rates(config: Config, hardware: Hardware, longest_tokens: int, noise: float
         block_tokens=config.pool.block_tokens,
         caches=config.pool.prefix_caching,
         inline_tokens=inline_tokens,
+        step_tokens=engine.chunk_tokens,
     )
 
 
-def _inline_tokens(config: Config, floor: CostFloor) -> int:
-    """The longest prompt that a decode instance may compute."""
+def _inline_tokens(config: Config, floor: CostFloor, part: NodeHardware) -> int:
+    """The most tokens of a prompt that a decode instance may compute, as the Conductor sees it."""
     if not (config.conductor.inline_prefill and config.cluster.decode):
         return 0
     limit_s = INLINE_MARGIN * config.slo.tbt_s
     low, high = 0, config.engine.chunk_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        fits = floor.prompt_s + floor.prefill_s(0.0, float(middle)) <= limit_s
+        prompt_s = min(floor.prefill_s(0.0, float(middle)), part.estimate.prefill_s(middle, 0))
+        fits = prompt_s <= limit_s
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -90,8 +92,12 @@ def _least_factor(part: NodeHardware, noise: float) -> float:
 
 
 def _faster(one: CostFloor, other: CostFloor) -> CostFloor:
+    first, second = one.departure, other.departure
     return replace(
         one,
+        departure=lambda num_tokens, cached: min(
+            first(num_tokens, cached), second(num_tokens, cached)
+        ),
         prompt_s=min(one.prompt_s, other.prompt_s),
         token_s=min(one.token_s, other.token_s),
         pair_s=min(one.pair_s, other.pair_s),

@@ -3,7 +3,9 @@
 Prefill: the tokens behind the blocks that other prompts share are the request's own work, within
 the TTFT SLO after its arrival. Shared blocks are nodes of a tree: somebody has to compute them once
 after the first request with them arrives, and before the last effective one needs them. That is
-the reuse of an infinite cache that all instances share at no cost.
+the reuse of an infinite cache that all instances share at no cost. A prompt's departure from the
+costs of its tokens (`CostFloor`) counts as if all of its shared blocks were cached; a node gets the
+least of what its prompts depart more if they compute it themselves.
 
 Pool prefill: what no decode instance may compute. The inline rule lets it compute a prompt of
 which at most `inline_tokens` are not cached. A request with a longer tail of its own is never one.
@@ -56,6 +58,7 @@ class Rates:
     block_tokens: int
     caches: bool  # whether prefixes are reused
     inline_tokens: int  # most tokens of a prompt that a decode instance computes
+    step_tokens: int  # most of a step; a prompt with more begins alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,10 @@ def demand_of(arrivals: Sequence[Arrival], rates: Rates) -> Demand:
         for number, arrival in enumerate(arrivals):
             leaf[number], shared[number] = tree.add(arrival, until_s.item(number))
     floor = rates.prefill
-    own_s = floor.prompt_s + floor.prefill_s(shared, prompts)
+    own_s = floor.prefill_s(shared, prompts)
+    own_s += np.where(prompts - shared > rates.step_tokens, floor.prompt_s, 0.0)
+    pairs = zip(prompts.tolist(), shared.tolist(), strict=True)
+    own_s += [floor.departure(int(prompt), int(cached)) for prompt, cached in pairs]
     pool_s = np.where(prompts - shared > rates.inline_tokens, own_s, 0.0)
     decode_s, possible = _decode_work(prompts, decodes, rates)
     beside_s = rates.decode.beside_sequence_s * decodes + rates.decode.context_s * _contexts(
@@ -117,8 +123,8 @@ def demand_of(arrivals: Sequence[Arrival], rates: Rates) -> Demand:
         possible=possible & (own_s <= rates.slo.ttft_s),
         leaf=leaf,
         parent=np.array(tree.parent, dtype=np.int64),
-        node_s=np.array(tree.work_s),
-        pool_node_s=np.where(tree.left_tokens() > rates.inline_tokens, tree.work_s, 0.0),
+        node_s=tree.total_s(),
+        pool_node_s=np.where(tree.left_tokens() > rates.inline_tokens, tree.total_s(), 0.0),
         node_from_s=np.array(tree.from_s),
         node_until_s=np.array(tree.until_s),
     )
@@ -166,6 +172,7 @@ class _Tree:
         self.from_s: list[float] = []
         self.until_s: list[float] = []
         self.work_s: list[float] = []
+        self._departure_s: list[float] = []
         self._start: list[int] = []  # tokens before each node
         self._shortest: list[int] = []  # tokens of the shortest prompt with it
         self._floor = floor
@@ -191,25 +198,38 @@ class _Tree:
     def add(self, arrival: Arrival, until_s: float) -> tuple[int, float]:
         """Adds a prompt; returns its deepest shared node and the end of its shared blocks."""
         node, num_before, start = NO_NODE, -1, 0
+        ends: dict[int, int] = {}  # tokens up to the end of each node of its path
         for key in arrival.keys:
             number = self._users[key]
             if number == 1:
                 break
-            if number:
-                known = self._node.get(key)
-                if known is None:
-                    if number != num_before:
-                        node = self._new(node, arrival.arrived_s, start)
-                    self._node[key] = node
-                    end = float(start + self._block_tokens)
-                    self.work_s[node] += self._floor.prefill_s(float(start), end)
-                else:
-                    node = known
-                self.until_s[node] = max(self.until_s[node], until_s)
-                self._shortest[node] = min(self._shortest[node], arrival.input_tokens)
-            num_before = number
+            known = self._node.get(key)
+            if number and known is None:
+                if number != num_before:
+                    node = self._new(node, arrival.arrived_s, start)
+                self._node[key] = node
+                end = float(start + self._block_tokens)
+                self.work_s[node] += self._floor.prefill_s(float(start), end)
+            elif known is not None:
+                node = known
             start += self._block_tokens
+            if number:
+                ends[node] = start
+            num_before = number
+        self._note_user(arrival.input_tokens, until_s, ends)
         return node, float(start)
+
+    def _note_user(self, num_tokens: int, until_s: float, ends: dict[int, int]) -> None:
+        departure = self._floor.departure
+        for node, end in ends.items():
+            self.until_s[node] = max(self.until_s[node], until_s)
+            self._shortest[node] = min(self._shortest[node], num_tokens)
+            more_s = departure(num_tokens, self._start[node]) - departure(num_tokens, end)
+            self._departure_s[node] = min(self._departure_s[node], more_s)
+
+    def total_s(self) -> Floats:
+        """The least time to compute each node."""
+        return np.asarray(np.add(self.work_s, self._departure_s), dtype=float)
 
     def left_tokens(self) -> Floats:
         """Tokens from each node's beginning to the end of the shortest prompt with it."""
@@ -220,6 +240,7 @@ class _Tree:
         self.from_s.append(from_s)
         self.until_s.append(0.0)
         self.work_s.append(0.0)
+        self._departure_s.append(0.0)
         self._start.append(start)
         self._shortest.append(1 << 62)
         return len(self.parent) - 1

@@ -4,16 +4,21 @@ A bound on what a cluster can serve needs costs from below that are linear: so m
 for a token of it, for a pair of tokens that attend to each other, for a decode, for a token of its
 context. `floor_of` derives them from the cost model that the simulation runs on. For every step,
 
-    time >= prompt_s * first chunks + token_s * chunk tokens + pair_s * pairs
+    time >= prompt_s * long prompts that begin + token_s * chunk tokens + pair_s * pairs
             + beside_sequence_s * decodes + context_s * their context tokens
+            + departures of the prompts
     time >= alone_s[decodes - 1] + context_s * their context tokens
 
 where a token at position q of its prompt has q pairs. The second line holds with and without
-chunks in the step.
+chunks in the step. A departure is what a measured cost takes away from a roofline's for a prompt as
+a whole (`DomainCost`); what it adds does not count, because prompts may share it. Nor does the
+constant of a fitted cost for prompts that fit into a step together; of longer ones, only one can
+begin in a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +28,7 @@ import numpy.typing as npt
 from moonpool.config import ConfigError
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk, StepCost
+from moonpool.sim.hardware.domain_cost import DomainCost
 from moonpool.sim.hardware.parallel_cost import PipelineCost
 from moonpool.sim.hardware.roofline import RooflineCost
 
@@ -36,9 +42,17 @@ GRID_GROWTH = 1.002
 time of the smaller and the tokens of the larger one count."""
 
 
+def none_s(num_tokens: int, cached_tokens: int) -> float:
+    """The departure of a cost without any."""
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CostFloor:
-    """Least times of an instance's steps, in seconds; of one stage if it is a pipeline."""
+    """Least times of an instance's steps, in seconds; of one stage if it is a pipeline.
+
+    `departure`: seconds, at most 0, of a prompt by its length and its cached tokens.
+    """
 
     prompt_s: float
     token_s: float
@@ -47,11 +61,14 @@ class CostFloor:
     context_s: float
     beside_sequence_s: float
     num_stages: int = 1
+    departure: Callable[[int, int], float] = none_s
 
     def scaled(self, factor: float) -> CostFloor:
         """All times multiplied by `factor`."""
+        departure = self.departure
         return replace(
             self,
+            departure=lambda num_tokens, cached: factor * departure(num_tokens, cached),
             prompt_s=self.prompt_s * factor,
             token_s=self.token_s * factor,
             pair_s=self.pair_s * factor,
@@ -87,6 +104,8 @@ def floor_of(cost: StepCost, max_sequences: int, max_step_tokens: int) -> CostFl
         return _of_fit(cost, max_sequences)
     if isinstance(cost, RooflineCost):
         return _of_roofline(cost, max_sequences, max_step_tokens)
+    if isinstance(cost, DomainCost):
+        return _of_domain(cost, max_sequences, max_step_tokens)
     if isinstance(cost, PipelineCost):
         stage = floor_of(cost.stage, max_sequences, max_step_tokens).scaled(cost.share)
         return replace(stage, num_stages=cost.num_stages)
@@ -136,6 +155,17 @@ def _of_roofline(cost: RooflineCost, max_sequences: int, max_step_tokens: int) -
         alone_s=_never_falling(alone_s),
         context_s=cost.decode_attention_s(1),
         beside_sequence_s=row_s,
+    )
+
+
+def _of_domain(cost: DomainCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
+    """Of several departures that lengthen a step only one counts, so only decodes alone have it."""
+    floor = _of_roofline(cost.roofline, max_sequences, max_step_tokens)
+    added_s = np.array([cost.decode_departure_s(n) for n in range(1, max_sequences + 1)])
+    return replace(
+        floor,
+        alone_s=_never_falling(floor.alone_s + added_s),
+        departure=lambda num_tokens, cached: min(cost.prompt_departure_s(num_tokens, cached), 0.0),
     )
 
 
