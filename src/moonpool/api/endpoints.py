@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs
@@ -22,7 +23,7 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 DEFAULT_HOT = 20
 MAX_HOT = 1000
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _PAGE = b"""moonpool
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models
@@ -47,7 +48,7 @@ class Inspector:
 
     async def models(self, context: HttpContext) -> None:
         data = [self._model(name) for name in self._names]
-        await _respond(context, {"object": "list", "data": data})
+        await _respond(context, {"object": "list", "data": data, "has_more": False})
 
     async def model(self, context: HttpContext) -> None:
         name = context.scope["path_params"]["model_id"]
@@ -155,6 +156,10 @@ class Inspector:
             "root": card.model_id,
             "parent": None,
             "max_model_len": card.max_model_tokens,
+            # Anthropic's names
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
         }
 
 

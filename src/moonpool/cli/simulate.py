@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped
+from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped, trace_digest
 from moonpool.cli.options import (
     FACTOR,
     ConfigFlags,
@@ -235,7 +235,8 @@ def simulate(
     figures = summarise(simulation, time.perf_counter() - began_s)
     params = click.get_current_context().params
     of_the_run = {key: params[key] for key in RUN_PARAMETERS} | {"scale_tokens": str(scale)}
-    figures["run"] = {"trace": Path(trace_file).name} | of_the_run
+    named = {"trace": Path(trace_file).name, "trace_sha256": trace_digest(trace_file)}
+    figures["run"] = named | of_the_run
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:

@@ -98,6 +98,7 @@ async def running_cluster(
             launcher.start()
             pin_thread(shares[0].others if shares else ())
             await _wait_for_workers(head, launcher, stop)
+            launcher.note_started()
         else:
             log.info("waiting for workers at %s:%d", config.network.head_host, head_port)
         settle_memory()
