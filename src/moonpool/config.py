@@ -436,6 +436,15 @@ class ApiConfig(Struct, frozen=True):
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),
     ] = 600.0
+    drain_seconds: Annotated[
+        float,
+        about(
+            "Seconds that running answers may take to end when the head is told to stop.",
+            "--drain-seconds",
+            ge=0,
+            le=86_400,
+        ),
+    ] = 25.0
 
 
 class Config(Struct, frozen=True):

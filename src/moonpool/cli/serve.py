@@ -65,6 +65,7 @@ _SHARED_KEYS = (
     "api.port",
     "api.api_keys",
     "api.request_timeout_s",
+    "api.drain_seconds",
     "api.max_body_bytes",
 )
 _SERVE_FLAGS = ConfigFlags(
