@@ -26,8 +26,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
-from moonpool.oracle.demand import NO_NODE, Demand
 from moonpool.oracle.floors import Floats
+from moonpool.oracle.least_work import NO_NODE, LeastWork
 
 ROUNDS = 40
 CLOSE = 1e-3
@@ -75,7 +75,7 @@ class _Interval:
     end_s: float
 
 
-def upper_bound(demand: Demand, resources: Sequence[Resource], capacity: float = 1.0) -> Bound:
+def upper_bound(demand: LeastWork, resources: Sequence[Resource], capacity: float = 1.0) -> Bound:
     """The bound for a cluster with this share of its capacity; of the whole one unless given."""
     program = _Program(demand, [replace(r, instances=r.instances * capacity) for r in resources])
     intervals: list[_Interval] = []
@@ -100,7 +100,7 @@ def upper_bound(demand: Demand, resources: Sequence[Resource], capacity: float =
 class _Program:
     """The linear program of one workload. Columns: possible requests, then nodes."""
 
-    def __init__(self, demand: Demand, resources: Sequence[Resource]) -> None:
+    def __init__(self, demand: LeastWork, resources: Sequence[Resource]) -> None:
         self._demand = demand
         self._resources = resources
         self._num, self._num_nodes = len(demand), len(demand.parent)

@@ -16,8 +16,8 @@ import numpy as np
 
 from moonpool.config import Config
 from moonpool.oracle.bound import Resource, Work
-from moonpool.oracle.demand import Demand, Rates, demand_of
 from moonpool.oracle.floors import CostFloor, floor_of
+from moonpool.oracle.least_work import LeastWork, Rates, least_work_of
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.workload import Arrival
 from moonpool.types import Role, Slo
@@ -31,14 +31,14 @@ LIMITED_BATCHING = ("chunked", "fixed-chunks", "alternating")
 
 def limits_of(
     config: Config, hardware: Hardware, arrivals: Sequence[Arrival], noise: float = 0.0
-) -> tuple[Demand, list[Resource]]:
+) -> tuple[LeastWork, list[Resource]]:
     """The least work of the requests, and the cluster's instances that do it.
 
     `noise`: as in `Simulation`. Raises ConfigError for a cluster whose limits are not known.
     """
     longest = max((a.input_tokens + a.output_tokens for a in arrivals), default=1)
     rates = _rates(config, hardware, longest, noise)
-    demand = demand_of(arrivals, rates)
+    demand = least_work_of(arrivals, rates)
     return demand, _resources(config, demand, rates.inline_tokens > 0)
 
 
@@ -114,7 +114,7 @@ def _count(config: Config, role: Role) -> int:
     return counts.get(role, cluster.mixed)
 
 
-def _resources(config: Config, demand: Demand, inline: bool) -> list[Resource]:
+def _resources(config: Config, demand: LeastWork, inline: bool) -> list[Resource]:
     prefills, decodes, mixed = (_count(config, role) for role in Role)
     all_instances = prefills + decodes + mixed
     prefilling, decoding = prefills + mixed, decodes + mixed

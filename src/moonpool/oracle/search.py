@@ -23,7 +23,7 @@ import numpy as np
 
 from moonpool.config import Config
 from moonpool.oracle.bound import Bound, Resource, upper_bound
-from moonpool.oracle.demand import Demand
+from moonpool.oracle.least_work import LeastWork
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import Hardware
 from moonpool.sim.metrics import Collector
@@ -106,7 +106,7 @@ class Budget:
 
 def best_schedule(
     runner: Runner,
-    demand: Demand,
+    demand: LeastWork,
     resources: Sequence[Resource],
     starts: Sequence[Chosen],
     budget: Budget,
@@ -131,7 +131,7 @@ class _Search:
     def __init__(
         self,
         runner: Runner,
-        demand: Demand,
+        demand: LeastWork,
         relaxed: Sequence[Bound],
         budget: Budget,
         tell: Callable[[int, int], None],
@@ -217,7 +217,7 @@ class _Search:
         return frozenset(np.flatnonzero(gain[self._part] > 0).tolist())
 
 
-def _promise(demand: Demand, relaxed: Sequence[Bound]) -> list[float]:
+def _promise(demand: LeastWork, relaxed: Sequence[Bound]) -> list[float]:
     """Higher for requests that the relaxed optima serve, then for those with less work."""
     work_s = demand.prefill_s + demand.decode_s.max(axis=0)
     rank = np.argsort(np.argsort(-work_s)) / max(len(work_s), 1)

@@ -62,7 +62,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class LeastWork:
     """Arrays by request, and by node of the tree of shared blocks. Times and work in seconds.
 
     `possible`: could be effective on an idle cluster. `leaf`: the deepest shared node of a prompt.
@@ -89,7 +89,7 @@ class Demand:
         return len(self.arrived_s)
 
 
-def demand_of(arrivals: Sequence[Arrival], rates: Rates) -> Demand:
+def least_work_of(arrivals: Sequence[Arrival], rates: Rates) -> LeastWork:
     """The least work of these requests."""
     arrived_s = np.array([arrival.arrived_s for arrival in arrivals])
     prompts = np.array([float(arrival.input_tokens) for arrival in arrivals])
@@ -112,7 +112,7 @@ def demand_of(arrivals: Sequence[Arrival], rates: Rates) -> Demand:
     beside_s = rates.decode.beside_sequence_s * decodes + rates.decode.context_s * _contexts(
         prompts, decodes
     )
-    return Demand(
+    return LeastWork(
         arrived_s=arrived_s,
         prefill_until_s=until_s,
         decode_until_s=until_s + decodes * rates.slo.tbt_s,
