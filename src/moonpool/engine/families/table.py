@@ -1,8 +1,8 @@
 """The model families that the engine serves, one description each.
 
-A description says how a family differs from Llama. `config` reads a checkpoint's config by
-it, `engine.tensors` finds the weights by it. The model itself knows no family: it follows the `ModelSpec`
-that results. A family whose parts all exist is one entry here.
+A description says how a family differs from Llama. `config` reads a checkpoint's config by it, and
+`engine.tensors` finds the weights by it. The model itself knows no family: it follows the
+`ModelSpec` that results. A family whose parts all exist is one entry here.
 """
 
 from __future__ import annotations
