@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moonpool.engine.families.config import parse_config
 from moonpool.engine.gguf.config import (
     ROPE_FACTORS,
     SWAPPED,
@@ -23,7 +24,8 @@ from moonpool.engine.gguf.config import (
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
-from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec, parse_config, tensor_shapes
+from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
