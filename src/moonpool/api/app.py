@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -28,6 +29,7 @@ from moonpool.api.generate import Generator
 from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.messages import ErrorPayload
+from moonpool.api.openapi import openapi_document
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[HttpContext], Awaitable[None]]
@@ -39,6 +41,9 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
     generator = Generator(frontend, options)
     inspector = Inspector(frontend, options)
     controller = Controller(frontend, options)
+
+    async def openapi(context: HttpContext) -> None:
+        await context.respond(200, openapi_document(app.routes))
 
     def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
@@ -55,6 +60,8 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
             route("/v1/responses", generator.respond, "POST"),
             message_route("/v1/messages", generator.message),
             message_route("/v1/messages/count_tokens", generator.count_tokens),
+            route("/load", generator.load, open_to_all=True),
+            route("/openapi.json", openapi, open_to_all=True),
             route("/v1/models", inspector.models),
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),
@@ -74,6 +81,14 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
         exception_handlers={HTTPException: _routing_error},
     )
     app.router.redirect_slashes = False
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
+        )
     return app
 
 

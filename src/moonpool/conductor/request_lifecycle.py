@@ -1,7 +1,7 @@
 """The life of a request in the Conductor: placement, attempts, tokens, deadline and end.
 
     arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
-                 \\--> rejected (429, 503)          any failure --> placed again, or rejected
+                 \\--> rejected (422, 429, 503)     any failure --> placed again, or rejected
 
 A request is placed again when an instance fails. Its delivered tokens become part of the new
 attempt's prompt. Each draw is keyed by (seed, position), so the answer continues without a change.
@@ -27,6 +27,7 @@ from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.protocol.messages import (
@@ -49,7 +50,6 @@ from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, T
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
 REFUSED = "refused_by_engine"
-MAX_RETRY_AFTER_S = 120.0
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
 AttemptReport = (
@@ -73,6 +73,7 @@ class RequestLifecycle:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
+        self._retries = RetrySchedule()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._planner = planner
         self._reservations = reservations
@@ -93,6 +94,7 @@ class RequestLifecycle:
             request.slo,
             request.arrived_s,
             tenant=request.tenant,
+            max_tokens=request.sampling.max_tokens,
         )
         tracked = TrackedRequest(request, record)
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
@@ -311,7 +313,9 @@ class RequestLifecycle:
             self.end(tracked, FinishReason.ABORT.value, now)
 
     def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
-        retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+        retry_after_s = None
+        if rejection.status in (429, 503) and rejection.retry_after_s < float("inf"):
+            retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
         self._actions.append(
@@ -320,7 +324,7 @@ class RequestLifecycle:
                 rejection.status,
                 rejection.reason,
                 rejection.message,
-                retry_after_s if rejection.status in (429, 503) else None,
+                retry_after_s,
                 rejection.projection,
             )
         )
@@ -330,6 +334,7 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
+            self._retries.note_completed(now)
             self._learn(tracked, now)
         self._unbook(tracked, now, abort=not finished)
         del self.requests[tracked.request.request_id]
