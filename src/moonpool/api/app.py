@@ -5,6 +5,7 @@ The endpoints themselves are in `generate` and `endpoints`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hmac
@@ -68,6 +69,8 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
             route("/detokenize", inspector.detokenize, "POST"),
             route("/health", inspector.health, open_to_all=True),
             route("/ping", inspector.health, "GET", "POST", open_to_all=True),
+            route("/live", inspector.live, open_to_all=True),
+            route("/ready", inspector.ready, open_to_all=True),
             route("/metrics", inspector.metrics, open_to_all=True),
             route("/version", inspector.version, open_to_all=True),
             route("/server_info", inspector.server_info),
@@ -118,6 +121,9 @@ class _Endpoint:
             await self._respond(context, error)
         except RequestRefused as refused:
             await self._respond(context, from_refused(refused))
+        except asyncio.CancelledError:  # the server ends, and this client did not
+            text = "The server has stopped. Send the request again."
+            await self._respond(context, ApiError(text, status=503, code="server_stopping"))
         except Exception:
             logger.exception("request %s failed", context.request_id)
             await self._respond(context, internal_error(context.request_id))

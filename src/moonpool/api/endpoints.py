@@ -30,7 +30,7 @@ POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   GET /v1/
 POST /v1/messages           POST /v1/messages/count_tokens
 POST /tokenize              POST /detokenize
 GET  /health   GET /ping   GET /metrics   GET /load   GET /version   GET /server_info
-GET  /openapi.json
+GET  /live     GET /ready   GET /openapi.json
 GET  /cluster  GET /beliefs  GET /explain/{request_id}
 GET  /cluster/hot            POST /cluster/drain
 """
@@ -58,7 +58,17 @@ class Inspector:
         await _respond(context, self._model(name))
 
     async def health(self, context: HttpContext) -> None:
-        await context.respond(200 if self._frontend.healthy() else 503, b"", b"text/plain")
+        await context.respond(503 if self._frontend.not_ready() else 200, b"", b"text/plain")
+
+    async def live(self, context: HttpContext) -> None:
+        """Answers as long as the server's loop turns: a supervisor restarts it otherwise."""
+        await _respond(context, {"live": True})
+
+    async def ready(self, context: HttpContext) -> None:
+        """For load balancers: 503 with the reason while requests should go elsewhere."""
+        reason = self._frontend.not_ready()
+        body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
+        await context.respond(503 if reason else 200, body)
 
     async def metrics(self, context: HttpContext) -> None:
         text = self._frontend.metrics_text()

@@ -37,6 +37,8 @@ _SUMMARIES = {
     "/detokenize": "Convert token ids to text.",
     "/health": "Status 200 if the cluster can serve.",
     "/ping": "The same as /health.",
+    "/live": "Status 200 while the head runs.",
+    "/ready": "Status 200 if requests should come here, else 503 with the reason.",
     "/load": "The number of generating calls.",
     "/metrics": "Metrics in Prometheus' format.",
     "/version": "The version of the server.",

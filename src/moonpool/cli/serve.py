@@ -42,6 +42,7 @@ _SHARED_KEYS = (
     "pool.ssd_tokens_per_instance",
     "pool.ssd_folder",
     "pool.prefix_caching",
+    "pool.eviction",
     "mooncake.master_server_address",
     "network.nixl",
     "slo.ttft_s",
@@ -66,6 +67,7 @@ _SHARED_KEYS = (
     "api.api_keys",
     "api.allowed_origins",
     "api.request_timeout_s",
+    "api.drain_seconds",
     "api.max_body_bytes",
 )
 _SERVE_FLAGS = ConfigFlags(
