@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from moonpool.api.body_process import LENGTH, Done, Kind, Start, Work, unpack
+from moonpool.api.body_process import LENGTH, BodyResult, BodyStart, BodyWork, Kind, unpack
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
-from moonpool.api.preparation import Prepared, Preparer
+from moonpool.api.preparation import PreparedCall, Preparer
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ HUGE_BYTES = 2 << 20
 MAX_WAITING = 128
 MAX_WAITING_OF_TENANT = 96
 STREAM_BYTES = 1 << 20
-_DONE = msgspec.msgpack.Decoder(Done)
+_DONE = msgspec.msgpack.Decoder(BodyResult)
 
 
 class BodyReader:
@@ -42,11 +42,11 @@ class BodyReader:
         self._large = _Lane()
         self._huge = _Lane()
 
-    async def call(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> Prepared:
+    async def call(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> PreparedCall:
         """Returns a checked call. Raises `ApiError` and `RequestRefused`."""
         if self._is_small(raw):
             found = await getattr(self._preparer, kind)(raw)
-            assert isinstance(found, Prepared)
+            assert isinstance(found, PreparedCall)
             return found
         return unpack(kind, await self._run(kind, raw, tenant, timeout_s))
 
@@ -68,10 +68,10 @@ class BodyReader:
         self._large.close()
         self._huge.close()
 
-    async def _run(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> Done:
+    async def _run(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> BodyResult:
         lane = self._huge if len(raw) > HUGE_BYTES else self._large
         start = _start_of(self._preparer.card, self._options)
-        work = msgspec.msgpack.encode(Work(kind=kind, raw=raw))
+        work = msgspec.msgpack.encode(BodyWork(kind=kind, raw=raw))
         try:
             async with asyncio.timeout(timeout_s):
                 done = _DONE.decode(await lane.run(tenant, start, work))
@@ -84,7 +84,7 @@ class BodyReader:
 
 
 def _start_of(card: ModelCard, options: ApiOptions) -> bytes:
-    start = Start(
+    start = BodyStart(
         parent_pid=os.getpid(),
         tokenizer=options.tokenizer,
         vocab_size=card.vocab_size,

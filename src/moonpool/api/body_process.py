@@ -1,7 +1,7 @@
 """The process that reads large bodies: `python -m moonpool.api.body_process`.
 
 Frames of 4 length bytes and msgpack come on its standard input, and go to its standard output. The
-first one is `Start`. It is a process and not a thread because decoding and chat templates hold the
+first one is `BodyStart`. It is a process and not a thread because decoding and chat templates hold the
 interpreter, so the head's loop would stand still for seconds.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 from moonpool.api.bodies import ChatBody, CompletionBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
-from moonpool.api.preparation import CHAT, COMPLETION, MESSAGES, RESPONSES, Prepared, Preparer
+from moonpool.api.preparation import CHAT, COMPLETION, MESSAGES, RESPONSES, PreparedCall, Preparer
 from moonpool.api.responses import ResponsesBody
 from moonpool.api.tools import Tools
 from moonpool.engine.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ MAX_REST_BYTES = 1 << 20
 LENGTH = struct.Struct("<I")
 
 
-class Start(Struct, frozen=True):
+class BodyStart(Struct, frozen=True):
     """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`."""
 
     parent_pid: int
@@ -51,7 +51,7 @@ class Start(Struct, frozen=True):
     max_logprobs: int
 
 
-class Work(Struct, frozen=True):
+class BodyWork(Struct, frozen=True):
     kind: Kind
     raw: bytes
 
@@ -68,7 +68,7 @@ class BodyError(Struct, frozen=True):
         return ApiError(self.message, status=self.status, param=self.param, code=self.code)
 
 
-class Done(Struct, frozen=True):
+class BodyResult(Struct, frozen=True):
     """The result: an error, a whole response, or a call.
 
     `body` and `original` are JSON without the prompt. Each prompt is an array of int32.
@@ -83,8 +83,8 @@ class Done(Struct, frozen=True):
     grammar: str = ""
 
 
-_WORK = msgspec.msgpack.Decoder(Work)
-_START = msgspec.msgpack.Decoder(Start)
+_WORK = msgspec.msgpack.Decoder(BodyWork)
+_START = msgspec.msgpack.Decoder(BodyStart)
 _READ_ALREADY = (
     "user",
     "metadata",
@@ -98,7 +98,7 @@ _READ_ALREADY = (
 )
 
 
-def pack(kind: Kind, prepared: Prepared) -> Done:
+def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
     """Returns the call without what only its preparation needed. Raises `ApiError`."""
     body, original = prepared.body, prepared.original
     gone: dict[str, Any] = dict.fromkeys(_READ_ALREADY)
@@ -115,7 +115,7 @@ def pack(kind: Kind, prepared: Prepared) -> Done:
         text = f"The fields of the body besides its prompt exceed {MAX_REST_BYTES} bytes."
         raise ApiError(text, status=413, code="body_too_large")
     prompts = tuple(array("i", token_ids).tobytes() for token_ids in prepared.prompts)
-    return Done(
+    return BodyResult(
         body=rest,
         original=kept,
         prompts=prompts,
@@ -124,7 +124,7 @@ def pack(kind: Kind, prepared: Prepared) -> Done:
     )
 
 
-def unpack(kind: Kind, done: Done) -> Prepared:
+def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
     prompts = []
     for data in done.prompts:
         token_ids = array("i")
@@ -132,22 +132,22 @@ def unpack(kind: Kind, done: Done) -> Prepared:
         prompts.append(tuple(token_ids))
     if kind == "completion":
         body: CompletionBody | ChatBody = COMPLETION.decode(done.body)
-        return Prepared(body, prompts, done.grammar, echoes=done.echoes)
+        return PreparedCall(body, prompts, done.grammar, echoes=done.echoes)
     chat = CHAT.decode(done.body)
     original: Any = None
     if done.original:
         original = (RESPONSES if kind == "responses" else MESSAGES).decode(done.original)
-    return Prepared(chat, prompts, done.grammar, Tools(chat), original=original)
+    return PreparedCall(chat, prompts, done.grammar, Tools(chat), original=original)
 
 
-async def perform(preparer: Preparer, work: Work) -> Done:
+async def perform(preparer: Preparer, work: BodyWork) -> BodyResult:
     """Prepares one body. All its errors are in the result."""
     try:
         found = await getattr(preparer, work.kind)(work.raw)
-        return Done(response=found) if isinstance(found, bytes) else pack(work.kind, found)
+        return BodyResult(response=found) if isinstance(found, bytes) else pack(work.kind, found)
     except ApiError as error:
         message = error.message
-        return Done(error=BodyError(message, error.status, error.param, error.code))
+        return BodyResult(error=BodyError(message, error.status, error.param, error.code))
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def main() -> None:
             sink.flush()
 
 
-def _open(start: Start) -> Tokenizer:
+def _open(start: BodyStart) -> Tokenizer:
     if start.tokenizer == BYTE_TOKENIZER:
         return ByteTokenizer(start.vocab_size)
     return HfTokenizer(Path(start.tokenizer))

@@ -25,7 +25,7 @@ from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import HttpContext, scoped_id
-from moonpool.api.preparation import Prepared
+from moonpool.api.preparation import PreparedCall
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.sampling import (
     ending_of,
@@ -54,7 +54,7 @@ class _Call:
     """One checked call and its limits."""
 
     context: HttpContext
-    prepared: Prepared
+    prepared: PreparedCall
     arrived_s: float
     slo: Slo
     timeout_s: float

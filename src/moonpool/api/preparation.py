@@ -42,7 +42,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCall:
     """A checked call. `prompts` holds token ids, `echoes` the text before each output.
 
     `grammar` constrains the output; "": nothing does. `original` is the body of an API other than
@@ -71,27 +71,27 @@ class Preparer:
         self.card = card
         self._prompts = PromptReader(self._tokenizer, card, self._options.thread_above_chars)
 
-    async def chat(self, raw: bytes) -> Prepared:
+    async def chat(self, raw: bytes) -> PreparedCall:
         return await self._of_chat(decode_body(CHAT, raw))
 
-    async def responses(self, raw: bytes) -> Prepared:
+    async def responses(self, raw: bytes) -> PreparedCall:
         body = decode_body(RESPONSES, raw)
         try:
             return await self._of_chat(as_chat(body), body)
         except ApiError as error:
             raise of_input(error) from None
 
-    async def messages(self, raw: bytes) -> Prepared:
+    async def messages(self, raw: bytes) -> PreparedCall:
         body = decode_body(MESSAGES, raw)
         return await self._of_chat(messages.as_chat(body), body)
 
-    async def completion(self, raw: bytes) -> Prepared:
+    async def completion(self, raw: bytes) -> PreparedCall:
         body = decode_body(COMPLETION, raw)
         self._check(body)
         most_prompts = max(1, self._options.max_choices // (body.n or 1))
         prompts = await self._prompts.read_completion(body, most_prompts)
         echoes = self._prompts.echoes(body, prompts) if body.echo else ()
-        return Prepared(body, prompts, await self._grammar(body, None), echoes=echoes)
+        return PreparedCall(body, prompts, await self._grammar(body, None), echoes=echoes)
 
     async def count_tokens(self, raw: bytes) -> bytes:
         """Returns the response with the number of prompt tokens of a message."""
@@ -140,12 +140,12 @@ class Preparer:
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=False)
         return msgspec.json.encode({"prompt": text})
 
-    async def _of_chat(self, body: ChatBody, original: Any = None) -> Prepared:
+    async def _of_chat(self, body: ChatBody, original: Any = None) -> PreparedCall:
         self._check(body)
         tools = Tools(body)
         prompt = await self._prompts.read_chat(body)
         grammar = await self._grammar(body, tools)
-        return Prepared(body, [prompt], grammar, tools, original=original)
+        return PreparedCall(body, [prompt], grammar, tools, original=original)
 
     def _check(self, body: ChatBody | CompletionBody) -> None:
         check_model(body.model, self._names)
