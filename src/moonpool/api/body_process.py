@@ -1,8 +1,8 @@
 """The process that reads large bodies: `python -m moonpool.api.body_process`.
 
 Frames of 4 length bytes and msgpack come on its standard input, and go to its standard output. The
-first one is `BodyStart`. It is a process and not a thread because decoding and chat templates hold the
-interpreter, so the head's loop would stand still for seconds.
+first one is `BodyStart`. It is a process and not a thread because decoding and chat templates hold
+the interpreter, so the head's loop would stand still for seconds.
 """
 
 from __future__ import annotations
