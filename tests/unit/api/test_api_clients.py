@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from scripted_head import ScriptedHead, call, chat, complete, events_of, spoken
 
+from moonpool.api import body_process
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.api.structured_output import grammar_of
@@ -160,4 +161,19 @@ def test_a_chat_template_may_be_given(tmp_path: Path, monkeypatch: pytest.Monkey
     make()
     tokenizer = made[0][2]
     assert isinstance(tokenizer, ByteTokenizer) and tokenizer.knows_tools
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
+
+
+def test_large_bodies_are_rendered_by_the_same_template() -> None:
+    start = body_process.BodyStart(
+        parent_pid=0,
+        tokenizer="bytes",
+        chat_template="<{{ messages[0].content }}>",
+        vocab_size=259,
+        card=ScriptedHead().card,
+        served_names=(),
+        max_choices=1,
+        max_logprobs=1,
+    )
+    tokenizer = body_process._open(start)
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
