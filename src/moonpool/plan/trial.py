@@ -21,8 +21,8 @@ from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
 from moonpool.sim.metrics import COMPLETED, Collector, rounded
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival, make_arrivals
+from moonpool.trace.resample import resample
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.trace.transform import resample
 from moonpool.types import RequestId, Role, Struct
 
 SAMPLE_S = 60.0  # of the simulation's own series, which the planner does not use
