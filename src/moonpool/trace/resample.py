@@ -103,7 +103,7 @@ class _Draw:
     def _renamed(
         self, number: int, blocks: tuple[int, ...], at_s: float, slot: int, reuse: _Reuse
     ) -> tuple[int, ...]:
-        prefix = self._known(blocks, slot)
+        prefix: Sequence[int] = self._known(blocks, slot)
         if len(prefix) < reuse.num_blocks:
             prefix = self._earlier(number, blocks, at_s, reuse) or prefix
         rest = len(blocks) - len(prefix)
