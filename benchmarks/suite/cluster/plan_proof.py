@@ -1,8 +1,8 @@
 """Is the cluster that `plan` names the cheapest? An exhaustive search up to a number of nodes.
 
 Every arrangement of prefill, decode and mixed instances with every chunk size, cache, SSD and
-eviction policy of the constants below, from which the plan chooses too, is decided, if it costs less than the named cluster by more
-than 3 %. A candidate is out if
+eviction policy of the constants below, from which the plan chooses too, is decided, if it costs
+less than the named cluster by more than 3 %. A candidate is out if
 
     arithmetic   a bound on what the hardware can do excludes its arrangement (plan/bounds.py),
     clear        the same arrangement and chunk size with the most cache and SSD of these prices
@@ -75,7 +75,7 @@ class PlanProof:
             planned = Planner(assessor, self._prepared, self._bounds).plan()
             plan_cpu_s, plan_runs = time.process_time() - began, planned.runs
             if planned.choice is None:
-                return {"named": None, "plan_cpu_s": round(plan_cpu_s, 1)}
+                return {"named": None, "right": False, "plan_cpu_s": round(plan_cpu_s, 1)}
             say(f"named {_words(planned.choice)} after {plan_runs:.0f} runs")
             self._search(assessor, planned.choice)
             kept = self._audit(assessor, audits)

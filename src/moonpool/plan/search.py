@@ -295,6 +295,7 @@ class Planner:
         like = rich.layout if rich.layout in self._chunks or not rich.mixed else "mixed"
         rich = msgspec.structs.replace(rich, chunk_tokens=self._chunks.get(like, rich.chunk_tokens))
         found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted)
+        self._chunks[rich.layout] = found.chunk_tokens
         if outcome.share < self._wanted and outcome.nearly():
             found, outcome = self._otherwise(found, outcome)
         if outcome.error:

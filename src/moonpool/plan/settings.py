@@ -52,7 +52,7 @@ def with_any_chunk(
             found = look([now])[0]
             if found.how_far() > best[1].how_far():
                 best = now, found
-            if found.how_far() <= so_far.how_far():
+            if found.how_far() < so_far.how_far():
                 break
             so_far = found
         if best[1].share >= wanted or (not outcome.nearly() and not one.mixed):
@@ -89,8 +89,8 @@ def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
     if smaller:
         less = change(best, cache_tokens=smaller[-1])
         found += [change(less, eviction=e) for e in steps.evictions if e != best.eviction]
-        chunks = [stepped(steps.chunks, best.chunk_tokens, step) for step in (-1, 1)]
-        found += [change(less, chunk_tokens=chunk) for chunk in chunks if chunk is not None]
+        others = [chunk for chunk in steps.chunks if chunk != best.chunk_tokens]
+        found += [change(less, chunk_tokens=chunk) for chunk in others]
     return found
 
 
