@@ -192,7 +192,7 @@ def serve_groups(workload: MooncakeWorkload, name: str, seed: int) -> ClusterNic
 
 
 def _believed(overrides: Overrides, whole: bool) -> Overrides:
-    """The Conductor's belief is fitted to prompts cut as they will be."""
+    """The Conductor's estimate is fitted to prompts cut as they will be."""
     engine = overrides["engine"]
     if whole:
         engine = {**engine, "chunk_tokens": VLLM_PROMPT_TOKENS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs
@@ -14,7 +15,7 @@ from moonpool.api.bodies import DetokenizeBody, TokenizeBody, decode_body, missi
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend
 from moonpool.api.generate import check_model
-from moonpool.api.http_context import HttpContext
+from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.prompts import PromptReader
 from moonpool.api.sampling import check_token_ids
 
@@ -22,7 +23,7 @@ _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 DEFAULT_HOT = 20
 MAX_HOT = 1000
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _PAGE = b"""moonpool
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models
@@ -47,7 +48,7 @@ class Inspector:
 
     async def models(self, context: HttpContext) -> None:
         data = [self._model(name) for name in self._names]
-        await _respond(context, {"object": "list", "data": data})
+        await _respond(context, {"object": "list", "data": data, "has_more": False})
 
     async def model(self, context: HttpContext) -> None:
         name = context.scope["path_params"]["model_id"]
@@ -55,7 +56,17 @@ class Inspector:
         await _respond(context, self._model(name))
 
     async def health(self, context: HttpContext) -> None:
-        await context.respond(200 if self._frontend.healthy() else 503, b"", b"text/plain")
+        await context.respond(503 if self._frontend.not_ready() else 200, b"", b"text/plain")
+
+    async def live(self, context: HttpContext) -> None:
+        """Answers as long as the server's loop turns: a supervisor restarts it otherwise."""
+        await _respond(context, {"live": True})
+
+    async def ready(self, context: HttpContext) -> None:
+        """For load balancers: 503 with the reason while requests should go elsewhere."""
+        reason = self._frontend.not_ready()
+        body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
+        await context.respond(503 if reason else 200, body)
 
     async def metrics(self, context: HttpContext) -> None:
         text = self._frontend.metrics_text()
@@ -88,13 +99,13 @@ class Inspector:
         request_id = given_id
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
-        found = self._frontend.explain(request_id)
+        found = self._frontend.explain(scoped_id(context.tenant, request_id))
         if found is None or not self._may_see(context, found):
             text = (
                 f"The request '{given_id[:200]}' is unknown. The server keeps recent requests only."
             )
             raise ApiError(text, status=404, param="request_id", code="request_not_found")
-        await _respond(context, found)
+        await _respond(context, found | {"request_id": request_id})
 
     async def tokenize(self, context: HttpContext) -> None:
         body = decode_body(_TOKENIZE, await self._read(context))
@@ -155,6 +166,10 @@ class Inspector:
             "root": card.model_id,
             "parent": None,
             "max_model_len": card.max_model_tokens,
+            # Anthropic's names
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
         }
 
 

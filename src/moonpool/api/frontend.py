@@ -96,7 +96,9 @@ class Frontend(Protocol):
 
     def server_info(self) -> dict[str, Any]: ...
 
-    def healthy(self) -> bool: ...
+    def not_ready(self) -> str:
+        """Returns why requests are not served now; "" if they are."""
+        ...
 
     def metrics_text(self) -> bytes:
         """Returns the Prometheus text of the head, with the workers' reported counters."""

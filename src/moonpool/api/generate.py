@@ -1,4 +1,5 @@
-"""The endpoints that generate: `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
+"""The endpoints that generate: `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
+`/v1/messages`.
 
 A call is read and checked, and becomes one `Request` per prompt and per `n`. The requests run side
 by side, and their increments become one JSON response or a stream of chunks. The status line is
@@ -18,13 +19,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moonpool.api import messages
 from moonpool.api.bodies import ChatBody, CompletionBody, check_unsupported, decode_body
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import HttpContext
+from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.prompts import PromptReader
-from moonpool.api.responses import ResponsesBody, ResponseWriter, as_chat, of_input, whole_response
+from moonpool.api.responses import ResponsesBody, ResponseWriter, as_chat, of_input
 from moonpool.api.sampling import (
     check_logprobs,
     check_ranges,
@@ -39,6 +41,7 @@ from moonpool.api.shapes import (
     ChunkWriter,
     CompletionShape,
     EventWriter,
+    ItemWriter,
     Shape,
     whole_answer,
 )
@@ -50,6 +53,8 @@ logger = logging.getLogger(__name__)
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _RESPONSES = msgspec.json.Decoder(ResponsesBody)
+_MESSAGES = msgspec.json.Decoder(messages.MessagesBody)
+_COUNT_TOKENS = msgspec.json.Decoder(messages.CountTokensBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +114,40 @@ class Generator:
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._names[0]
             writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0])
-            if body.stream:
-                await self._stream(context, choices, writer)
-                return
-            async with (
-                context.watch(),
-                aclosing(run_choices(choices, self._frontend)) as deltas,
-            ):
-                payload = whole_response(writer, [delta async for delta in deltas])
-            await context.respond(200, payload, headers=_timing_headers(choices[0]))
+            await self._write(context, bool(body.stream), choices, writer)
+
+    async def message(self, context: HttpContext) -> None:
+        arrived_s = self._frontend.now()
+        body = decode_body(_MESSAGES, await self._read(context))
+        chat = messages.as_chat(body)
+        self._check(chat)
+        tools = Tools(chat)
+        call = _Call(context, chat, [await self._prompts.read_chat(chat)], arrived_s, tools)
+        async with self._begun(call) as (request_id, choices):
+            model = body.model or self._names[0]
+            writer = messages.MessageWriter(f"msg_{request_id}", model, choices[0])
+            await self._write(context, bool(body.stream), choices, writer)
+
+    async def count_tokens(self, context: HttpContext) -> None:
+        """Returns the number of prompt tokens of a message."""
+        chat = messages.as_chat(decode_body(_COUNT_TOKENS, await self._read(context)))
+        check_model(chat.model, self._names)
+        Tools(chat)
+        prompt = await self._prompts.read_chat(chat)
+        await context.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
+
+    async def _write(
+        self, context: HttpContext, stream: bool, choices: Sequence[Choice], writer: ItemWriter
+    ) -> None:
+        """Runs the choice, and sends its events or its whole response."""
+        if stream:
+            await self._stream(context, choices, writer)
+            return
+        async with context.watch(), aclosing(run_choices(choices, self._frontend)) as deltas:
+            async for delta in deltas:
+                writer.events(delta)
+        payload = msgspec.json.encode(writer.whole())
+        await context.respond(200, payload, headers=_timing_headers(choices[0]))
 
     async def _read(self, context: HttpContext) -> bytes:
         options = self._options
@@ -159,15 +189,17 @@ class Generator:
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
         """Yields the call's request id and its choices, none of which is running yet."""
         grammar = await self._grammar(call)
-        request_id = call.context.request_id
-        if request_id in self._active:  # two calls may share an X-Request-Id; requests may not
-            request_id = f"{request_id}-{secrets.token_hex(4)}"
-        choices = self._choices(call, request_id, grammar)
-        self._active.add(request_id)
+        tenant, request_id = call.context.tenant, call.context.request_id
+        if scoped_id(tenant, request_id) in self._active:
+            # Two calls of a tenant may share an X-Request-Id; requests may not.
+            request_id = f"{request_id}-{secrets.token_hex(8)}"
+        scoped = scoped_id(tenant, request_id)
+        choices = self._choices(call, scoped, grammar)
+        self._active.add(scoped)
         try:
             yield request_id, choices
         finally:
-            self._active.discard(request_id)
+            self._active.discard(scoped)
 
     def _choices(self, call: _Call, request_id: str, grammar: str) -> list[Choice]:
         frontend, body, tools = self._frontend, call.body, call.tools
@@ -184,7 +216,7 @@ class Generator:
                 index = len(choices)
                 sampling = sampling_of(body, ending, grammar, max_tokens, seed + offset, card)
                 request = Request(
-                    request_id=RequestId(f"{request_id}-{index}" if index else request_id),
+                    request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,
                     sampling=sampling,
                     slo=slo,

@@ -30,6 +30,14 @@ def request_id_of(scope: Scope) -> str:
     return secrets.token_hex(12)
 
 
+def scoped_id(tenant: str, request_id: str) -> str:
+    """Returns the id within the server: no tenant's ids meet another's, whatever clients choose.
+
+    A further answer of the same call has "~1" and so on at its end, which no client's id contains.
+    """
+    return f"{tenant}/{request_id}" if tenant else request_id
+
+
 class HttpContext:
     """One HTTP request. The endpoint sets `tenant` after it has checked the API key."""
 

@@ -80,6 +80,12 @@ class EventWriter(Protocol):
         ...
 
 
+class ItemWriter(EventWriter, Protocol):
+    """Writes one response as events or as a whole, which the increments passed to `events` make."""
+
+    def whole(self) -> dict[str, Any]: ...
+
+
 class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"

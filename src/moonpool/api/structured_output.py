@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
-from moonpool.engine.grammar import LIMITS, matches_grammar
+from moonpool.engine.grammar import LIMITS, first_error, matches_grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -61,6 +61,9 @@ def grammar_of(
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if is_error:
         raise _unusable(name, messages[0])
+    trouble = first_error(grammar)
+    if trouble:
+        raise _unusable(name, trouble)
     if body.ignore_eos or body.min_tokens:
         other = "ignore_eos" if body.ignore_eos else "min_tokens"
         text = (
@@ -134,8 +137,9 @@ def _choice_grammar(choices: list[str]) -> str:
     if not 0 < len(choices) <= MOST_CHOICES or not all(choices):
         text = f"'structured_outputs.choice' needs 1 to {MOST_CHOICES} non-empty strings."
         raise ApiError(text, param="structured_outputs.choice")
+    # As one terminal, whose states are those of an automaton: texts that begin alike cost nothing.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return LLMatcher.grammar_from_lark(f"start: {texts}")
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
 
 
 def _object_grammar(wanted: bool) -> str:

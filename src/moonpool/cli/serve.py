@@ -41,6 +41,7 @@ _SHARED_KEYS = (
     "pool.ssd_tokens_per_instance",
     "pool.ssd_folder",
     "pool.prefix_caching",
+    "pool.eviction",
     "mooncake.master_server_address",
     "network.nixl",
     "slo.ttft_s",
@@ -64,6 +65,7 @@ _SHARED_KEYS = (
     "api.port",
     "api.api_keys",
     "api.request_timeout_s",
+    "api.drain_seconds",
     "api.max_body_bytes",
 )
 _SERVE_FLAGS = ConfigFlags(

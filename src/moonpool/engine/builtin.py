@@ -27,10 +27,12 @@ from moonpool.engine.checkpoint import (
     read_config,
     sampling_defaults,
 )
+from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.induction import InductionWeights
-from moonpool.engine.model import Weights
+from moonpool.engine.packing import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
-from moonpool.engine.spec import FAMILIES, ModelError, ModelSpec, tensor_shapes
+from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.tensors import tensor_shapes
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
@@ -170,9 +172,8 @@ def export_checkpoint(model: LoadedModel, folder: Path) -> None:
 
 
 def _config(spec: ModelSpec, dtype: str) -> dict[str, object]:
-    architecture = next(name for name, family in FAMILIES.items() if family == spec.family)
     return {
-        "architectures": [architecture],
+        "architectures": [FAMILIES[spec.family].architecture],
         "model_type": spec.family,
         "dtype": dtype,
         "torch_dtype": dtype,  # the older spelling, for readers of either

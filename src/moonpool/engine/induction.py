@@ -31,7 +31,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import ModelSpec, RopeSpec, tensor_shapes
+from moonpool.engine.spec import ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
 
 NAME = "moonpool/induction"
 BOS, EOS = 256, 257  # 258 is padding

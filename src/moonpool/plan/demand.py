@@ -97,7 +97,7 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
 def prefill_times_s(demand: Demand, node: NodeHardware) -> list[float]:
     """Returns the prefill time of each request on an idle instance with every possible hit."""
     pairs = zip(demand.input_tokens, demand.hit_tokens, strict=True)
-    return [node.belief.prefill_s(n, min(hit, n - 1)) for n, hit in pairs]
+    return [node.estimate.prefill_s(n, min(hit, n - 1)) for n, hit in pairs]
 
 
 def busiest_span(demand: Demand, work_s: Sequence[float]) -> Span:
@@ -133,7 +133,7 @@ def need_of(
     ranked = sorted(work_s)
     idle_ttft_s = ranked[min(ceil(wanted * len(ranked)), len(ranked)) - 1]
     context = demand.context_tokens
-    idle_tbt_s = decoder.belief.decode_step_s(1, round(context))
+    idle_tbt_s = decoder.estimate.decode_step_s(1, round(context))
     decode = _decode_instances(demand, len(inside) / length_s, decoder, config)
     return Need(prefill, decode, idle_ttft_s, idle_tbt_s)
 
@@ -148,7 +148,7 @@ def _decode_instances(
     while number < MOST_INSTANCES:
         batch = 1.0
         for _ in range(64):  # Little's law gives the batch
-            step_s = decoder.belief.decode_step_s(ceil(batch), ceil(batch * context))
+            step_s = decoder.estimate.decode_step_s(ceil(batch), ceil(batch * context))
             batch = rate_rps / number * answer * step_s
             if step_s > config.slo.tbt_s or batch > most:
                 break
@@ -161,8 +161,8 @@ def _decode_instances(
 def mixed_chunk_tokens(demand: Demand, node: NodeHardware, config: Config) -> int:
     """Returns the largest chunk with which 16 decodes in the same step still keep the TBT."""
     for chunk in reversed(CHUNK_STEPS):
-        chunk_s = node.belief.prefill_s(chunk, 0) - node.belief.prefill[0]
-        step_s = chunk_s + node.belief.decode_step_s(16, round(16 * demand.context_tokens))
+        chunk_s = node.estimate.prefill_s(chunk, 0) - node.estimate.prefill[0]
+        step_s = chunk_s + node.estimate.decode_step_s(16, round(16 * demand.context_tokens))
         if step_s <= config.slo.tbt_s:
             return chunk
     return CHUNK_STEPS[0]

@@ -31,6 +31,7 @@ from moonpool.engine.tokenizer import TokenizerError
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.fork_server import ForkServer
 from moonpool.runtime.head import Head
+from moonpool.runtime.head_drain import drain
 from moonpool.runtime.launcher import LocalLauncher
 
 log = logging.getLogger("moonpool")
@@ -98,6 +99,7 @@ async def running_cluster(
             launcher.start()
             pin_thread(shares[0].others if shares else ())
             await _wait_for_workers(head, launcher, stop)
+            launcher.note_started()
         else:
             log.info("waiting for workers at %s:%d", config.network.head_host, head_port)
         settle_memory()
@@ -109,6 +111,7 @@ async def running_cluster(
         yield f"http://{host}:{sock.getsockname()[1]}"
         if broken:
             raise ClusterError(broken[0])
+        await drain(head, config.api.drain_seconds)
     finally:
         server.should_exit = True
         if serving is not None:

@@ -42,6 +42,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         },
         "bubbles": _bubbles(nodes, simulated_s),
         "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
+        "cost_domain": _cost_domain(simulation, nodes),
         "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
         "simulated_s": rounded(simulated_s, 9),
         "wall_s": round(wall_s, 3),
@@ -106,6 +107,25 @@ def _learned(simulation: Simulation) -> dict[str, Any]:
             "changed": sum(value != 1.0 for value in values),
         }
         for kind, values in factors.items()
+    }
+
+
+def _cost_domain(simulation: Simulation, nodes: list[Node]) -> dict[str, Any] | None:
+    """What the cost was measured for, and what of this run lay outside; None if it was not
+    measured."""
+    domain = simulation.hardware.prefill.domain
+    if domain is None:
+        return None
+    figures = [node.engine.figures for node in nodes]
+    prefill = sum(each.outside_prefill_tokens for each in figures)
+    decode = sum(each.outside_decode_tokens for each in figures)
+    all_prefill = sum(each.prefill_tokens for each in figures)
+    all_decode = sum(each.decode_tokens for each in figures)
+    return {
+        "measured": msgspec.to_builtins(domain),
+        "outside_prefill_share": rounded(prefill / max(all_prefill, 1)),
+        "outside_decode_share": rounded(decode / max(all_decode, 1)),
+        "outside": simulation.hardware.prefill.outside_domain,
     }
 
 

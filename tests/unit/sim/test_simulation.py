@@ -13,6 +13,7 @@ import pytest
 
 import moonpool.sim.simulation as simulation_module
 from moonpool.config import Admission, Config, Placement, choices, parse_config
+from moonpool.cost.model import prompt_s
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import CONTROL_LATENCY_S, build_hardware
 from moonpool.sim.outcome import summarise
@@ -137,7 +138,7 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     simulation, figures = run(settings, [request])
     truth = simulation.hardware.prefill.ground_truth
     layout = simulation.hardware.layout
-    prefill_s = simulation.hardware.prefill.belief.prefill_s(2000, 0)
+    prefill_s = prompt_s(truth, 2000, 0, settings.engine.chunk_tokens)
     # The first token is seen when the second can follow: all KVCache is loaded for the decode.
     load_s = layout.blocks_for(2000) * layout.block_bytes
     load_s /= simulation.hardware.decode.pcie_bytes_per_s

@@ -23,6 +23,7 @@ namespace {
 constexpr int SPAN = 256;
 constexpr int SEGMENT = 8 * SPAN;  // engine/ops.py has the same number
 constexpr float EMPTY = -1e30f;    // below any score
+constexpr float LOG2_E = 1.44269504f;
 constexpr int ITEM_TILES = 56 / MAX_ROWS;
 constexpr int ITEM_ROWS = ITEM_TILES * MAX_ROWS;
 
@@ -45,6 +46,7 @@ struct Item {
 // State of the rows of one tile. A vector holds one number of every row: MAX_ROWS < W.
 struct Rows {
     int32_t limit[MAX_ROWS];  // tokens of context, own token included
+    int32_t first[MAX_ROWS];  // the first token in the window
     float highest[W];         // score so far, times scale
     float rescale[W];         // of what was summed before this span
     alignas(64) float sums[MAX_ROWS][W];
@@ -105,6 +107,22 @@ MP_INLINE void score(const Item<L>& it, const int32_t* q, int64_t begin, int64_t
             for (int v = 0; v < VECS; ++v)
                 store(it.scores + r * SPAN + (token - begin) + v * W, sums[r][v]);
         }
+    }
+}
+
+// Puts the cap on the scores of a span, and -infinity before each row's window.
+template <class L, int ROWS>
+void bound(const Item<L>& it, const Rows& rows, int64_t begin, int width) {
+    const float cap = it.call->soft_cap;
+    for (int r = 0; r < ROWS; ++r) {
+        float* scores = it.scores + r * SPAN;
+        if (cap > 0) {
+            const vf inside = set1(it.call->scale / cap), whole = set1(cap);
+            for (int i = 0; i < width; i += W)
+                store(scores + i, mul(tanhv(mul(load(scores + i), inside)), whole));
+        }
+        const int64_t unseen = least(rows.first[r] - begin, width);
+        for (int64_t i = 0; i < unseen; ++i) scores[i] = -INFINITY;
     }
 }
 
@@ -202,7 +220,8 @@ void tile(const Item<L>& it, Rows& rows, const int32_t* q, float* out, int64_t b
         score<L, ROWS, 2>(it, q, begin, end, fetch_two);
     else
         score<L, ROWS, 1>(it, q, begin, end, fetch_one);
-    soften<L, ROWS>(it, rows, begin, width, c.scale * 1.44269504f);
+    if (c.window || c.soft_cap > 0) bound<L, ROWS>(it, rows, begin, width);
+    soften<L, ROWS>(it, rows, begin, width, (c.soft_cap > 0 ? 1.f : c.scale) * LOG2_E);
     int64_t column = 0;
     if (2 * ROWS <= MAX_ROWS)
         for (; column + 4 * W <= c.head_dim; column += 4 * W)
@@ -250,6 +269,7 @@ public:
         it.folded = it.out + ITEM_ROWS * d;
         it.q = (int32_t*)(it.folded + ITEM_ROWS * d);
         it.context = 0;
+        first_seen_ = INT32_MAX;
         tiles_ = ceil_div(count, MAX_ROWS);
         const int64_t size = count / tiles_, larger = count % tiles_;
         for (int64_t i = 0; i <= tiles_; ++i) start_[i] = i * size + least(i, larger);
@@ -258,7 +278,9 @@ public:
     void run() {
         const int64_t d = c.head_dim, lanes = d / L::PACK;
         for (int64_t i = 0; i < tiles_; ++i) take_rows(i);
-        for (int64_t begin = begin_; begin < it.context; begin += SPAN) {
+        // Spans before all windows would leave the states as they are: see `Rows`.
+        const int64_t seen = first_seen_ / SPAN * SPAN;
+        for (int64_t begin = seen > begin_ ? seen : begin_; begin < it.context; begin += SPAN) {
             if (begin && begin % SEGMENT == 0) end_segments();
             for (int64_t i = 0; i < tiles_; ++i)
                 tile_for<L>((int)(start_[i + 1] - start_[i]))(
@@ -284,6 +306,8 @@ private:
             const int64_t at = start_[i] + r;
             const int64_t limit = c.positions[row0_ + (first_ + at) / group_] + 1;
             rows.limit[r] = (int32_t)least(limit, end_);
+            rows.first[r] = c.window && limit > c.window ? (int32_t)(limit - c.window) : 0;
+            first_seen_ = least(first_seen_, rows.first[r]);
             if (rows.limit[r] > it.context) it.context = rows.limit[r];
             const char* from = c.q + head(at) * d * sizeof(T);
             for (int64_t k = 0; k < lanes; ++k)
@@ -345,13 +369,24 @@ private:
             to[1] = total;
             memcpy(to + 2, out, d * sizeof(float));
         } else {
-            divide((T*)c.out + head(at) * d, out, total, d);
+            float fade = 1.f;
+            if (c.sinks) sink(c.sinks[head(at) % c.heads] * LOG2_E, highest, total, fade);
+            divide((T*)c.out + head(at) * d, out, total, d, fade);
         }
     }
 
+    // Adds the weight of a sink to the sum. What was summed counts `fade` times.
+    static void sink(float score, float highest, float& total, float& fade) {
+        const float now = score > highest ? score : highest;
+        float scales[2][W];
+        store(scales[0], exp2v(set1(highest - now))), store(scales[1], exp2v(set1(score - now)));
+        fade = scales[0][0];
+        total = total * fade + scales[1][0];
+    }
+
 public:
-    static void divide(T* to, const float* out, float total, int64_t d) {
-        const vf whole = set1(total > 0 ? 1.f / total : 0.f);
+    static void divide(T* to, const float* out, float total, int64_t d, float fade = 1.f) {
+        const vf whole = set1(total > 0 ? fade / total : 0.f);
         for (int64_t j = 0; j < d; j += W) L::store(to + j, mul(load(out + j), whole));
     }
 
@@ -360,7 +395,7 @@ private:
     const Part& p;
     const int64_t kv_head_, first_, count_, group_, row0_, begin_, end_;
     Item<L> it;
-    int64_t tiles_;
+    int64_t tiles_, first_seen_;
     int64_t start_[ITEM_TILES + 1];
     Rows rows_[ITEM_TILES];
 };

@@ -26,7 +26,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear_int8": (*[_POINTER] * 5, *[_INT64] * 3, _INT),
     "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
-    "silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _INT),
+    "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _FLOAT, _FLOAT, _INT),
+    "soft_cap": (_POINTER, _POINTER, _INT64, _FLOAT, _INT),
     "rope_store": (ctypes.c_char_p, _INT),
     "rope": (ctypes.c_char_p, _INT),
     "store": (ctypes.c_char_p, _INT),
@@ -37,8 +38,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
 ROPE_CALL = struct.Struct("@10P10qf")
 STORE_CALL = struct.Struct("@5P7q")
-ATTEND_CALL = struct.Struct("@6P8qf")
-PART_TAIL = struct.Struct("=4x5Q")  # follows an ATTEND_CALL, after padding to its alignment
+ATTEND_CALL = struct.Struct("@7P9q2f")
+PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
 MERGE_CALL = struct.Struct("@4P4q")
 STATE_FLOATS = 32  # in the state of one row and head, plus two times head_dim
 _TYPES = {torch.float32: "f32", torch.bfloat16: "b16"}
@@ -55,13 +56,14 @@ class Kernels:
         "add_rms_norm",
         "attend",
         "attend_part",
+        "glu",
         "linear",
         "linear_int8",
         "merge",
         "rms_norm",
         "rope",
         "rope_store",
-        "silu_mul",
+        "soft_cap",
         "store",
     )
 
@@ -70,7 +72,8 @@ class Kernels:
         self.linear_int8 = _bind(library, "linear_int8", kind, isa)
         self.rms_norm = _bind(library, "rms_norm", kind, isa)
         self.add_rms_norm = _bind(library, "add_rms_norm", kind, isa)
-        self.silu_mul = _bind(library, "silu_mul", kind, isa)
+        self.glu = _bind(library, "glu", kind, isa)
+        self.soft_cap = _bind(library, "soft_cap", "", isa)
         self.rope_store = _bind(library, "rope_store", kind, isa)
         self.rope = _bind(library, "rope", kind, isa)
         self.store = _bind(library, "store", kind, isa)
@@ -80,7 +83,7 @@ class Kernels:
 
 
 def _bind(library: ctypes.CDLL, name: str, kind: str, isa: str) -> Call:
-    function = library[f"moonpool_{name}_{kind}_{isa}"]
+    function = library["_".join(filter(None, ("moonpool", name, kind, isa)))]
     function.argtypes = _SIGNATURES[name]
     function.restype = _INT
     return function

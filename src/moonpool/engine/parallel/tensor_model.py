@@ -17,8 +17,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from moonpool.engine.model import DecoderModel, Weights
+from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
+from moonpool.engine.packing import Weights
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
 from moonpool.engine.slices import shard_cache
 from moonpool.engine.spec import ModelError, ModelSpec
@@ -27,6 +28,11 @@ from moonpool.engine.step import BeforeAttend, LayerDone
 
 def check_shards(spec: ModelSpec, num_shards: int) -> None:
     """Raises ModelError if the KV heads do not divide evenly into `num_shards`."""
+    if num_shards > 1 and spec.qk_norm == "all":
+        raise ModelError(
+            "the model norms q and k over all heads, which ranks cannot share out; "
+            "use --tensor-parallel-size 1"
+        )
     heads = spec.num_kv_heads
     if heads % num_shards:
         most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
@@ -45,13 +51,14 @@ def load_shards(
     shards: list[DecoderModel] = []
     for shard in own:
         cut = _ShardWeights(spec, weights, shard, num_shards)
-        rope = shards[0].rope if shards else None
-        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, rope=rope))
+        ropes = shards[0].ropes if shards else None
+        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, ropes=ropes))
     return shards
 
 
 class _ShardWeights:
-    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down.
+    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down, and
+    its experts whole.
 
     Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
     """
@@ -61,11 +68,18 @@ class _ShardWeights:
         self._shard = shard
         self._num_shards = num_shards
         ffn = _share(spec.intermediate_size, shard, num_shards)
+        self._shared = range(0)
+        experts = spec.experts
+        if experts is not None:
+            self._shared = _share(experts.shared_size, shard, num_shards)
+            own = _share(experts.count, shard, num_shards)
+            experts = replace(experts, shared_size=len(self._shared), own=(own.start, own.stop))
         self.spec = replace(
             spec,
             num_heads=spec.num_heads // num_shards,
             num_kv_heads=spec.num_kv_heads // num_shards,
             intermediate_size=len(ffn),
+            experts=experts,
         )
         self._ffn = ffn
 
@@ -76,13 +90,19 @@ class _ShardWeights:
         if module in ("q_proj", "k_proj", "v_proj"):
             mine = _share(whole.shape[0], self._shard, self._num_shards)
             return whole[mine.start : mine.stop].clone()
+        if kind == "sinks":
+            mine = _share(whole.shape[0], self._shard, self._num_shards)
+            return whole[mine.start : mine.stop].clone()
+        if ".mlp.experts." in name:
+            return whole
+        ffn = self._shared if ".mlp.shared_experts." in name else self._ffn
         if module in ("gate_proj", "up_proj"):
-            return whole[self._ffn.start : self._ffn.stop].clone()
+            return whole[ffn.start : ffn.stop].clone()
         if module not in ("o_proj", "down_proj"):
             return whole
         if kind == "bias":
             return whole if self._shard == 0 else whole.zero_()
-        mine = self._ffn
+        mine = ffn
         if module == "o_proj":
             mine = _share(whole.shape[1], self._shard, self._num_shards)
         return whole[:, mine.start : mine.stop].contiguous()
