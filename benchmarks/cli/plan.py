@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,7 +44,7 @@ def plan(
     from benchmarks.suite.cluster.plan_workloads import PROOF_WORKLOADS
     from moonpool.config import ConfigError
 
-    chosen = [n for n in (numbers or range(1, len(PROOF_WORKLOADS) + 1))]
+    chosen = list(numbers or range(1, len(PROOF_WORKLOADS) + 1))
     if max(chosen) > len(PROOF_WORKLOADS):
         fail(f"--workload must be 1 to {len(PROOF_WORKLOADS)}")
     found = _found_before(json_file, requests, nodes)
@@ -66,7 +67,7 @@ def plan(
     click.echo(f"{sum(one['right'] for one in found.values())} of {len(found)} within 3 %")
 
 
-def _verdict(row: dict[str, object]) -> str:
+def _verdict(row: dict[str, Any]) -> str:
     if row["named"] is None:
         return "no cluster was named"
     searched = f"{row['searched']}, audit: {row['audited_kept']} of {row['audited']} keep the SLOs"
@@ -75,7 +76,7 @@ def _verdict(row: dict[str, object]) -> str:
     return f"a cheaper one keeps the SLOs: {row['cheaper']} ({searched})"
 
 
-def _found_before(json_file: str | None, requests: int, nodes: int) -> dict[str, dict[str, object]]:
+def _found_before(json_file: str | None, requests: int, nodes: int) -> dict[str, dict[str, Any]]:
     """Returns the workloads of an earlier run with the same sizes."""
     import json
 
@@ -84,5 +85,5 @@ def _found_before(json_file: str | None, requests: int, nodes: int) -> dict[str,
     before = json.loads(Path(json_file).read_bytes())
     if (before.get("requests"), before.get("nodes")) != (requests, nodes):
         return {}
-    found: dict[str, dict[str, object]] = before.get("workloads", {})
+    found: dict[str, dict[str, Any]] = before.get("workloads", {})
     return found

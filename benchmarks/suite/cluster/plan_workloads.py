@@ -25,11 +25,15 @@ class ProofWorkload(NamedTuple):
     devices: str = A800
     ttft_s: float = 30.0
     tbt_s: float = 0.1
+    times: int = 1  # as many requests as of the others
 
     def rows(self, num_requests: int) -> tuple[TraceRow, ...]:
-        """The first `num_requests` requests."""
+        """The first `num_requests` requests, or a multiple of them."""
         found = generate(
-            self.profile, num_requests=num_requests, seed=self.seed, rate_rps=self.rate_rps
+            self.profile,
+            num_requests=num_requests * self.times,
+            seed=self.seed,
+            rate_rps=self.rate_rps,
         )
         return tuple(found)
 
@@ -59,6 +63,8 @@ PROOF_WORKLOADS = (
     ProofWorkload("papers, nothing shared", BUILT_IN["arxiv-sum"], 2.2, 19),
     ProofWorkload("long documents, nothing shared", DOCUMENTS, 1.5, 20, H100),
     ProofWorkload("chats, long answers", CHATS, 2.5, 21),
-    ProofWorkload("short, bursty, no hashes", _with(_SHORT, **_BURSTY), 12.0, 22, H100, 2.0, 0.05),
+    ProofWorkload(
+        "short, bursty, no hashes", _with(_SHORT, **_BURSTY), 50.0, 22, H100, 2.0, 0.03, 4
+    ),
 )
 """Bursty ones and ones without hashes, short and long prompts, hot and cold caches."""

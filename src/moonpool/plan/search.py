@@ -159,6 +159,8 @@ class Planner:
 
     def _look(self, candidates: Sequence[Candidate]) -> list[Outcome]:
         """Simulates, and takes the cheapest that keeps the SLOs as the best."""
+        if not candidates:
+            return []
         best = "" if self._best is None else f"; best so far {self._named(self._best)}"
         self._assessor.doing = f"{self._stage}, {candidates[0].counts}{best}"
         outcomes = self._assessor.look(candidates)

@@ -98,7 +98,7 @@ def planned(
     return Planner(used, prepared(kinds), cast("Bounds", MadeUpBounds())).plan(), used
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     prefill=st.floats(1.2, 5),
     decode=st.floats(0.5, 3),
@@ -106,6 +106,7 @@ def planned(
     cache=st.floats(0.0, 1.0),
     b=st.floats(1.0, 6.0),
 )
+@example(prefill=3.0, decode=1.0, faster=1.0, cache=1.0, b=1.0)  # no cache is left to reduce
 @example(prefill=4.4375, decode=2.4375, faster=1.0, cache=0.0, b=1.0)
 def test_nothing_next_to_the_choice_is_cheaper_and_meets(
     prefill: float, decode: float, faster: float, cache: float, b: float
