@@ -121,6 +121,8 @@ class ApiOptions:
     max_logprobs: int = 20
     thread_above_chars: int = 16_384  # longer texts are tokenised in a thread
     body_timeout_s: float = 30.0
+    tokenizer: str = ""
+    """Names the tokenizer for the processes that read large bodies; "": there are none."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):

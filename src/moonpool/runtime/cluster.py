@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from moonpool.api.app import PortError, http_server, listen, make_app
+from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values
@@ -76,7 +77,7 @@ async def running_cluster(
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
         raise ClusterError(str(error)) from None
-    head = _make_head(config, secret)
+    head, tokenizer = _make_head(config, secret)
     try:
         head_port = await head.start()
     except OSError as error:
@@ -84,7 +85,9 @@ async def running_cluster(
         network = config.network
         text = f"cannot listen for workers at {network.head_host}:{network.head_port}: {error}"
         raise ClusterError(text) from None
-    server = http_server(make_app(head, _api_options(config)))
+    options = _api_options(config, tokenizer)
+    bodies = BodyReader(head, options)
+    server = http_server(make_app(head, options, bodies))
     unpinned = [core.number for core in read_cores()]
     serving: asyncio.Task[None] | None = None
     launcher: LocalLauncher | None = None
@@ -116,6 +119,7 @@ async def running_cluster(
         server.should_exit = True
         if serving is not None:
             await asyncio.wait([serving])
+        bodies.close()
         await head.stop()
         if launcher is not None:
             await launcher.stop()
@@ -174,7 +178,8 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes) -> Head:
+def _make_head(config: Config, secret: bytes) -> tuple[Head, str]:
+    """Returns the head, and the name of its tokenizer."""
     try:
         read = model_info_without_weights if config.engine.kind == "vllm" else model_info
         model = read(config.model.name, config.model.dtype)
@@ -199,17 +204,18 @@ def _make_head(config: Config, secret: bytes) -> Head:
         sampling=dict(model.sampling),
     )
     try:
-        return Head(config, card, tokenizer, secret)
+        return Head(config, card, tokenizer, secret), model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
 
 
-def _api_options(config: Config) -> ApiOptions:
+def _api_options(config: Config, tokenizer: str) -> ApiOptions:
     keys = config.api.api_keys
     return ApiOptions(
         api_keys={key: f"key{i}" for i, key in enumerate(keys)},
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
+        tokenizer=tokenizer,
     )
 
 
