@@ -158,14 +158,8 @@ def plan(
         workload, priced = _workload(rows, block_tokens, base, kinds, catalogue_file, prices_file)
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
-        goal = PlanGoal(
-            options["attainment"],
-            options["confidence"],
-            options["seeds"],
-            options["runs"],
-            options["seed"],
-            options["time_limit_s"],
-        )
+        names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
+        goal = PlanGoal(*(options[name] for name in names))
         for reason in prepared.left_out:
             click.echo(f"left out: {reason}")
         with Workforce(workload, processes or num_cores()) as workforce:
