@@ -64,7 +64,7 @@ PROOF_WORKLOADS = (
     ProofWorkload("long documents, nothing shared", DOCUMENTS, 1.5, 20, H100),
     ProofWorkload("chats, long answers", CHATS, 2.5, 21),
     ProofWorkload(
-        "short, bursty, no hashes", _with(_SHORT, **_BURSTY), 20.0, 22, H100, 5.0, 0.03, 4
+        "short, bursty, no hashes", _with(_SHORT, **_BURSTY), 10.0, 22, H100, 5.0, 0.03, 4
     ),
 )
 """Bursty ones and ones without hashes, short and long prompts, hot and cold caches."""
