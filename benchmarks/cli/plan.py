@@ -20,7 +20,7 @@ from moonpool.cli.output import fail, origin, write_json
     help="Only the workload with this number, from 1 on; repeat for more.",
 )
 @click.option(
-    "--requests", type=COUNT, default=240, show_default=True, help="Requests of each workload."
+    "--requests", type=COUNT, default=160, show_default=True, help="Requests of each workload."
 )
 @click.option(
     "--nodes", type=COUNT, default=8, show_default=True, help="Most instances that are searched."
@@ -28,7 +28,7 @@ from moonpool.cli.output import fail, origin, write_json
 @click.option(
     "--audits",
     type=click.IntRange(min=0),
-    default=6,
+    default=4,
     show_default=True,
     help="Simulate this many of the candidates that were excluded without a simulation.",
 )

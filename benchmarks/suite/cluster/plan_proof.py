@@ -43,6 +43,8 @@ ALIKE = 0.002
 CACHES = (125_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 SSDS = (0, 4_000_000)
 EVICTIONS = ("lru", "length-aware")
+DRAWS = 3
+"""Further samples that the plan simulates, and as many and one fresh ones."""
 change = msgspec.structs.replace
 
 
@@ -58,7 +60,7 @@ class PlanProof:
         self._base = truth_for(base, kinds, None)
         self._priced = Priced(parse_prices(), shape.kv_bytes_per_token)
         self._max_nodes = max_nodes
-        goal = PlanGoal()
+        goal = PlanGoal(num_draws=DRAWS)
         self._goal = goal
         prepared = prepare(workload, self._base, kinds, self._priced, goal.wanted)
         self._prepared = change(prepared, steps=_fewer(prepared.steps))
@@ -79,7 +81,7 @@ class PlanProof:
             say(f"named {_words(planned.choice)} after {plan_runs:.0f} runs")
             self._search(assessor, planned.choice)
             kept = self._audit(assessor, audits)
-            fresh = change(self._goal, first_seed=FRESH_SEEDS_FROM, num_draws=4)
+            fresh = change(self._goal, first_seed=FRESH_SEEDS_FROM)
             checked = check(planned.choice, Assessor(workforce, self._base, fresh, self._priced))
             runs = assessor.runs - plan_runs
         best = min(self._found, key=self._priced.usd_per_h, default=None)

@@ -29,7 +29,7 @@ WINDOWS = (1 / 1, 1 / 6, 1 / 24, 1 / 96)
 """Lengths of windows as shares of the trace."""
 
 
-class LeastWork(Struct, frozen=True):
+class RequestWork(Struct, frozen=True):
     """Least seconds of each request on one prefill or mixed, and on one decoding instance."""
 
     prefill_s: np.ndarray
@@ -48,7 +48,7 @@ class Bounds:
         self._new = np.maximum(self._input - np.array(demand.hit_tokens), 1)
         self._output = np.array(demand.output_tokens)
         self._duration_s = max(demand.duration_s, 1e-9)
-        self._works: dict[object, LeastWork | None] = {}
+        self._works: dict[object, RequestWork | None] = {}
         self._missed: dict[object, int] = {}
 
     def load(self, one: Candidate) -> float:
@@ -82,7 +82,7 @@ class Bounds:
             misses = max(misses, self._missed[key])
         return 1.0 - misses / len(self._arrived_s)
 
-    def _decode_s(self, one: Candidate, work: LeastWork) -> np.ndarray:
+    def _decode_s(self, one: Candidate, work: RequestWork) -> np.ndarray:
         return np.minimum(work.decode_s, work.mixed_decode_s) if one.mixed else work.decode_s
 
     def _misses(self, work_s: np.ndarray, num_instances: int, slack_s: float) -> int:
@@ -101,7 +101,7 @@ class Bounds:
             most = max(most, missed)
         return most
 
-    def _work(self, one: Candidate) -> LeastWork | None:
+    def _work(self, one: Candidate) -> RequestWork | None:
         """Returns the work; None for hardware that cannot exist."""
         key = _hardware_key(one)
         if key not in self._works:
@@ -113,7 +113,7 @@ class Bounds:
                 self._works[key] = None
             else:
                 node = hardware.prefill
-                self._works[key] = LeastWork(
+                self._works[key] = RequestWork(
                     SURE * self._prefill_s(node.ground_truth),
                     SURE * self._decodes_s(hardware.decode if one.decode else node),
                     SURE * self._decodes_s(node),
