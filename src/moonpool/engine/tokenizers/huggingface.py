@@ -55,10 +55,13 @@ class HfTokenizer:
     def __init__(self, source: Path | TokenizerParts):
         """`source` is a folder, or what another file holds. Raises `TokenizerError`."""
         parts = _folder_parts(source) if isinstance(source, Path) else source
+        self._special_tokens = dict(parts.special_tokens)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(parts.source)
         except Exception as error:
-            raise TokenizerError(f"the tokenizer in {parts.where} is bad: {error}") from None
+            raise TokenizerError(
+                f"the tokenizer of {parts.where} cannot be read: {error}"
+            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -114,6 +117,14 @@ class HfTokenizer:
             return DiffTextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped)
+
+    @property
+    def knows_tools(self) -> bool:
+        return self._chat.knows_tools
+
+    def use_chat_template(self, source: str) -> None:
+        self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
+        self.tool_template = source
 
     def render_chat(
         self,
