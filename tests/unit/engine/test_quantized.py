@@ -11,7 +11,7 @@ from moonpool.engine import native
 from moonpool.engine.native.library import ISAS
 from moonpool.engine.quantized.formats import FORMATS, dequantize
 from moonpool.engine.quantized.linear import QuantizedLinear
-from moonpool.engine.quantized.matrix import QuantizedMatrix, Rows, lookup, stacked
+from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows, lookup, stacked
 from tests.unit.engine.gguf_files import random_groups
 
 # SHA-256 of what the Python package `gguf` 0.19.0 dequantizes of `random_groups(format, 8)`
@@ -35,7 +35,7 @@ def matrix(name: str, out: int, dtype: torch.dtype, seed: int = 0) -> QuantizedM
     format = FORMATS[name]
     groups = 3 if format.group == 256 else 19
     data = torch.from_numpy(random_groups(format, out * groups, seed)).view(out, -1)
-    return QuantizedMatrix((Rows(format, data),), dtype)
+    return QuantizedMatrix((StoredRows(format, data),), dtype)
 
 
 @pytest.mark.parametrize("name", GGML)

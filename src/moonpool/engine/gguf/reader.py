@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.quantized.formats import FORMATS
-from moonpool.engine.quantized.matrix import Rows
+from moonpool.engine.quantized.matrix import StoredRows
 from moonpool.engine.spec import ModelError
 
 MAGIC = b"GGUF"
@@ -82,11 +82,11 @@ class GgufFile:
         dtype = next(dtype for dtype in _PLAIN.values() if _name_of(dtype) == entry.kind)
         return self.data[entry.begin : entry.end].view(dtype).view(entry.shape)
 
-    def rows(self, name: str) -> Rows:
+    def rows(self, name: str) -> StoredRows:
         """A quantized tensor's rows; their bytes stay in the mapped file."""
         entry = self.tensors[name]
         data = self.data[entry.begin : entry.end]
-        return Rows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+        return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
 
 
 def _name_of(dtype: torch.dtype) -> str:

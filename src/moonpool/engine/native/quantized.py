@@ -16,7 +16,7 @@ from torch import Tensor
 from moonpool.engine.native.library import Call
 from moonpool.engine.native.linear import PANEL, PackedMemory
 from moonpool.engine.quantized.formats import Decoded, Format
-from moonpool.engine.quantized.matrix import QuantizedMatrix, Rows
+from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows
 
 BLOCK = 32
 """Weights in a record, as in linear_quantized.cpp."""
@@ -100,12 +100,12 @@ def _padded(bias: Tensor) -> Tensor:
     return padded
 
 
-def _joined(parts: Sequence[Rows]) -> list[Rows]:
+def _joined(parts: Sequence[StoredRows]) -> list[StoredRows]:
     """Adjacent parts of one format as one part. That copies them."""
-    joined: list[Rows] = []
+    joined: list[StoredRows] = []
     for part in parts:
         if joined and joined[-1].format is part.format:
-            joined[-1] = Rows(part.format, torch.cat((joined[-1].data, part.data)))
+            joined[-1] = StoredRows(part.format, torch.cat((joined[-1].data, part.data)))
         else:
             joined.append(part)
     return joined
@@ -116,7 +116,7 @@ def _form(format: Format) -> int:
     return _FORMS.index((format.bits, scales, format.has_minimum))
 
 
-def _pack(rows: Rows, memory: PackedMemory) -> _Packed:
+def _pack(rows: StoredRows, memory: PackedMemory) -> _Packed:
     format, out = rows.format, len(rows.data)
     blocks = rows.width // BLOCK
     panels = -(-out // PANEL)
@@ -133,13 +133,13 @@ def _pack(rows: Rows, memory: PackedMemory) -> _Packed:
     return _Packed(_form(format), weight, out, format.offset)
 
 
-def _panels(rows: Rows, blocks: int) -> Tensor:
+def _panels(rows: StoredRows, blocks: int) -> Tensor:
     """Rows of one format -> [panels, bytes of a panel] uint8. Missing rows become zeros."""
     format = rows.format
     missing = -len(rows.data) % PANEL
     if missing:
         data = torch.cat((rows.data, rows.data.new_zeros(missing, rows.data.shape[1])))
-        rows = Rows(format, data)
+        rows = StoredRows(format, data)
     decoded = format.decode(rows.groups())
     panels = len(rows.data) // PANEL
     numbers = _words(decoded.numbers.view(-1, BLOCK), format.bits)

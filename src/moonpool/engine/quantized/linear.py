@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonpool.engine.int8 import GROUP, rounded_rows
 from moonpool.engine.quantized.formats import scales_and_minimums
-from moonpool.engine.quantized.matrix import QuantizedMatrix, Rows
+from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows
 
 
 class QuantizedLinear:
@@ -33,7 +33,7 @@ class QuantizedLinear:
 class _Part:
     """Rows of one format: numbers [out, sub-groups, sub] and scales [out, sub-groups]."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: StoredRows) -> None:
         out = len(rows.data)
         decoded = rows.format.decode(rows.groups())
         scales, minimums = scales_and_minimums(rows.format, decoded)

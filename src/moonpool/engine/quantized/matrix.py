@@ -19,7 +19,7 @@ from moonpool.engine.quantized.formats import Format, dequantize
 CHUNK_ELEMENTS = 1 << 20
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows in one format. data: [rows, groups * format.bytes] uint8."""
 
     format: Format
@@ -34,10 +34,10 @@ class Rows(NamedTuple):
         """[rows * groups, format.bytes] uint8."""
         return self.data.reshape(-1, self.format.bytes)
 
-    def chunks(self, multiple: int = 1) -> list[Rows]:
+    def chunks(self, multiple: int = 1) -> list[StoredRows]:
         """The same rows in pieces that fit a cache, each a `multiple` of rows but the last."""
         share = max(CHUNK_ELEMENTS // self.width // multiple, 1) * multiple
-        return [Rows(self.format, piece) for piece in self.data.split(share)]
+        return [StoredRows(self.format, piece) for piece in self.data.split(share)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class QuantizedMatrix:
     `dtype` is the model's, in which the matrix is used where no kernel reads its format.
     """
 
-    parts: tuple[Rows, ...]
+    parts: tuple[StoredRows, ...]
     dtype: torch.dtype
 
     @property
@@ -73,29 +73,29 @@ class QuantizedMatrix:
 
     def rows(self, start: int, stop: int) -> QuantizedMatrix:
         """Rows `start` to `stop` (not included)."""
-        kept: list[Rows] = []
+        kept: list[StoredRows] = []
         at = 0
         for part in self.parts:
             first, last = max(start - at, 0), min(stop - at, len(part.data))
             if first < last:
-                kept.append(Rows(part.format, part.data[first:last]))
+                kept.append(StoredRows(part.format, part.data[first:last]))
             at += len(part.data)
         return QuantizedMatrix(tuple(kept), self.dtype)
 
     def reordered(self, order: Tensor) -> QuantizedMatrix:
         """A copy with the rows in another order. Only for a matrix of one part."""
         (part,) = self.parts
-        return QuantizedMatrix((Rows(part.format, part.data[order]),), self.dtype)
+        return QuantizedMatrix((StoredRows(part.format, part.data[order]),), self.dtype)
 
     def columns(self, start: int, stop: int) -> QuantizedMatrix | None:
         """Columns `start` to `stop` (not included); None if they are no borders of groups."""
-        kept: list[Rows] = []
+        kept: list[StoredRows] = []
         for part in self.parts:
             group, size = part.format.group, part.format.bytes
             if start % group or stop % group:
                 return None
             kept.append(
-                Rows(part.format, part.data[:, start // group * size : stop // group * size])
+                StoredRows(part.format, part.data[:, start // group * size : stop // group * size])
             )
         return QuantizedMatrix(tuple(kept), self.dtype)
 
@@ -124,5 +124,5 @@ def lookup(matrix: Matrix, ids: Tensor) -> Tensor:
     if isinstance(matrix, Tensor):
         return F.embedding(ids, matrix)
     (part,) = matrix.parts
-    found = Rows(part.format, part.data[ids])
+    found = StoredRows(part.format, part.data[ids])
     return dequantize(found.format, found.groups()).view(len(ids), -1).to(matrix.dtype)
