@@ -66,6 +66,9 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    chat_template: Annotated[
+        str, about("File with a chat template (Jinja) in place of the model's own.")
+    ] = ""
 
 
 class ClusterConfig(Struct, frozen=True):
@@ -435,10 +438,26 @@ class ApiConfig(Struct, frozen=True):
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        about(
+            "Let web pages of this origin call the API, such as https://example.org; * means all.",
+            "--allowed-origin",
+        ),
+    ] = ()
     request_timeout_s: Annotated[
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),
     ] = 600.0
+    drain_seconds: Annotated[
+        float,
+        about(
+            "Seconds that running answers may take to end when the head is told to stop.",
+            "--drain-seconds",
+            ge=0,
+            le=86_400,
+        ),
+    ] = 25.0
 
 
 class Config(Struct, frozen=True):

@@ -106,6 +106,51 @@ CASES = {
             },
         },
     ),
+    "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": Case(
+        "Mixtral",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "sliding_window": 31,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "qwen3-moe": Case(
+        "Qwen3Moe",
+        {
+            "num_experts": 11,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "head_dim": 48,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-moe-sparse": Case(
+        "Qwen3Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 33,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": Case(
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            "head_dim": 32,
+            "pad_token_id": 0,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "olmo2": Case("Olmo2", {"head_dim": 16, "pad_token_id": 0, "num_key_value_heads": 1}),
     "granite": Case(
         "Granite",
@@ -149,11 +194,14 @@ def save(case: Case, folder: Path) -> Any:
     config = getattr(transformers, f"{case.family}Config")(**{**SIZE, **case.changes})
     torch.manual_seed(0)
     config._attn_implementation = "eager"  # the only one that has caps and sinks
+    config._experts_implementation = "eager"  # the only one for any size
     name = case.family.removesuffix("Text")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        elif "sinks" in name:
+            torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         # Both dtypes see the same weights. Not model.to(): that would round the RoPE buffers too.

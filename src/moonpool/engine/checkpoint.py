@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moonpool.engine.model_config import parse_config
+from moonpool.engine.families.config import parse_config
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.tensors import StoredTensor, stored_as, stored_shapes, tensor_shapes
+from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
@@ -56,7 +56,7 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     files = _tensor_files(folder)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     _check_tensors(spec, files, headers)
-    weights = CheckpointWeights(files, dtype, places_of(spec))
+    weights = CheckpointWeights(files, dtype, stored_tensors(spec))
     return Checkpoint(folder, spec, weights, _fingerprint(spec, files, headers))
 
 
@@ -75,13 +75,10 @@ class CheckpointWeights:
         place = self._places[name]
         with safe_open(self._files[place.name], framework="pt") as opened:
             tensor: Tensor = place.take(opened.get_tensor(place.name))
+        # A choice between experts must not turn on a rounded bias.
+        dtype = torch.float32 if name.endswith(".correction") else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
-        return tensor.to(self._dtype, copy=True)
-
-
-def places_of(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Where a checkpoint stores each of the model's tensors."""
-    return {name: stored_as(spec, name) for name in tensor_shapes(spec)}
+        return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

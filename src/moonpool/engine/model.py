@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.layers import Weights, norm_weight, pack_layer
+from moonpool.engine.layers import pack_layer
 from moonpool.engine.ops import (
     AttendArgs,
     HeadShape,
@@ -21,6 +21,7 @@ from moonpool.engine.ops import (
     RopeTable,
     StepMeta,
 )
+from moonpool.engine.packing import Weights, norm_weight
 from moonpool.engine.rope import no_rope, rope_table
 from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
 from moonpool.engine.step import BeforeAttend, LayerDone

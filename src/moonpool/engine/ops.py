@@ -115,9 +115,15 @@ class AttendArgs(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """The activation of a gated MLP. `kind` is "silu" or "gelu_tanh" (GELU by tanh)."""
+    """The activation of a gated MLP. `kind` is "silu", "gelu_tanh" (GELU by tanh) or "clamped".
+
+    "clamped" (gpt-oss): gate <= limit, -limit <= up <= limit; gate * sigmoid(alpha * gate) *
+    (up + 1).
+    """
 
     kind: str = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 SILU = Gate()
@@ -143,6 +149,10 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
+        ...
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """`linear` that is never quantized, for what decides discretely (routers)."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

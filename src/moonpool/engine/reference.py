@@ -60,6 +60,9 @@ class ReferenceOps:
             return Int8Linear(weight, bias)
         return _TiledLinear(weight.contiguous(), bias)
 
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return _TiledLinear(weight.contiguous(), bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -71,8 +74,13 @@ class ReferenceOps:
 
     def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
         x, up = gate_up.float().chunk(2, dim=-1)
-        steep = x if gate.kind == "silu" else GELU * (x + 0.044715 * x * x * x)
-        return (x / (1 + _exp(-steep)) * up).to(gate_up.dtype)
+        steep = x
+        if gate.kind == "gelu_tanh":
+            steep = GELU * (x + 0.044715 * x * x * x)
+        elif gate.kind == "clamped":
+            x, up = x.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit) + 1
+            steep = x * gate.alpha
+        return (x / (1 + exp(-steep)) * up).to(gate_up.dtype)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return _soft_cap(x, cap)
@@ -198,7 +206,7 @@ class SequenceAttention:
                 unseen |= keys <= positions - self._rule.window
             scores.masked_fill_(unseen, -torch.inf)
             new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-            weights, fade = _exp(scores - new_best), _exp(best - new_best)
+            weights, fade = exp(scores - new_best), exp(best - new_best)
             total = total * fade + weights.sum(-1, keepdim=True)
             out = out * fade + torch.stack([torch.bmm(tile, v) for tile in weights])
             best = new_best
@@ -223,7 +231,7 @@ def fold(state: State, later: State) -> State:
     best, total, out = state
     later_best, later_total, later_out = later
     now = torch.maximum(best, later_best)
-    fade, later_fade = _exp(best - now), _exp(later_best - now)
+    fade, later_fade = exp(best - now), exp(later_best - now)
     total = total * fade + later_total * later_fade
     return now, total, out * fade + later_out * later_fade
 
@@ -251,10 +259,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), for float32."""
-    return (2 / (1 + _exp(x * (-2 / cap))) - 1) * cap
+    return (2 / (1 + exp(x * (-2 / cap))) - 1) * cap
 
 
-def _exp(x: Tensor) -> Tensor:
+def exp(x: Tensor) -> Tensor:
     """exp of float32 with relative error 1e-7, exactly 0 below -87, finite above 88.
 
     The bits of torch's elementwise functions depend on an element's place in the tensor (vector

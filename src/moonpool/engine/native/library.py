@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear_int8": (*[_POINTER] * 5, *[_INT64] * 3, _INT),
     "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
-    "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _INT),
+    "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _FLOAT, _FLOAT, _INT),
     "soft_cap": (_POINTER, _POINTER, _INT64, _FLOAT, _INT),
     "rope_store": (ctypes.c_char_p, _INT),
     "rope": (ctypes.c_char_p, _INT),

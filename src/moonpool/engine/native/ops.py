@@ -27,7 +27,7 @@ from moonpool.engine.ops import (
 )
 from moonpool.engine.slices import INNER, check_layout
 
-GATES = ("silu", "gelu_tanh")
+GATES = ("silu", "gelu_tanh", "clamped")
 """The kinds of `Gate`, by the numbers that rowwise.cpp gives them."""
 
 
@@ -79,6 +79,9 @@ class NativeOps:
             return NativeInt8Linear(self._of(weight).linear_int8, weight, bias, self._memory)
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
 
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         x = x.contiguous()
@@ -114,9 +117,15 @@ class NativeOps:
         rows, both = gate_up.shape
         gate_up = gate_up.contiguous()
         y = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-        kind = GATES.index(gate.kind)
         self._of(gate_up).glu(
-            gate_up.data_ptr(), y.data_ptr(), rows, both // 2, kind, torch.get_num_threads()
+            gate_up.data_ptr(),
+            y.data_ptr(),
+            rows,
+            both // 2,
+            GATES.index(gate.kind),
+            gate.alpha,
+            gate.limit,
+            torch.get_num_threads(),
         )
         return y
 

@@ -74,10 +74,11 @@ void add_rms_norm(const void* x, void* residual, const void* weight, void* y, in
     }
 }
 
-enum Gate { SILU = 0, GELU_TANH = 1 };  // engine/native/ops.py has the same numbers
+enum Gate { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };  // engine/native/ops.py has the same numbers
 
 template <class L>
-void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, int threads) {
+void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, float alpha,
+         float limit, int threads) {
     typedef typename L::T T;
     const bool many = worth_threads(threads, rows * width);
 #pragma omp parallel for schedule(static) num_threads(threads) if (many)
@@ -87,15 +88,20 @@ void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, in
         T* to = (T*)y + r * width;
         for (int64_t i = 0; i < width; i += W) {
             const int n = (int)least(width - i, W);
-            const vf g = load_first<L>(gate + i, n);
+            vf g = load_first<L>(gate + i, n), u = load_first<L>(up + i, n);
             vf steep = g;
+            if (kind == CLAMPED) {
+                g = min(g, set1(limit));
+                u = add(max(min(u, set1(limit)), set1(-limit)), set1(1.f));
+                steep = mul(g, set1(alpha));
+            }
             if (kind == GELU_TANH) {  // gelu(g) is about g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))
                 const vf cube = mul(mul(mul(g, set1(0.044715f)), g), g);
                 steep = mul(add(g, cube), set1(1.5957691216f));
             }
             const vf e = expv(sub(zero(), min(max(steep, set1(-88.f)), set1(88.f))));
             const vf active = div(g, add(set1(1.f), e));
-            store_first<L>(to + i, mul(active, load_first<L>(up + i, n)), n);
+            store_first<L>(to + i, mul(active, u), n);
         }
     }
 }
@@ -311,8 +317,8 @@ using namespace moonpool;
         return 0;                                                                                  \
     }                                                                                              \
     MP_EXPORT(moonpool_glu_##type)(const void* gate_up, void* y, int64_t rows, int64_t width,      \
-                                   int kind, int threads) {                                        \
-        glu<L>(gate_up, y, rows, width, kind, threads);                                            \
+                                   int kind, float alpha, float limit, int threads) {              \
+        glu<L>(gate_up, y, rows, width, kind, alpha, limit, threads);                              \
         return 0;                                                                                  \
     }                                                                                              \
     MP_EXPORT(moonpool_rope_store_##type)(const RopeCall* call, int threads) {                     \

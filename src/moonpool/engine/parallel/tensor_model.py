@@ -17,9 +17,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from moonpool.engine.layers import Weights
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
+from moonpool.engine.packing import Weights
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
 from moonpool.engine.slices import shard_cache
 from moonpool.engine.spec import ModelError, ModelSpec
@@ -57,7 +57,8 @@ def load_shards(
 
 
 class _ShardWeights:
-    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down.
+    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down, and
+    its experts whole.
 
     Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
     """
@@ -67,11 +68,18 @@ class _ShardWeights:
         self._shard = shard
         self._num_shards = num_shards
         ffn = _share(spec.intermediate_size, shard, num_shards)
+        self._shared = range(0)
+        experts = spec.experts
+        if experts is not None:
+            self._shared = _share(experts.shared_size, shard, num_shards)
+            own = _share(experts.count, shard, num_shards)
+            experts = replace(experts, shared_size=len(self._shared), own=(own.start, own.stop))
         self.spec = replace(
             spec,
             num_heads=spec.num_heads // num_shards,
             num_kv_heads=spec.num_kv_heads // num_shards,
             intermediate_size=len(ffn),
+            experts=experts,
         )
         self._ffn = ffn
 
@@ -82,13 +90,19 @@ class _ShardWeights:
         if module in ("q_proj", "k_proj", "v_proj"):
             mine = _share(whole.shape[0], self._shard, self._num_shards)
             return whole[mine.start : mine.stop].clone()
+        if kind == "sinks":
+            mine = _share(whole.shape[0], self._shard, self._num_shards)
+            return whole[mine.start : mine.stop].clone()
+        if ".mlp.experts." in name:
+            return whole
+        ffn = self._shared if ".mlp.shared_experts." in name else self._ffn
         if module in ("gate_proj", "up_proj"):
-            return whole[self._ffn.start : self._ffn.stop].clone()
+            return whole[ffn.start : ffn.stop].clone()
         if module not in ("o_proj", "down_proj"):
             return whole
         if kind == "bias":
             return whole if self._shard == 0 else whole.zero_()
-        mine = self._ffn
+        mine = ffn
         if module == "o_proj":
             mine = _share(whole.shape[1], self._shard, self._num_shards)
         return whole[:, mine.start : mine.stop].contiguous()

@@ -10,14 +10,17 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from moonpool.engine.config_values import mapping, number, positive, whole_numbers
-from moonpool.engine.families import FAMILIES, Family
-from moonpool.engine.rope_config import full_rope, local_rope
+from moonpool.engine.families.experts import read_experts
+from moonpool.engine.families.family import Family
+from moonpool.engine.families.rope import full_rope, local_rope
+from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.families.values import mapping, number, positive, whole_numbers
 from moonpool.engine.spec import ModelError, ModelSpec
 
 HEAD_DIM_MULTIPLE = 16
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
+    "clamped": ("silu", "swish"),  # with swiglu_limit and swiglu_alpha
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
 _ENDING = "ForCausalLM"
@@ -43,7 +46,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
     head_dim = _head_dim(config, hidden_size // num_heads)
     windows = _windows(config, family, num_layers, max_positions)
     rope, limit, notes = full_rope(config, family, head_dim, max_positions)
-    asks_bias = bool(config.get("attention_bias", False)) and family.biases == "option"
+    # gpt-oss, which has sinks, has biases unless its config denies them.
+    asks_bias = bool(config.get("attention_bias", family.sinks)) and family.biases == "option"
     return ModelSpec(
         family=name,
         vocab_size=positive(config, "vocab_size"),
@@ -64,6 +68,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=family.activation,
+        sinks=family.sinks,
+        experts=None
+        if family.experts is None
+        else read_experts(config, family.experts, num_layers),
         windows=windows,
         local_rope=local_rope(config, family) if any(windows) else None,
         no_rope=_no_rope(config, family, num_layers),
@@ -121,6 +129,9 @@ def _factors(config: Mapping[str, Any], family: Family, hidden_size: int) -> dic
     found: dict[str, float] = {}
     if family.root_embedding:
         found["embedding_scale"] = hidden_size**0.5
+    if family.activation == "clamped":
+        found["gate_alpha"] = number(config, "swiglu_alpha", 1.702)
+        found["gate_limit"] = number(config, "swiglu_limit", 7.0)
     if family.multipliers:
         found["embedding_scale"] = number(config, "embedding_multiplier", 1.0)
         found["residual_scale"] = number(config, "residual_multiplier", 1.0)
