@@ -66,6 +66,9 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    chat_template: Annotated[
+        str, about("File with a chat template (Jinja) in place of the model's own.")
+    ] = ""
 
 
 class ClusterConfig(Struct, frozen=True):
@@ -432,6 +435,13 @@ class ApiConfig(Struct, frozen=True):
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        about(
+            "Let web pages of this origin call the API, such as https://example.org; * means all.",
+            "--allowed-origin",
+        ),
+    ] = ()
     request_timeout_s: Annotated[
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),

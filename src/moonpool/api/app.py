@@ -16,37 +16,52 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from moonpool.api import messages
+from moonpool.api.body_pool import BodyReader
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
-from moonpool.api.http_context import HttpContext, request_id_of
+from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.messages import ErrorPayload
+from moonpool.api.openapi import openapi_document
 
 logger = logging.getLogger(__name__)
+MAX_BODIES_BYTES = 256 << 20
+"""Most bytes of bodies that the server holds at a time, unless four of the largest need more."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
-def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette:
-    """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop."""
+def make_app(
+    frontend: Frontend, options: ApiOptions | None = None, bodies: BodyReader | None = None
+) -> Starlette:
+    """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
+
+    `bodies` is closed by the caller.
+    """
     options = options or ApiOptions()
-    generator = Generator(frontend, options)
-    inspector = Inspector(frontend, options)
+    bodies = bodies or BodyReader(frontend, options)
+    memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
+    generator = Generator(frontend, options, bodies)
+    inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
+
+    async def openapi(context: HttpContext) -> None:
+        await context.respond(200, openapi_document(app.routes))
 
     def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        return Route(path, _Endpoint(handler, keys), methods=methods or ("GET",))
+        return Route(path, _Endpoint(handler, keys, memory), methods=methods or ("GET",))
 
     def message_route(path: str, handler: Handler) -> BaseRoute:
-        endpoint = _Endpoint(handler, options.api_keys, messages.error_payload)
+        endpoint = _Endpoint(handler, options.api_keys, memory, messages.error_payload)
         return Route(path, endpoint, methods=["POST"])
 
     app = Starlette(
@@ -55,7 +70,9 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
             route("/v1/completions", generator.complete, "POST"),
             route("/v1/responses", generator.respond, "POST"),
             message_route("/v1/messages", generator.message),
-            message_route("/v1/messages/count_tokens", generator.count_tokens),
+            message_route("/v1/messages/count_tokens", inspector.count_tokens),
+            route("/load", generator.load, open_to_all=True),
+            route("/openapi.json", openapi, open_to_all=True),
             route("/v1/models", inspector.models),
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),
@@ -77,6 +94,14 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
         exception_handlers={HTTPException: _routing_error},
     )
     app.router.redirect_slashes = False
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
+        )
     return app
 
 
@@ -87,15 +112,17 @@ class _Endpoint:
         self,
         handler: Handler,
         api_keys: Mapping[str, str],
+        memory: BodyMemory,
         payload_of: ErrorPayload = lambda error, _: error.payload(),
     ):
         """`payload_of` writes an error in the endpoint's format."""
         self._handler = handler
+        self._memory = memory
         self._payload_of = payload_of
         self._keys = [(key.encode(), tenant) for key, tenant in api_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = HttpContext(scope, receive, send)
+        context = HttpContext(scope, receive, send, self._memory)
         try:
             if self._keys:
                 context.tenant = self._tenant(context)
@@ -112,6 +139,8 @@ class _Endpoint:
         except Exception:
             logger.exception("request %s failed", context.request_id)
             await self._respond(context, internal_error(context.request_id))
+        finally:
+            context.close()
 
     async def _respond(self, context: HttpContext, error: ApiError) -> None:
         if context.started:  # the status line is sent: the connection ends early instead

@@ -11,24 +11,25 @@ from urllib.parse import parse_qs
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from moonpool.api.bodies import DetokenizeBody, TokenizeBody, decode_body, missing_parameter
+from moonpool.api.bodies import decode_body
+from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_process import Kind
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend
-from moonpool.api.generate import check_model
+from moonpool.api.generate import limits_of
 from moonpool.api.http_context import HttpContext, scoped_id
-from moonpool.api.prompts import PromptReader
-from moonpool.api.sampling import check_token_ids
+from moonpool.api.preparation import check_model
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 DEFAULT_HOT = 20
 MAX_HOT = 1000
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _PAGE = b"""moonpool
 
-POST /v1/chat/completions   POST /v1/completions   GET /v1/models
+POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   GET /v1/models
+POST /v1/messages           POST /v1/messages/count_tokens
 POST /tokenize              POST /detokenize
-GET  /health   GET /metrics   GET /version   GET /server_info
+GET  /health   GET /ping   GET /metrics   GET /load   GET /version   GET /server_info
+GET  /live     GET /ready   GET /openapi.json
 GET  /cluster  GET /beliefs  GET /explain/{request_id}
 GET  /cluster/hot            POST /cluster/drain
 """
@@ -37,11 +38,11 @@ GET  /cluster/hot            POST /cluster/drain
 class Inspector:
     """Serves the endpoints that only read from one frontend."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions):
+    def __init__(self, frontend: Frontend, options: ApiOptions, bodies: BodyReader):
         self._frontend = frontend
         self._options = options
+        self._bodies = bodies
         self._names = options.served_names or (frontend.card.model_id,)
-        self._prompts = PromptReader(frontend.tokenizer, frontend.card, options.thread_above_chars)
 
     async def page(self, context: HttpContext) -> None:
         await context.respond(200, _PAGE, b"text/plain; charset=utf-8")
@@ -108,46 +109,21 @@ class Inspector:
         await _respond(context, found | {"request_id": request_id})
 
     async def tokenize(self, context: HttpContext) -> None:
-        body = decode_body(_TOKENIZE, await self._read(context))
-        check_model(body.model, self._names)
-        if body.messages is not None:
-            text = self._prompts.chat_text(
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                tools=body.tools,
-                arguments=body.chat_template_kwargs or {},
-            )
-            add_special_tokens = bool(body.add_special_tokens)
-        elif body.prompt is not None:
-            text = body.prompt
-            add_special_tokens = body.add_special_tokens is not False
-        else:
-            raise missing_parameter("prompt")
-        tokens = await self._prompts.encode(text, add_special_tokens, "prompt")
-        tokenizer = self._frontend.tokenizer
-        strings = None
-        if body.return_token_strs:
-            strings = [tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
-        answer = {
-            "count": len(tokens),
-            "max_model_len": self._frontend.card.max_model_tokens,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-        await _respond(context, answer)
+        await self._respond_to_body("tokenize", context)
 
     async def detokenize(self, context: HttpContext) -> None:
-        body = decode_body(_DETOKENIZE, await self._read(context))
-        check_model(body.model, self._names)
-        if body.tokens is None:
-            raise missing_parameter("tokens")
-        check_token_ids(body.tokens, self._frontend.card.vocab_size, "tokens")
-        text = self._frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        await _respond(context, {"prompt": text})
+        await self._respond_to_body("detokenize", context)
 
-    async def _read(self, context: HttpContext) -> bytes:
+    async def count_tokens(self, context: HttpContext) -> None:
+        """Counts the prompt tokens of a message."""
+        await self._respond_to_body("count_tokens", context)
+
+    async def _respond_to_body(self, kind: Kind, context: HttpContext) -> None:
         options = self._options
-        return await context.read_body(options.max_body_bytes, options.body_timeout_s)
+        _, timeout_s = limits_of(context, self._frontend)
+        raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
+        response = await self._bodies.respond(kind, raw, context.tenant, timeout_s)
+        await context.respond(200, response)
 
     def _may_see(self, context: HttpContext, found: dict[str, Any]) -> bool:
         """Whether the tenant may see the request: with API keys, only its own."""
