@@ -83,6 +83,7 @@ class TorchOps:
             "partial RoPE",
             "attention sinks",
             "a mixture of experts",
+            "latent attention",
         }
     )
 

@@ -34,11 +34,13 @@ def check_shards(spec: ModelSpec, num_shards: int) -> None:
             "the model norms q and k over all heads, which ranks cannot share out; "
             "use --tensor-parallel-size 1"
         )
-    heads = spec.num_kv_heads
+    # A latent is one KV head, which all ranks have; they share out the heads that read it.
+    heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     if heads % num_shards:
+        kind = "KV heads" if spec.latent is None else "heads"
         most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
         raise ModelError(
-            f"the model has {heads} KV heads, which {num_shards} ranks cannot share out evenly; "
+            f"the model has {heads} {kind}, which {num_shards} ranks cannot share out evenly; "
             f"use --tensor-parallel-size {most} or less"
         )
 
@@ -78,7 +80,7 @@ class _ShardWeights:
         self.spec = replace(
             spec,
             num_heads=spec.num_heads // num_shards,
-            num_kv_heads=spec.num_kv_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads // (num_shards if spec.latent is None else 1),
             intermediate_size=len(ffn),
             experts=experts,
         )
@@ -114,7 +116,7 @@ class _ShardWeights:
         if _is_expert(name):
             return None, None
         ffn = self._shared if ".mlp.shared_experts." in name else self._ffn
-        if module in ("q_proj", "k_proj", "v_proj") or name.endswith(".sinks"):
+        if module in HEAD_MODULES or name.endswith(".sinks"):
             return _share(shape[0], self._shard, self._num_shards), None
         if module in ("gate_proj", "up_proj"):
             return ffn, None
@@ -123,6 +125,7 @@ class _ShardWeights:
         return (None, ffn) if module == "down_proj" else (None, None)
 
 
+HEAD_MODULES = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 COLUMN_MODULES = ("o_proj", "down_proj")
 
 
