@@ -196,6 +196,17 @@ def tiers_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
+def reuse_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the share of an unlimited cache's hits, as the mean over the seeds of a workload."""
+    kept: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in found["rows"]:
+        kept.setdefault((row["workload"], row["capacity_share"]), []).append(row["reuse_share"])
+    for (workload, share), runs in kept.items():
+        policies = ("lru", "lfu", "length-aware", "predictive", "belady")
+        means = (sum(run[policy] for run in runs) / len(runs) for policy in policies)
+        yield workload, share, *(f"{mean:.1%}" for mean in means)
+
+
 def chunk_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the time between tokens of each batching policy under one load."""
     for name, row in found["load"].items():
@@ -387,6 +398,14 @@ SECTIONS = (
         ("tiers-live",),
         ("tiers", "prefix hits", "mean TTFT", "P99 TTFT"),
         tiers_rows,
+    ),
+    Section(
+        "Eviction policies",
+        "Hits of a cache with a share of the workload's blocks, over those of an unlimited cache:"
+        " an hour of each generated workload, means over three seeds. Belady knows the future.",
+        ("reuse",),
+        ("", "cache", "lru", "lfu", "length-aware", "predictive", "Belady"),
+        reuse_rows,
     ),
     Section(
         "Ranks and stages",

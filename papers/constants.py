@@ -24,10 +24,11 @@ PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
         "inline_prefill": False,
         "spare_copies_first": False,
     },
+    "pool": {**DEFAULTS.get("pool", {}), "eviction": "lru"},
 }
 """The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
 the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. Neither
-has instances evict by what others hold."""
+has instances evict by what others hold, or by predicted reuse."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
 """Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:

@@ -21,7 +21,21 @@ from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_paths import assert_same, work
 
 # One case of every part: norms, windows, caps, RoPE by layer, factors.
-FAMILIES = ("mistral-window", "smollm3-window", "phi4-mini", "olmo2", "granite", "gemma2", "gemma3")
+FAMILIES = (
+    "mistral-window",
+    "smollm3-window",
+    "phi4-mini",
+    "olmo2",
+    "granite",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3-moe",
+    "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
+    "kimi-k2",
+)
 SHARDED = tuple(name for name in FAMILIES if name != "olmo2")
 VARIANTS = [("reference", "float32"), ("native", "float32"), ("native", "bfloat16")]
 

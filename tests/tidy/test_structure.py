@@ -43,7 +43,7 @@ LEVELS = (
     {"vllm"},
     {"replay"},
     {"sim.report"},
-    {"plan"},
+    {"plan", "oracle"},
     {"demo"},
     {"profiling"},
     {"cli"},

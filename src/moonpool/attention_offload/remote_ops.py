@@ -103,9 +103,15 @@ class RemoteOps:
         self.name = f"{local.name}, {count} attention workers"
         self.arithmetic = local.arithmetic
         self.inner = local.inner
-        self.without = local.without | {"sliding windows", "caps on scores"}
+        self.without = local.without | {
+            "sliding windows",
+            "caps on scores",
+            "attention sinks",
+            "latent attention",
+        }
         self.device = local.device
         self.linear = local.linear
+        self.exact_linear = local.exact_linear
         self.rms_norm = local.rms_norm
         self.add_rms_norm = local.add_rms_norm
         self.glu = local.glu

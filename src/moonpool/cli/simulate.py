@@ -213,7 +213,7 @@ def simulate(
     try:
         trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
         report_skipped(trace.info)
-        hardware = _open_hardware(config, catalogue_file, prefill_belief, decode_belief)
+        hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
         simulation = Simulation(
             config,
             hardware,
@@ -268,7 +268,7 @@ def read_cluster(config_file: str | None, overrides: Values) -> Config:
     return read_config(config_file, overrides, defaults)
 
 
-def _open_hardware(
+def open_hardware(
     config: Config, catalogue_file: str | None, prefill_belief: float, decode_belief: float
 ) -> Any:
     """Raises ConfigError."""

@@ -118,6 +118,11 @@ class Conductor:
         """The requests under way."""
         return self._lifecycle.requests
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for an instance or for room."""
+        return len(self._lifecycle.waiting)
+
     def handle(self, event: ConductorEvent, now: float) -> list[ConductorAction]:
         match event:
             case Reported():
@@ -163,6 +168,8 @@ class Conductor:
             self._on_instance_lost(info.instance_id, "it joined again", now)
         self._planner.set_layout(info.layout)
         self._resync(self.reservations.join(info))
+        self._lifecycle.waiting.note_joined(info.instance_id)
+        self._lifecycle.place_waiting(now)
 
     def _resync(self, state: InstanceState) -> None:
         """Requests a snapshot of all blocks, once until it arrives."""
@@ -174,6 +181,7 @@ class Conductor:
         state = self.reservations.leave(instance_id)
         if state is None:
             return
+        self._lifecycle.waiting.note_lost(state)
         self._actions += self.roles.on_lost(state, now)
         self._actions += self.drains.on_lost(state)
         self._lifecycle.on_instance_lost(state, reason, now)
@@ -234,6 +242,7 @@ class Conductor:
         at_s = now + self._lifecycle.mean_ttft_s.value
         self.forecast.note_projection(at_s, self.forecast.project(at_s, now)[0])
         self._lifecycle.expire(now)
+        self._lifecycle.place_waiting(now)
         for tracked in self.drains.to_move(now):
             self._lifecycle.move(tracked, now)
         self._actions += self.roles.tick(now)

@@ -61,6 +61,10 @@ class TrackedRequest:
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
     num_attempts: int = 0
+    num_faults: int = 0  # since the last token
+    has_waited: bool = False  # for an instance or for room, which is not its fault
+    arrival_noted: bool = False
+    num_named_tokens: int = -1  # `keys` are those of so many tokens
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)

@@ -27,9 +27,9 @@ from moonpool.engine.checkpoint import (
     read_config,
     sampling_defaults,
 )
-from moonpool.engine.families import FAMILIES
+from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.induction import InductionWeights
-from moonpool.engine.layers import Weights
+from moonpool.engine.packing import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import tensor_shapes

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moonpool.engine.model_config import parse_config
+from moonpool.engine.families.config import parse_config
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.tensors import StoredTensor, stored_as, stored_shapes, tensor_shapes
+from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
@@ -56,7 +56,7 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     files = _tensor_files(folder)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     _check_tensors(spec, files, headers)
-    weights = CheckpointWeights(files, dtype, places_of(spec))
+    weights = CheckpointWeights(files, dtype, stored_tensors(spec))
     return Checkpoint(folder, spec, weights, _fingerprint(spec, files, headers))
 
 
@@ -75,13 +75,10 @@ class CheckpointWeights:
         place = self._places[name]
         with safe_open(self._files[place.name], framework="pt") as opened:
             tensor: Tensor = place.take(opened.get_tensor(place.name))
+        # A choice between experts must not turn on a rounded bias.
+        dtype = torch.float32 if name.endswith(".correction") else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
-        return tensor.to(self._dtype, copy=True)
-
-
-def places_of(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Where a checkpoint stores each of the model's tensors."""
-    return {name: stored_as(spec, name) for name in tensor_shapes(spec)}
+        return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +207,15 @@ def _check_tensors(
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    unexpected = [n for n in files if n not in shapes and n not in tied and not IGNORED.search(n)]
+    further = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.further_layers))
+    unexpected = [
+        name
+        for name in files
+        if name not in shapes
+        and name not in tied
+        and not IGNORED.search(name)
+        and not name.startswith(further)
+    ]
     if unexpected:
         raise ModelError(
             f"the checkpoint has tensors its config.json gives no use for: {_listed(unexpected)}"

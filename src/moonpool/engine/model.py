@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.layers import Weights, norm_weight, pack_layer
+from moonpool.engine.layers import pack_layer
 from moonpool.engine.ops import (
     AttendArgs,
     HeadShape,
@@ -21,6 +21,7 @@ from moonpool.engine.ops import (
     RopeTable,
     StepMeta,
 )
+from moonpool.engine.packing import Weights, norm_weight
 from moonpool.engine.rope import no_rope, rope_table
 from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
@@ -92,7 +93,8 @@ class DecoderModel:
                 f"the model has {' and '.join(missing)}, which this device or attention worker "
                 "does not compute: use --device cpu, without --attention"
             )
-        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        latent_dim = 0 if spec.latent is None else spec.latent.rank
+        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, latent_dim)
         self._ops = ops
         self._scale = spec.scale()
         self.ropes = Ropes(spec, ops.device) if ropes is None else ropes

@@ -1,6 +1,6 @@
 """What a decoder computes: its dimensions and options, whatever family it belongs to.
 
-`model_config` makes a `ModelSpec` of a checkpoint's `config.json`.
+`families.config` makes a `ModelSpec` of a checkpoint's `config.json`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,44 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Attention over one latent per token (MLA). Its only KV head is `rope_dim` rotated elements,
+    then `rank` elements, from which each head's keys and values follow."""
+
+    rank: int
+    rope_dim: int
+    nope_dim: int  # of each head's queries and keys, not rotated
+    value_dim: int  # of each head
+    query_rank: int = 0  # of a latent of the queries; 0: none
+    interleaved: bool = True  # rotated pairs are neighbours in the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """A mixture of experts: each row's MLP is the weighted sum of the experts chosen for it."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    scores: str = "softmax"  # of all experts; "chosen": of the chosen; "sigmoid": of each
+    renormalise: bool = True  # the weights of the chosen sum to 1
+    factor: float = 1.0  # of the weights
+    groups: int = 1  # experts are chosen from the `kept_groups` best groups
+    kept_groups: int = 1
+    group_score: str = ""  # "max" of its experts, or "top2": the sum of its best two
+    correction: bool = False  # a bias that counts in the choice, not in the weights
+    biases: bool = False  # of the router and the experts
+    shared_size: int = 0  # intermediate size of an MLP that all rows pass besides
+    dense_layers: tuple[int, ...] = ()  # the layers with an MLP instead
+    own: tuple[int, int] | None = None  # the experts first .. end - 1 of one shard; None: all
+
+    @property
+    def own_experts(self) -> range:
+        """The experts that are computed here."""
+        return range(self.count) if self.own is None else range(*self.own)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder. The defaults are Llama's: norms before grouped-query attention and a SwiGLU.
 
@@ -63,7 +101,9 @@ class ModelSpec:
     qk_norm: str = ""  # "head": of q and k, per head; "all": over all heads
     norms: str = "pre"  # before attention and MLP, "post": after them, "both"
     norm_offset: float = 0.0  # added to the weights of norms
-    activation: str = "silu"  # of the gate; or "gelu_tanh"
+    activation: str = "silu"  # of the gate; "gelu_tanh"; "clamped": see `engine.ops.Gate`
+    gate_alpha: float = 1.0
+    gate_limit: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_divisor: float = 1.0
@@ -73,6 +113,10 @@ class ModelSpec:
     windows: tuple[int, ...] = ()  # tokens that each layer's rows see, their own included; 0: all
     local_rope: RopeSpec | None = None  # of layers with a window, if it is another
     no_rope: tuple[int, ...] = ()  # the layers without RoPE
+    sinks: bool = False  # a score per head that takes weight from all tokens
+    experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None  # with num_kv_heads 1 and head_dim rope_dim + rank
+    further_layers: int = 0  # of the checkpoint, which predict further tokens; not used
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -81,10 +125,27 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """The number of elements in all weights; tied weights count once."""
         attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.latent is not None:
+            attention = self._latent_parameters(self.latent)
+        mlp = sum(self._mlp_parameters(layer) for layer in range(self.num_layers))
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.num_layers * (attention + mlp) + embeddings + norms
+        return self.num_layers * attention + mlp + embeddings + norms
+
+    def _latent_parameters(self, latent: LatentSpec) -> int:
+        width = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        queries = (latent.query_rank or self.hidden_size) * width
+        queries += latent.query_rank * self.hidden_size
+        keys = latent.rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        ends = self.hidden_size * (self.head_dim + self.num_heads * latent.value_dim)
+        return queries + keys + ends
+
+    def _mlp_parameters(self, layer: int) -> int:
+        experts = self.experts
+        if experts is None or layer in experts.dense_layers:
+            return 3 * self.hidden_size * self.intermediate_size
+        width = experts.count * experts.intermediate_size + experts.shared_size
+        return self.hidden_size * (3 * width + experts.count)
 
     def computed_fields(self) -> dict[str, Any]:
         """The fields that change results. They are part of the model's fingerprint."""
@@ -98,6 +159,9 @@ class ModelSpec:
         found = {
             "sliding windows": any(self.windows),
             "caps on scores": self.score_cap > 0,
+            "attention sinks": self.sinks,
+            "latent attention": self.latent is not None,
+            "a mixture of experts": self.experts is not None,
             "partial RoPE": self.rope.rotary_dim > 0 or bool(self.no_rope),
         }
         return tuple(name for name, has in found.items() if has)

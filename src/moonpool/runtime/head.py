@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.frontend import ModelCard, Output, RequestRefused
 from moonpool.api.metrics import ServerMetrics
 from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
@@ -71,6 +71,7 @@ KEPT_RECORDS = 4096
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
 """Connections of workers that have not proved the secret. A further one ends the oldest."""
+STOPPING_RETRY_S = 5.0
 HOT_S = 2.0
 """An instance that does not report its hot prefixes within this time is left out."""
 
@@ -114,6 +115,7 @@ class Head:
         self._clock = ListeningClock(now())
         self._server: asyncio.Server | None = None
         self._stopping = False
+        self._leaving = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
 
     async def start(self) -> int:
@@ -145,6 +147,11 @@ class Head:
     # Frontend
 
     async def submit(self, request: Request) -> AsyncIterator[Output]:
+        if self._leaving:
+            text = (
+                "The server is stopping. Send the request again, to another server if there is one."
+            )
+            raise RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
         answer = ResponseStream()
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
@@ -216,9 +223,30 @@ class Head:
         config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
         return {"config": config, "model": msgspec.to_builtins(self.card)}
 
-    def healthy(self) -> bool:
+    def not_ready(self) -> str:
+        if self._leaving:
+            return "the server is stopping"
         roles = [state.info.role for state in self.conductor.instances.values()]
-        return any(r.prefills for r in roles) and any(r.decodes for r in roles)
+        if not any(role.prefills for role in roles):
+            return "no prefill instance is up"
+        return "" if any(role.decodes for role in roles) else "no decode instance is up"
+
+    # The end
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that clients wait for."""
+        return len(self._answers)
+
+    def refuse_new(self) -> None:
+        """From now on new requests are refused; those under way go on."""
+        self._leaving = True
+
+    def end_answers(self, reason: str, message: str) -> None:
+        """Ends all answers with an error that their clients receive."""
+        for request_id, answer in list(self._answers.items()):
+            answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
+            self._post(RequestCancelled(request_id))
 
     def metrics_text(self) -> bytes:
         self._observer.gauges(self.conductor, self.now())
@@ -252,7 +280,7 @@ class Head:
         if answer is not None:
             answer.ended = True
             answer.timings_s = record.stages_s()  # read only after this turn of the loop
-            if record.outcome == FinishReason.ABORT:
+            if record.outcome == FinishReason.ABORT and not answer.refused:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
         record.forget_gaps()

@@ -40,6 +40,8 @@ class MetricsCollector:
                 generation_tokens=record.num_generated_tokens,
                 tpot_s=record.tpot_s,
                 stages_s=record.stages_s(),
+                phases_s=_phases_s(record),
+                max_tokens=record.max_tokens,
             )
         elif record.prefill_started_s is None and record.outcome != FinishReason.ABORT:
             metrics.observe_rejected(record.outcome)
@@ -129,3 +131,12 @@ class MetricsCollector:
         self._metrics.set_learned(
             {kind: {i: each[kind] for i, each in by_instance.items()} for kind in kinds}
         )
+
+
+def _phases_s(record: RequestRecord) -> tuple[float, float, float] | None:
+    """Returns the seconds before prefill, in prefill, and from the first token on."""
+    began_s, first_s, ended_s = record.prefill_started_s, record.first_token_s, record.finished_s
+    if began_s is None or first_s is None or ended_s is None:
+        return None
+    queue_s, prefill_s = began_s - record.arrived_s, first_s - began_s
+    return max(queue_s, 0.0), max(prefill_s, 0.0), max(ended_s - first_s, 0.0)

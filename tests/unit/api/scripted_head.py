@@ -118,8 +118,8 @@ class ScriptedHead:
     def server_info(self) -> dict[str, Any]:
         return {"model": "fake"}
 
-    def healthy(self) -> bool:
-        return self.is_healthy
+    def not_ready(self) -> str:
+        return "" if self.is_healthy else "no decode instance is up"
 
     def metrics_text(self) -> bytes:
         return b"# nothing\n"

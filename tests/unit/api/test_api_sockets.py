@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
+from moonpool.api import app as app_module
 from moonpool.api.app import PortError, listen
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.types import Request, Token
@@ -166,6 +168,29 @@ def test_a_body_in_pieces_is_put_together_and_bounded() -> None:
             except httpx.WriteError:  # the server closed before all was sent
                 return
         assert response.status_code == 413
+
+
+def test_bodies_that_never_end_hold_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_BODIES_BYTES", 0)
+    half = raw_request("/v1/completions", b"{" + b" " * 900, length=1000)
+    with served(ScriptedHead(), ApiOptions(max_body_bytes=1000)) as url:
+        links = [connected(url) for _ in range(8)]
+        for link in links:
+            link.sendall(half)
+        refused = [link for link in links if is_answered(link)]
+        assert len(refused) == 4
+        assert all(link.recv(4096).startswith(b"HTTP/1.1 503") for link in refused)
+        for link in links:
+            link.close()
+        assert wait_until(
+            lambda: (
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 200}).status_code == 200
+            )
+        )
+
+
+def is_answered(link: socket.socket) -> bool:
+    return bool(select.select([link], [], [], 0.5)[0])
 
 
 def test_a_declared_size_above_the_limit_is_refused_unread() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.engine.model_config import parse_config
+from moonpool.engine.families.config import parse_config
 from moonpool.engine.random_weights import random_spec
 from moonpool.engine.spec import ModelError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.model_config import parse_config
+from moonpool.engine.families.config import parse_config
 from moonpool.engine.spec import ModelError
 
 BASE: dict[str, Any] = {

@@ -75,7 +75,16 @@ class TorchOps:
 
     name = "torch"
     inner = ROWS_INNER
-    without = frozenset({"sliding windows", "caps on scores", "partial RoPE"})
+    without = frozenset(
+        {
+            "sliding windows",
+            "caps on scores",
+            "partial RoPE",
+            "attention sinks",
+            "a mixture of experts",
+            "latent attention",
+        }
+    )
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,6 +95,9 @@ class TorchOps:
         placed = weight.to(self.device)
         placed_bias = None if bias is None else bias.to(self.device)
         return lambda x: F.linear(x, placed, placed_bias)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self.linear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -62,6 +62,9 @@ class TritonOps:
         placed_bias = None if bias is None else bias.to(self.device)
         return self._linears.choose(weight.to(self.device).contiguous(), placed_bias)
 
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self.linear(weight, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm(x, None, weight, eps)
 

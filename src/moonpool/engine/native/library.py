@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear_int8": (*[_POINTER] * 5, *[_INT64] * 3, _INT),
     "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
-    "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _INT),
+    "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _FLOAT, _FLOAT, _INT),
     "soft_cap": (_POINTER, _POINTER, _INT64, _FLOAT, _INT),
     "rope_store": (ctypes.c_char_p, _INT),
     "rope": (ctypes.c_char_p, _INT),
@@ -36,9 +36,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "merge": (ctypes.c_char_p, _INT),
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
-ROPE_CALL = struct.Struct("@10P10qf")
+ROPE_CALL = struct.Struct("@10P11qf")
 STORE_CALL = struct.Struct("@5P7q")
-ATTEND_CALL = struct.Struct("@7P9q2f")
+ATTEND_CALL = struct.Struct("@7P10q2f")
 PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
 MERGE_CALL = struct.Struct("@4P4q")
 STATE_FLOATS = 32  # in the state of one row and head, plus two times head_dim

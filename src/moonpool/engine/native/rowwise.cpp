@@ -74,10 +74,11 @@ void add_rms_norm(const void* x, void* residual, const void* weight, void* y, in
     }
 }
 
-enum Gate { SILU = 0, GELU_TANH = 1 };  // engine/native/ops.py has the same numbers
+enum Gate { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };  // engine/native/ops.py has the same numbers
 
 template <class L>
-void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, int threads) {
+void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, float alpha,
+         float limit, int threads) {
     typedef typename L::T T;
     const bool many = worth_threads(threads, rows * width);
 #pragma omp parallel for schedule(static) num_threads(threads) if (many)
@@ -87,15 +88,20 @@ void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, in
         T* to = (T*)y + r * width;
         for (int64_t i = 0; i < width; i += W) {
             const int n = (int)least(width - i, W);
-            const vf g = load_first<L>(gate + i, n);
+            vf g = load_first<L>(gate + i, n), u = load_first<L>(up + i, n);
             vf steep = g;
+            if (kind == CLAMPED) {
+                g = min(g, set1(limit));
+                u = add(max(min(u, set1(limit)), set1(-limit)), set1(1.f));
+                steep = mul(g, set1(alpha));
+            }
             if (kind == GELU_TANH) {  // gelu(g) is about g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))
                 const vf cube = mul(mul(mul(g, set1(0.044715f)), g), g);
                 steep = mul(add(g, cube), set1(1.5957691216f));
             }
             const vf e = expv(sub(zero(), min(max(steep, set1(-88.f)), set1(88.f))));
             const vf active = div(g, add(set1(1.f), e));
-            store_first<L>(to + i, mul(active, load_first<L>(up + i, n)), n);
+            store_first<L>(to + i, mul(active, u), n);
         }
     }
 }
@@ -125,6 +131,7 @@ struct RopeCall {
     const int32_t* block_tables;
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t heads, kv_heads, head_dim, rotary_half, max_positions, block_tokens;
+    int64_t latent;  // not 0: keys are values too, and there is no V
     float eps;
 };
 
@@ -173,7 +180,7 @@ template <class L, class PutKey>
 MP_INLINE const typename L::T* rope_heads(const RopeCall& c, int64_t row, PutKey key) {
     typedef typename L::T T;
     const int64_t d = c.head_dim, position = c.positions[row];
-    const T* x = (const T*)c.qkv + row * (c.heads + 2 * c.kv_heads) * d;
+    const T* x = (const T*)c.qkv + row * (c.heads + (c.latent ? 1 : 2) * c.kv_heads) * d;
     float turned[MAX_HEAD_DIM];
     T* q = (T*)c.q + row * c.heads * d;
     for (int64_t h = 0; h < c.heads; ++h, x += d, q += d) {
@@ -199,6 +206,7 @@ void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
     const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
         put_key<L>(keys + h * d * bt, k, d, bt);
     });
+    if (c.latent) return;
     T* values = (T*)(c.blocks + block * c.block_bytes) + c.kv_heads * d * bt;
     values += offset / L::PACK * d * L::PACK + offset % L::PACK;
     for (int64_t h = 0; h < c.kv_heads; ++h) put_value<L>(values + h * d * bt, v + h * d, d);
@@ -311,8 +319,8 @@ using namespace moonpool;
         return 0;                                                                                  \
     }                                                                                              \
     MP_EXPORT(moonpool_glu_##type)(const void* gate_up, void* y, int64_t rows, int64_t width,      \
-                                   int kind, int threads) {                                        \
-        glu<L>(gate_up, y, rows, width, kind, threads);                                            \
+                                   int kind, float alpha, float limit, int threads) {              \
+        glu<L>(gate_up, y, rows, width, kind, alpha, limit, threads);                              \
         return 0;                                                                                  \
     }                                                                                              \
     MP_EXPORT(moonpool_rope_store_##type)(const RopeCall* call, int threads) {                     \

@@ -17,9 +17,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from moonpool.engine.layers import Weights
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
+from moonpool.engine.packing import Weights
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
 from moonpool.engine.slices import shard_cache
 from moonpool.engine.spec import ModelError, ModelSpec
@@ -33,11 +33,13 @@ def check_shards(spec: ModelSpec, num_shards: int) -> None:
             "the model norms q and k over all heads, which ranks cannot share out; "
             "use --tensor-parallel-size 1"
         )
-    heads = spec.num_kv_heads
+    # A latent is one KV head, which all ranks have; they share out the heads that read it.
+    heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     if heads % num_shards:
+        kind = "KV heads" if spec.latent is None else "heads"
         most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
         raise ModelError(
-            f"the model has {heads} KV heads, which {num_shards} ranks cannot share out evenly; "
+            f"the model has {heads} {kind}, which {num_shards} ranks cannot share out evenly; "
             f"use --tensor-parallel-size {most} or less"
         )
 
@@ -57,7 +59,8 @@ def load_shards(
 
 
 class _ShardWeights:
-    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down.
+    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down, and
+    its experts whole.
 
     Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
     """
@@ -67,11 +70,18 @@ class _ShardWeights:
         self._shard = shard
         self._num_shards = num_shards
         ffn = _share(spec.intermediate_size, shard, num_shards)
+        self._shared = range(0)
+        experts = spec.experts
+        if experts is not None:
+            self._shared = _share(experts.shared_size, shard, num_shards)
+            own = _share(experts.count, shard, num_shards)
+            experts = replace(experts, shared_size=len(self._shared), own=(own.start, own.stop))
         self.spec = replace(
             spec,
             num_heads=spec.num_heads // num_shards,
-            num_kv_heads=spec.num_kv_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads // (num_shards if spec.latent is None else 1),
             intermediate_size=len(ffn),
+            experts=experts,
         )
         self._ffn = ffn
 
@@ -79,16 +89,22 @@ class _ShardWeights:
         whole = self._weights.load(name)
         part, _, kind = name.removeprefix("model.layers.").rpartition(".")
         module = part.rpartition(".")[2]
-        if module in ("q_proj", "k_proj", "v_proj"):
+        if module in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"):
             mine = _share(whole.shape[0], self._shard, self._num_shards)
             return whole[mine.start : mine.stop].clone()
+        if kind == "sinks":
+            mine = _share(whole.shape[0], self._shard, self._num_shards)
+            return whole[mine.start : mine.stop].clone()
+        if ".mlp.experts." in name:
+            return whole
+        ffn = self._shared if ".mlp.shared_experts." in name else self._ffn
         if module in ("gate_proj", "up_proj"):
-            return whole[self._ffn.start : self._ffn.stop].clone()
+            return whole[ffn.start : ffn.stop].clone()
         if module not in ("o_proj", "down_proj"):
             return whole
         if kind == "bias":
             return whole if self._shard == 0 else whole.zero_()
-        mine = self._ffn
+        mine = ffn
         if module == "o_proj":
             mine = _share(whole.shape[1], self._shard, self._num_shards)
         return whole[:, mine.start : mine.stop].contiguous()

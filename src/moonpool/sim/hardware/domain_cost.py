@@ -76,6 +76,16 @@ class DomainCost:
     def hop_s(self, num_tokens: int) -> float:
         return 0.0
 
+    def prompt_departure_s(self, num_tokens: int, cached_tokens: int) -> float:
+        """By how much a prompt departs from the roofline, its computed tokens together."""
+        computed = num_tokens - cached_tokens
+        return computed * self._prompt_departure_s(num_tokens, cached_tokens)
+
+    def decode_departure_s(self, batch: int) -> float:
+        """The least by which a step of `batch` decodes departs, whatever their contexts."""
+        ends = (self._context_token_s * context for context in self.domain.context_tokens)
+        return self._batch_departure_s(batch) + min(ends)
+
     def _departure_s_per_token(self, chunk: Chunk) -> float:
         """By how much a computed token of the chunk's prompt departs from the roofline."""
         num_tokens = max(chunk.prompt_tokens, chunk.start + chunk.num_tokens)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moonpool.engine.config_values import mapping, number
-from moonpool.engine.families import Family
+from moonpool.engine.families.family import Family
+from moonpool.engine.families.values import mapping, number
 from moonpool.engine.spec import ModelError, RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
