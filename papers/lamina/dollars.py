@@ -63,7 +63,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class DollarCell:
     """One model and context on one kind of compute device, under one set of prices."""
 
     name: str
@@ -78,7 +78,7 @@ class Cell:
 
 
 FEWEST = "the fewest devices of one kind"
-BASELINES: dict[str, Callable[[Cell], Offer]] = {
+BASELINES: dict[str, Callable[[DollarCell], Offer]] = {
     FEWEST: lambda cell: cell.fewest,
     "the best number of them": lambda cell: cell.best,
     "the best of any one kind": lambda cell: cell.best_of_any,
@@ -134,7 +134,7 @@ def catalogue_prices() -> dict[str, float]:
     return found
 
 
-def _cells(compute: Sequence[str], memory: Sequence[str], prices: Prices) -> list[Cell]:
+def _cells(compute: Sequence[str], memory: Sequence[str], prices: Prices) -> list[DollarCell]:
     return [
         _cell(device, model, context, memory, prices)
         for device in compute
@@ -144,14 +144,16 @@ def _cells(compute: Sequence[str], memory: Sequence[str], prices: Prices) -> lis
     ]
 
 
-def _cell(device: str, model: str, context: int, memory: Sequence[str], prices: Prices) -> Cell:
+def _cell(
+    device: str, model: str, context: int, memory: Sequence[str], prices: Prices
+) -> DollarCell:
     def value(offer: Offer) -> float:
         return offer.per_usd(prices)
 
     same = alone(device, model, context)
     every = [offer for name in (device, *memory) for offer in alone(name, model, context)]
     pairs = [offer for name in memory for offer in offloaded(device, name, model, context)]
-    return Cell(
+    return DollarCell(
         name=f"{model}, {context // 1024}k, {device}",
         offloaded=max(pairs, key=value),
         fewest=same[0],
@@ -204,7 +206,7 @@ def _tokens_per_s(cost: StepCost, capacity_tokens: int, context: int) -> float:
     return batch / cost.step_s((), batch, batch * context)
 
 
-def _rows(cells: Sequence[Cell], prices: str, claimed: bool) -> list[FindingRow]:
+def _rows(cells: Sequence[DollarCell], prices: str, claimed: bool) -> list[FindingRow]:
     """Least and largest gain; the claim stands beside that over the fewest devices."""
     rows = []
     for words, pick in BASELINES.items():
@@ -217,7 +219,7 @@ def _rows(cells: Sequence[Cell], prices: str, claimed: bool) -> list[FindingRow]
     return rows
 
 
-def _break_even_rows(cells: Sequence[Cell]) -> list[FindingRow]:
+def _break_even_rows(cells: Sequence[DollarCell]) -> list[FindingRow]:
     """At which price of an attention device the claim's ends would hold over the best number."""
     rows = []
     for cell in cells:
@@ -233,7 +235,7 @@ def _break_even_rows(cells: Sequence[Cell]) -> list[FindingRow]:
     return rows
 
 
-def _checks(cells: Sequence[Cell], printed: Sequence[Cell]) -> tuple[Check, ...]:
+def _checks(cells: Sequence[DollarCell], printed: Sequence[DollarCell]) -> tuple[Check, ...]:
     return tuple(
         Check(
             f"at {prices}, more per dollar than {words} in every cell",
@@ -244,7 +246,7 @@ def _checks(cells: Sequence[Cell], printed: Sequence[Cell]) -> tuple[Check, ...]
     )
 
 
-def _panel(cells: Sequence[Cell]) -> Panel:
+def _panel(cells: Sequence[DollarCell]) -> Panel:
     return Panel(
         "Tokens per dollar over devices of one kind",
         "",

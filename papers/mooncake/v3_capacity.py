@@ -44,14 +44,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class LimitedRates:
     """In requests per second: within the limit on TTFT alone, and within both."""
 
     by_ttft: float
     by_both: float
 
 
-Capacities = dict[str, dict[str, Capacity]]  # by data set and cluster
+Capacities = dict[str, dict[str, LimitedRates]]  # by data set and cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def claim_rows(found: Capacities, claims: Sequence[Claim], peer: str = VLLM) -> 
     return rows
 
 
-def panel(found: Mapping[str, Mapping[str, Capacity]], title: str) -> Panel:
+def panel(found: Mapping[str, Mapping[str, LimitedRates]], title: str) -> Panel:
     series = tuple(
         bars(each, "ours", {data: by[each].by_both for data, by in found.items()})
         for each in next(iter(found.values()))
@@ -145,7 +145,9 @@ def _limits(options: Options, workload: MooncakeWorkload) -> Limits:
     return Limits(TTFT_TIMES * ttft_s, TBT_TIMES * tbt_s)
 
 
-def _capacity(options: Options, workload: MooncakeWorkload, name: str, limits: Limits) -> Capacity:
+def _capacity(
+    options: Options, workload: MooncakeWorkload, name: str, limits: Limits
+) -> LimitedRates:
     known: dict[float, tuple[float, float]] = {}
 
     def p90(rate: float) -> tuple[float, float]:
@@ -165,7 +167,7 @@ def _capacity(options: Options, workload: MooncakeWorkload, name: str, limits: L
                 high = middle - 1
         return V3_RATES[low]
 
-    return Capacity(highest(float("inf")), highest(limits.tbt_s))
+    return LimitedRates(highest(float("inf")), highest(limits.tbt_s))
 
 
 def _shown(capacity: float, rates: Sequence[float]) -> float:

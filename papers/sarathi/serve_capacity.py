@@ -50,7 +50,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CapacityCell:
     """Capacities in requests per second by system, of one model, data set and SLO."""
 
     model: str
@@ -82,14 +82,14 @@ class Capacities:
         self._count = SERVE_QUICK_REQUESTS if options.quick else SERVE_REQUESTS
         self._known: dict[tuple[str, str, SoloConfig, float], ServedAt] = {}
 
-    def cell(self, each: Deployment, data: SarathiServeWorkload, kind: str) -> Cell:
+    def cell(self, each: Deployment, data: SarathiServeWorkload, kind: str) -> CapacityCell:
         slo_s = each.slos_s[KINDS.index(kind)]
         budget = each.budgets[KINDS.index(kind)]
         rps = {}
         for name in (SARATHI, VLLM, ORCA):
             config = _config(each, data, name, budget)
             rps[name] = self._highest(each, data, config, slo_s)
-        return Cell(each.name, data.name, kind, rps)
+        return CapacityCell(each.name, data.name, kind, rps)
 
     def _highest(
         self, each: Deployment, data: SarathiServeWorkload, config: SoloConfig, slo_s: float
@@ -178,7 +178,7 @@ def _config(each: Deployment, data: SarathiServeWorkload, name: str, budget: int
     return SoloConfig("chunked", data.max_tokens, sequences, kv_tokens, each.num_stages)
 
 
-def _headlines(cells: Sequence[Cell]) -> list[FindingRow]:
+def _headlines(cells: Sequence[CapacityCell]) -> list[FindingRow]:
     rows = []
     for model, papers in LARGEST.items():
         for system, paper in zip((VLLM, ORCA), papers, strict=True):
@@ -193,7 +193,7 @@ def _headlines(cells: Sequence[Cell]) -> list[FindingRow]:
     return rows
 
 
-def _cell_rows(cells: Sequence[Cell]) -> list[FindingRow]:
+def _cell_rows(cells: Sequence[CapacityCell]) -> list[FindingRow]:
     return [
         FindingRow(f"{cell.name}: {system}", "req/s", None, rate)
         for cell in cells
@@ -201,7 +201,7 @@ def _cell_rows(cells: Sequence[Cell]) -> list[FindingRow]:
     ]
 
 
-def _checks(cells: Sequence[Cell]) -> tuple[Check, ...]:
+def _checks(cells: Sequence[CapacityCell]) -> tuple[Check, ...]:
     strict = [cell for cell in cells if cell.kind == "strict"]
     relaxed = [cell for cell in cells if cell.kind == "relaxed"]
     return (
@@ -214,7 +214,7 @@ def _checks(cells: Sequence[Cell]) -> tuple[Check, ...]:
     )
 
 
-def _panel(cells: Sequence[Cell], data: str, kind: str) -> Panel:
+def _panel(cells: Sequence[CapacityCell], data: str, kind: str) -> Panel:
     here = [cell for cell in cells if (cell.data, cell.kind) == (data, kind)]
     return Panel(
         f"{data}, {kind} SLO",

@@ -9,7 +9,7 @@ from papers.finding import Finding
 from papers.lamina import dollars
 from papers.lamina.runs import USD_PER_H
 from papers.mooncake import v3_capacity
-from papers.mooncake.v3_capacity import MOONCAKE, VLLM, Capacity, Claim, claim_rows
+from papers.mooncake.v3_capacity import MOONCAKE, VLLM, LimitedRates, Claim, claim_rows
 from papers.mooncake.v3_datasets import ARXIV_SUM, L_EVAL, SIMULATED, DataSet
 from papers.mooncake.workload import MooncakeWorkload
 from papers.options import Options
@@ -66,9 +66,9 @@ def test_a_capacity_is_the_highest_rate_within_both_limits(monkeypatch: pytest.M
 def test_a_claim_is_set_beside_the_rates_of_its_figure() -> None:
     found = {
         "ArXiv": {
-            MOONCAKE: Capacity(3.4, 3.0),
-            v3_capacity.BALANCED: Capacity(1.0, 1.0),
-            VLLM: Capacity(1.7, 1.5),
+            MOONCAKE: LimitedRates(3.4, 3.0),
+            v3_capacity.BALANCED: LimitedRates(1.0, 1.0),
+            VLLM: LimitedRates(1.7, 1.5),
         }
     }
     rows = {
