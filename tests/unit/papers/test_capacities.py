@@ -9,7 +9,7 @@ from papers.finding import Finding
 from papers.lamina import dollars
 from papers.lamina.runs import USD_PER_H
 from papers.mooncake import v3_capacity
-from papers.mooncake.v3_capacity import MOONCAKE, VLLM, LimitedRates, Claim, claim_rows
+from papers.mooncake.v3_capacity import MOONCAKE, VLLM, Claim, LimitedRates, claim_rows
 from papers.mooncake.v3_datasets import ARXIV_SUM, L_EVAL, SIMULATED, DataSet
 from papers.mooncake.workload import MooncakeWorkload
 from papers.options import Options
