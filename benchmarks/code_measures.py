@@ -1,7 +1,8 @@
 """How large and how readable the code base is: `python -m benchmarks.code_measures [ROOT]`.
 
 Prints one JSON object. With the root of another checkout, it measures that one, so that two states
-can be compared by one command.
+can be compared by one command. `--save` also counts the files of one request (`benchmarks.walk`)
+and writes both to benchmarks/results/code.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.checkout import ROOT
+from benchmarks.walk import walk
+from moonpool.cli.output import origin
 
 LONG_FILE_LINES = 350
 PURE_ROOMS = (
@@ -120,6 +125,20 @@ def _quantiles(ordered: list[int]) -> dict[str, int]:
     }
 
 
-if __name__ == "__main__":
-    place = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
+def main() -> None:
+    """Prints or saves the figures."""
+    if "--save" in sys.argv[1:]:
+        files = walk(ROOT)
+        walked = {name: len(names) for name, names in files.items()}
+        found = measure(ROOT) | {"walk": walked}
+        found["origin"] = origin() | {"command": "python -m benchmarks.code_measures --save"}
+        (ROOT / "benchmarks" / "results" / "code.json").write_text(
+            json.dumps(found, indent=1) + "\n"
+        )
+        return
+    place = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
     sys.stdout.write(json.dumps(measure(place), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

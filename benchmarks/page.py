@@ -196,6 +196,17 @@ def tiers_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
+def reuse_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the share of an unlimited cache's hits, as the mean over the seeds of a workload."""
+    kept: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in found["rows"]:
+        kept.setdefault((row["workload"], row["capacity_share"]), []).append(row["reuse_share"])
+    for (workload, share), runs in kept.items():
+        policies = ("lru", "lfu", "length-aware", "predictive", "belady")
+        means = (sum(run[policy] for run in runs) / len(runs) for policy in policies)
+        yield workload, share, *(f"{mean:.1%}" for mean in means)
+
+
 def chunk_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the time between tokens of each batching policy under one load."""
     for name, row in found["load"].items():
@@ -258,6 +269,22 @@ def table3_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _value(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.1%}" if unit == "of all" else f"{value:.4g}"
+
+
+def code_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the sizes of the code base."""
+    package, functions = found["package"], found["functions"]
+    yield "lines of the package", f"{package['lines']:,}"
+    yield "files of the package", f"{package['files']:,}"
+    yield "lines of the pure rooms", f"{package['pure_room_lines']:,}"
+    yield "files above 350 lines", str(package["files_above_350_lines"])
+    yield "lines of a function: median, P99", f"{functions['p50']}, {functions['p99']}"
+    yield (
+        "words of a sentence of docs/: median, P99",
+        f"{found['docs']['p50']}, {found['docs']['p99']}",
+    )
+    for process, files in found["walk"].items():
+        yield f"files of one request in the {process}", str(files)
 
 
 SECTIONS = (
@@ -373,6 +400,14 @@ SECTIONS = (
         tiers_rows,
     ),
     Section(
+        "Eviction policies",
+        "Hits of a cache with a share of the workload's blocks, over those of an unlimited cache:"
+        " an hour of each generated workload, means over three seeds. Belady knows the future.",
+        ("reuse",),
+        ("", "cache", "lru", "lfu", "length-aware", "predictive", "Belady"),
+        reuse_rows,
+    ),
+    Section(
         "Ranks and stages",
         "An instance of several processes over one process.",
         ("tensor-m150", "pipeline"),
@@ -392,6 +427,13 @@ SECTIONS = (
         ("reproduce-mooncake-v3-table3",),
         ("", "unit", "paper", "ours", "verdict"),
         table3_rows,
+    ),
+    Section(
+        "The code",
+        "How large the package is, and how many of its files run for one chat completion.",
+        ("code",),
+        ("", "figure"),
+        code_rows,
     ),
 )
 

@@ -135,6 +135,7 @@ class _Solo:
             self._clock,
             cost,
             self._output_of,
+            self._prompt_of,
             self._post,
             lambda has_chunks, begins: 1.0,
             lambda attempt_id, s: None,
@@ -168,6 +169,9 @@ class _Solo:
 
     def _output_of(self, attempt_id: AttemptId) -> int:
         return self._jobs[int(attempt_id)].output_tokens
+
+    def _prompt_of(self, attempt_id: AttemptId) -> int:
+        return self._jobs[int(attempt_id)].prompt_tokens
 
     def _post(self, event: WorkerEvent) -> None:
         for action in self._instance.handle(event, self._clock.now):

@@ -103,9 +103,9 @@ def attention(
     result: steps.AttentionResult | held.CapacityResult
     try:
         if capacity:
-            crews = range(1, workers + 1)
+            group_sizes = range(1, workers + 1)
             result = held.bench_attention_capacity(
-                model, crews, requests, contexts[-1], repeats, dtype, holds, slo_tbt
+                model, group_sizes, requests, contexts[-1], repeats, dtype, holds, slo_tbt
             )
             said = held.capacity_lines(result)
         else:

@@ -161,7 +161,7 @@ def with_nic(hardware: Hardware, bytes_per_s: float) -> Hardware:
         replace(
             part,
             nic_bytes_per_s=bytes_per_s,
-            belief=structs.replace(part.belief, network_bytes_per_s=bytes_per_s),
+            estimate=structs.replace(part.estimate, network_bytes_per_s=bytes_per_s),
         )
         for part in (hardware.prefill, hardware.decode, hardware.mixed)
     )

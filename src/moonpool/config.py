@@ -66,6 +66,9 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    chat_template: Annotated[
+        str, about("File with a chat template (Jinja) in place of the model's own.")
+    ] = ""
 
 
 class ClusterConfig(Struct, frozen=True):
@@ -145,7 +148,7 @@ class PoolConfig(Struct, frozen=True):
         bool, about("Reuse the KVCache of equal prefixes.", "--enable-prefix-caching")
     ] = True
     eviction: Annotated[PolicyName, about("Policy that chooses which cached blocks to evict.")] = (
-        "lru"
+        "predictive"
     )
     ssd_tokens_per_instance: Annotated[
         int, about("Tokens of KVCache on disk per instance; 0 uses no disk.", "--ssd-tokens", ge=0)
@@ -224,8 +227,8 @@ class ConductorConfig(Struct, frozen=True):
         ),
     ] = 1.0
     max_attempts: Annotated[
-        int, about("How often to try a request before it fails.", ge=1, le=10)
-    ] = 3
+        int, about("Attempts of a request without a new token before it fails.", ge=1, le=10)
+    ] = 5
     load_limit: Annotated[
         float,
         about("Reject requests above this ratio of predicted latency to its service level.", gt=0),
@@ -241,6 +244,9 @@ class ConductorConfig(Struct, frozen=True):
     ] = True
     spare_copies_first: Annotated[
         bool, about("Evict further copies of a block first, and keep one copy in DRAM.")
+    ] = True
+    prefetch: Annotated[
+        bool, about("Load the blocks of a session from the SSD before its next turn is due.")
     ] = True
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
@@ -432,10 +438,26 @@ class ApiConfig(Struct, frozen=True):
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        about(
+            "Let web pages of this origin call the API, such as https://example.org; * means all.",
+            "--allowed-origin",
+        ),
+    ] = ()
     request_timeout_s: Annotated[
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),
     ] = 600.0
+    drain_seconds: Annotated[
+        float,
+        about(
+            "Seconds that running answers may take to end when the head is told to stop.",
+            "--drain-seconds",
+            ge=0,
+            le=86_400,
+        ),
+    ] = 25.0
 
 
 class Config(Struct, frozen=True):

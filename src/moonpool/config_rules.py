@@ -51,6 +51,12 @@ def check_values(config: Config) -> None:
     _check_stages(config)
     _check_vllm(config)
     _check_policies(config)
+    for key in config.api.api_keys:
+        require(
+            0 < len(key) <= 1024 and key.isascii() and key.isprintable() and " " not in key,
+            "api.api_keys",
+            "non-empty ASCII texts without spaces",
+        )
 
 
 def _check_policies(config: Config) -> None:

@@ -53,8 +53,8 @@ class Node:
         layout: BlockLayout | None = None,
         *,
         secret: bytes = SECRET,
-        lease_s: float = 5.0,
-        park_s: float = 2.0,
+        lease_s: float = 120.0,
+        park_s: float = 120.0,
         checksum: Checksum = checksum_slice,
         native: bool = False,
         num_blocks: int = NUM_BLOCKS,
@@ -87,7 +87,7 @@ class Node:
         size = self.layout.block_bytes
         return bytes(self.arena.buffer[block_id * size : (block_id + 1) * size])
 
-    def expect_event(self, kind: type[T], within_s: float = 3.0) -> T:
+    def expect_event(self, kind: type[T], within_s: float = 60.0) -> T:
         event = self.events.get(timeout=within_s)
         assert isinstance(event, kind), event
         return event
@@ -111,7 +111,7 @@ def keys(count: int) -> list[BlockKey]:
 
 
 def bare_socket(address: PeerAddress, transport: str) -> socket.socket:
-    by_s = time.monotonic() + 2
+    by_s = time.monotonic() + 60
     if transport == "shm":
         return shm.connect(address.unix_name, by_s)
     port = address.nixl_port if transport == "nixl" else address.tcp_port
@@ -122,7 +122,7 @@ def rogue_connection(
     address: PeerAddress, transport: str, layout: BlockLayout, arena: Arena
 ) -> Connection:
     """Returns an authenticated connection on which a test can send invalid messages."""
-    by_s = time.monotonic() + 2
+    by_s = time.monotonic() + 60
     frames = FrameSocket(bare_socket(address, transport))
     me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
@@ -132,7 +132,7 @@ def rogue_connection(
         )
     if transport == "nixl":
         agent = NixlAgent(Arena(layout, arena.num_blocks, sealed=False), "127.0.0.1")
-        made = nixl.exchange_metadata(frames, address.instance_id, agent, time.monotonic() + 2)
+        made = nixl.exchange_metadata(frames, address.instance_id, agent, time.monotonic() + 60)
         weakref.finalize(made, agent.close)
         return made
     return tcp.TcpConnection(frames, address.instance_id, PlainSliceCopier())

@@ -40,7 +40,7 @@ class Slow:
 
     def __call__(self, view: memoryview) -> int:
         if self.left == 0:
-            assert self.go_on.wait(5.0)
+            assert self.go_on.wait(60.0)
         self.left -= 1
         return checksum_slice(view) ^ (self.left == self.flip)
 
@@ -67,7 +67,7 @@ def begin(
     slow.left = num_free
     gate = LayerGate()
     ids = list(range(blocks))
-    reader.messenger.fetch("f", source.address, keys(blocks), ids, 5.0, gate)
+    reader.messenger.fetch("f", source.address, keys(blocks), ids, 120.0, gate)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, ids)
     assert reader.expect_event(FetchProgress) == FetchProgress("f", blocks)
     return source, reader, gate
@@ -78,15 +78,15 @@ def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) 
     own = Arena(source.layout, 8)
     receiver = SliceReceiver(own, [0, 1, 2], 0, Counters())
     reader = rogue_connection(source.address, transport, source.layout, own)
-    reader.send(ReadBlocks(keys=tuple(keys(3)), timeout_s=2.0, first_layer=1), now() + 2)
+    reader.send(ReadBlocks(keys=tuple(keys(3)), timeout_s=120, first_layer=1), now() + 60)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [5, 3, 4])
-    assert isinstance(reader.receive(now() + 2), ReadGranted)
+    assert isinstance(reader.receive(now() + 60), ReadGranted)
     order = []
     last = False
     while not last:
-        message = reader.receive(now() + 2)
+        message = reader.receive(now() + 60)
         assert isinstance(message, Slices)
-        assert reader.receive_slices(message.offers, receiver, now() + 2) == 0
+        assert reader.receive_slices(message.offers, receiver, now() + 60) == 0
         order += [(layer, index) for index, layer, _, _ in unpack_offers(message.offers)]
         last = message.last
     assert order == [(layer, index) for layer in (1, 2) for index in range(3)]
@@ -96,20 +96,20 @@ def test_slices_are_offered_layer_by_layer(make_node: MakeNode, transport: str) 
 def test_a_layer_that_no_block_has_is_refused(make_node: MakeNode, transport: str) -> None:
     source = make_node("source")
     reader = rogue_connection(source.address, transport, source.layout, Arena(source.layout, 1))
-    reader.send(ReadBlocks(keys=tuple(keys(1)), timeout_s=2.0, first_layer=3), now() + 2)
+    reader.send(ReadBlocks(keys=tuple(keys(1)), timeout_s=120, first_layer=3), now() + 60)
     with pytest.raises(PeerGoneError):
-        reader.receive(now() + 2)
+        reader.receive(now() + 60)
     source.expect_silence()
     reader.close()
 
 
 def test_the_gate_opens_with_each_layer_and_no_sooner(make_node: MakeNode, slow: Slow) -> None:
     source, reader, gate = begin(make_node, slow, 2 * 2)
-    assert gate.wait(1, now() + 3)
+    assert gate.wait(1, now() + 60)
     assert reader.arena.slice(1, 1) == source.arena.slice(1, 1)
     assert not gate.wait(2, now() + 0.05)
     slow.go_on.set()
-    assert gate.wait(NUM_LAYERS - 1, now() + 3)
+    assert gate.wait(NUM_LAYERS - 1, now() + 60)
     assert all(reader.block(b) == source.block(b) for b in range(2))
 
 
@@ -117,7 +117,7 @@ def test_the_last_layer_opens_only_after_the_end_was_reported(
     make_node: MakeNode, slow: Slow
 ) -> None:
     source, reader, gate = begin(make_node, slow, -1)
-    assert gate.wait(NUM_LAYERS - 1, now() + 3)
+    assert gate.wait(NUM_LAYERS - 1, now() + 60)
     told = []
     while not reader.events.empty():
         told.append(reader.events.get())
@@ -130,23 +130,23 @@ def test_the_last_layer_opens_only_after_the_end_was_reported(
 def test_a_corrupt_slice_breaks_the_gate_at_its_layer(make_node: MakeNode, slow: Slow) -> None:
     slow.flip = 0  # the last one before it halts: layer 1 of the second block
     _, reader, gate = begin(make_node, slow, 4)
-    assert gate.wait(0, now() + 3)
+    assert gate.wait(0, now() + 60)
     began_s = now()
-    assert not gate.wait(1, now() + 3)
-    assert now() - began_s < 2.0, "the gate broke at once, not at the deadline"
+    assert not gate.wait(1, now() + 60)
+    assert now() - began_s < 50.0, "the gate broke at once, not at the deadline"
     slow.go_on.set()
-    while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
+    while not isinstance(event := reader.events.get(timeout=60), FetchEnded):
         pass
     assert (event.num_blocks, event.corrupt_slices) == (1, 1)
 
 
 def test_a_source_that_dies_midway_breaks_the_gate(make_node: MakeNode, slow: Slow) -> None:
     source, reader, gate = begin(make_node, slow, 2 * 2)
-    assert gate.wait(1, now() + 3)
+    assert gate.wait(1, now() + 60)
     threading.Thread(target=source.messenger.close).start()
-    assert not gate.wait(NUM_LAYERS - 1, now() + 5)
+    assert not gate.wait(NUM_LAYERS - 1, now() + 60)
     slow.go_on.set()
-    while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
+    while not isinstance(event := reader.events.get(timeout=60), FetchEnded):
         pass
     assert event.error
 
@@ -169,12 +169,12 @@ def test_the_next_transport_continues_at_the_first_incomplete_layer(
 
     monkeypatch.setattr(ShmConnection, "receive_slices", failing)
     gate = LayerGate()
-    reader.messenger.fetch("f", source.address, keys(2), [0, 1], 5.0, gate)
+    reader.messenger.fetch("f", source.address, keys(2), [0, 1], 120.0, gate)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1])
     assert source.expect_event(ReadEnded).error
     source.messenger.grant(source.expect_event(ReadRequested).read_id, second_grant)
-    assert gate.wait(NUM_LAYERS - 1, now() + 3) == (len(second_grant) == 2)
-    while not isinstance(event := reader.events.get(timeout=3), FetchEnded):
+    assert gate.wait(NUM_LAYERS - 1, now() + 60) == (len(second_grant) == 2)
+    while not isinstance(event := reader.events.get(timeout=60), FetchEnded):
         pass
     assert event.num_blocks == len(second_grant)
     assert all(reader.block(b) == source.block(b) for b in second_grant)

@@ -45,7 +45,7 @@ from moonpool.types import BlockId, InstanceId
 MakeNode = Callable[..., Node]
 
 
-def soon(seconds: float = 2.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -72,15 +72,15 @@ def rogue(node: Node, transport: str) -> Connection:
 
 def test_an_unexpected_stream_is_refused_after_park_s(make_node: MakeNode) -> None:
     sender, receiver = make_node("sender"), make_node("receiver", park_s=0.1)
-    sender.messenger.open_stream("s", receiver.address, 3.0)
-    assert "'s' is not expected here" in sender.expect_event(SendEnded, 1.0).error
+    sender.messenger.open_stream("s", receiver.address, 120.0)
+    assert "'s' is not expected here" in sender.expect_event(SendEnded).error
     receiver.expect_silence()
 
 
 def test_an_expected_stream_without_sender_ends_at_its_deadline(node: Node) -> None:
-    node.messenger.expect("late", [0], 0, 10.0)
+    node.messenger.expect("late", [0], 0, 120.0)
     node.messenger.expect("s", [0, 1], 2, 0.1)
-    ended = node.expect_event(ReceiveEnded, 1.0)
+    ended = node.expect_event(ReceiveEnded)
     assert (ended.stream_id, ended.corrupt) == ("s", (2, 3))
     assert "no sender came" in ended.error
 
@@ -89,18 +89,18 @@ def test_a_stream_that_is_never_finished_ends_at_both_deadlines(make_node: MakeN
     sender, receiver = make_node("sender"), make_node("receiver")
     receiver.messenger.expect("s", [0], 0, 0.3)
     sender.messenger.open_stream("s", receiver.address, 0.2)
-    assert "deadline" in sender.expect_event(SendEnded, 1.0).error
-    assert receiver.expect_event(ReceiveEnded, 1.0).error
+    assert "deadline" in sender.expect_event(SendEnded).error
+    assert receiver.expect_event(ReceiveEnded).error
     sender.expect_silence()
     receiver.expect_silence()
 
 
 def test_a_source_that_never_answers_ends_the_fetch(make_node: MakeNode) -> None:
-    source, reader = make_node("source", lease_s=5.0), make_node("reader")
-    reader.messenger.fetch("f", source.address, keys(1), [0], 0.2)
+    source, reader = make_node("source", lease_s=120.0), make_node("reader")
+    reader.messenger.fetch("f", source.address, keys(1), [0], 0.4)
     asked = source.expect_event(ReadRequested)
-    assert "deadline" in reader.expect_event(FetchEnded, 1.0).error
-    assert source.expect_event(ReadEnded, 1.0).read_id == asked.read_id
+    assert "deadline" in reader.expect_event(FetchEnded).error
+    assert source.expect_event(ReadEnded).read_id == asked.read_id
     source.messenger.grant(asked.read_id, [1])  # too late: ignored
     source.expect_silence()
 
@@ -116,7 +116,7 @@ def test_a_silent_listener_ends_the_fetch(node: Node, transport: str) -> None:
         tcp_port=server.getsockname()[1],
     )
     node.messenger.fetch("f", silent, keys(1), [0], 0.3)
-    assert "deadline" in node.expect_event(FetchEnded, 1.5).error
+    assert "deadline" in node.expect_event(FetchEnded).error
     server.close()
     unix.close()
 
@@ -126,22 +126,22 @@ def test_a_reader_that_keeps_its_blocks_loses_its_lease(
 ) -> None:
     source = make_node("source", lease_s=0.2)
     reader = rogue(source, transport)
-    reader.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=60), soon())
+    reader.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=300), soon())
     asked = source.expect_event(ReadRequested)
     source.messenger.grant(asked.read_id, [0, 1])
     assert isinstance(reader.receive(soon()), ReadGranted)
-    ended = source.expect_event(ReadEnded, 1.0)
+    ended = source.expect_event(ReadEnded)
     assert (ended.read_id, "lease" in ended.error) == (asked.read_id, True)
     reader.close()
 
 
 def test_a_reader_that_leaves_ends_its_read_at_once(node: Node, transport: str) -> None:
     reader = rogue(node, transport)
-    reader.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=60), soon())
+    reader.send(ReadBlocks(keys=tuple(keys(2)), timeout_s=300), soon())
     node.messenger.grant(node.expect_event(ReadRequested).read_id, [0, 1])
     reader.receive(soon())
     reader.close()
-    assert node.expect_event(ReadEnded, 0.5).error
+    assert node.expect_event(ReadEnded).error
 
 
 # Cancels and aborts
@@ -149,30 +149,30 @@ def test_a_reader_that_leaves_ends_its_read_at_once(node: Node, transport: str) 
 
 def test_cancel_before_and_during_a_stream(make_node: MakeNode) -> None:
     sender, receiver = make_node("sender"), make_node("receiver")
-    receiver.messenger.expect("unmet", [0], 0, 3.0)
+    receiver.messenger.expect("unmet", [0], 0, 120.0)
     receiver.messenger.cancel("unmet")
     assert "cancelled" in receiver.expect_event(ReceiveEnded).error
-    receiver.messenger.expect("s", [0], 0, 3.0)
-    sender.messenger.open_stream("s", receiver.address, 3.0)
+    receiver.messenger.expect("s", [0], 0, 120.0)
+    sender.messenger.open_stream("s", receiver.address, 120.0)
     sender.messenger.send("s", [(0, 0, 0)])
     wait_until(lambda: receiver.messenger.counts().received_slices == 1)
     receiver.messenger.cancel("s")
-    ended = receiver.expect_event(ReceiveEnded, 0.5)
+    ended = receiver.expect_event(ReceiveEnded)
     assert ("cancelled" in ended.error, ended.corrupt) == (True, (0,))
-    assert sender.expect_event(SendEnded, 0.5).error  # by the end of the connection
+    assert sender.expect_event(SendEnded).error  # by the end of the connection
     receiver.messenger.cancel("s")
     receiver.expect_silence()
 
 
 def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     sender, receiver = make_node("sender"), make_node("receiver")
-    receiver.messenger.expect("s", [0], 0, 3.0)
-    sender.messenger.open_stream("s", receiver.address, 3.0)
+    receiver.messenger.expect("s", [0], 0, 120.0)
+    sender.messenger.open_stream("s", receiver.address, 120.0)
     sender.messenger.send("s", [(0, 0, 0)])
     wait_until(lambda: receiver.messenger.counts().received_slices == 1)
     sender.messenger.abort_stream("s")
-    assert "aborted" in sender.expect_event(SendEnded, 0.5).error
-    assert receiver.expect_event(ReceiveEnded, 0.5).corrupt == (0,)
+    assert "aborted" in sender.expect_event(SendEnded).error
+    assert receiver.expect_event(ReceiveEnded).corrupt == (0,)
     sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer: ignored
     sender.messenger.finish_stream("s")
     sender.expect_silence()
@@ -185,15 +185,15 @@ def test_an_aborted_stream_ends_only_when_its_thread_has_stopped(
 
     def slow_send(context: TransferContext, *arguments: Any) -> int:
         reading.set()
-        go_on.wait(3)
+        go_on.wait(60)
         return send(context, *arguments)
 
     monkeypatch.setattr(TransferContext, "send_slices", slow_send)
     sender, receiver = make_node("sender"), make_node("receiver")
-    receiver.messenger.expect("s", [0], 0, 3.0)
-    sender.messenger.open_stream("s", receiver.address, 3.0)
+    receiver.messenger.expect("s", [0], 0, 120.0)
+    sender.messenger.open_stream("s", receiver.address, 120.0)
     sender.messenger.send("s", [(0, 0, 0)])
-    assert reading.wait(2)
+    assert reading.wait(60)
     sender.messenger.abort_stream("s")
     sender.expect_silence(0.1)
     go_on.set()
@@ -215,7 +215,7 @@ def test_bytes_that_a_sender_writes_after_its_abort_are_in_no_received_block(
         sender.arena.checksums.forget(range(4))
         sender.arena.buffer[:] = bytes([meant]) * sender.arena.num_bytes
         receiver.messenger.expect(name, list(range(4)), 0, 0.2)  # the sender may never come
-        sender.messenger.open_stream(name, receiver.address, 3.0)
+        sender.messenger.open_stream(name, receiver.address, 120.0)
         sender.messenger.send(name, slices)
         time.sleep(rng.uniform(0, 0.003))
         sender.messenger.abort_stream(name)
@@ -237,7 +237,7 @@ def test_bytes_that_a_sender_writes_after_its_abort_are_in_no_received_block(
 def test_a_second_grant_changes_nothing(make_node: MakeNode) -> None:
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
-    reader.messenger.fetch("f", source.address, keys(1), [0], 3.0)
+    reader.messenger.fetch("f", source.address, keys(1), [0], 120.0)
     read_id = source.expect_event(ReadRequested).read_id
     source.messenger.grant(read_id, [5])
     source.messenger.grant(read_id, [6])
@@ -253,13 +253,15 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
     rng = random.Random(11)
     slices = [(i, i, layer) for layer in range(3) for i in range(8)]
     outcomes = set()
-    for number in range(120):
+    number = 0
+    while number < 120 or (len(outcomes) < 2 and number < 5000):  # until both have won
+        number += 1
         name = f"s{number}"
         receiver.arena.buffer[:] = bytes(receiver.arena.num_bytes)
         pauses = [rng.choice((0.0, 0.0, rng.uniform(0, 0.003))) for _ in range(4)]
         victim = rng.choice((sender.messenger.abort_stream, receiver.messenger.cancel))
-        receiver.messenger.expect(name, list(range(8)), 0, 3.0)
-        sender.messenger.open_stream(name, receiver.address, 3.0)
+        receiver.messenger.expect(name, list(range(8)), 0, 120.0)
+        sender.messenger.open_stream(name, receiver.address, 120.0)
         strike = threading.Timer(pauses[0], victim, (name,))
         strike.start()
         for part, pause in enumerate(pauses[1:]):
@@ -285,18 +287,18 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
 def test_close_ends_everything_once_and_leaves_no_thread(transport: str) -> None:
     threads = set(threading.enumerate())
     left, right = Node("left", transport), Node("right", transport)
-    right.messenger.expect("s", [0], 0, 30.0)
-    left.messenger.open_stream("s", right.address, 30.0)
+    right.messenger.expect("s", [0], 0, 300.0)
+    left.messenger.open_stream("s", right.address, 300.0)
     left.messenger.send("s", [(0, 0, 0)])
-    left.messenger.open_stream("parked", right.address, 30.0)
-    left.messenger.expect("unmet", [1], 0, 30.0)
-    left.messenger.fetch("f", right.address, keys(1), [2], 30.0)
+    left.messenger.open_stream("parked", right.address, 300.0)
+    left.messenger.expect("unmet", [1], 0, 300.0)
+    left.messenger.fetch("f", right.address, keys(1), [2], 300.0)
     right.expect_event(ReadRequested)
     wait_until(lambda: right.messenger.counts().received_slices == 1)
     started_s = time.monotonic()
     left.close()
     right.close()
-    assert time.monotonic() - started_s < 5.0, "none of the waits of 30 s is sat out"
+    assert time.monotonic() - started_s < 100.0, "none of the waits of 300 s is sat out"
     ends = [left.events.get_nowait() for _ in range(4)]
     assert sorted(type(e).__name__ for e in ends) == [
         "FetchEnded",
@@ -322,10 +324,10 @@ def test_strangers_are_refused_on_both_sides_with_the_reason(
     options = {"secret": b"other"} if wrong == "secret" else {"layout": make_layout(model="other")}
     stranger = make_node("stranger", **options)
     reason = "cluster secret differs" if wrong == "secret" else "block layouts differ"
-    stranger.messenger.fetch("f", node.address, keys(1), [0], 3.0)
+    stranger.messenger.fetch("f", node.address, keys(1), [0], 120.0)
     assert reason in stranger.expect_event(FetchEnded).error
-    node.messenger.expect("s", [0], 0, 3.0)
-    stranger.messenger.open_stream("s", node.address, 3.0)
+    node.messenger.expect("s", [0], 0, 120.0)
+    stranger.messenger.open_stream("s", node.address, 120.0)
     assert reason in stranger.expect_event(SendEnded).error
     node.expect_silence()
     wait_until(lambda: node.messenger.counts().refused_connections >= 2)
@@ -334,7 +336,7 @@ def test_strangers_are_refused_on_both_sides_with_the_reason(
 def test_another_instance_at_the_address_is_refused(make_node: MakeNode) -> None:
     node, other = make_node("node"), make_node("other")
     stale = msgspec.structs.replace(other.address, instance_id=InstanceId("gone"))
-    node.messenger.fetch("f", stale, keys(1), [0], 3.0)
+    node.messenger.fetch("f", stale, keys(1), [0], 120.0)
     assert "'other' answers where 'gone' should be" in node.expect_event(FetchEnded).error
 
 
@@ -352,15 +354,15 @@ def test_noise_closes_the_connection_and_nothing_else(
     node: Node, transport: str, noise: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with bare_socket(node.address, transport) as sock:
-        sock.settimeout(2)
+        sock.settimeout(60)
         sock.sendall(noise)
         while data := _read(sock):
             assert len(data) < 1000
     wait_until(lambda: node.messenger.counts().refused_connections == 1)
     assert len([r for r in caplog.records if "closed a connection" in r.message]) == 1
-    node.messenger.fetch("f", node.address, keys(1), [0], 3.0)  # still serves reads, even its own
+    node.messenger.fetch("f", node.address, keys(1), [0], 120.0)  # still serves reads, even its own
     node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
-    ends = [node.events.get(timeout=2) for _ in range(2)]
+    ends = [node.events.get(timeout=60) for _ in range(2)]
     assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}
 
 
@@ -401,9 +403,9 @@ def test_a_slice_outside_what_is_expected_breaks_the_stream(
     node: Node, transport: str, index: int, layer: int
 ) -> None:
     before = bytes(node.arena.buffer)
-    node.messenger.expect("s", [10, 11], 2, 3.0)
+    node.messenger.expect("s", [10, 11], 2, 120.0)
     invalid_peer = rogue(node, transport)
-    invalid_peer.send(OpenStream(stream_id="s", timeout_s=3), soon())
+    invalid_peer.send(OpenStream(stream_id="s", timeout_s=120), soon())
     assert invalid_peer.receive(soon()) == StreamExpected(first_index=2, num_indices=2)
     offer = Slices(offers=pack_offers([(index, layer, 0, 0)]))
     invalid_peer.send_slices(offer, Arena(node.layout, 1), soon())
@@ -417,9 +419,9 @@ def test_a_slice_outside_what_is_expected_breaks_the_stream(
 @pytest.mark.parametrize("block_id", [4, -1, 1 << 50])
 def test_a_block_the_sender_does_not_have_breaks_the_stream(block_id: int) -> None:
     node = Node("node", "shm")
-    node.messenger.expect("s", [10], 0, 3.0)
+    node.messenger.expect("s", [10], 0, 120.0)
     invalid_peer = rogue(node, "shm")
-    invalid_peer.send(OpenStream(stream_id="s", timeout_s=3), soon())
+    invalid_peer.send(OpenStream(stream_id="s", timeout_s=120), soon())
     invalid_peer.receive(soon())
     invalid_peer.send_slices(Slices(offers=pack_offers([(0, 0, block_id, 0)])), node.arena, soon())
     assert "which it lacks" in node.expect_event(ReceiveEnded).error
@@ -429,11 +431,11 @@ def test_a_block_the_sender_does_not_have_breaks_the_stream(block_id: int) -> No
 
 def test_a_second_sender_of_a_stream_is_refused(make_node: MakeNode) -> None:
     first, second, receiver = make_node("first"), make_node("second"), make_node("receiver")
-    receiver.messenger.expect("s", [0], 0, 3.0)
-    first.messenger.open_stream("s", receiver.address, 3.0)
+    receiver.messenger.expect("s", [0], 0, 120.0)
+    first.messenger.open_stream("s", receiver.address, 120.0)
     first.messenger.send("s", [(0, 0, layer) for layer in range(3)])
     wait_until(lambda: receiver.messenger.counts().received_slices == 3)
-    second.messenger.open_stream("s", receiver.address, 3.0)
+    second.messenger.open_stream("s", receiver.address, 120.0)
     assert "has a sender already" in second.expect_event(SendEnded).error
     first.messenger.finish_stream("s")
     assert receiver.expect_event(ReceiveEnded).corrupt == ()
@@ -442,13 +444,13 @@ def test_a_second_sender_of_a_stream_is_refused(make_node: MakeNode) -> None:
 
 def test_a_sender_that_gave_up_while_parked_does_not_take_the_stream(make_node: MakeNode) -> None:
     sender, receiver = make_node("sender"), make_node("receiver")
-    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 120.0)
     time.sleep(0.1)
     sender.messenger.abort_stream("s")
     assert sender.expect_event(SendEnded).error
-    receiver.messenger.expect("s", [0], 0, 3.0)
+    receiver.messenger.expect("s", [0], 0, 120.0)
     time.sleep(0.05)
-    sender.messenger.open_stream("s", receiver.address, 3.0)
+    sender.messenger.open_stream("s", receiver.address, 120.0)
     sender.messenger.send("s", [(0, 0, layer) for layer in range(3)])
     sender.messenger.finish_stream("s")
     assert receiver.expect_event(ReceiveEnded).error == ""
@@ -467,12 +469,12 @@ def test_invalid_calls_of_the_own_worker_raise(node: Node) -> None:
         node.messenger.expect("s", [32], 0, 1.0)
     with pytest.raises(ValueError, match="2 keys but 1 blocks"):
         node.messenger.fetch("f", node.address, keys(2), [0], 1.0)
-    node.messenger.expect("s", [0], 0, 30.0)
+    node.messenger.expect("s", [0], 0, 300.0)
     with pytest.raises(ValueError, match="expected already"):
         node.messenger.expect("s", [1], 0, 1.0)
-    node.messenger.open_stream("o", node.address, 3.0)
+    node.messenger.open_stream("o", node.address, 120.0)
     node.messenger.send("o", [(0, 99, 0)])
-    node.messenger.expect("o", [0], 0, 3.0)
-    ends = [node.events.get(timeout=2) for _ in range(2)]
+    node.messenger.expect("o", [0], 0, 120.0)
+    ends = [node.events.get(timeout=60) for _ in range(2)]
     [error] = [e.error for e in ends if isinstance(e, SendEnded)]
     assert "outside" in error

@@ -22,9 +22,9 @@ def test_a_stream_is_redirected_to_the_peer_that_stores_the_blocks(make_node: Ma
     sender.fill(1)
     for turn in range(2):  # the second time over connections that were kept
         name = f"s{turn}"
-        holder.messenger.expect(name, [4, 5], 1, 3.0)
+        holder.messenger.expect(name, [4, 5], 1, 120.0)
         front.messenger.redirect_stream(name, holder.address)
-        sender.messenger.open_stream(name, front.address, 3.0)
+        sender.messenger.open_stream(name, front.address, 120.0)
         layers = range(sender.layout.num_layers)
         sender.messenger.send(name, [(i, i, layer) for layer in layers for i in range(3)])
         sender.messenger.finish_stream(name)
@@ -40,8 +40,8 @@ def test_a_sender_that_connects_first_waits_for_the_redirect(
     make_node: MakeNode,
 ) -> None:
     sender, front, holder = make_node("sender"), make_node("front"), make_node("holder")
-    sender.messenger.open_stream("s", front.address, 3.0)
-    holder.messenger.expect("s", [0], 0, 3.0)
+    sender.messenger.open_stream("s", front.address, 120.0)
+    holder.messenger.expect("s", [0], 0, 120.0)
     front.messenger.redirect_stream("s", holder.address)
     sender.messenger.abort_stream("s")
     assert sender.expect_event(SendEnded).error
@@ -53,7 +53,7 @@ def test_a_stream_that_is_no_longer_received_is_refused(make_node: MakeNode) -> 
     sender, front = make_node("sender"), make_node("front", park_s=0.1)
     front.messenger.redirect_stream("s", sender.address)
     front.messenger.forget_stream("s")
-    sender.messenger.open_stream("s", front.address, 3.0)
+    sender.messenger.open_stream("s", front.address, 120.0)
     assert "not expected" in sender.expect_event(SendEnded).error
 
 
@@ -61,7 +61,7 @@ def test_a_read_is_redirected_to_the_peer_that_stores_the_blocks(make_node: Make
     reader, front, holder = make_node("reader"), make_node("front"), make_node("holder")
     holder.fill(3)
     for _ in range(2):
-        reader.messenger.fetch("f", front.address, keys(2), [8, 9], 3.0)
+        reader.messenger.fetch("f", front.address, keys(2), [8, 9], 120.0)
         asked = front.expect_event(ReadRequested)
         front.messenger.redirect_read(asked.read_id, holder.address)
         assert front.expect_event(ReadEnded).error == ""
@@ -78,12 +78,12 @@ def test_no_operation_is_redirected_twice(make_node: MakeNode) -> None:
     sender, one, other = make_node("sender"), make_node("one"), make_node("other")
     one.messenger.redirect_stream("s", other.address)
     other.messenger.redirect_stream("s", one.address)
-    sender.messenger.open_stream("s", one.address, 2.0)
+    sender.messenger.open_stream("s", one.address, 120.0)
     assert "twice" in sender.expect_event(SendEnded).error
-    sender.messenger.fetch("f", one.address, keys(1), [0], 2.0)
+    sender.messenger.fetch("f", one.address, keys(1), [0], 120.0)
     asked = one.expect_event(ReadRequested)
     one.messenger.redirect_read(asked.read_id, other.address)
     one.expect_event(ReadEnded)
     asked = other.expect_event(ReadRequested)
     other.messenger.redirect_read(asked.read_id, one.address)
-    assert "twice" in sender.expect_event(FetchEnded, 4.0).error
+    assert "twice" in sender.expect_event(FetchEnded).error

@@ -35,7 +35,7 @@ def share(block: bytes, view: ShardView) -> bytes:
 
 
 def stream(sender: Node, front: Node, name: str, num_blocks: int) -> None:
-    sender.messenger.open_stream(name, front.address, 3.0)
+    sender.messenger.open_stream(name, front.address, 120.0)
     for layer in range(sender.layout.num_layers):
         sender.messenger.send(name, [(i, i, layer) for i in range(num_blocks)])
     sender.messenger.finish_stream(name)
@@ -47,7 +47,7 @@ def test_a_stream_is_split_by_parts_of_slices(make_node: MakeNode) -> None:
     for turn in range(2):  # the second time with known checksums, over kept connections
         name = f"s{turn}"
         for holder in holders:
-            holder.messenger.expect(name, [5, 4], 1, 3.0)
+            holder.messenger.expect(name, [5, 4], 1, 120.0)
         front.messenger.redirect_stream(name, *(holder.address for holder in holders))
         stream(sender, front, name, 3)
         assert sender.expect_event(SendEnded).error == ""
@@ -63,8 +63,8 @@ def test_a_stream_is_split_by_blocks(make_node: MakeNode) -> None:
     sender, front = make_node("sender"), make_node("front")
     one, other = make_node("one"), make_node("other")
     sender.fill(2)
-    one.messenger.expect("s", [7, NOWHERE, 8], 1, 3.0)
-    other.messenger.expect("s", [NOWHERE, 9, NOWHERE], 1, 3.0)
+    one.messenger.expect("s", [7, NOWHERE, 8], 1, 120.0)
+    other.messenger.expect("s", [NOWHERE, 9, NOWHERE], 1, 120.0)
     front.messenger.redirect_stream("s", one.address, other.address)
     stream(sender, front, "s", 4)
     assert sender.expect_event(SendEnded).error == ""
@@ -77,7 +77,7 @@ def test_a_stream_is_split_by_blocks(make_node: MakeNode) -> None:
 def test_one_share_that_fails_fails_the_stream(make_node: MakeNode) -> None:
     sender, front = make_node("sender"), make_node("front")
     one, other = make_node("one"), make_node("other", park_s=0.1)
-    one.messenger.expect("s", [7], 0, 3.0)  # the other does not expect it
+    one.messenger.expect("s", [7], 0, 120.0)  # the other does not expect it
     front.messenger.redirect_stream("s", one.address, other.address)
     stream(sender, front, "s", 1)
     assert "not expected" in sender.expect_event(SendEnded).error
@@ -87,9 +87,9 @@ def test_one_share_that_fails_fails_the_stream(make_node: MakeNode) -> None:
 def test_an_aborted_stream_ends_once(make_node: MakeNode) -> None:
     sender, front, holders = make_node("sender"), make_node("front"), halves(make_node)
     for holder in holders:
-        holder.messenger.expect("s", [1], 0, 3.0)
+        holder.messenger.expect("s", [1], 0, 120.0)
     front.messenger.redirect_stream("s", *(holder.address for holder in holders))
-    sender.messenger.open_stream("s", front.address, 3.0)
+    sender.messenger.open_stream("s", front.address, 120.0)
     sender.messenger.send("s", [(0, 0, 0)])
     sender.messenger.abort_stream("s")
     assert sender.expect_event(SendEnded).error
@@ -103,7 +103,7 @@ def read(
     reader: Node, front: Node, holders: list[Node], granted: list[list[int]], to: list[int]
 ) -> FetchEnded:
     """Fetches `len(to)` keys via `front`, of which each holder grants the given blocks."""
-    reader.messenger.fetch("f", front.address, keys(len(to)), to, 3.0)
+    reader.messenger.fetch("f", front.address, keys(len(to)), to, 120.0)
     asked = front.expect_event(ReadRequested)
     front.messenger.redirect_read(asked.read_id, *(holder.address for holder in holders))
     for holder, blocks in zip(holders, granted, strict=True):
@@ -156,7 +156,7 @@ def test_a_holder_reads_its_share_from_whole_blocks_and_from_equal_shares(
     source, holders = make_node("source"), halves(make_node)
     source.fill(3)
     for holder, view in zip(holders, VIEWS, strict=True):
-        holder.messenger.fetch("f", source.address, keys(1), [4], 3.0)
+        holder.messenger.fetch("f", source.address, keys(1), [4], 120.0)
         source.messenger.grant(source.expect_event(ReadRequested).read_id, [6])
         assert holder.expect_event(FetchEnded).num_blocks == 1
         assert holder.block(4) == share(source.block(6), view)
@@ -172,7 +172,7 @@ def test_changed_memory_is_detected_in_a_share_too(make_node: MakeNode) -> None:
     source, holders = make_node("source"), halves(make_node)
     source.fill(4)
     for holder in make_node("whole"), holders[0]:
-        holder.messenger.fetch("f", source.address, keys(1), [4], 3.0)
+        holder.messenger.fetch("f", source.address, keys(1), [4], 120.0)
         source.messenger.grant(source.expect_event(ReadRequested).read_id, [6])
         ended = holder.expect_event(FetchEnded)
         assert ended.num_blocks == (holder is not holders[0])
@@ -184,10 +184,10 @@ def test_a_share_of_other_slices_is_refused(make_node: MakeNode) -> None:
     source = make_node("source")
     wrong = ShardView(whole_bytes=512, ranges=((0, 64), (448, 512)))
     reader = make_node("reader", layout=HALF, shard_view=wrong)
-    reader.messenger.fetch("f", source.address, keys(1), [0], 2.0)
+    reader.messenger.fetch("f", source.address, keys(1), [0], 120.0)
     assert reader.expect_event(FetchEnded).error
     front = make_node("front")
-    reader.messenger.expect("s", [0], 0, 2.0)
+    reader.messenger.expect("s", [0], 0, 120.0)
     front.messenger.redirect_stream("s", reader.address)
     stream(source, front, "s", 1)
     assert "another size" in source.expect_event(SendEnded).error

@@ -184,7 +184,7 @@ def test_many_operations_at_once_end_once_each(bench: Bench) -> None:
         if isinstance(bench.store, SharedStore):
             bench.store.look_up(f"u{number}", [key])
     count = 72 if bench.store.shared else 48
-    ended = [bench.events.get(timeout=20) for _ in range(count)]
+    ended = [bench.events.get(timeout=60) for _ in range(count)]
     assert len({str(event) for event in ended}) == count
     stores = [event for event in ended if isinstance(event, StoreEnded)]
     loads = [event for event in ended if isinstance(event, LoadEnded)]

@@ -38,7 +38,7 @@ class Bench:
         self.events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self.store = make(self.arena, self.events.put)
 
-    def event(self, kind: type[T], within_s: float = 20.0) -> T:
+    def event(self, kind: type[T], within_s: float = 60.0) -> T:
         found = self.events.get(timeout=within_s)
         assert isinstance(found, kind), found
         return found
@@ -77,7 +77,7 @@ class Bench:
         slots = range(first_slot, first_slot + len(keys))
         self.store.load("l", keys, slots, blocks, gate)
         told: list[LoadProgress] = []
-        while isinstance(ended := self.events.get(timeout=20), LoadProgress):
+        while isinstance(ended := self.events.get(timeout=60), LoadProgress):
             told.append(ended)
             for layer in range(ended.num_layers):
                 assert gate is not None and gate.wait(layer, 0.0)

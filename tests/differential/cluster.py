@@ -100,7 +100,7 @@ class Node:
     def __init__(
         self, name: str, role: Role, dtype: str, ops: Ops, options: dict[str, Any], inbox: Any
     ) -> None:
-        model = open_model(MODEL, dtype)
+        model = open_model(options.get("model", MODEL), dtype)
         self.layout = make_layout(model, options.get("block_tokens", 16), ops)
         self.arena = Arena(self.layout, 256)
         flat = torch.frombuffer(

@@ -63,7 +63,7 @@ def work(name: str, prompt: list[int]) -> AttemptSpec:
         slo=Slo(ttft_s=1e9, tbt_s=1e9),
         tenant="",
         use_cache=True,
-        timeout_s=30.0,
+        timeout_s=300.0,
     )
 
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from moonpool.engine.builtin import open_model
+from tests.differential.checkpoints import CASES, save
 from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_transformers import (
-    CASES,
     LENGTHS,
     PROMPT,
     _greedy,
     _ours,
-    _save,
     _their_greedy,
     _theirs,
 )
@@ -40,7 +39,7 @@ TINY = "random:hidden=96,layers=3,heads=8,kv_heads=4,head_dim=16,inter=114,vocab
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_float32_agrees_with_transformers(name: str, ops_name: str, tmp_path: Path) -> None:
-    model = _save(CASES[name], tmp_path)
+    model = save(CASES[name], tmp_path)
     theirs = _theirs(model)
     lab, ours = _ours(tmp_path, "float32", ops_name, SHARDED[name])
     _, whole = _ours(tmp_path, "float32", ops_name)
@@ -55,7 +54,7 @@ def test_bfloat16_rounds_a_little_more_than_one_process(
 ) -> None:
     """A sum of shards is rounded at each `+`, where one process rounds once. Of two tokens, the
     likelier stays so wherever they stand further apart than that."""
-    exact = _theirs(_save(CASES[name], tmp_path))
+    exact = _theirs(save(CASES[name], tmp_path))
     one = _ours(tmp_path, "bfloat16", ops_name)[1]
     several = _ours(tmp_path, "bfloat16", ops_name, SHARDED[name])[1]
     one_error, error = ((x - exact).square().mean() for x in (one, several))

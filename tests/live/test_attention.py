@@ -98,7 +98,7 @@ def while_answering(
     answers: list[str] = []
     done = threading.Thread(target=lambda: answers.extend(ask_together(client, [body] * copies)))
     done.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         text = client.get("/metrics").text
         lines = [line for line in text.splitlines() if "generation_tokens_total" in line]
@@ -128,7 +128,7 @@ def test_killed_attention_workers_cost_no_answer(expected: list[str]) -> None:
 
 
 def counters_of_soon(client: httpx.Client, name: str, counter: str) -> float:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         value = counters_of(client, name).get(counter, 0.0)
         if value:
@@ -138,7 +138,7 @@ def counters_of_soon(client: httpx.Client, name: str, counter: str) -> float:
 
 
 def restarted(server: LocalServer, before: dict[str, int], name: str) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if attention_pids(server).get(name, before[name]) != before[name]:
             return True
@@ -165,7 +165,7 @@ def test_a_killed_model_worker_loses_no_blocks(expected: list[str]) -> None:
 
 
 def wait_for_successor(client: httpx.Client, former_pid: int) -> dict[str, Any]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for instance in client.get("/cluster").json()["instances"]:
             successor = instance["role"] == "decode" and instance["pid"] != former_pid
@@ -185,7 +185,7 @@ def test_attention_workers_that_do_not_fit_are_refused() -> None:
     ):
         done = subprocess.run(
             [sys.executable, "-m", "moonpool", "serve", *arguments],
-            capture_output=True, text=True, timeout=30, check=False,
+            capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode != 0
         assert words in done.stderr

@@ -50,7 +50,7 @@ def server() -> Iterator[LocalServer]:
 def test_the_first_request_needs_no_attention_worker(
     server: LocalServer, expected: list[str]
 ) -> None:
-    client = httpx.Client(base_url=server.url, timeout=20)
+    client = httpx.Client(base_url=server.url, timeout=60)
     worker = attention_pids(server)["attention-0"]
     os.kill(worker, signal.SIGSTOP)
     try:

@@ -59,7 +59,7 @@ class Desk:
         return done.output
 
 
-def wait_until(holds: Callable[[], bool], wait_s: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
     deadline = time.monotonic() + wait_s
     while not holds():
         assert time.monotonic() < deadline

@@ -77,7 +77,7 @@ def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) 
 def decoder_of(client: httpx.Client, name: str) -> str:
     """Where it is decoded, when that has begun."""
     found: dict[str, Any] = {}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not found.get("generated_tokens") and time.monotonic() < deadline:
         found = client.get(f"/explain/{name}").json()
     return str(found.get("decode_instance"))
@@ -123,12 +123,12 @@ def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_pa
     assert {answer["choices"][0]["text"] for answer in got.values()} == {right}
     assert time.monotonic() - began_s > SILENCE_S / 2, "nothing hung"
     for process in (staged, caught):
-        _, words = process.communicate(timeout=20)
+        _, words = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "the engine hangs" in words.splitlines()[-1]
     assert wait_until_gone([stage]) == []
     os.kill(stopped.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         alive = {i["instance_id"] for i in client.get("/cluster").json()["instances"]}
         if alive == {"p", "stopped", "sound"}:

@@ -184,7 +184,7 @@ def test_what_left_dram_comes_back_from_the_disk(talk: Talk, folder: Path) -> No
 
 def test_a_killed_worker_finds_its_blocks_again(talk: Talk) -> None:
     talk.restart()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while not talk.instance()["indexed_blocks"]:
         assert time.monotonic() < deadline, "it announced nothing of what it had"
         time.sleep(0.05)

@@ -68,7 +68,7 @@ def test_stages_end_with_their_instance_and_with_the_head(server: LocalServer) -
         stages = stages_of(worker)
         os.kill(worker, signal.SIGKILL)
         assert stages and wait_until_gone([worker, *stages]) == []
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 60
         while len(server.instances()) < 3 and time.monotonic() < deadline:
             time.sleep(0.2)
     workers = server.worker_pids()

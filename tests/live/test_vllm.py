@@ -54,7 +54,7 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-def wait_until(holds: Callable[[], bool], wait_s: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
     deadline = time.monotonic() + wait_s
     while not holds():
         assert time.monotonic() < deadline

@@ -63,6 +63,7 @@ def simulate(name: str, folder: Path) -> dict[str, Any]:
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(figures.read_text())
+    del found["run"]["trace_sha256"]
     return {key: value for key, value in found.items() if key not in VOLATILE}
 
 

@@ -24,7 +24,7 @@ from tests.soak.relay import Relay
 
 ROOT = Path(__file__).parents[2]
 EVICTIONS = ("lru", "predictive", "lfu", "length-aware")
-START_S = 30.0
+START_S = 120.0
 _BUFFER_BYTES = 1 << 20
 
 
@@ -176,7 +176,7 @@ class Cluster:
             self._take(member, message)
 
     def ask(
-        self, member: Member, order: orders.Down, timeout_s: float = 20.0
+        self, member: Member, order: orders.Down, timeout_s: float = 120.0
     ) -> orders.Flipped | orders.Checked:
         member.answers.clear()
         self.send(member, order)
@@ -194,7 +194,7 @@ class Cluster:
             member.relay.close()
             if member.process is not None:
                 try:
-                    member.process.wait(10.0)
+                    member.process.wait(60.0)
                 except subprocess.TimeoutExpired:
                     member.process.kill()
                     member.process.wait()

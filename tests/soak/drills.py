@@ -49,7 +49,9 @@ class Drills:
         attempt = self._fetch(third, member, prompt, len(keys))
         self._demand_found(attempt, "memory flips found by a peer")
         self._cluster.wait(
-            lambda: flipped not in member.in_dram, 5.0, f"{member.name} to forget the flipped block"
+            lambda: flipped not in member.in_dram,
+            60.0,
+            f"{member.name} to forget the flipped block",
         )
 
     def memory_written_to_the_disk(self) -> None:
@@ -66,7 +68,7 @@ class Drills:
             self._compute(member, filler)
             if flipped not in member.in_dram:
                 break
-        self._cluster.wait(lambda: self._settled(member), 5.0, "demotion to settle")
+        self._cluster.wait(lambda: self._settled(member), 60.0, "demotion to settle")
         end = keys.index(flipped) + 1
         if member.reach(keys) < end or flipped not in member.on_ssd:
             self.seen["memory flips evicted unread"] += 1
@@ -87,7 +89,7 @@ class Drills:
                 self._demand_found(attempt, "")
                 self._cluster.wait(
                     lambda n=before: self.seen["disk flips found"] > n,  # type: ignore[misc]
-                    5.0,
+                    60.0,
                     "the flip on the disk to be found",
                 )
 
@@ -138,7 +140,7 @@ class Drills:
         return ((member, prompt, keys) if whole else None), reader
 
     def _flip_memory(self, member: Member, keys: list[BlockKey]) -> BlockKey | None:
-        end_s = time.monotonic() + 3.0
+        end_s = time.monotonic() + 10.0
         while time.monotonic() < end_s:  # until its last reader has released it
             for key in self._rng.sample(keys, len(keys)):
                 answer = self._cluster.ask(member, orders.FlipMemory(key=key))

@@ -53,7 +53,7 @@ class Relay:
             except OSError:
                 return
             try:
-                far = socket.create_connection(("127.0.0.1", self.target_port), timeout=5.0)
+                far = socket.create_connection(("127.0.0.1", self.target_port), timeout=60.0)
             except OSError:
                 near.close()
                 continue

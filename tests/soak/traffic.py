@@ -36,8 +36,8 @@ from tests.soak.orders import Up
 
 NUM_SESSIONS = 40
 MAX_SESSION_BLOCKS = 44
-TIMEOUT_S = 8.0
-HANG_S = 40.0
+TIMEOUT_S = 30.0
+HANG_S = 120.0
 """A work that has not ended by then never will."""
 ABORT_RATE = 0.04
 STREAM_RATE = 0.35

@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 70
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "gc_tuning"},
+    {"cores", "gc_tuning", "log_limit"},
     {"kvcache", "cost"},
     {"protocol"},
     {"attention_offload.pools"},
@@ -43,7 +43,7 @@ LEVELS = (
     {"vllm"},
     {"replay"},
     {"sim.report"},
-    {"plan"},
+    {"plan", "oracle"},
     {"demo"},
     {"profiling"},
     {"cli"},

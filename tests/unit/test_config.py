@@ -82,6 +82,9 @@ def test_tables_and_overrides() -> None:
             "[engine]\ntensor_parallel_size = 2\n[hardware]\nnodes_per_prefill = 2",
             "each rank is a node",
         ),
+        ('[api]\napi_keys = [""]', "api.api_keys must be non-empty ASCII"),
+        ('[api]\napi_keys = ["good", "a b"]', "api.api_keys must be non-empty ASCII"),
+        ('[api]\napi_keys = ["ké"]', "api.api_keys must be non-empty ASCII"),
         ("[conductor]\nkvcache_balancing_threshold = 0.5", "kvcache_balancing_threshold must be"),
     ],
 )

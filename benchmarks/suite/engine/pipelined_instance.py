@@ -204,6 +204,7 @@ def simulate(
         clock,
         cost,
         lambda attempt_id: jobs[int(attempt_id)].output_tokens,
+        lambda attempt_id: len(jobs[int(attempt_id)].token_ids),
         post,
         lambda prefills, first: 1.0,
         lambda attempt_id, seconds: None,

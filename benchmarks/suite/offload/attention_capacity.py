@@ -114,7 +114,7 @@ class CapacityResult(Struct, frozen=True):
 
 def bench_attention_capacity(
     model_name: str,
-    crews: Sequence[int],
+    group_sizes: Sequence[int],
     requests_each: int,
     context: int,
     repeats: int,
@@ -130,7 +130,10 @@ def bench_attention_capacity(
     own_blocks = requests_each * layout.blocks_for(context + 1)
     local = Engine(model, choose_split_ops(), empty_cache(layout, own_blocks))
     own = _Own(model, local, Decodes(requests_each, context, (own_blocks,), BLOCK_TOKENS))
-    kinds = [(0, True), *((workers, home) for workers in sorted(crews) for home in (False, True))]
+    kinds = [
+        (0, True),
+        *((workers, home) for workers in sorted(group_sizes) for home in (False, True)),
+    ]
     curves = [_curve(own, workers, home, holds, repeats) for workers, home in kinds]
     cores = usable_cores()
     sizes = (context, requests_each, holds, cores)
@@ -240,7 +243,7 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
 
 
 def _verdict(result: CapacityResult, curve: AttentionCapacityCurve) -> Iterator[str]:
-    """What a full crew costs, and what of that no faster message would save."""
+    """What all attention workers cost, and what of that no faster message would save."""
     full, limit_s = curve.points[-1], curve.points[-1].limit_s
     for point in curve.points[:-1]:
         if point.requests == 2 * result.requests_each:

@@ -5,6 +5,7 @@ The endpoints themselves are in `generate` and `endpoints`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hmac
@@ -15,43 +16,71 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from moonpool.api import messages
+from moonpool.api.body_pool import BodyReader
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
-from moonpool.api.http_context import HttpContext, request_id_of
+from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
+from moonpool.api.http_protocol import limited_protocol
+from moonpool.api.messages import ErrorPayload
+from moonpool.api.openapi import openapi_document
 
 logger = logging.getLogger(__name__)
+MAX_BODIES_BYTES = 256 << 20
+"""Most bytes of bodies that the server holds at a time, unless four of the largest need more."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
-def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette:
-    """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop."""
+def make_app(
+    frontend: Frontend, options: ApiOptions | None = None, bodies: BodyReader | None = None
+) -> Starlette:
+    """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
+
+    `bodies` is closed by the caller.
+    """
     options = options or ApiOptions()
-    generator = Generator(frontend, options)
-    inspector = Inspector(frontend, options)
+    bodies = bodies or BodyReader(frontend, options)
+    memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
+    generator = Generator(frontend, options, bodies)
+    inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
+
+    async def openapi(context: HttpContext) -> None:
+        await context.respond(200, openapi_document(app.routes))
 
     def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        return Route(path, _Endpoint(handler, keys), methods=methods or ("GET",))
+        return Route(path, _Endpoint(handler, keys, memory), methods=methods or ("GET",))
+
+    def message_route(path: str, handler: Handler) -> BaseRoute:
+        endpoint = _Endpoint(handler, options.api_keys, memory, messages.error_payload)
+        return Route(path, endpoint, methods=["POST"])
 
     app = Starlette(
         routes=[
             route("/v1/chat/completions", generator.chat, "POST"),
             route("/v1/completions", generator.complete, "POST"),
             route("/v1/responses", generator.respond, "POST"),
+            message_route("/v1/messages", generator.message),
+            message_route("/v1/messages/count_tokens", inspector.count_tokens),
+            route("/load", generator.load, open_to_all=True),
+            route("/openapi.json", openapi, open_to_all=True),
             route("/v1/models", inspector.models),
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),
             route("/detokenize", inspector.detokenize, "POST"),
             route("/health", inspector.health, open_to_all=True),
             route("/ping", inspector.health, "GET", "POST", open_to_all=True),
+            route("/live", inspector.live, open_to_all=True),
+            route("/ready", inspector.ready, open_to_all=True),
             route("/metrics", inspector.metrics, open_to_all=True),
             route("/version", inspector.version, open_to_all=True),
             route("/server_info", inspector.server_info),
@@ -65,18 +94,35 @@ def make_app(frontend: Frontend, options: ApiOptions | None = None) -> Starlette
         exception_handlers={HTTPException: _routing_error},
     )
     app.router.redirect_slashes = False
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
+        )
     return app
 
 
 class _Endpoint:
     """A bare ASGI application: checks the API key, calls one handler, and reports its errors."""
 
-    def __init__(self, handler: Handler, api_keys: Mapping[str, str]):
+    def __init__(
+        self,
+        handler: Handler,
+        api_keys: Mapping[str, str],
+        memory: BodyMemory,
+        payload_of: ErrorPayload = lambda error, _: error.payload(),
+    ):
+        """`payload_of` writes an error in the endpoint's format."""
         self._handler = handler
+        self._memory = memory
+        self._payload_of = payload_of
         self._keys = [(key.encode(), tenant) for key, tenant in api_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = HttpContext(scope, receive, send)
+        context = HttpContext(scope, receive, send, self._memory)
         try:
             if self._keys:
                 context.tenant = self._tenant(context)
@@ -84,16 +130,29 @@ class _Endpoint:
         except ClientGoneError:
             return
         except ApiError as error:
-            await _respond(context, error)
+            await self._respond(context, error)
         except RequestRefused as refused:
-            await _respond(context, from_refused(refused))
+            await self._respond(context, from_refused(refused))
+        except asyncio.CancelledError:  # the server ends, and this client did not
+            text = "The server has stopped. Send the request again."
+            await self._respond(context, ApiError(text, status=503, code="server_stopping"))
         except Exception:
             logger.exception("request %s failed", context.request_id)
-            await _respond(context, internal_error(context.request_id))
+            await self._respond(context, internal_error(context.request_id))
+        finally:
+            context.close()
+
+    async def _respond(self, context: HttpContext, error: ApiError) -> None:
+        if context.started:  # the status line is sent: the connection ends early instead
+            return
+        payload = self._payload_of(error, context.request_id)
+        await context.respond(error.status, payload, headers=error.headers)
 
     def _tenant(self, context: HttpContext) -> str:
         """Returns the tenant of the request's key. The time is the same whichever key matches."""
         scheme, _, given = context.headers.get(b"authorization", b"").partition(b" ")
+        if not scheme:  # as Anthropic's clients send it
+            scheme, given = b"bearer", context.headers.get(b"x-api-key", b"")
         found: str | None = None
         for key, tenant in self._keys:
             if hmac.compare_digest(key, given.strip()) and scheme.lower() == b"bearer":
@@ -106,12 +165,6 @@ class _Endpoint:
                 headers=((b"www-authenticate", b"Bearer"),),
             )
         return found
-
-
-async def _respond(context: HttpContext, error: ApiError) -> None:
-    if context.started:  # the status line is sent: the connection ends early instead
-        return
-    await context.respond(error.status, error.payload(), headers=error.headers)
 
 
 async def _routing_error(request: HttpRequest, error: Exception) -> Response:
@@ -158,7 +211,7 @@ def http_server(app: Starlette, drain_s: int = 5) -> HttpServer:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=limited_protocol(),
         ws="none",
         lifespan="off",
         access_log=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs
@@ -10,24 +11,25 @@ from urllib.parse import parse_qs
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from moonpool.api.bodies import DetokenizeBody, TokenizeBody, decode_body, missing_parameter
+from moonpool.api.bodies import decode_body
+from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_process import Kind
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend
-from moonpool.api.generate import check_model
-from moonpool.api.http_context import HttpContext
-from moonpool.api.prompts import PromptReader
-from moonpool.api.sampling import check_token_ids
+from moonpool.api.generate import limits_of
+from moonpool.api.http_context import HttpContext, scoped_id
+from moonpool.api.preparation import check_model
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 DEFAULT_HOT = 20
 MAX_HOT = 1000
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _PAGE = b"""moonpool
 
-POST /v1/chat/completions   POST /v1/completions   GET /v1/models
+POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   GET /v1/models
+POST /v1/messages           POST /v1/messages/count_tokens
 POST /tokenize              POST /detokenize
-GET  /health   GET /metrics   GET /version   GET /server_info
+GET  /health   GET /ping   GET /metrics   GET /load   GET /version   GET /server_info
+GET  /live     GET /ready   GET /openapi.json
 GET  /cluster  GET /beliefs  GET /explain/{request_id}
 GET  /cluster/hot            POST /cluster/drain
 """
@@ -36,18 +38,18 @@ GET  /cluster/hot            POST /cluster/drain
 class Inspector:
     """Serves the endpoints that only read from one frontend."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions):
+    def __init__(self, frontend: Frontend, options: ApiOptions, bodies: BodyReader):
         self._frontend = frontend
         self._options = options
+        self._bodies = bodies
         self._names = options.served_names or (frontend.card.model_id,)
-        self._prompts = PromptReader(frontend.tokenizer, frontend.card, options.thread_above_chars)
 
     async def page(self, context: HttpContext) -> None:
         await context.respond(200, _PAGE, b"text/plain; charset=utf-8")
 
     async def models(self, context: HttpContext) -> None:
         data = [self._model(name) for name in self._names]
-        await _respond(context, {"object": "list", "data": data})
+        await _respond(context, {"object": "list", "data": data, "has_more": False})
 
     async def model(self, context: HttpContext) -> None:
         name = context.scope["path_params"]["model_id"]
@@ -55,7 +57,17 @@ class Inspector:
         await _respond(context, self._model(name))
 
     async def health(self, context: HttpContext) -> None:
-        await context.respond(200 if self._frontend.healthy() else 503, b"", b"text/plain")
+        await context.respond(503 if self._frontend.not_ready() else 200, b"", b"text/plain")
+
+    async def live(self, context: HttpContext) -> None:
+        """Answers as long as the server's loop turns: a supervisor restarts it otherwise."""
+        await _respond(context, {"live": True})
+
+    async def ready(self, context: HttpContext) -> None:
+        """For load balancers: 503 with the reason while requests should go elsewhere."""
+        reason = self._frontend.not_ready()
+        body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
+        await context.respond(503 if reason else 200, body)
 
     async def metrics(self, context: HttpContext) -> None:
         text = self._frontend.metrics_text()
@@ -88,55 +100,30 @@ class Inspector:
         request_id = given_id
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
-        found = self._frontend.explain(request_id)
+        found = self._frontend.explain(scoped_id(context.tenant, request_id))
         if found is None or not self._may_see(context, found):
             text = (
                 f"The request '{given_id[:200]}' is unknown. The server keeps recent requests only."
             )
             raise ApiError(text, status=404, param="request_id", code="request_not_found")
-        await _respond(context, found)
+        await _respond(context, found | {"request_id": request_id})
 
     async def tokenize(self, context: HttpContext) -> None:
-        body = decode_body(_TOKENIZE, await self._read(context))
-        check_model(body.model, self._names)
-        if body.messages is not None:
-            text = self._prompts.chat_text(
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                tools=body.tools,
-                arguments=body.chat_template_kwargs or {},
-            )
-            add_special_tokens = bool(body.add_special_tokens)
-        elif body.prompt is not None:
-            text = body.prompt
-            add_special_tokens = body.add_special_tokens is not False
-        else:
-            raise missing_parameter("prompt")
-        tokens = await self._prompts.encode(text, add_special_tokens, "prompt")
-        tokenizer = self._frontend.tokenizer
-        strings = None
-        if body.return_token_strs:
-            strings = [tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
-        answer = {
-            "count": len(tokens),
-            "max_model_len": self._frontend.card.max_model_tokens,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-        await _respond(context, answer)
+        await self._respond_to_body("tokenize", context)
 
     async def detokenize(self, context: HttpContext) -> None:
-        body = decode_body(_DETOKENIZE, await self._read(context))
-        check_model(body.model, self._names)
-        if body.tokens is None:
-            raise missing_parameter("tokens")
-        check_token_ids(body.tokens, self._frontend.card.vocab_size, "tokens")
-        text = self._frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        await _respond(context, {"prompt": text})
+        await self._respond_to_body("detokenize", context)
 
-    async def _read(self, context: HttpContext) -> bytes:
+    async def count_tokens(self, context: HttpContext) -> None:
+        """Counts the prompt tokens of a message."""
+        await self._respond_to_body("count_tokens", context)
+
+    async def _respond_to_body(self, kind: Kind, context: HttpContext) -> None:
         options = self._options
-        return await context.read_body(options.max_body_bytes, options.body_timeout_s)
+        _, timeout_s = limits_of(context, self._frontend)
+        raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
+        response = await self._bodies.respond(kind, raw, context.tenant, timeout_s)
+        await context.respond(200, response)
 
     def _may_see(self, context: HttpContext, found: dict[str, Any]) -> bool:
         """Whether the tenant may see the request: with API keys, only its own."""
@@ -155,6 +142,10 @@ class Inspector:
             "root": card.model_id,
             "parent": None,
             "max_model_len": card.max_model_tokens,
+            # Anthropic's names
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
         }
 
 

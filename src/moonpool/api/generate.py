@@ -1,4 +1,5 @@
-"""The endpoints that generate: `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
+"""The endpoints that generate: `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
+`/v1/messages`.
 
 A call is read and checked, and becomes one `Request` per prompt and per `n`. The requests run side
 by side, and their increments become one JSON response or a stream of chunks. The status line is
@@ -7,7 +8,6 @@ sent after the first increment, so that a rejected request still gets its own st
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import secrets
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moonpool.api.bodies import ChatBody, CompletionBody, check_unsupported, decode_body
+from moonpool.api import messages
+from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import HttpContext
-from moonpool.api.prompts import PromptReader
-from moonpool.api.responses import ResponsesBody, ResponseWriter, as_chat, of_input, whole_response
+from moonpool.api.http_context import HttpContext, scoped_id
+from moonpool.api.preparation import PreparedCall
+from moonpool.api.responses import ResponseWriter
 from moonpool.api.sampling import (
-    check_logprobs,
-    check_ranges,
     ending_of,
     max_tokens_of,
     num_logprobs,
@@ -39,104 +39,89 @@ from moonpool.api.shapes import (
     ChunkWriter,
     CompletionShape,
     EventWriter,
+    ItemWriter,
     Shape,
     whole_answer,
 )
-from moonpool.api.structured_output import grammar_of
-from moonpool.api.tools import ToolCallDelta, Tools
+from moonpool.api.tools import ToolCallDelta
 from moonpool.types import Request, RequestId, Slo, Token
 
 logger = logging.getLogger(__name__)
-_CHAT = msgspec.json.Decoder(ChatBody)
-_COMPLETION = msgspec.json.Decoder(CompletionBody)
-_RESPONSES = msgspec.json.Decoder(ResponsesBody)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One checked call. `prompts` holds token ids, `echoes` the text before each output."""
+    """One checked call and its limits."""
 
     context: HttpContext
-    body: ChatBody | CompletionBody
-    prompts: Sequence[tuple[int, ...]]
+    prepared: PreparedCall
     arrived_s: float
-    tools: Tools | None = None
-    echoes: Sequence[str] = ()
+    slo: Slo
+    timeout_s: float
 
 
 class Generator:
     """Serves the generating endpoints through one frontend."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions):
+    def __init__(self, frontend: Frontend, options: ApiOptions, bodies: BodyReader):
         self._frontend = frontend
         self._options = options
+        self._bodies = bodies
         self._names = options.served_names or (frontend.card.model_id,)
-        self._prompts = PromptReader(frontend.tokenizer, frontend.card, options.thread_above_chars)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
         self._active: set[str] = set()
 
     async def chat(self, context: HttpContext) -> None:
-        arrived_s = self._frontend.now()
-        body = decode_body(_CHAT, await self._read(context))
-        self._check(body)
-        tools = Tools(body)
-        prompt = await self._prompts.read_chat(body)
-        call = _Call(context, body, [prompt], arrived_s, tools)
-        await self._answer(call, self._chat_shape)
+        await self._answer(await self._call("chat", context), self._chat_shape)
 
     async def complete(self, context: HttpContext) -> None:
-        arrived_s = self._frontend.now()
-        body = decode_body(_COMPLETION, await self._read(context))
-        self._check(body)
-        most_prompts = max(1, self._options.max_choices // (body.n or 1))
-        prompts = await self._prompts.read_completion(body, most_prompts)
-        echoes = self._prompts.echoes(body, prompts) if body.echo else ()
-        call = _Call(context, body, prompts, arrived_s, echoes=echoes)
-        await self._answer(call, self._completion_shape)
+        await self._answer(await self._call("completion", context), self._completion_shape)
 
     async def respond(self, context: HttpContext) -> None:
-        arrived_s = self._frontend.now()
-        body = decode_body(_RESPONSES, await self._read(context))
-        chat = as_chat(body)
-        self._check(chat)
-        tools = Tools(chat)
-        try:
-            prompt = await self._prompts.read_chat(chat)
-        except ApiError as error:
-            raise of_input(error) from None
-        call = _Call(context, chat, [prompt], arrived_s, tools)
+        call = await self._call("responses", context)
+        body = call.prepared.original
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._names[0]
             writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0])
-            if body.stream:
-                await self._stream(context, choices, writer)
-                return
-            async with (
-                context.watch(),
-                aclosing(run_choices(choices, self._frontend)) as deltas,
-            ):
-                payload = whole_response(writer, [delta async for delta in deltas])
-            await context.respond(200, payload, headers=_timing_headers(choices[0]))
+            await self._write(context, bool(body.stream), choices, writer)
 
-    async def _read(self, context: HttpContext) -> bytes:
-        options = self._options
-        return await context.read_body(options.max_body_bytes, options.body_timeout_s)
+    async def message(self, context: HttpContext) -> None:
+        call = await self._call("messages", context)
+        body = call.prepared.original
+        async with self._begun(call) as (request_id, choices):
+            model = body.model or self._names[0]
+            writer = messages.MessageWriter(f"msg_{request_id}", model, choices[0])
+            await self._write(context, bool(body.stream), choices, writer)
 
-    def _check(self, body: ChatBody | CompletionBody) -> None:
-        check_model(body.model, self._names)
-        check_unsupported(body)
-        check_ranges(body)
-        check_logprobs(body, self._options.max_logprobs)
-        if body.stream_options is not None and not body.stream:
-            text = "'stream_options' is only allowed when 'stream' is true."
-            raise ApiError(text, param="stream_options")
-        if (body.n or 1) > self._options.max_choices:
-            text = f"'n' must be at most {self._options.max_choices} on this server."
-            raise ApiError(text, param="n")
+    async def _call(self, kind: Kind, context: HttpContext) -> _Call:
+        """Reads and checks the body of a call."""
+        arrived_s = self._frontend.now()
+        slo, timeout_s = limits_of(context, self._frontend)
+        raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
+        left_s = arrived_s + timeout_s - self._frontend.now()
+        prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
+        return _Call(context, prepared, arrived_s, slo, timeout_s)
+
+    async def _write(
+        self, context: HttpContext, stream: bool, choices: Sequence[Choice], writer: ItemWriter
+    ) -> None:
+        """Runs the choice, and sends its events or its whole response."""
+        if stream:
+            await self._stream(context, choices, writer)
+            return
+        async with context.watch(), aclosing(run_choices(choices, self._frontend)) as deltas:
+            async for delta in deltas:
+                writer.events(delta)
+        payload = msgspec.json.encode(writer.whole())
+        await context.respond(200, payload, headers=_timing_headers(choices[0]))
+
+    async def load(self, context: HttpContext) -> None:
+        """Returns the number of generating calls, as vLLM does."""
+        await context.respond(200, msgspec.json.encode({"server_load": len(self._active)}))
 
     async def _answer(self, call: _Call, shape: Shape) -> None:
-        body = call.body
+        body = call.prepared.body
         options = body.stream_options
         with_usage = bool(options and options.include_usage)
         async with self._begun(call) as (request_id, choices):
@@ -147,6 +132,7 @@ class Generator:
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
                 with_token_ids=bool(body.return_token_ids),
+                tokens_as_ids=bool(body.return_tokens_as_token_ids),
                 with_usage=with_usage,
                 usage_in_chunks=bool(with_usage and options and options.continuous_usage_stats),
             )
@@ -158,53 +144,47 @@ class Generator:
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
         """Yields the call's request id and its choices, none of which is running yet."""
-        grammar = await self._grammar(call)
-        request_id = call.context.request_id
-        if request_id in self._active:  # two calls may share an X-Request-Id; requests may not
-            request_id = f"{request_id}-{secrets.token_hex(4)}"
-        choices = self._choices(call, request_id, grammar)
-        self._active.add(request_id)
+        tenant, request_id = call.context.tenant, call.context.request_id
+        if scoped_id(tenant, request_id) in self._active:
+            # Two calls of a tenant may share an X-Request-Id; requests may not.
+            request_id = f"{request_id}-{secrets.token_hex(8)}"
+        scoped = scoped_id(tenant, request_id)
+        choices = self._choices(call, scoped)
+        self._active.add(scoped)
         try:
             yield request_id, choices
         finally:
-            self._active.discard(request_id)
+            self._active.discard(scoped)
 
-    def _choices(self, call: _Call, request_id: str, grammar: str) -> list[Choice]:
-        frontend, body, tools = self._frontend, call.body, call.tools
+    def _choices(self, call: _Call, request_id: str) -> list[Choice]:
+        frontend, prepared = self._frontend, call.prepared
+        body, tools = prepared.body, prepared.tools
         card, tokenizer = frontend.card, frontend.tokenizer
         reader = None if tools is None else tools.reader(tokenizer.tool_template)
         ending = ending_of(body, card)
-        slo, timeout_s = limits_of(call.context, frontend)
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         choices: list[Choice] = []
-        for number, token_ids in enumerate(call.prompts):
+        for number, token_ids in enumerate(prepared.prompts):
             max_tokens = max_tokens_of(body, len(token_ids), card.max_model_tokens)
             for offset in range(body.n or 1):
                 index = len(choices)
-                sampling = sampling_of(body, ending, grammar, max_tokens, seed + offset, card)
+                sampling = sampling_of(
+                    body, ending, prepared.grammar, max_tokens, seed + offset, card
+                )
                 request = Request(
-                    request_id=RequestId(f"{request_id}-{index}" if index else request_id),
+                    request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,
                     sampling=sampling,
-                    slo=slo,
+                    slo=call.slo,
                     arrived_s=call.arrived_s,
-                    deadline_s=call.arrived_s + timeout_s,
+                    deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
                 )
                 choice = Choice(index, request, ending, tokenizer, reader() if reader else None)
-                choice.echo = call.echoes[number] if call.echoes else None
+                choice.echo = prepared.echoes[number] if prepared.echoes else None
                 choices.append(choice)
         return choices
-
-    async def _grammar(self, call: _Call) -> str:
-        """Returns the grammar that constrains the output, "" if nothing does."""
-        tools = call.tools
-        must_call = tools.schema() if tools is not None and tools.must_call else None
-        if must_call is None and not call.body.has_structured_output:
-            return ""
-        can_end = bool(self._frontend.card.eos_token_ids)
-        return await asyncio.to_thread(grammar_of, call.body, can_end, must_call)
 
     async def _answer_at_once(
         self, context: HttpContext, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape
@@ -264,16 +244,6 @@ async def _end_with_error(context: HttpContext, writer: EventWriter, error: ApiE
     if not context.started:
         raise error
     await context.end_events(writer.error(error))
-
-
-def check_model(name: str | None, served_names: Sequence[str]) -> None:
-    if name is not None and name not in served_names:
-        raise ApiError(
-            f"The model '{name[:200]}' does not exist. This server has {', '.join(served_names)}.",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
 
 
 def tenant_of(key_tenant: str, cache_salt: str | None) -> str:

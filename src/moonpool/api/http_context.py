@@ -30,10 +30,44 @@ def request_id_of(scope: Scope) -> str:
     return secrets.token_hex(12)
 
 
-class HttpContext:
-    """One HTTP request. The endpoint sets `tenant` after it has checked the API key."""
+def scoped_id(tenant: str, request_id: str) -> str:
+    """Returns the id within the server: no tenant's ids meet another's, whatever clients choose.
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send):
+    A further answer of the same call has "~1" and so on at its end, which no client's id contains.
+    """
+    return f"{tenant}/{request_id}" if tenant else request_id
+
+
+class BodyMemory:
+    """The bytes of all bodies that a server holds at a time, at most `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.taken_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `ApiError` if the server holds too many bodies already."""
+        if self.taken_bytes + num_bytes > self._limit_bytes:
+            text = "This server receives too many large bodies now. Send the request again later."
+            after = ((b"retry-after", b"5"),)
+            raise ApiError(text, status=503, code="too_many_large_bodies", headers=after)
+        self.taken_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self.taken_bytes -= num_bytes
+
+
+class HttpContext:
+    """One HTTP request. The endpoint sets `tenant` after it has checked the API key.
+
+    `memory` counts the body until `close`.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, memory: BodyMemory | None = None
+    ):
+        self._memory = memory or BodyMemory(1 << 62)
+        self._num_body_bytes = 0
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id_of(scope)
@@ -41,6 +75,15 @@ class HttpContext:
         self.started = False
         self._receive = receive
         self._send = send
+
+    def close(self) -> None:
+        """The body is no longer needed."""
+        self._memory.release(self._num_body_bytes)
+        self._num_body_bytes = 0
+
+    def _count(self, num_bytes: int) -> None:
+        self._memory.take(num_bytes)
+        self._num_body_bytes += num_bytes
 
     async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
         """Returns the body. Raises `ApiError` with 413, 415 or 408, and `ClientGoneError`."""
@@ -50,6 +93,7 @@ class HttpContext:
             body: bytes = message.get("body", b"")
             if len(body) > max_bytes:
                 raise _too_large(max_bytes)
+            self._count(len(body))
             return body
         chunks = []
         num_bytes = 0
@@ -62,6 +106,7 @@ class HttpContext:
                     num_bytes += len(chunk)
                     if num_bytes > max_bytes:
                         raise _too_large(max_bytes)
+                    self._count(len(chunk))
                     chunks.append(chunk)
                     if not message.get("more_body"):
                         return b"".join(chunks)

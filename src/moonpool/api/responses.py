@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -336,12 +335,6 @@ class ResponseWriter:
         data = _encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
-
-
-def whole_response(writer: ResponseWriter, deltas: Sequence[Delta]) -> bytes:
-    for delta in deltas:
-        writer.events(delta)
-    return _encode(writer.whole())
 
 
 def _without_nulls(wanted: msgspec.Struct) -> dict[str, Any]:

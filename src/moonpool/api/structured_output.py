@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
-from moonpool.engine.grammar import LIMITS, matches_grammar
+from moonpool.engine.grammar import LIMITS, first_error, matches_grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -27,10 +27,11 @@ MAX_GRAMMAR_CHARS = 128 << 10
 MOST_CHOICES = 1024
 _INLINE_CHARS = 2048  # longer responses are checked in a thread
 _ANY_OBJECT = {"type": "object"}
-# White space between JSON's tokens is free but bounded: weak models would never leave it.
+# White space between JSON's tokens is a space or a line with its indentation. Weak models would
+# never leave white space without a bound.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
-    "whitespace_pattern": "[ \\n\\t\\r]{1,20}",
+    "whitespace_pattern": " {1,2}|\\r?\\n[ \\t]{0,12}",
 }
 
 
@@ -39,16 +40,11 @@ def grammar_of(
 ) -> str:
     """Returns the grammar of a body with structured output, or with tools that must be called.
 
-    `must_call` is the schema of the required calls. `can_end` says whether the model has a token
+    `must_call` is the schema of the required calls. They are the whole output, so a schema of the
+    answer has no effect then. `can_end` says whether the model has a token
     that ends its output. Takes milliseconds for large schemas, without the GIL. Raises `ApiError`.
     """
     if must_call is not None:
-        if body.has_structured_output:
-            text = (
-                "'tool_choice' requires a tool call, whose schema already constrains the output. "
-                "Leave 'response_format' and 'structured_outputs' out."
-            )
-            raise ApiError(text, param="tool_choice")
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
     else:
         name, grammar = _read(body)
@@ -61,6 +57,9 @@ def grammar_of(
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if is_error:
         raise _unusable(name, messages[0])
+    trouble = first_error(grammar)
+    if trouble:
+        raise _unusable(name, trouble)
     if body.ignore_eos or body.min_tokens:
         other = "ignore_eos" if body.ignore_eos else "min_tokens"
         text = (
@@ -134,8 +133,9 @@ def _choice_grammar(choices: list[str]) -> str:
     if not 0 < len(choices) <= MOST_CHOICES or not all(choices):
         text = f"'structured_outputs.choice' needs 1 to {MOST_CHOICES} non-empty strings."
         raise ApiError(text, param="structured_outputs.choice")
+    # As one terminal, whose states are those of an automaton: texts that begin alike cost nothing.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return LLMatcher.grammar_from_lark(f"start: {texts}")
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
 
 
 def _object_grammar(wanted: bool) -> str:

@@ -65,7 +65,7 @@ def boot_attention_group(
         layout=layout,
         heads=spec.num_heads,
         head_dim=spec.head_dim,
-        scale=spec.head_dim**-0.5,
+        scale=spec.scale(),
         num_blocks=layout.blocks_for(setup.pool.dram_tokens_per_instance),
         threads=threads,
         ring_bytes=ring_bytes(heads, DTYPE_BYTES[model.dtype], max_rows),

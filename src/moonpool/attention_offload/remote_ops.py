@@ -103,11 +103,19 @@ class RemoteOps:
         self.name = f"{local.name}, {count} attention workers"
         self.arithmetic = local.arithmetic
         self.inner = local.inner
+        self.without = local.without | {
+            "sliding windows",
+            "caps on scores",
+            "attention sinks",
+            "latent attention",
+        }
         self.device = local.device
         self.linear = local.linear
+        self.exact_linear = local.exact_linear
         self.rms_norm = local.rms_norm
         self.add_rms_norm = local.add_rms_norm
-        self.silu_mul = local.silu_mul
+        self.glu = local.glu
+        self.soft_cap = local.soft_cap
         self._local = local
         self._channels = list(channels)
         self._placement = placement
@@ -139,7 +147,7 @@ class RemoteOps:
     ) -> Tensor:
         """As `Ops.rope_store`: qkv [T, (num_heads + 2 num_kv_heads) head_dim] -> q [T, num_heads,
         head_dim]. Sends Q to all workers first, then K and V."""
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         step = self._step_of(meta, cache)
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
         remote = [(w, share) for w, share in step.shares.shares.items() if w != self._local_worker]
@@ -163,7 +171,7 @@ class RemoteOps:
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         """As `Ops.attend`: q [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Receives the
         workers' results, and merges the partials of split sequences."""
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         step = self._step_of(meta, cache)
         width = heads.num_heads * heads.head_dim
         out = torch.empty(meta.num_rows, width, dtype=q.dtype)

@@ -6,8 +6,8 @@ One thread serves each connection. The newest owner that attaches replaces the o
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
-import logging
 import secrets
 import socket
 import threading
@@ -36,6 +36,7 @@ from moonpool.attention_offload.wire import (
     ReceivedBytes,
 )
 from moonpool.attention_offload.worker_state import AttachError, AttentionWorkerState
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.transfer_events import (
     FetchEnded,
     MessengerEvent,
@@ -55,9 +56,10 @@ from moonpool.types import InstanceId
 HANDSHAKE_S = 5.0
 SEND_S = 5.0
 MAX_CONNECTIONS = 16
+MAX_HALF_OPEN = 8
 MAX_SPIN_S = 0.01
 
-log = logging.getLogger("moonpool.attention_offload")
+log = limited_logger("moonpool.attention_offload")
 
 
 class AttentionService:
@@ -78,6 +80,7 @@ class AttentionService:
         self._host_id = shm.host_id() if use_shm else ""
         self._lock = threading.Lock()  # guards what follows
         self._open: set[socket.socket] = set()
+        self._half_open: dict[socket.socket, None] = {}  # oldest first; they are also in `_open`
         self._step_sockets: set[socket.socket] = set()
         self._token = ""
         self._owner: FrameSocket | None = None
@@ -120,12 +123,21 @@ class AttentionService:
         while not self._closing:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                break
+            except OSError as error:
+                if self._closing or error.errno not in (errno.EMFILE, errno.ENFILE):
+                    break
+                time.sleep(0.05)
+                continue
             with self._lock:
+                if len(self._half_open) >= MAX_HALF_OPEN:
+                    oldest = next(iter(self._half_open))
+                    _shut(oldest)
+                    self._half_open.pop(oldest)
+                    self._open.discard(oldest)
                 full = len(self._open) >= MAX_CONNECTIONS
                 if not full:
                     self._open.add(sock)
+                    self._half_open[sock] = None
             if full:
                 sock.close()
                 continue
@@ -143,6 +155,7 @@ class AttentionService:
         finally:
             with self._lock:
                 self._open.discard(sock)
+                self._half_open.pop(sock, None)
             sock.close()
 
     def _serve_one(self, sock: socket.socket) -> None:
@@ -152,6 +165,8 @@ class AttentionService:
         me = Identity(instance_id=self._instance_id, service=SERVICE, fingerprint=b"")
         by_s = time.monotonic() + HANDSHAKE_S
         authenticate_frames(frames, ServerHandshake(self._secret, me), by_s)
+        with self._lock:
+            self._half_open.pop(sock, None)
         opening = OPENING.decode(frames.receive_frame(MAX_FRAME_BYTES, by_s))
         if isinstance(opening, OpenSteps):
             self._serve_steps(sock, opening)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
+from moonpool.cost.domain import CostDomain
 from moonpool.sim.simulation import Simulation
 
 LATE_S = 0.05
@@ -61,6 +64,9 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "busy", f"{busy}; {bubbles['count']:,} bubbles of {bubbles['mean_s']:.2f} s"
     if figures["roles"]["mode"] != "off":
         yield "roles", _roles(figures["roles"])
+    domain = figures["cost_domain"]
+    if domain and (domain["outside_prefill_share"] or domain["outside_decode_share"]):
+        yield "cost", _outside(domain, figures["config"]["hardware"]["cost"])
     error = figures["predicted_ttft_error_s"]
     yield "predicted", f"TTFT off by {error['mean_absolute']:.3f} s, bias {error['bias']:+.3f} s"
     seen = figures["predictions"]
@@ -127,3 +133,12 @@ def _spread(summary: dict[str, float], factor: float, unit: str) -> str:
     """Formats a distribution in one line."""
     parts = [f"{name} {summary[name] * factor:.3g}" for name in ("mean", "p50", "p90", "p99")]
     return f"{', '.join(parts)} {unit}"
+
+
+def _outside(domain: dict[str, Any], cost: str) -> str:
+    measured = msgspec.convert(domain["measured"], CostDomain).describe()
+    return (
+        f"{Path(cost).name} was measured for {measured}; {domain['outside_prefill_share']:.0%} of"
+        f" computed prompt tokens and {domain['outside_decode_share']:.0%} of generated ones lie"
+        f" outside, where {domain['outside']} takes over"
+    )

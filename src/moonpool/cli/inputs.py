@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,15 @@ def read_rows(
         fail(str(error))
     report_skipped(trace.info)
     return rows, trace.info.block_tokens
+
+
+def trace_digest(trace_file: str) -> str:
+    """Returns a digest of the file's bytes, for the figures of a run; "" if it is no file."""
+    path = Path(trace_file)
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def report_skipped(info: TraceInfo) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from moonpool.cli.figures import replay_lines
-from moonpool.cli.inputs import read_text
+from moonpool.cli.inputs import read_text, trace_digest
 from moonpool.cli.options import (
     COUNT,
     POSITIVE,
@@ -145,6 +145,7 @@ def replay(
     figures = _run(plan)
     figures["run"] = {
         "trace": Path(trace_file).name,
+        "trace_sha256": trace_digest(trace_file),
         "speed": speed,
         "requests": requests,
         "scale_tokens": str(scale),
@@ -210,14 +211,20 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
     """Compare the figures of `simulate --json` with those of `replay --json`.
 
-    Mean and P90 of TTFT and TBT must lie within 15 % of each other, rejections within 10 %. Ends
-    with status 1 if they do not.
+    Both must have served the same requests of the same trace, at the same speed, with the same
+    SLOs and seed. Mean and P90 of TTFT and TBT must lie within 15 % of each other, rejections
+    within 10 %. Ends with status 1 if they do not.
     """
     from moonpool.replay.comparison import compare as compared
+    from moonpool.replay.comparison import different_inputs
 
     check_folders(json_file)
+    simulated, live = _read_figures(simulated_file), _read_figures(live_file)
     try:
-        comparison = compared(_read_figures(simulated_file), _read_figures(live_file))
+        differing = different_inputs(simulated, live)
+        if differing:
+            fail(f"these runs are not comparable: {', '.join(differing)}")
+        comparison = compared(simulated, live)
     except (KeyError, TypeError) as error:
         fail(f"one of the files is no result of `simulate --json` or `replay --json`: no {error}")
     for line in comparison.lines():

@@ -36,11 +36,13 @@ _SHARED_KEYS = (
     "model.quantization",
     "model.served_name",
     "model.max_model_tokens",
+    "model.chat_template",
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
     "pool.ssd_folder",
     "pool.prefix_caching",
+    "pool.eviction",
     "mooncake.master_server_address",
     "network.nixl",
     "slo.ttft_s",
@@ -63,7 +65,9 @@ _SHARED_KEYS = (
     "api.host",
     "api.port",
     "api.api_keys",
+    "api.allowed_origins",
     "api.request_timeout_s",
+    "api.drain_seconds",
     "api.max_body_bytes",
 )
 _SERVE_FLAGS = ConfigFlags(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped
+from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped, trace_digest
 from moonpool.cli.options import (
     FACTOR,
     ConfigFlags,
@@ -213,7 +213,7 @@ def simulate(
     try:
         trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
         report_skipped(trace.info)
-        hardware = _open_hardware(config, catalogue_file, prefill_belief, decode_belief)
+        hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
         simulation = Simulation(
             config,
             hardware,
@@ -235,7 +235,8 @@ def simulate(
     figures = summarise(simulation, time.perf_counter() - began_s)
     params = click.get_current_context().params
     of_the_run = {key: params[key] for key in RUN_PARAMETERS} | {"scale_tokens": str(scale)}
-    figures["run"] = {"trace": Path(trace_file).name} | of_the_run
+    named = {"trace": Path(trace_file).name, "trace_sha256": trace_digest(trace_file)}
+    figures["run"] = named | of_the_run
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:
@@ -267,7 +268,7 @@ def read_cluster(config_file: str | None, overrides: Values) -> Config:
     return read_config(config_file, overrides, defaults)
 
 
-def _open_hardware(
+def open_hardware(
     config: Config, catalogue_file: str | None, prefill_belief: float, decode_belief: float
 ) -> Any:
     """Raises ConfigError."""

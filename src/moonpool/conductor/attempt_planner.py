@@ -105,7 +105,8 @@ class AttemptPlanner:
         failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
         avoid = [state.row for state in failed_on if state is not None]
         decision = self._decide(tracked, footprint, match, avoid, now)
-        if not tracked.num_attempts:
+        if not tracked.arrival_noted:
+            tracked.arrival_noted = True
             self._note_arrival(footprint, decision, match, request.sampling.max_tokens, now)
         if isinstance(decision, Rejection) and avoid:
             decision = self._decide(tracked, footprint, match, (), now)
@@ -199,8 +200,8 @@ class AttemptPlanner:
             if isinstance(decision, Rejection):
                 return decision
             request = tracked.request
-            # A request whose answer has begun is not rejected for being slow.
-            slo = UNLIMITED if tracked.generated else request.slo
+            # A request that was admitted or had to wait is not rejected for being slow.
+            slo = UNLIMITED if tracked.generated or tracked.has_waited else request.slo
             budget = SloBudget(slo, max(now - request.arrived_s, 0.0))
             forecast = self._output_predictor.forecast
             context = AdmissionContext(
@@ -235,8 +236,9 @@ class AttemptPlanner:
 
 def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
     request = tracked.request
-    if not request.use_cache:
+    if not request.use_cache or tracked.num_named_tokens == len(tokens):
         return
+    tracked.num_named_tokens = len(tokens)
     if request.keys is not None:
         tracked.keys = request.keys  # of the prompt only: generated tokens have no keys
     else:
@@ -271,7 +273,7 @@ def _spec(
 def _local_slo(tracked: TrackedRequest, config: ConductorConfig) -> Slo:
     """The SLO that the decode instance checks again."""
     slo, limit = tracked.request.slo, config.load_limit
-    if tracked.generated or config.admission == "none":
+    if tracked.generated or tracked.has_waited or config.admission == "none":
         return UNLIMITED
     return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
 

@@ -27,6 +27,7 @@ from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
@@ -93,6 +94,7 @@ class Conductor:
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
         self.goodput = GoodputModel(config.learning)
+        self._prefetching = Prefetching(self.reservations) if config.prefetch else None
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
@@ -114,6 +116,7 @@ class Conductor:
             self.roles,
             config.max_attempts,
             self._actions,
+            self._prefetching,
         )
         self._marks_replicas = config.spare_copies_first
 
@@ -121,6 +124,11 @@ class Conductor:
     def requests(self) -> dict[RequestId, TrackedRequest]:
         """The requests under way."""
         return self._lifecycle.requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for an instance or for room."""
+        return len(self._lifecycle.waiting)
 
     def handle(self, event: ConductorEvent, now: float) -> list[ConductorAction]:
         match event:
@@ -159,6 +167,8 @@ class Conductor:
         """Asserts that reservations and requests agree in both directions."""
         self._lifecycle.validate()
         self.drains.validate()
+        if self._prefetching is not None:
+            self._prefetching.validate()
 
     # Instances
 
@@ -167,6 +177,8 @@ class Conductor:
             self._on_instance_lost(info.instance_id, "it joined again", now)
         self._planner.set_layout(info.layout)
         self._resync(self.reservations.join(info))
+        self._lifecycle.waiting.note_joined(info.instance_id)
+        self._lifecycle.place_waiting(now)
 
     def _resync(self, state: InstanceState) -> None:
         """Requests a snapshot of all blocks, once until it arrives."""
@@ -178,6 +190,7 @@ class Conductor:
         state = self.reservations.leave(instance_id)
         if state is None:
             return
+        self._lifecycle.waiting.note_lost(state)
         self._actions += self.roles.on_lost(state, now)
         self._actions += self.drains.on_lost(state)
         self._lifecycle.on_instance_lost(state, reason, now)
@@ -199,6 +212,8 @@ class Conductor:
                     report.demoted,
                 ):
                     self._resync(state)
+                elif self._prefetching is not None and report.demoted:
+                    self._prefetching.on_demoted(report.demoted, now)
             case BlocksSnapshot():
                 state.resyncing = False
                 self.index.load_snapshot(
@@ -238,10 +253,14 @@ class Conductor:
         at_s = now + self._lifecycle.mean_ttft_s.value
         self.forecast.note_projection(at_s, self.forecast.project(at_s, now)[0])
         self._lifecycle.expire(now)
+        self._lifecycle.place_waiting(now)
         for tracked in self.drains.to_move(now):
             self._lifecycle.move(tracked, now)
         self._actions += self.roles.tick(now)
         self._actions += self.drains.tick(now)
+        if self._prefetching is not None:
+            for instance_id, prefetch in self._prefetching.tick(now):
+                self._actions.append(Send(instance_id, prefetch))
         if self._marks_replicas:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))

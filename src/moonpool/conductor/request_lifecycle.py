@@ -1,7 +1,8 @@
 """The life of a request in the Conductor: placement, attempts, tokens, deadline and end.
 
     arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
-                 \\--> rejected (429, 503)          any failure --> placed again, or rejected
+            \\    \\--> rejected (422, 429, 503)     any failure --> placed again, or rejected
+             \\--> waits while a lost instance restarts --> placed
 
 A request is placed again when an instance fails. Its delivered tokens become part of the new
 attempt's prompt. Each draw is keyed by (seed, position), so the answer continues without a change.
@@ -27,9 +28,12 @@ from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.waiting import RETRY_DELAYS_S, WaitingRequests
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -51,7 +55,9 @@ TBT_SLO_LATE = "tbt_slo_late"
 TTFT_SLO_LATE = "ttft_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
 REFUSED = "refused_by_engine"
-MAX_RETRY_AFTER_S = 120.0
+MAX_PLACED_PER_TURN = 256
+MAX_TRIED_PER_TURN = 8
+"""Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
 AttemptReport = (
@@ -72,10 +78,13 @@ class RequestLifecycle:
         roles: RoleSwitching,
         max_attempts: int,
         actions: list[ConductorAction],
+        prefetching: Prefetching | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
+        self.waiting = WaitingRequests()
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
+        self._retries = RetrySchedule()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._joining: list[tuple[float, RequestId]] = []  # a heap: when their TTFT SLO is missed
         self._planner = planner
@@ -87,6 +96,7 @@ class RequestLifecycle:
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
+        self._prefetching = prefetching
 
     # Arrival and placement
 
@@ -98,16 +108,23 @@ class RequestLifecycle:
             request.slo,
             request.arrived_s,
             tenant=request.tenant,
+            max_tokens=request.sampling.max_tokens,
         )
         tracked = TrackedRequest(request, record)
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
         self._place(tracked, now)
+        if self._prefetching is not None and request.request_id in self.requests:
+            self._prefetching.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
-        """Books the request's next attempt, or rejects the request."""
+        """Books the request's next attempt, lets the request wait, or rejects it."""
         planned = self._planner.plan(tracked, now)
-        if isinstance(planned, Rejection):
+        if isinstance(planned, Rejection) and self.waiting.may_wait(tracked, planned):
+            if tracked.request.request_id not in self.waiting:
+                tracked.explanation.add(f"waits: {planned.message}")
+            self.waiting.add(tracked, now)
+        elif isinstance(planned, Rejection):
             if planned.reason == POLICY_ERROR:
                 self._actions.append(Announce(planned.message))
                 planned = msgspec.structs.replace(planned, message=POLICY_ERROR_TEXT)
@@ -115,9 +132,19 @@ class RequestLifecycle:
         else:
             self._book(tracked, planned, now)
 
+    def place_waiting(self, now: float) -> None:
+        """Places requests that wait, as far as there are instances and room."""
+        num_failures = 0
+        for tracked in self.waiting.due(now)[:MAX_PLACED_PER_TURN]:
+            self._place(tracked, now)
+            num_failures += tracked.request.request_id in self.waiting
+            if num_failures >= MAX_TRIED_PER_TURN:
+                break
+
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
+        self.waiting.remove(tracked.request.request_id)
         tracked.num_attempts += 1
         tracked.attempt = attempt
         self._attempts[attempt.attempt_id] = tracked
@@ -243,6 +270,7 @@ class RequestLifecycle:
         now: float,
         gap_s: float = 0.0,
     ) -> None:
+        tracked.num_faults = 0
         tracked.generated.extend([token.token_id for token in tokens])
         tracked.record.note_tokens(len(tokens), now, gap_s)
         self._actions.append(
@@ -312,12 +340,17 @@ class RequestLifecycle:
         now: float,
         at_fault: bool = True,
     ) -> None:
-        """Places the request again; after too many faults, rejects it with the last reason."""
+        """Places the request again. After too many faults without a token, rejects it with the
+        last reason."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
-        is_last = at_fault and tracked.num_attempts >= self._max_attempts
-        if is_last or now >= tracked.request.deadline_s:
+        tracked.num_faults += at_fault
+        if tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s:
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
+            return
+        delay_s = RETRY_DELAYS_S[min(max(tracked.num_faults - 1, 0), len(RETRY_DELAYS_S) - 1)]
+        if delay_s:  # what failed twice at once may need a moment
+            self.waiting.add(tracked, now + delay_s)
         else:
             self._place(tracked, now)
 
@@ -329,7 +362,9 @@ class RequestLifecycle:
             self.end(tracked, FinishReason.ABORT.value, now)
 
     def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
-        retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+        retry_after_s = None
+        if rejection.status in (429, 503) and rejection.retry_after_s < float("inf"):
+            retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
         self._actions.append(
@@ -338,7 +373,7 @@ class RequestLifecycle:
                 rejection.status,
                 rejection.reason,
                 rejection.message,
-                retry_after_s if rejection.status in (429, 503) else None,
+                retry_after_s,
                 rejection.projection,
             )
         )
@@ -348,8 +383,10 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
+            self._retries.note_completed(now)
             self._learn(tracked, now)
         self._unbook(tracked, now, abort=not finished)
+        self.waiting.remove(tracked.request.request_id)
         del self.requests[tracked.request.request_id]
         if len(self._deadlines) > 2 * len(self.requests) + 64:
             self._deadlines = [d for d in self._deadlines if d[1] in self.requests]
@@ -363,6 +400,8 @@ class RequestLifecycle:
         num_prompt_tokens = tracked.request.num_prompt_tokens
         num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
         self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
+        if self._prefetching is not None:
+            self._prefetching.end(tracked, now)
         self._roles.note_answer(num_prompt_tokens, tracked.record.num_generated_tokens)
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)
@@ -390,7 +429,10 @@ class RequestLifecycle:
     def validate(self) -> None:
         """Asserts that requests and attempts refer to each other."""
         for tracked in self.requests.values():
-            assert tracked.attempt is not None
-            assert self._attempts[tracked.attempt.attempt_id] is tracked
-        assert len(self._attempts) == len(self.requests)
-        self._reservations.validate(self.requests.values())
+            if tracked.attempt is None:
+                assert tracked.request.request_id in self.waiting
+            else:
+                assert self._attempts[tracked.attempt.attempt_id] is tracked
+        assert len(self._attempts) + len(self.waiting) == len(self.requests)
+        placed = [tracked for tracked in self.requests.values() if tracked.attempt is not None]
+        self._reservations.validate(placed)

@@ -64,9 +64,15 @@ class TrackedRequest:
     num_attempts: int = 0
     num_decisions: int = 0  # on its admission
     predicted_step_s: float = 0.0  # where it decodes, when it was admitted
+    num_faults: int = 0  # since the last token
+    has_waited: bool = False  # for an instance or for room, which is not its fault
+    arrival_noted: bool = False
+    num_named_tokens: int = -1  # `keys` are those of so many tokens
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
+    num_turns: int = 0  # of its session before this one
+    pause_s: float | None = None  # since the turn before
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
 
 

@@ -61,12 +61,14 @@ def pipelined(whole: FittedCost, num_stages: int) -> FittedCost:
     a, b, c, d = (x / num_stages for x in whole.prefill)
     e, f, g = whole.decode
     mixed = whole.mixed or (f, g)  # for one stage's share of the decodes
+    domain = whole.domain and whole.domain.of_stages(num_stages)
     return msgspec.structs.replace(
         whole,
         prefill=(a, b, c, d),
         decode=(e, f / num_stages, g / num_stages),
         mixed=mixed,
         decode_curve=tuple((batch * num_stages, x) for batch, x in whole.decode_curve),
+        domain=domain,
     )
 
 

@@ -14,10 +14,11 @@ every Python gives the same bits: LAPACK's results differ, and so does `sum` of 
 
 As the ground truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it
 adds to its prompt's total, with `a` in the first chunk, so every chunking of a prompt costs
-prefill(n, p). A mixed step reads the weights once, hence the floor e. It has f' and g' of its own
-where mixed steps were measured: beside a chunk that fills the device, a decode's row is no longer
-free, as it is while only reading the weights takes time. A step without decodes has no such floor,
-which would break the sum.
+prefill(n, p). Prompts that begin in one step share one `a`. A mixed step reads the weights once,
+hence the floor e. It has f' and g' of its own where mixed steps were measured: beside a chunk that
+fills the device, a decode's row is no longer free, as it is while only reading the weights takes
+time. A step without decodes has no such floor, which would break the sum. `domain` says what was
+measured; the formulas go on beyond it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from math import fsum, inf, sqrt
 
 import msgspec
 
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk
 from moonpool.types import Struct
 
@@ -99,6 +101,7 @@ class FittedCost(Struct, frozen=True):
     `decode_spread`: equally likely ratios of the times of single decode steps to the predicted
     time: while no other instance computes, while one does, and where an answer has just begun.
     `offload`: parts of steps with attention workers.
+    `domain`: what was measured; None: not stated.
     """
 
     prefill: tuple[float, float, float, float]
@@ -116,6 +119,7 @@ class FittedCost(Struct, frozen=True):
     decode_curve: tuple[tuple[int, float], ...] = ()
     decode_spread: DecodeSpread = ((), (), ())
     offload: OffloadParts | None = None
+    domain: CostDomain | None = None
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
         a, b, c, d = self.prefill
@@ -151,13 +155,15 @@ class FittedCost(Struct, frozen=True):
         chunks_s = 0.0
         if chunks:
             a, b, c, d = self.prefill
+            begins = False
             for chunk in chunks:
                 new = chunk.num_tokens
                 cached = chunk.cached_tokens
                 done = chunk.start - cached
                 chunks_s += new * (b + c * (done + done + new) + d * cached)
-                if done == 0:
-                    chunks_s += a
+                begins = begins or done == 0
+            if begins:
+                chunks_s += a
         if decode_batch == 0:
             return chunks_s
         if not chunks:
@@ -235,8 +241,20 @@ def fit_cost(
     a, b, *quadratic = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
     c, d = (0.5 * quadratic[0], quadratic[0]) if single_steps else quadratic
     e, f, g = _fit_non_negative(decode_rows, [s.seconds for s in decodes])
-    apart = FittedCost(prefill=(a, b, c, d), decode=(e, f, g))
+    apart = FittedCost(prefill=(a, b, c, d), decode=(e, f, g), domain=_domain_of(prefills, decodes))
     return msgspec.structs.replace(apart, mixed=_fit_mixed(apart, mixed))
+
+
+def _domain_of(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> CostDomain:
+    lengths = [sample.num_tokens for sample in prefills]
+    batches = [sample.batch for sample in decodes]
+    contexts = [sample.context_tokens for sample in decodes]
+    return CostDomain(
+        prompt_tokens=(min(lengths), max(lengths)),
+        cached_share=max(sample.cached_tokens / sample.num_tokens for sample in prefills),
+        decode_batch=(min(batches), max(batches)),
+        context_tokens=(min(contexts), max(contexts)),
+    )
 
 
 def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float, float] | None:

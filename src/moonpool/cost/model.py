@@ -18,6 +18,7 @@ class Chunk(NamedTuple):
     start: int  # context tokens before it, cached or computed earlier
     cached_tokens: int  # cached tokens of its prompt: where computing began
     last: bool  # it ends the prompt, so its last token needs logits
+    prompt_tokens: int = 0  # of the whole prompt; 0: not known
 
     @property
     def first(self) -> bool:
@@ -97,6 +98,7 @@ def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tup
             start=at,
             cached_tokens=start,
             last=at + chunk_tokens >= num_tokens,
+            prompt_tokens=num_tokens,
         )
         for at in range(start, num_tokens, chunk_tokens)
     )

@@ -27,10 +27,15 @@ from moonpool.engine.checkpoint import (
     read_config,
     sampling_defaults,
 )
+from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.gguf.checkpoint import open_gguf
+from moonpool.engine.gguf.files import GGUF_SUFFIX, gguf_file
+from moonpool.engine.gguf.tokenizer import gguf_tokenizer
 from moonpool.engine.induction import InductionWeights
-from moonpool.engine.model import Weights
+from moonpool.engine.packing import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
-from moonpool.engine.spec import FAMILIES, ModelError, ModelSpec, tensor_shapes
+from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.tensors import tensor_shapes
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
@@ -48,7 +53,7 @@ class LoadedModel:
 
     fingerprint: identifies config and weights for every dtype; equal in every process.
     tokenizer: `BYTE_TOKENIZER` (bytes 0..255, then bos 256, eos 257, pad 258), or the folder with
-    the tokenizer's files.
+    the tokenizer's files, or the GGUF file.
     sampling: defaults for requests, by the names of `SamplingParams`.
     """
 
@@ -77,6 +82,10 @@ def open_model(name: str, dtype: str) -> LoadedModel:
         spec, seed = random_spec(name)
         drawn = RandomWeights(spec, seed, wanted)
         return LoadedModel(name, spec, drawn, dtype, drawn.fingerprint, BYTE_TOKENIZER)
+    found = gguf_file(name)
+    if found is not None:
+        read = open_gguf(found, wanted)
+        return LoadedModel(name, read.spec, read.weights, dtype, read.fingerprint, str(found))
     checkpoint = open_checkpoint(name, wanted)
     for note in checkpoint.spec.notes:
         logger.warning("model %s: %s", name, note)
@@ -170,9 +179,8 @@ def export_checkpoint(model: LoadedModel, folder: Path) -> None:
 
 
 def _config(spec: ModelSpec, dtype: str) -> dict[str, object]:
-    architecture = next(name for name, family in FAMILIES.items() if family == spec.family)
     return {
-        "architectures": [architecture],
+        "architectures": [FAMILIES[spec.family].architecture],
         "model_type": spec.family,
         "dtype": dtype,
         "torch_dtype": dtype,  # the older spelling, for readers of either
@@ -200,4 +208,5 @@ def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
     """Opens the tokenizer named by `LoadedModel.tokenizer`. Raises `TokenizerError`."""
     if source == BYTE_TOKENIZER:
         return ByteTokenizer(vocab_size)
-    return HfTokenizer(Path(source))
+    path = Path(source)
+    return gguf_tokenizer(path) if path.suffix == GGUF_SUFFIX else HfTokenizer(path)

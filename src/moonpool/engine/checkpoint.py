@@ -20,7 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moonpool.engine.spec import ModelError, ModelSpec, parse_config, tensor_shapes
+from moonpool.engine.families.config import parse_config
+from moonpool.engine.quantized.matrix import Matrix
+from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
@@ -54,22 +57,32 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     files = _tensor_files(folder)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     _check_tensors(spec, files, headers)
-    weights = CheckpointWeights(files, dtype)
+    weights = CheckpointWeights(files, dtype, stored_tensors(spec))
     return Checkpoint(folder, spec, weights, _fingerprint(spec, files, headers))
 
 
 class CheckpointWeights:
     """Reads tensors from mapped safetensors files and casts them to one dtype."""
 
-    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+    def __init__(
+        self, files: Mapping[str, Path], dtype: torch.dtype, places: Mapping[str, StoredTensor]
+    ) -> None:
+        """`files`: by stored name. `places`: where each of the model's tensors is stored."""
         self._files = files
         self._dtype = dtype
+        self._places = places
 
     def load(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        place = self._places[name]
+        with safe_open(self._files[place.name], framework="pt") as opened:
+            tensor: Tensor = place.take(opened.get_tensor(place.name))
+        # A choice between experts must not turn on a rounded bias.
+        dtype = torch.float32 if name.endswith(".correction") else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
-        return tensor.to(self._dtype, copy=True)
+        return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def matrix(self, name: str) -> Matrix:
+        return self.load(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +206,20 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 def _check_tensors(
     spec: ModelSpec, files: Mapping[str, Path], headers: Mapping[Path, _Header]
 ) -> None:
-    shapes = tensor_shapes(spec)
+    shapes = stored_shapes(spec)
     missing = [name for name in shapes if name not in files]
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    unexpected = [n for n in files if n not in shapes and n not in tied and not IGNORED.search(n)]
+    further = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.further_layers))
+    unexpected = [
+        name
+        for name in files
+        if name not in shapes
+        and name not in tied
+        and not IGNORED.search(name)
+        and not name.startswith(further)
+    ]
     if unexpected:
         raise ModelError(
             f"the checkpoint has tensors its config.json gives no use for: {_listed(unexpected)}"
@@ -235,7 +256,7 @@ def _fingerprint(
     digest = hashlib.sha256(repr(sorted(spec.computed_fields().items())).encode())
     opened = {path: path.open("rb") for path in headers}
     try:
-        for name in tensor_shapes(spec):
+        for name in stored_shapes(spec):
             header = headers[files[name]]
             entry = header.tensors[name]
             begin, end = entry["data_offsets"]

@@ -96,6 +96,22 @@ def matches_grammar(grammar: str, text: str) -> bool:
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
+def first_error(grammar: str) -> str:
+    """Why no answer under `grammar` could be followed from its first character on; "" if one can.
+
+    The compiler accepts a grammar with too many alternatives in one place, such as an object with
+    thousands of properties. That shows at the opening brace at the latest.
+    """
+    matcher = LLMatcher(_single_bytes(), grammar, log_level=0, limits=LIMITS)
+    mask = matcher.compute_bitmask()
+    if not matcher.is_error() and mask[_BRACE // 8] >> _BRACE % 8 & 1:
+        matcher.consume_token(_BRACE)
+    return str(matcher.get_error()).partition("\n")[0] if matcher.is_error() else ""
+
+
+_BRACE = ord("{")
+
+
 @cache
 def _single_bytes() -> LLTokenizer:
     return LLTokenizer("byte")  # takes 2 ms

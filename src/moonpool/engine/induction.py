@@ -31,7 +31,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import ModelSpec, RopeSpec, tensor_shapes
+from moonpool.engine.spec import ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
 
 NAME = "moonpool/induction"
 BOS, EOS = 256, 257  # 258 is padding
@@ -98,6 +99,9 @@ class InductionWeights:
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name].to(self._dtype, copy=True)
+
+    def matrix(self, name: str) -> Tensor:
+        return self.load(name)
 
     def _fill(self) -> None:
         codes = token_codes()

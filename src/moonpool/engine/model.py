@@ -7,48 +7,48 @@ only the `Ops` protocol. It does not allocate blocks and does not sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moonpool.engine.layers import pack_layer
 from moonpool.engine.ops import (
     AttendArgs,
     HeadShape,
     KvCache,
     Linear,
     Ops,
-    QkNorm,
     RopeTable,
     StepMeta,
 )
-from moonpool.engine.rope import rope_table
-from moonpool.engine.spec import ModelSpec
+from moonpool.engine.packing import Weights, norm_weight
+from moonpool.engine.quantized.matrix import Matrix, lookup
+from moonpool.engine.rope import no_rope, rope_table
+from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
+from moonpool.engine.tensors import NORMS
 
 
-class Weights(Protocol):
-    """Loads tensors by their Hugging Face names, in the model's dtype.
+class Ropes:
+    """The rotary tables of a model's layers, each made once."""
 
-    Each call returns a new tensor, so that no second copy of the model stays in memory.
-    """
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._made: dict[RopeSpec | None, RopeTable] = {}
 
-    def load(self, name: str) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's packed weights. Norm weights are [hidden]."""
-
-    qkv: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
-    post_norm: Tensor
-    next_norm: Tensor  # the next layer's input norm, or the final norm
-    qk_norm: QkNorm | None
+    def of(self, layer: int) -> RopeTable:
+        """The table of one layer."""
+        spec = self._spec
+        rope: RopeSpec | None = spec.rope
+        if layer in spec.no_rope:
+            rope = None
+        elif spec.local_rope is not None and spec.window_of(layer):
+            rope = spec.local_rope
+        if rope not in self._made:
+            limit = spec.max_positions
+            table = no_rope(limit) if rope is None else rope_table(rope, spec.head_dim, limit)
+            self._made[rope] = RopeTable(table.cos.to(self._device), table.sin.to(self._device))
+        return self._made[rope]
 
 
 class _Placed:
@@ -60,6 +60,10 @@ class _Placed:
 
     def load(self, name: str) -> Tensor:
         return self._weights.load(name).to(self._device)
+
+    def matrix(self, name: str) -> Matrix:
+        on_cpu = self._device.type == "cpu"
+        return self._weights.matrix(name) if on_cpu else self.load(name)
 
 
 class DecoderModel:
@@ -80,31 +84,39 @@ class DecoderModel:
         ops: Ops,
         layers: range | None = None,
         edges: bool = True,
-        rope: RopeTable | None = None,
+        ropes: Ropes | None = None,
     ) -> None:
-        """`rope` is given if another part of the model in this process has made the table."""
+        """`ropes` is given if another part of the model in this process has made the tables.
+        Raises ModelError if `ops` do not compute what the model has."""
         self.spec = spec
         self.layers = range(spec.num_layers) if layers is None else layers
         assert self.layers and self.layers.start >= 0 and self.layers.stop <= spec.num_layers
-        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        missing = [extra for extra in spec.extras() if extra in ops.without]
+        if missing:
+            raise ModelError(
+                f"the model has {' and '.join(missing)}, which this device or attention worker "
+                "does not compute: use --device cpu, without --attention"
+            )
+        latent_dim = 0 if spec.latent is None else spec.latent.rank
+        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, latent_dim)
         self._ops = ops
-        self._scale = spec.head_dim**-0.5
-        if rope is None:
-            rope = rope_table(spec.rope, spec.head_dim, spec.max_positions)
-            rope = RopeTable(rope.cos.to(ops.device), rope.sin.to(ops.device))
-        self.rope = rope
+        self._scale = spec.scale()
+        self.ropes = Ropes(spec, ops.device) if ropes is None else ropes
         weights = _Placed(weights, ops.device)
         self._first_norm: Tensor | None = None
-        self._embedding: Tensor | None = None
+        self._embedding: Matrix | None = None
         self._head: Linear | None = None
-        if self.begins:
-            self._first_norm = weights.load("model.layers.0.input_layernorm.weight")
-        self._layers = {i: _pack_layer(spec, weights, ops, i) for i in self.layers}
+        first_norm = NORMS[spec.norms].before_attention
+        if self.begins and first_norm is not None:
+            self._first_norm = norm_weight(spec, weights, f"model.layers.0.{first_norm}.weight")
+        self._layers = {i: pack_layer(spec, weights, ops, i, self.ropes.of(i)) for i in self.layers}
         if edges and (self.begins or (self.ends and spec.tie_embeddings)):
-            self._embedding = weights.load("model.embed_tokens.weight")
+            self._embedding = weights.matrix("model.embed_tokens.weight")
         if edges and self.ends:
             tied = self._embedding if spec.tie_embeddings else None
-            self._head = ops.linear(weights.load("lm_head.weight") if tied is None else tied, None)
+            self._head = ops.linear(
+                weights.matrix("lm_head.weight") if tied is None else tied, None
+            )
         if not self.begins:
             self._embedding = None  # needed only to pack the tied LM head
 
@@ -121,30 +133,46 @@ class DecoderModel:
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [T] int64 -> residual and normed, each [T, hidden]. First stage only."""
         assert self._embedding is not None
-        residual = F.embedding(token_ids, self._embedding)
+        residual = lookup(self._embedding, token_ids)
+        if self.spec.embedding_scale != 1:
+            residual *= residual.new_tensor(self.spec.embedding_scale)
         return residual, self.enter(residual)
 
     def enter(self, residual: Tensor) -> Tensor:
         """Norms the embedded rows: residual [T, hidden] -> the first layer's input, same shape."""
-        assert self._first_norm is not None
-        return self._ops.rms_norm(residual, self._first_norm, self.spec.rms_eps)
+        return self._normed(residual, self._first_norm)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self.spec.rms_eps)
+
+    def _add(
+        self, added: Tensor, after: Tensor | None, residual: Tensor, before: Tensor | None
+    ) -> Tensor:
+        """Norms what is added by `after`, adds it in place; returns residual normed by `before`."""
+        added = self._normed(added, after)
+        if self.spec.residual_scale != 1:
+            added = added * self.spec.residual_scale
+        if before is None:
+            return residual.add_(added)
+        return self._ops.add_rms_norm(added, residual, before, self.spec.rms_eps)
 
     def qkv(self, layer: int, normed: Tensor) -> Tensor:
         """The first dense half: normed [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
-        return self._layers[layer].qkv(normed)
+        return self._layers[layer].attention.qkv(normed)
 
     def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
         """Rotates q and k, writes k and v into their blocks, returns q [T, heads, head_dim].
 
         qkv: [T, (heads + 2 * kv_heads) * head_dim].
         """
-        qk_norm = self._layers[layer].qk_norm
-        args = AttendArgs(self.heads, cache, layer, meta, self._scale)
-        return self._ops.rope_store(qkv, self.rope, qk_norm, args)
+        own = self._layers[layer]
+        args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
+        return self._ops.rope_store(qkv, own.rope, own.attention.qk_norm, args)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        return self._ops.attend(q, AttendArgs(self.heads, cache, layer, meta, self._scale))
+        rule = self._layers[layer].rule
+        return self._ops.attend(q, AttendArgs(self.heads, cache, layer, meta, self._scale, rule))
 
     def output(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
         """The second dense half; updates `residual` in place.
@@ -158,30 +186,34 @@ class DecoderModel:
 
     def project(self, layer: int, attention: Tensor) -> Tensor:
         """The output projection: [T, heads * head_dim] -> [T, hidden], to add to the residual."""
-        return self._layers[layer].output(attention)
+        return self._layers[layer].attention.project(attention)
 
     def add_attention(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
         """Adds the projected attention to `residual` in place; returns the MLP's input.
 
         All tensors are [T, hidden].
         """
-        norm = self._layers[layer].post_norm
-        return self._ops.add_rms_norm(added, residual, norm, self.spec.rms_eps)
+        own = self._layers[layer]
+        return self._add(added, own.after_attention, residual, own.before_mlp)
 
     def mlp(self, layer: int, normed: Tensor) -> Tensor:
         """What the MLP adds to the residual."""
-        own = self._layers[layer]
-        return own.down(self._ops.silu_mul(own.gate_up(normed)))
+        return self._layers[layer].mlp(normed)
 
     def add_mlp(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
         """Adds it to `residual` in place, returns the next layer's input."""
-        norm = self._layers[layer].next_norm
-        return self._ops.add_rms_norm(added, residual, norm, self.spec.rms_eps)
+        own = self._layers[layer]
+        return self._add(added, own.after_mlp, residual, own.next_norm)
 
     def logits(self, normed: Tensor) -> Tensor:
         """The last layer's output [rows, hidden] -> [rows, vocab] float32. Last stage only."""
         assert self._head is not None
-        return self._head(normed).float()
+        logits = self._head(normed).float()
+        if self.spec.logit_divisor != 1:
+            logits /= self.spec.logit_divisor
+        if self.spec.logit_cap:
+            logits = self._ops.soft_cap(logits, self.spec.logit_cap)
+        return logits
 
     def forward(
         self,
@@ -229,35 +261,3 @@ class DecoderModel:
                 attention, residual = attention[wanted], residual[wanted]
             normed = self.output(layer, attention, residual)
         return residual, normed
-
-
-def _pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> _Layer:
-    prefix = f"model.layers.{layer}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    next_norm = f"model.layers.{layer + 1}.input_layernorm.weight"
-    if layer == spec.num_layers - 1:
-        next_norm = "model.norm.weight"
-
-    def linear(names: list[str], has_bias: bool) -> Linear:
-        weight = _fused([weights.load(f"{name}.weight") for name in names])
-        bias = _fused([weights.load(f"{name}.bias") for name in names]) if has_bias else None
-        return ops.linear(weight, bias)
-
-    qk_norm = None
-    if spec.qk_norm:
-        q_weight = weights.load(f"{attention}.q_norm.weight")
-        k_weight = weights.load(f"{attention}.k_norm.weight")
-        qk_norm = QkNorm(q_weight, k_weight, spec.rms_eps)
-    return _Layer(
-        qkv=linear([f"{attention}.{part}_proj" for part in "qkv"], spec.qkv_bias),
-        output=linear([f"{attention}.o_proj"], spec.o_bias),
-        gate_up=linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], spec.mlp_bias),
-        down=linear([f"{mlp}.down_proj"], spec.mlp_bias),
-        post_norm=weights.load(f"{prefix}.post_attention_layernorm.weight"),
-        next_norm=weights.load(next_norm),
-        qk_norm=qk_norm,
-    )
-
-
-def _fused(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

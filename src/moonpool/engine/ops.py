@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moonpool.config import Quantization
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.protocol.block_layout import BlockLayout
 
 SPAN = 256
@@ -76,20 +77,46 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Grouped-query attention: `num_heads` is a multiple of `num_kv_heads`."""
+    """Grouped-query attention: `num_heads` is a multiple of `num_kv_heads`.
+
+    With `latent_dim`, the last so many elements of a key are its value too (MLA), and no V is
+    stored.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value, and of a head's output."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def row_heads(self) -> int:
+        """Heads of q, k and v together, in a row of `qkv`."""
+        return self.num_heads + (1 if self.latent_dim else 2) * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """Per-head RMSNorm of q and k before rope (Qwen3). Weights: [head_dim]."""
+    """Per-head RMSNorm of q and k before rope (Qwen3). Weights: [head_dim] float32."""
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+
+
+class AttendRule(NamedTuple):
+    """How a layer's attention differs from causal softmax over the whole context."""
+
+    window: int = 0  # tokens that a row sees, its own included; 0: all
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    sinks: Tensor | None = None  # [num_heads] float32: a score that takes weight but has no value
+
+
+PLAIN = AttendRule()
 
 
 class AttendArgs(NamedTuple):
@@ -100,6 +127,22 @@ class AttendArgs(NamedTuple):
     layer: int
     meta: StepMeta
     scale: float
+    rule: AttendRule = PLAIN
+
+
+class Gate(NamedTuple):
+    """The activation of a gated MLP. `kind` is "silu", "gelu_tanh" (GELU by tanh) or "clamped".
+
+    "clamped" (gpt-oss): gate <= limit, -limit <= up <= limit; gate * sigmoid(alpha * gate) *
+    (up + 1).
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+SILU = Gate()
 
 
 class Linear(Protocol):
@@ -117,22 +160,31 @@ class Ops(Protocol):
     name: str
     arithmetic: str
     inner: str  # the element order inside the slices (`engine.slices`)
+    without: frozenset[str]  # those of `ModelSpec.extras` that they do not compute
     device: torch.device  # of blocks, weights and every [T, ...]; `StepMeta` is on the CPU
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
         ...
 
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """`linear` that is never quantized, for what decides discretely (routers)."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[T, hidden] -> [T, hidden]; mean square in float32."""
+        """[T, hidden] -> [T, hidden]; mean square in float32. weight: [hidden] float32."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds x to residual in place and returns the norm of residual. All [T, hidden]."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * f] -> [T, f]: silu(first half) * second half."""
+    def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        """[T, 2 * f] -> [T, f]: activation(first half) * second half."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of x [T, n] float32."""
         ...
 
     def rope_store(
@@ -140,14 +192,15 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norms q and k (with `qk_norm`), rotates them, writes k and v into their blocks.
 
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim] -> q [T, num_heads, head_dim].
+        qkv: [T, row_heads * head_dim] -> q [T, num_heads, head_dim]. Only the pairs of `rope` are
+        rotated, from element 0 on.
         """
         ...
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         """Causal attention of each row over its sequence's KVCache, the row's own token included.
 
-        q [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Scores and sums in float32.
+        q [T, num_heads, head_dim] -> [T, num_heads * value_dim]. Scores and sums in float32.
         """
         ...
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec, tensor_shapes
+from moonpool.engine.spec import LARGEST, LARGEST_SIZE, ModelError, ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
 
 PREFIX = "random:"
 GENERATION = "random-weights-1"  # part of the fingerprint: change it with any change of the bits
@@ -78,13 +79,12 @@ def random_spec(name: str) -> tuple[ModelSpec, int]:
 
 
 def _checked(name: str, spec: ModelSpec, given: dict[str, int]) -> ModelSpec:
+    _check_numbers(name, given)
     if "num_heads" in given and "num_kv_heads" not in given:
         given["num_kv_heads"] = given["num_heads"]
     if "hidden_size" in given and "head_dim" not in given:
         given["head_dim"] = given["hidden_size"] // given.get("num_heads", spec.num_heads)
-    for key, value in given.items():
-        if value < 1:
-            raise ModelError(f"model {name!r}: {key} must be at least 1")
+    _check_numbers(name, given)
     spec = replace(spec, **given)  # type: ignore[arg-type]
     if spec.vocab_size < MIN_VOCAB:
         raise ModelError(f"model {name!r}: vocab must be at least {MIN_VOCAB}, bytes and specials")
@@ -94,6 +94,13 @@ def _checked(name: str, spec: ModelSpec, given: dict[str, int]) -> ModelSpec:
             f"({spec.num_kv_heads})"
         )
     return spec
+
+
+def _check_numbers(name: str, given: dict[str, int]) -> None:
+    for key, value in given.items():
+        most = LARGEST.get(key, LARGEST_SIZE)
+        if not 1 <= value <= most:
+            raise ModelError(f"model {name!r}: {key} must be at least 1 and at most {most}")
 
 
 class RandomWeights:
@@ -120,6 +127,9 @@ class RandomWeights:
         raw = generator.random_raw(-(-count // 4)).view(np.int16)[:count]
         numbers = torch.from_numpy(raw).to(torch.float32)
         return numbers.mul_(self._std(name) / INT16_STD).reshape(shape).to(self._dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        return self.load(name)
 
     def _std(self, name: str) -> float:
         spec = self._spec

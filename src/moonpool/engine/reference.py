@@ -16,8 +16,12 @@ from torch import Tensor
 from moonpool.config import Quantization
 from moonpool.engine.int8 import Int8Linear
 from moonpool.engine.ops import (
+    PLAIN,
     SEGMENT,
+    SILU,
     AttendArgs,
+    AttendRule,
+    Gate,
     HeadShape,
     Linear,
     QkNorm,
@@ -25,11 +29,14 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.linear import QuantizedLinear
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
 KEY_TILE = 128
 EMPTY = -1e30  # best score of a row without keys: -inf minus itself would be NaN
+GELU = 2 * (2 / torch.pi) ** 0.5  # gelu(x) is about x * sigmoid(GELU * (x + 0.044715 x^3))
 LN2 = (0.693359375, -2.12194440e-4)  # high and low part
 EXP_TERMS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -42,6 +49,7 @@ class ReferenceOps:
 
     name = "reference"
     inner = INNER
+    without: frozenset[str] = frozenset()
     device = torch.device("cpu")
 
     def __init__(self, quantization: Quantization = "none") -> None:
@@ -49,9 +57,14 @@ class ReferenceOps:
         self.arithmetic = with_quantization(own, quantization)
         self._quantization = quantization
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedMatrix):
+            return QuantizedLinear(weight, bias)
         if self._quantization == "int8":
             return Int8Linear(weight, bias)
+        return _TiledLinear(weight.contiguous(), bias)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return _TiledLinear(weight.contiguous(), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,14 +76,23 @@ class ReferenceOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (gate / (1 + _exp(-gate)) * up).to(gate_up.dtype)
+    def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        x, up = gate_up.float().chunk(2, dim=-1)
+        steep = x
+        if gate.kind == "gelu_tanh":
+            steep = GELU * (x + 0.044715 * x * x * x)
+        elif gate.kind == "clamped":
+            x, up = x.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit) + 1
+            steep = x * gate.alpha
+        return (x / (1 + exp(-steep)) * up).to(gate_up.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return _soft_cap(x, cap)
 
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         q, k, v = self.rotated(qkv, heads, rope, qk_norm, meta)
         block_ids, offsets = places(meta, cache.layout.block_tokens)
         write_rows(cache, layer, block_ids, offsets, k, v)
@@ -85,7 +107,8 @@ class ReferenceOps:
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: normed, rotated."""
-        widths = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        values = 0 if heads.latent_dim else heads.num_kv_heads
+        widths = (heads.num_heads, heads.num_kv_heads, values)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
         if qk_norm is not None:
             q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
@@ -95,15 +118,17 @@ class ReferenceOps:
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        heads, cache, layer, meta, scale = args
-        out = torch.empty_like(q)
+        heads, cache, layer, meta, scale, rule = args
+        out = q.new_empty(meta.num_rows, heads.num_heads, heads.value_dim)
         starts = meta.row_starts.tolist()
         for s, context in enumerate(meta.context_starts.tolist()):
             first, last = starts[s], starts[s + 1]
             if first == last:
                 continue
-            k, v = read_rows(cache, layer, meta.block_tables[s], context + last - first)
-            attention = SequenceAttention(k.float(), v.float(), heads, scale)
+            k, v = read_rows(
+                cache, layer, meta.block_tables[s], context + last - first, heads.value_dim
+            )
+            attention = SequenceAttention(k.float(), v.float(), heads, scale, rule)
             out[first:last] = attention.rows(q[first:last], context)
         return out.flatten(1)
 
@@ -125,19 +150,23 @@ class _TiledLinear:
 class SequenceAttention:
     """Online softmax of one sequence's rows over its keys, in fixed tiles counted from token 0.
 
-    k, v: [context, kv_heads, head_dim] float32. Only products need tiles of one shape; operations
-    on single elements run over all row tiles at once.
+    k: [context, kv_heads, head_dim], v: [context, kv_heads, value_dim], float32. Only products need
+    tiles of one shape; operations on single elements run over all row tiles at once.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, heads: HeadShape, scale: float) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, heads: HeadShape, scale: float, rule: AttendRule = PLAIN
+    ) -> None:
         self._heads = heads
+        self._rule = rule
         self._group = heads.num_heads // heads.num_kv_heads
         self._scale = scale
         missing = -k.shape[0] % KEY_TILE
         shape = (-1, KEY_TILE, heads.num_kv_heads, heads.head_dim)
+        values = (*shape[:3], heads.value_dim)
         # [tiles, kv_heads, head_dim, KEY_TILE] and [tiles, kv_heads, KEY_TILE, head_dim]
         self._k = F.pad(k, (0, 0, 0, 0, 0, missing)).view(shape).permute(0, 2, 3, 1).contiguous()
-        self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(shape).permute(0, 2, 1, 3).contiguous()
+        self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(values).permute(0, 2, 1, 3).contiguous()
 
     def rows(self, q: Tensor, first_position: int) -> Tensor:
         """q [T, num_heads, head_dim] -> the same shape. Row 0 stands at `first_position`."""
@@ -145,6 +174,8 @@ class SequenceAttention:
         state = self._walk(tiles, positions, 0)
         for segment in range(1, -(-len(self._k) * KEY_TILE // SEGMENT)):
             state = fold(state, self._walk(tiles, positions, segment))
+        if self._rule.sinks is not None:
+            state = fold(state, self._sink_state(self._rule.sinks, state))
         _, total, out = state
         return self._merged(out / total)[: q.shape[0]].to(q.dtype)
 
@@ -155,6 +186,12 @@ class SequenceAttention:
         best = best.masked_fill(best <= EMPTY, -torch.inf)
         return self._merged(torch.cat((best, total, out), dim=-1))[: q.shape[0]]
 
+    def _sink_state(self, sinks: Tensor, like: State) -> State:
+        """A token of score `sinks` and value 0 for every row."""
+        rows = sinks.view(1, self._heads.num_kv_heads, 1, self._group)
+        score = rows.expand(len(like[0]), -1, ROW_TILE, -1).reshape(like[0].shape)
+        return score, torch.ones_like(score), torch.zeros_like(like[2])
+
     def _positions(self, q: Tensor, first_position: int) -> Tensor:
         """[tiles, 1, ROW_TILE * group, 1]: positions of all rows, including the padding."""
         num_tiles = -(-q.shape[0] // ROW_TILE)
@@ -164,15 +201,20 @@ class SequenceAttention:
     def _walk(self, tiles: Tensor, positions: Tensor, segment: int) -> State:
         best = torch.full((*tiles.shape[:3], 1), EMPTY)
         total = torch.zeros_like(best)
-        out = torch.zeros_like(tiles)
+        out = tiles.new_zeros(*tiles.shape[:3], self._heads.value_dim)
         first = segment * (SEGMENT // KEY_TILE)
         for key_tile in range(first, min(first + SEGMENT // KEY_TILE, len(self._k))):
             k, v = self._k[key_tile], self._v[key_tile]
             keys = torch.arange(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
             scores = torch.stack([torch.bmm(tile, k) for tile in tiles])
-            scores.masked_fill_(keys > positions, -torch.inf)
+            if self._rule.soft_cap:
+                scores = _soft_cap(scores, self._rule.soft_cap)
+            unseen = keys > positions
+            if self._rule.window:
+                unseen |= keys <= positions - self._rule.window
+            scores.masked_fill_(unseen, -torch.inf)
             new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-            weights, fade = _exp(scores - new_best), _exp(best - new_best)
+            weights, fade = exp(scores - new_best), exp(best - new_best)
             total = total * fade + weights.sum(-1, keepdim=True)
             out = out * fade + torch.stack([torch.bmm(tile, v) for tile in weights])
             best = new_best
@@ -197,7 +239,7 @@ def fold(state: State, later: State) -> State:
     best, total, out = state
     later_best, later_total, later_out = later
     now = torch.maximum(best, later_best)
-    fade, later_fade = _exp(best - now), _exp(later_best - now)
+    fade, later_fade = exp(best - now), exp(later_best - now)
     total = total * fade + later_total * later_fade
     return now, total, out * fade + later_out * later_fade
 
@@ -212,16 +254,23 @@ def places(meta: StepMeta, block_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + head_dim / 2) in float32.
+    """Rotates the pairs (i, i + half) in float32; elements from 2 * half on stay.
 
-    x: [T, heads, head_dim]; cos, sin: [T, 1, head_dim / 2].
+    x: [T, heads, head_dim]; cos, sin: [T, 1, half].
     """
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[-1]
+    wide = x.float()
+    first, second, rest = wide.tensor_split((half, 2 * half), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
     return turned.to(x.dtype)
 
 
-def _exp(x: Tensor) -> Tensor:
+def _soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), for float32."""
+    return (2 / (1 + exp(x * (-2 / cap))) - 1) * cap
+
+
+def exp(x: Tensor) -> Tensor:
     """exp of float32 with relative error 1e-7, exactly 0 below -87, finite above 88.
 
     The bits of torch's elementwise functions depend on an element's place in the tensor (vector
@@ -253,7 +302,7 @@ class ReferenceSplitOps(ReferenceOps):
         return q, torch.cat((k, v), dim=1)
 
     def store(self, kv: Tensor, args: AttendArgs) -> None:
-        _, cache, layer, meta, _ = args
+        _, cache, layer, meta, *_ = args
         k, v = kv.chunk(2, dim=1)
         block_ids, offsets = places(meta, cache.layout.block_tokens)
         write_rows(cache, layer, block_ids, offsets, k, v)
@@ -265,7 +314,7 @@ class ReferenceSplitOps(ReferenceOps):
         return self.attend(q, args)
 
     def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
-        heads, cache, layer, meta, scale = args
+        heads, cache, layer, meta, scale, rule = args
         partials = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim + 2)
         starts = meta.row_starts.tolist()
         for s, context in enumerate(meta.context_starts.tolist()):
@@ -276,7 +325,7 @@ class ReferenceSplitOps(ReferenceOps):
             k, v = k.float(), v.float()
             k[: segment * SEGMENT] = 0
             v[: segment * SEGMENT] = 0
-            attention = SequenceAttention(k, v, heads, scale)
+            attention = SequenceAttention(k, v, heads, scale, rule)
             partials[first:last] = attention.partials(q[first:last], context, segment)
         return partials
 

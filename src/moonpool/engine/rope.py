@@ -16,11 +16,16 @@ from moonpool.engine.spec import RopeSpec
 
 
 def rope_table(rope: RopeSpec, head_dim: int, max_positions: int) -> RopeTable:
-    """cos and sin, each [max_positions, head_dim / 2] float32, times YaRN's attention factor."""
-    frequencies = _frequencies(rope, head_dim)
+    """cos and sin, each [max_positions, rotated pairs] float32, times the attention factor."""
+    frequencies = _frequencies(rope, rope.rotary_dim or head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     scale = _attention_factor(rope)
     return RopeTable(angles.cos().mul_(scale), angles.sin().mul_(scale))
+
+
+def no_rope(max_positions: int) -> RopeTable:
+    """The table of a layer that rotates nothing: no pairs."""
+    return RopeTable(torch.empty(max_positions, 0), torch.empty(max_positions, 0))
 
 
 def _frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -33,6 +38,8 @@ def _frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
         return _llama3(rope, frequencies)
     if rope.kind == "yarn":
         return _yarn(rope, wavelengths, head_dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * wavelengths)
     return frequencies
 
 
@@ -74,14 +81,18 @@ def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
 
 
 def _attention_factor(rope: RopeSpec) -> float:
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        stretched = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
+        return math.sqrt(1 + stretched)
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
+        return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return mscale(rope.factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's factor for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -37,6 +37,15 @@ class Tokenizer(Protocol):
     tool_template: str
     """The source of the chat template that is used for requests with tools."""
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether that template describes tools to the model."""
+        ...
+
+    def use_chat_template(self, source: str) -> None:
+        """Replaces the chat template. Raises `ChatTemplateError`."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
         ...
@@ -56,6 +65,7 @@ class Tokenizer(Protocol):
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
+        /,  # so that a template argument may have any name
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         **template_arguments: Any,

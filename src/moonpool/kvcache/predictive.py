@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import frexp
 
 from moonpool.kvcache.survival import AGE_RANGE, MAX_AGE, NUM_AGES, ReuseModel
 from moonpool.types import BlockId, BlockKey
 
 GHOSTS_PER_BLOCK = 4
 """Keys of evicted blocks that are remembered, per block of the pool."""
-EPOCHS_PER_TURNOVER = 8
+EPOCHS_PER_TURNOVER = 16
 """Epochs in the time in which as many blocks are touched as the pool has: the resolution of
 ages."""
 MIN_EPOCH_TOUCHES = 32
+LEVELS_PER_OCTAVE = 3
+"""Worths of one level are equal: they differ by less than a third, which noise does too. Among
+equals the older block goes first, as with LRU."""
 MIN_LESSON_TOUCHES = 1024
 """Touches between two updates of the order of eviction, at least: an update costs about a
 millisecond."""
@@ -358,11 +362,10 @@ class PredictiveEviction:
         self._rank()
 
     def _rank(self) -> None:
-        worths = self._worths
-        # Among equals the older go first.
-        cells = range(len(worths))
-        self._by_worth = sorted(cells, key=lambda cell: (worths[cell], -(cell % NUM_AGES), cell))
-        self._place = [0] * len(worths)
+        levels = [_level(worth) for worth in self._worths]
+        cells = range(len(levels))
+        self._by_worth = sorted(cells, key=lambda cell: (levels[cell], -(cell % NUM_AGES), cell))
+        self._place = [0] * len(levels)
         for place, cell in enumerate(self._by_worth):
             self._place[cell] = place
         self._first = 0
@@ -373,6 +376,14 @@ class PredictiveEviction:
         self._num_uses.extend([0] * missing)
         self._depth.extend([0] * missing)
         self._segment_of.extend([None] * missing)
+
+
+def _level(worth: float) -> int:
+    """Made from the float's bits: a logarithm may differ from machine to machine."""
+    mantissa, exponent = frexp(worth)
+    if not worth:
+        return -(1 << 16)
+    return exponent * LEVELS_PER_OCTAVE + int((2 * mantissa - 1) * LEVELS_PER_OCTAVE)
 
 
 def _bucket(num_uses: int) -> int:

@@ -113,7 +113,7 @@ class LocalAttentionGroup:
             layout=self.layout,
             heads=spec.num_heads,
             head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
+            scale=spec.scale(),
             num_blocks=self.each,
             threads=1,
             ring_bytes=ring_bytes(heads, DTYPE_BYTES[self.model.dtype], MAX_ROWS),

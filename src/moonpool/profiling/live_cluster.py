@@ -91,12 +91,12 @@ class LiveCluster(Struct, frozen=True):
     def hardware(self, profile: LiveProfile) -> Hardware:
         """Returns the measured hardware, with the live Conductor's estimates of its costs."""
         hardware = build_hardware(self.config(profile), profile.cost)
-        belief = profile.believed
+        estimate = profile.believed
         return replace(
             hardware,
-            prefill=replace(hardware.prefill, belief=belief),
-            decode=replace(hardware.decode, belief=belief),
-            mixed=replace(hardware.mixed, belief=belief),
+            prefill=replace(hardware.prefill, estimate=estimate),
+            decode=replace(hardware.decode, estimate=estimate),
+            mixed=replace(hardware.mixed, estimate=estimate),
         )
 
     def with_(self, **changes: Any) -> LiveCluster:

@@ -8,10 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from moonpool.api.app import PortError, http_server, listen, make_app
+from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values
@@ -27,10 +29,11 @@ from moonpool.cores import (
 from moonpool.engine.builtin import model_info, model_info_without_weights, open_tokenizer
 from moonpool.engine.device import resolve_device, resolve_dtype
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.fork_server import ForkServer
 from moonpool.runtime.head import Head
+from moonpool.runtime.head_drain import drain
 from moonpool.runtime.launcher import LocalLauncher
 
 log = logging.getLogger("moonpool")
@@ -75,7 +78,7 @@ async def running_cluster(
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
         raise ClusterError(str(error)) from None
-    head = _make_head(config, secret)
+    head, tokenizer = _make_head(config, secret)
     try:
         head_port = await head.start()
     except OSError as error:
@@ -83,7 +86,9 @@ async def running_cluster(
         network = config.network
         text = f"cannot listen for workers at {network.head_host}:{network.head_port}: {error}"
         raise ClusterError(text) from None
-    server = http_server(make_app(head, _api_options(config)))
+    options = _api_options(config, tokenizer)
+    bodies = BodyReader(head, options)
+    server = http_server(make_app(head, options, bodies))
     unpinned = [core.number for core in read_cores()]
     serving: asyncio.Task[None] | None = None
     launcher: LocalLauncher | None = None
@@ -98,6 +103,7 @@ async def running_cluster(
             launcher.start()
             pin_thread(shares[0].others if shares else ())
             await _wait_for_workers(head, launcher, stop)
+            launcher.note_started()
         else:
             log.info("waiting for workers at %s:%d", config.network.head_host, head_port)
         settle_memory()
@@ -109,10 +115,12 @@ async def running_cluster(
         yield f"http://{host}:{sock.getsockname()[1]}"
         if broken:
             raise ClusterError(broken[0])
+        await drain(head, config.api.drain_seconds)
     finally:
         server.should_exit = True
         if serving is not None:
             await asyncio.wait([serving])
+        bodies.close()
         await head.stop()
         if launcher is not None:
             await launcher.stop()
@@ -171,13 +179,18 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes) -> Head:
+def _make_head(config: Config, secret: bytes) -> tuple[Head, str]:
+    """Returns the head, and the name of its tokenizer."""
     try:
         read = model_info_without_weights if config.engine.kind == "vllm" else model_info
         model = read(config.model.name, config.model.dtype)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
+        if config.model.chat_template:
+            tokenizer.use_chat_template(_read_template(config.model.chat_template))
     except (ModelError, TokenizerError) as error:
         raise ClusterError(str(error)) from None
+    except ChatTemplateError as error:
+        raise ClusterError(f"{config.model.chat_template}: {error}") from None
     for note in model.notes:
         log.info("%s", note)
     longest = model.max_positions
@@ -196,17 +209,28 @@ def _make_head(config: Config, secret: bytes) -> Head:
         sampling=dict(model.sampling),
     )
     try:
-        return Head(config, card, tokenizer, secret)
+        return Head(config, card, tokenizer, secret), model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
 
 
-def _api_options(config: Config) -> ApiOptions:
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
+
+
+def _api_options(config: Config, tokenizer: str) -> ApiOptions:
+    template = config.model.chat_template
     keys = config.api.api_keys
     return ApiOptions(
         api_keys={key: f"key{i}" for i, key in enumerate(keys)},
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
+        allowed_origins=config.api.allowed_origins,
+        tokenizer=tokenizer,
+        chat_template=_read_template(template) if template else "",
     )
 
 

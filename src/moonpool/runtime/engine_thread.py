@@ -18,6 +18,7 @@ import torch
 from moonpool.attention_offload.offload import Offload
 from moonpool.attention_offload.remote_ops import AttentionLostError
 from moonpool.cores import pin_thread
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, CostModel
 from moonpool.engine.parallel.pipeline import Outcome, PipelineEngine
 from moonpool.engine.parallel.process_group import StageLostError
@@ -239,6 +240,37 @@ class StepWatchdog:
         if self._waited_s <= self._limits_s[0]:
             return None
         return f"a step has not ended in {self._waited_s:.0f} s: the engine hangs"
+
+
+class DomainNotice:
+    """Says once that a step is beyond what the instance's step times were measured for."""
+
+    def __init__(self, domain: CostDomain | None) -> None:
+        self._domain = domain
+
+    def of(self, step: RunStep) -> str | None:
+        """Returns the line for the log with the first such step, else None."""
+        domain = self._domain
+        if domain is None:
+            return None
+        longest = batch = context_tokens = 0
+        for entry in step.entries:
+            if _is_chunk(entry):
+                longest = max(longest, entry.start + len(entry.new_token_ids))
+            else:
+                batch += 1
+                context_tokens += entry.start + 1
+        if longest > domain.prompt_tokens[1]:
+            what = f"a prompt of {longest:,} tokens"
+        elif batch > domain.decode_batch[1] or context_tokens > domain.context_tokens[1]:
+            what = f"{batch:,} decodes with {context_tokens:,} tokens of context"
+        else:
+            return None
+        self._domain = None
+        return (
+            f"step times were measured for {domain.describe()}; {what} lies outside, where the"
+            " fitted formula itself takes over"
+        )
 
 
 def _step_failed(step: RunStep, error: Exception) -> StepFailed:

@@ -68,6 +68,7 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
     return {
         "instances": instances,
         "requests_under_way": len(conductor.requests),
+        "requests_waiting": conductor.num_waiting,
         "indexed_blocks": len(conductor.index),
         "role_balance": _describe_roles(conductor, now),
         "drains": {

@@ -7,7 +7,6 @@ It owns the sockets, the clock and the response streams; it decides nothing. It 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.frontend import ModelCard, Output, RequestRefused
 from moonpool.api.metrics import ServerMetrics
 from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
@@ -38,6 +37,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
+from moonpool.log_limit import limited_logger
 from moonpool.policy_loading import load_policies
 from moonpool.protocol.frames import (
     SILENCE_S,
@@ -60,14 +60,18 @@ from moonpool.runtime.explain import (
 )
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.response_stream import ResponseStream
+from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
 
-log = logging.getLogger("moonpool.head")
+log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
 KEPT_RECORDS = 4096
 MAX_FAILURES = 64
+MAX_HALF_OPEN = 128
+"""Connections of workers that have not proved the secret. A further one ends the oldest."""
+STOPPING_RETRY_S = 5.0
 HOT_S = 2.0
 """An instance that does not report its hot prefixes within this time is left out."""
 
@@ -104,11 +108,14 @@ class Head:
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._crews = AttentionAssignments(_attention_each(config))
+        self._attention_groups = AttentionAssignments(_attention_each(config))
         self._attention: dict[str, WorkerLink] = {}
-        self._without_crew: set[WorkerLink] = set()
+        self._awaiting_group: set[WorkerLink] = set()
+        self._half_open: dict[WorkerLink, None] = {}  # oldest first
+        self._clock = ListeningClock(now())
         self._server: asyncio.Server | None = None
         self._stopping = False
+        self._leaving = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
 
     async def start(self) -> int:
@@ -140,6 +147,11 @@ class Head:
     # Frontend
 
     async def submit(self, request: Request) -> AsyncIterator[Output]:
+        if self._leaving:
+            text = (
+                "The server is stopping. Send the request again, to another server if there is one."
+            )
+            raise RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
         answer = ResponseStream()
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
@@ -177,7 +189,7 @@ class Head:
                 "host": self._attention[name].host,
                 "pid": self._attention[name].pid,
             }
-            for name, owner in self._crews.owners().items()
+            for name, owner in self._attention_groups.owners().items()
         ]
         return described
 
@@ -211,9 +223,30 @@ class Head:
         config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
         return {"config": config, "model": msgspec.to_builtins(self.card)}
 
-    def healthy(self) -> bool:
+    def not_ready(self) -> str:
+        if self._leaving:
+            return "the server is stopping"
         roles = [state.info.role for state in self.conductor.instances.values()]
-        return any(r.prefills for r in roles) and any(r.decodes for r in roles)
+        if not any(role.prefills for role in roles):
+            return "no prefill instance is up"
+        return "" if any(role.decodes for role in roles) else "no decode instance is up"
+
+    # The end
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that clients wait for."""
+        return len(self._answers)
+
+    def refuse_new(self) -> None:
+        """From now on new requests are refused; those under way go on."""
+        self._leaving = True
+
+    def end_answers(self, reason: str, message: str) -> None:
+        """Ends all answers with an error that their clients receive."""
+        for request_id, answer in list(self._answers.items()):
+            answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
+            self._post(RequestCancelled(request_id))
 
     def metrics_text(self) -> bytes:
         self._observer.gauges(self.conductor, self.now())
@@ -247,7 +280,7 @@ class Head:
         if answer is not None:
             answer.ended = True
             answer.timings_s = record.stages_s()  # read only after this turn of the loop
-            if record.outcome == FinishReason.ABORT:
+            if record.outcome == FinishReason.ABORT and not answer.refused:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
         record.forget_gaps()
@@ -258,9 +291,20 @@ class Head:
     # Workers
 
     def _new_link(self) -> Channel[UpFrame, DownFrame]:
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            oldest = next(iter(self._half_open))
+            oldest.channel.abort("too many connections that have not proved the secret")
+            self._half_open.pop(oldest, None)
         link = WorkerLink(self, self._secret)
         self._open.add(link)
+        self._half_open[link] = None
         return link.channel
+
+    def listened_s(self) -> float:
+        return self._clock.listened_s
+
+    def on_proved(self, link: WorkerLink) -> None:
+        self._half_open.pop(link, None)
 
     def admit(self, link: WorkerLink, joined: Joined) -> str | None:
         info = joined.info
@@ -282,11 +326,11 @@ class Head:
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
         if apply.attention:
-            self._crews.remember(link.instance_id, apply.attention)
+            self._attention_groups.remember(link.instance_id, apply.attention)
             link.channel.send(self.setup())
-        elif apply.role is not Role.PREFILL and self._crews.per_instance:
-            self._without_crew.add(link)
-            self._give_crews()
+        elif apply.role is not Role.PREFILL and self._attention_groups.per_instance:
+            self._awaiting_group.add(link)
+            self._start_with_group()
         else:
             link.channel.send(self.setup())
 
@@ -295,18 +339,18 @@ class Head:
         if former is not None and former is not link:
             former.channel.abort("it came back over a new connection")
         self._attention[address.instance_id] = link
-        place = self._crews.join(address)
+        place = self._attention_groups.join(address)
         if place is not None:
             self._tell_owner(*place, address)
-        self._give_crews()
+        self._start_with_group()
 
-    def _give_crews(self) -> None:
+    def _start_with_group(self) -> None:
         """Starts the waiting instances whose attention workers are all present."""
-        for link in sorted(self._without_crew, key=lambda link: link.instance_id):
-            crew = self._crews.group_of(link.instance_id)
-            if crew is not None:
-                self._without_crew.discard(link)
-                link.channel.send(msgspec.structs.replace(self.setup(), attention=crew))
+        for link in sorted(self._awaiting_group, key=lambda link: link.instance_id):
+            group = self._attention_groups.group_of(link.instance_id)
+            if group is not None:
+                self._awaiting_group.discard(link)
+                link.channel.send(msgspec.structs.replace(self.setup(), attention=group))
 
     def _tell_owner(self, owner: InstanceId, place: int, address: PeerAddress) -> None:
         link = self._links.get(owner)
@@ -316,7 +360,7 @@ class Head:
     def _lose_attention(self, link: WorkerLink) -> None:
         if self._attention.get(link.instance_id) is link:
             del self._attention[link.instance_id]
-            moved = self._crews.lose(link.instance_id)
+            moved = self._attention_groups.lose(link.instance_id)
             if moved is not None:
                 self._tell_owner(*moved)
 
@@ -337,10 +381,13 @@ class Head:
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
-        self._without_crew.discard(link)
+        self._half_open.pop(link, None)
+        self._awaiting_group.discard(link)
         self._lose_attention(link)
-        if not self._stopping:
-            log.warning("lost %s: %s", link.instance_id or "a control connection", reason)
+        if not link.instance_id:
+            log.warning("closed a control connection: %s", reason)
+        elif not self._stopping:
+            log.warning("lost %s: %s", link.instance_id, reason)
         self._unjoin(link, reason)
 
     def _unjoin(self, link: WorkerLink, reason: str) -> None:
@@ -392,9 +439,13 @@ class Head:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            missed_s = self._clock.tick(self.now())
+            if missed_s:
+                log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
+                await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             for link in list(self._links.values()):
-                silent_s = self.now() - link.heard_s
+                silent_s = self._clock.listened_s - link.heard_s
                 if silent_s > SILENCE_S:
                     link.channel.abort(f"no message for {silent_s:.0f} s")
                     self.on_silent(link.instance_id)

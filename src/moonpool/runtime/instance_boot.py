@@ -235,7 +235,7 @@ def live_config(
         num_stages,
         ssd_blocks=0 if store is None else store.num_slots,
         store_shared=store is not None and store.shared,
-        engine_tokens=0,  # the engine computes in the pool's own memory, or in a mirror of it
+        engine_tokens=0,  # the engine computes in the pool's own memory, or in a copy of it
         layer_wise_load=layer_wise_load,
         max_repeats=1,  # the live engine reports every step
     )

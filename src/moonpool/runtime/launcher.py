@@ -28,6 +28,9 @@ SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its va
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ATTENTION = "attention"  # on the command line; not an instance for the Conductor
 MAX_RESTARTS = 5
+"""More of one worker end the start of the cluster. Later, none is given up."""
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Delay after the first, second, ... death in short succession."""
 STEADY_S = 60.0
 """A worker that lived this long had started well, so its restart count is reset."""
 STOP_S = 3.0
@@ -41,7 +44,7 @@ def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
 
 
 class LocalLauncher:
-    """The worker processes of one local cluster. It restarts a worker that dies, a few times."""
+    """The worker processes of one local cluster. It restarts a worker that dies."""
 
     def __init__(
         self,
@@ -81,11 +84,16 @@ class LocalLauncher:
         self._processes: dict[str, WorkerProcess] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
         self._stopping = False
+        self._started = False
 
     def start(self) -> None:
         """Begins to start all workers. One keeper task per worker restarts it."""
         for role, instance_id in self._wanted:
             self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
+
+    def note_started(self) -> None:
+        """The cluster is up: from now on no worker is given up."""
+        self._started = True
 
     def kill(self, instance_id: str) -> None:
         """Kills a worker that does not respond. Its keeper restarts it."""
@@ -120,10 +128,8 @@ class LocalLauncher:
     async def _keep(self, role: str, instance_id: str) -> None:
         restarts = 0
         while not self._stopping:
-            process = await self._spawn(role, instance_id)
-            self._processes[instance_id] = process
             began_s = time.monotonic()
-            code = await process.wait()
+            code = await self._run_once(role, instance_id)
             if self._stopping:
                 return
             if code == 0:
@@ -131,12 +137,25 @@ class LocalLauncher:
                 return
             if time.monotonic() - began_s > STEADY_S:
                 restarts = 0
-            if restarts == MAX_RESTARTS:
-                log.error("%s ended with code %d too often; giving up on it", instance_id, code)
+            if restarts >= MAX_RESTARTS and not self._started:
+                log.error("%s ended with code %s too often; giving up on it", instance_id, code)
                 return
+            delay_s = RESTART_DELAYS_S[min(restarts, len(RESTART_DELAYS_S) - 1)]
             restarts += 1
-            log.warning("%s ended with code %d; restarting it", instance_id, code)
-            await asyncio.sleep(min(0.5 * 2**restarts, 10.0))
+            log.warning("%s ended with code %s; restarting it in %g s", instance_id, code, delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self, role: str, instance_id: str) -> int | None:
+        """Starts a worker, and returns its status when it has ended; None: none could start."""
+        try:
+            process = await self._spawn(role, instance_id)
+        except OSError as error:
+            if not self._started:
+                raise
+            log.warning("cannot start %s: %s", instance_id, error)
+            return None
+        self._processes[instance_id] = process
+        return await process.wait()
 
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]

@@ -33,6 +33,10 @@ class ResponseStream:
         self._refused = action
         self._wakeup.set()
 
+    @property
+    def refused(self) -> bool:
+        return self._refused is not None
+
     async def next_output(self) -> Output:
         """Waits for the next output; the one with a finish reason is the last.
 

@@ -31,6 +31,7 @@ from moonpool.runtime.engine_boot import BootError, InstancePlace
 from moonpool.runtime.engine_thread import (
     OFFLOADED_PATIENCE_S,
     PATIENCE_S,
+    DomainNotice,
     EngineThread,
     PipelineThread,
     StepWatchdog,
@@ -94,6 +95,7 @@ class Worker(InstanceProcess):
         self._setup: Setup | None = None
         self._engine: EngineThread | PipelineThread | None = None
         self._watch: StepWatchdog | None = None
+        self._domain_notice = DomainNotice(None)
         self._hung = False
         self._gates = LayerGates()
         self._joining: asyncio.Task[None] | None = None
@@ -198,6 +200,7 @@ class Worker(InstanceProcess):
         patience_s = OFFLOADED_PATIENCE_S if isinstance(messenger, Offload) else PATIENCE_S
         num_stages = booted.instance.config.micro_batches
         self._watch = StepWatchdog(booted.cost, num_stages, patience_s)
+        self._domain_notice = DomainNotice(booted.cost.domain)
         self._booted = booted
         settle_memory()
 
@@ -263,6 +266,8 @@ class Worker(InstanceProcess):
                 case RunStep():
                     assert self._watch is not None
                     self._watch.begin(action)
+                    if (notice := self._domain_notice.of(action)) is not None:
+                        log.info("%s", notice)
                     self._engine.submit(action, self._gates.of_step(action))
                 case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
                     assert booted.store is not None, (

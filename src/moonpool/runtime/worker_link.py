@@ -53,7 +53,13 @@ class LinkOwner(Protocol):
         """Called also for links that never joined."""
         ...
 
-    def now(self) -> float: ...
+    def on_proved(self, link: WorkerLink) -> None:
+        """The peer knows the secret."""
+        ...
+
+    def listened_s(self) -> float:
+        """Returns how long the head has listened."""
+        ...
 
 
 class WorkerLink:
@@ -68,16 +74,17 @@ class WorkerLink:
             0,
             "",
         )  # of an attention worker; instances report theirs when they join
-        self.heard_s = owner.now()
+        self.heard_s = owner.listened_s()  # on the head's clock of listening
         self.channel: Channel[UpFrame, DownFrame] = Channel(
             ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
         )
 
     def on_open(self, peer: Identity) -> None:
         self.instance_id = peer.instance_id
+        self._owner.on_proved(self)
 
     def on_frame(self, frame: UpFrame) -> None:
-        self.heard_s = self._owner.now()
+        self.heard_s = self._owner.listened_s()
         match frame:
             case Apply():
                 self._owner.on_apply(self, frame)

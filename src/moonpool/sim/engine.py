@@ -9,9 +9,10 @@ ends when its last stage ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, StepCost
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry, StepsEnded
@@ -25,12 +26,15 @@ EOS = Token(EOS_TOKEN_ID)
 
 @dataclass(slots=True)
 class EngineFigures:
-    """Totals of one engine. A bubble is the idle time between two steps."""
+    """Totals of one engine. A bubble is the idle time between two steps. Tokens are `outside` if
+    the cost was not measured for such a prompt, or for such a batch of decodes."""
 
     num_steps: int = 0
     busy_s: float = 0.0  # of one stage; all stages are equal
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    outside_prefill_tokens: int = 0
+    outside_decode_tokens: int = 0
     bubble_s: float = 0.0
     num_bubbles: int = 0
     idle_since_s: float = 0.0
@@ -65,16 +69,21 @@ class SimEngine:
         clock: Clock,
         cost: StepCost,
         num_output_tokens: Callable[[AttemptId], int],
+        num_prompt_tokens: Callable[[AttemptId], int],
         post: Callable[[StepEnded | StepsEnded], None],
         factor: Callable[[bool, bool], float],
         note_prefill: Callable[[AttemptId, float], None],
+        domain: CostDomain | None = None,
     ) -> None:
-        """`num_output_tokens` is the length of an answer, `factor` multiplies the time of a step
-        (see `StepFactor`). `note_prefill` takes the compute time spent on a prompt."""
+        """`num_output_tokens` is the length of an answer, `num_prompt_tokens` that of a prompt (0:
+        unknown). `factor` multiplies the time of a step (see `StepFactor`). `note_prefill` takes
+        the compute time spent on a prompt. `domain` is what `cost` was measured for."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
         self._num_output_tokens = num_output_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._domain = domain
         self._post = post
         self._factor = factor
         self._note_prefill = note_prefill
@@ -131,6 +140,7 @@ class SimEngine:
         figures.busy_s += stage_s
         figures.prefill_tokens += num_tokens - batch
         figures.decode_tokens += batch
+        self._note_outside(chunks, batch, context_tokens, batch)
         # Prefill is charged only for the time beyond that of the decodes alone.
         alone_s = self._cost.step_s((), batch, context_tokens) * factor if batch and chunks else 0.0
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
@@ -226,6 +236,7 @@ class SimEngine:
         figures.num_steps += num_steps
         figures.busy_s += seconds
         figures.decode_tokens += num_steps * repeated.batch
+        self._note_outside((), repeated.batch, repeated.context_tokens, num_steps * repeated.batch)
         tokens_until_end = (ANY_TOKEN,) * num_steps
         ended = (*tokens_until_end[1:], EOS)
         tokens = [
@@ -258,7 +269,22 @@ class SimEngine:
         last = entry.draw is not None
         if last:
             del self._began[entry.attempt_id]
-        return Chunk(num_tokens, entry.start, min(began, entry.start), last)
+        prompt_tokens = self._num_prompt_tokens(entry.attempt_id)
+        return Chunk(num_tokens, entry.start, min(began, entry.start), last, prompt_tokens)
+
+    def _note_outside(
+        self, chunks: Sequence[Chunk], batch: int, context_tokens: int, decoded: int
+    ) -> None:
+        """Counts the tokens of a step that the cost was not measured for."""
+        domain, figures = self._domain, self.figures
+        if domain is None:
+            return
+        for chunk in chunks:
+            prompt_tokens = max(chunk.prompt_tokens, chunk.start + chunk.num_tokens)
+            if not domain.has_prompt(prompt_tokens, chunk.cached_tokens):
+                figures.outside_prefill_tokens += chunk.num_tokens
+        if batch and not domain.has_decodes(batch, context_tokens):
+            figures.outside_decode_tokens += decoded
 
     def _draw(self, entry: StepEntry) -> Token | None:
         if entry.draw is None:

@@ -42,6 +42,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         },
         "bubbles": _bubbles(nodes, simulated_s),
         "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
+        "cost_domain": _cost_domain(simulation, nodes),
         "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
         "simulated_s": rounded(simulated_s, 9),
         "wall_s": round(wall_s, 3),
@@ -109,6 +110,25 @@ def _learned(simulation: Simulation) -> dict[str, Any]:
     }
 
 
+def _cost_domain(simulation: Simulation, nodes: list[Node]) -> dict[str, Any] | None:
+    """What the cost was measured for, and what of this run lay outside; None if it was not
+    measured."""
+    domain = simulation.hardware.prefill.domain
+    if domain is None:
+        return None
+    figures = [node.engine.figures for node in nodes]
+    prefill = sum(each.outside_prefill_tokens for each in figures)
+    decode = sum(each.outside_decode_tokens for each in figures)
+    all_prefill = sum(each.prefill_tokens for each in figures)
+    all_decode = sum(each.decode_tokens for each in figures)
+    return {
+        "measured": msgspec.to_builtins(domain),
+        "outside_prefill_share": rounded(prefill / max(all_prefill, 1)),
+        "outside_decode_share": rounded(decode / max(all_decode, 1)),
+        "outside": simulation.hardware.prefill.outside_domain,
+    }
+
+
 def _without_secrets(config: Config) -> dict[str, Any]:
     tables: dict[str, Any] = msgspec.to_builtins(config)
     tables["api"]["api_keys"] = len(config.api.api_keys)
@@ -130,7 +150,8 @@ def _ssd(nodes: list[Node]) -> dict[str, Any]:
     """The work of the SSD tier; all 0 without one.
 
     Dropped blocks were evicted before they could be written. Refused blocks were not admitted or
-    found no slot. Spared blocks were on the SSD already.
+    found no slot. Spared blocks were on the SSD already. Prefetched blocks were loaded ahead of a
+    request: used by one, wasted when they left DRAM before, or still waiting for one.
     """
     figures = [node.messenger.figures for node in nodes]
 
@@ -148,6 +169,9 @@ def _ssd(nodes: list[Node]) -> dict[str, Any]:
         "spared_blocks": count("spared_writes"),
         "refused_blocks": count("refused_blocks"),
         "dropped_blocks": count("dropped_blocks"),
+        "prefetched_blocks": count("prefetched_blocks"),
+        "used_prefetched_blocks": count("used_prefetched_blocks"),
+        "wasted_prefetched_blocks": count("wasted_prefetched_blocks"),
         "blocks": sum(tier.slots.num_cached for tier in tiers if tier is not None),
         "slots": sum(tier.slots.num_blocks for tier in tiers if tier is not None),
     }

@@ -42,7 +42,7 @@ class Perturbation:
         record = self._record(role, number)
         if record is None:
             return hardware
-        return replace(hardware, ground_truth=record.profile, belief=record.profile)
+        return replace(hardware, ground_truth=record.profile, estimate=record.profile)
 
     def step_factor(
         self, instance_id: InstanceId, role: Role, number: int, rng: Random

@@ -111,6 +111,7 @@ class Simulation:
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[RequestId, int] = {}
+        self._num_prompt_tokens: dict[RequestId, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
         self._more = True
@@ -180,7 +181,7 @@ class Simulation:
             self.hardware.layout,
             hardware.num_blocks,
             role,
-            hardware.belief,
+            hardware.estimate,
             (EOS_TOKEN_ID,),
             arenas=hardware.arenas,
         )
@@ -191,7 +192,7 @@ class Simulation:
             address=PeerAddress(instance_id, instance_id, "", "", 0),
             layout=self.hardware.layout,
             num_blocks=instance.num_blocks,
-            cost=hardware.belief,
+            cost=hardware.estimate,
             pid=0,
             host=instance_id,
             engine_tokens=hardware.engine_tokens,
@@ -209,9 +210,11 @@ class Simulation:
             self.clock,
             hardware.ground_truth,
             self._output_of,
+            self._prompt_of,
             node.post,
             self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
+            hardware.domain,
         )
         links = self._links.get(instance_id)
         if links is None:
@@ -298,6 +301,7 @@ class Simulation:
         self._num_arrived += 1
         self.last_arrival_s = now
         self._num_output_tokens[request_id] = arrival.output_tokens
+        self._num_prompt_tokens[request_id] = arrival.input_tokens
         max_tokens = arrival.output_tokens if self._capped else MAX_ANSWER_TOKENS
         request = Request(
             request_id=request_id,
@@ -321,6 +325,10 @@ class Simulation:
     def _output_of(self, attempt_id: AttemptId) -> int:
         """The true length of an attempt's answer; 1 if its request has ended."""
         return self._num_output_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 1)
+
+    def _prompt_of(self, attempt_id: AttemptId) -> int:
+        """The length of its request's prompt; 0 if its request has ended."""
+        return self._num_prompt_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 0)
 
     def _note_prefill(self, attempt_id: AttemptId, seconds: float) -> None:
         request_id = _request_of(attempt_id)
@@ -356,6 +364,7 @@ class Simulation:
         record = ended.record
         self.last_end_s = self.clock.now
         del self._num_output_tokens[record.request_id]
+        del self._num_prompt_tokens[record.request_id]
         self.collector.note_ended(record)
 
     # Time

@@ -4,11 +4,17 @@
 the number of requests, mean lengths and hit ratio in Table 2 of the FAST'25 paper; no more was
 published, so their distributions are assumptions. The profiles with fixed lengths are the data sets
 in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
+
+"agents" are sessions that grow for about twenty turns, with the gaps between turns published for
+coding agents: 2 s in the median, 11 min at P99. "hot-set" is single questions about popular
+documents. "scan" is agents among documents that are read once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+
+from msgspec import structs
 
 from moonpool.trace.profile import (
     NUM_CLASSES,
@@ -168,6 +174,30 @@ BUILT_IN = {
 }
 """By name."""
 
+AGENTS = GeneratorProfile(
+    name="agents",
+    rate_rps=4.0,
+    first_tokens=_through((0, 500), (0.5, 3_000), (0.9, 20_000), (1, 60_000)),
+    output_tokens=_through((0, 10), (0.5, 317), (0.9, 1_500), (1, 8_000)),
+    max_input_tokens=200_000,
+    shared=SharedPrompts(
+        share=1.0, count=12, skew=1.0, tokens=_through((0, 6_000), (0.5, 14_000), (1, 24_000))
+    ),
+    first_continue_share=(0.85,) * NUM_CLASSES,
+    continue_share=(0.95,),
+    gap_s=_through((0, 0.3), (0.5, 2), (0.75, 6), (0.9, 40), (0.97, 240), (0.99, 660), (1, 2_400)),
+    message_tokens=_through((0, 50), (0.5, 800), (0.9, 4_000), (1, 20_000)),
+)
+HOT_SET = GeneratorProfile(
+    name="hot-set",
+    rate_rps=6.0,
+    first_tokens=_through((0, 100), (0.5, 1_000), (1, 8_000)),
+    output_tokens=(200.0,),
+    max_input_tokens=126_000,
+    shared=SharedPrompts(
+        share=1.0, count=800, skew=0.9, tokens=_through((0, 2_000), (0.5, 10_000), (1, 40_000))
+    ),
+)
 DOCUMENTS = GeneratorProfile(
     name="documents",
     rate_rps=0.75,
@@ -209,5 +239,14 @@ SHIFTING_DAY = Mix(
         MixComponent(profile=CHATS, by_hour=_EVENING),
     ),
 )
-BUILT_IN_MIXES = {SHIFTING_DAY.name: SHIFTING_DAY}
+SCAN = Mix(
+    name="scan",
+    day_s=86_400.0,
+    kinds=tuple(
+        MixComponent(profile=structs.replace(profile, rate_rps=2.0), by_hour=(1.0,))
+        for profile in (AGENTS, DOCUMENTS)
+    ),
+)
+BUILT_IN |= {AGENTS.name: AGENTS, HOT_SET.name: HOT_SET}
+BUILT_IN_MIXES = {SHIFTING_DAY.name: SHIFTING_DAY, SCAN.name: SCAN}
 """By name."""

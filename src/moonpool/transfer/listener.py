@@ -2,12 +2,12 @@
 each, in a thread per connection, until the peer hangs up or starts no operation for IDLE_S.
 
 When MAX_CONNECTIONS are open, a new one replaces the connection idle longest, whose peer then
-connects again. If none is idle, the new connection is refused.
+connects again. If none is idle, the new connection is refused. When MAX_HALF_OPEN connections have
+not proved the secret yet, a new one ends the oldest of them.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import socket
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from moonpool.log_limit import limited_logger
 from moonpool.transfer import nixl, shm, tcp
 from moonpool.transfer.auth import AuthError, ServerHandshake, authenticate_frames
 from moonpool.transfer.connection import Connection
@@ -32,9 +33,10 @@ from moonpool.transfer.serve_read import IncomingReads
 from moonpool.transfer.wire import Message, OpenStream, ReadBlocks
 
 MAX_CONNECTIONS = 256
+MAX_HALF_OPEN = 64
 IDLE_S = 60.0  # longer than the peer keeps its end, so that the peer hangs up first
 _BUSY = float("inf")
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 
 class PeerListener:
@@ -56,6 +58,7 @@ class PeerListener:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()  # guards what follows
         self._idle_since_s: dict[FrameSocket, float] = {}
+        self._half_open: dict[FrameSocket, None] = {}  # oldest first; also in `_idle_since_s`
         self._closing = False
         self._stopped = False
 
@@ -110,6 +113,11 @@ class PeerListener:
         frames = FrameSocket(sock)
         with self._lock:
             since_s = self._idle_since_s
+            if len(self._half_open) >= MAX_HALF_OPEN:
+                oldest = next(iter(self._half_open))
+                oldest.interrupt()
+                self._half_open.pop(oldest)
+                since_s.pop(oldest, None)
             full = len(since_s) >= MAX_CONNECTIONS
             if full:
                 longest = min(since_s, key=since_s.__getitem__)
@@ -119,6 +127,7 @@ class PeerListener:
                     full = False
             if not full:
                 since_s[frames] = _BUSY
+                self._half_open[frames] = None
         if full:
             frames.close()
             self._context.counters.refused()
@@ -132,6 +141,8 @@ class PeerListener:
             if frames.socket.family != socket.AF_UNIX:
                 tcp.prepare(frames.socket)
             connection = accept_handshake(frames, self._own)
+            with self._lock:
+                self._half_open.pop(frames, None)
             try:
                 opening = connection.receive(time.monotonic() + HANDSHAKE_TIMEOUT_S)
                 while self._perform(connection, opening):
@@ -149,6 +160,7 @@ class PeerListener:
             frames.close()
             with self._lock:
                 self._idle_since_s.pop(frames, None)
+                self._half_open.pop(frames, None)
 
     def _perform(self, connection: Connection, opening: Message) -> bool:
         if isinstance(opening, OpenStream):

@@ -118,8 +118,8 @@ class ScriptedHead:
     def server_info(self) -> dict[str, Any]:
         return {"model": "fake"}
 
-    def healthy(self) -> bool:
-        return self.is_healthy
+    def not_ready(self) -> str:
+        return "" if self.is_healthy else "no decode instance is up"
 
     def metrics_text(self) -> bytes:
         return b"# nothing\n"
@@ -182,11 +182,11 @@ def served(head: ScriptedHead, options: ApiOptions | None = None) -> Iterator[st
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     end_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end_s:

@@ -493,7 +493,7 @@ def test_a_refusal_in_mid_stream_is_an_event_and_the_end() -> None:
 
 def test_a_refused_choice_ends_its_siblings() -> None:
     def script(request: Request) -> list[object]:
-        if request.request_id.endswith("-1"):
+        if request.request_id.endswith("~1"):
             return [0.02, RequestRefused(503, "lost", "instance lost")]
         return [*spoken("a", finish=None), 60.0]
 

@@ -32,6 +32,16 @@ def test_health_is_an_empty_200_or_503(path: str) -> None:
     assert get(head, path).status_code == 503
 
 
+def test_probes_say_whether_to_send_requests_and_why_not() -> None:
+    head = ScriptedHead()
+    assert get(head, "/ready").json() == {"ready": True, "reason": None}
+    head.is_healthy = False
+    refused = get(head, "/ready")
+    assert refused.status_code == 503
+    assert refused.json() == {"ready": False, "reason": "no decode instance is up"}
+    assert get(head, "/live").status_code == 200
+
+
 def test_the_heads_own_pages_are_passed_on() -> None:
     head = ScriptedHead()
     head.explanations["r1"] = {"placed": "p0"}
@@ -42,7 +52,7 @@ def test_the_heads_own_pages_are_passed_on() -> None:
     assert get(head, "/version").json()["version"]
     assert get(head, "/").status_code == 200
     for asked in ("r1", "chatcmpl-r1", "cmpl-r1"):
-        assert get(head, f"/explain/{asked}").json() == {"placed": "p0"}
+        assert get(head, f"/explain/{asked}").json()["placed"] == "p0"
     assert get(head, "/explain/r2").json()["error"]["code"] == "request_not_found"
 
 

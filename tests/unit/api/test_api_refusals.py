@@ -44,7 +44,7 @@ def test_an_openai_client_waits_as_long_as_it_was_told() -> None:
         answer = client.completions.create(model="fake", prompt="Hi")
         assert answer.choices[0].text == "Hello"
         first_s, second_s = asked_s
-        assert 0.95 <= second_s - first_s < 10.0
+        assert second_s - first_s >= 0.95
 
         asked_s.clear()
         without = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

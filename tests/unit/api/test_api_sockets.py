@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -13,6 +15,7 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
+from moonpool.api import app as app_module
 from moonpool.api.app import PortError, listen
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.types import Request, Token
@@ -42,7 +45,7 @@ def raw_request(path: str, body: bytes, length: int | None = None) -> bytes:
 
 def connected(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def test_openais_client_reads_answers_and_streams() -> None:
@@ -121,9 +124,7 @@ def test_a_client_that_leaves_ends_its_requests(script: object, stream: bool, n:
             if stream and script is endless:
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             assert head.aborted == []
-        left_s = time.monotonic()
         assert wait_until(lambda: len(head.aborted) == n)
-        assert time.monotonic() - left_s < 5.0
         assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -133,7 +134,7 @@ def test_a_stop_string_ends_the_request_at_once(stream: bool) -> None:
     body = {"prompt": "x", "stop": "aaa", "stream": stream}
     with served(head) as url:
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-        assert wait_until(lambda: len(head.aborted) == 1, timeout_s=1.0)
+        assert wait_until(lambda: len(head.aborted) == 1)
 
 
 def test_a_connection_is_used_again_after_every_kind_of_answer() -> None:
@@ -169,6 +170,29 @@ def test_a_body_in_pieces_is_put_together_and_bounded() -> None:
         assert response.status_code == 413
 
 
+def test_bodies_that_never_end_hold_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_BODIES_BYTES", 0)
+    half = raw_request("/v1/completions", b"{" + b" " * 900, length=1000)
+    with served(ScriptedHead(), ApiOptions(max_body_bytes=1000)) as url:
+        links = [connected(url) for _ in range(8)]
+        for link in links:
+            link.sendall(half)
+        refused = [link for link in links if is_answered(link)]
+        assert len(refused) == 4
+        assert all(link.recv(4096).startswith(b"HTTP/1.1 503") for link in refused)
+        for link in links:
+            link.close()
+        assert wait_until(
+            lambda: (
+                httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 200}).status_code == 200
+            )
+        )
+
+
+def is_answered(link: socket.socket) -> bool:
+    return bool(select.select([link], [], [], 0.5)[0])
+
+
 def test_a_declared_size_above_the_limit_is_refused_unread() -> None:
     with served(ScriptedHead(), ApiOptions(max_body_bytes=1000)) as url, connected(url) as link:
         link.sendall(raw_request("/v1/completions", b"{", length=10**15))
@@ -193,7 +217,7 @@ def test_a_client_that_leaves_while_sending_leaves_nothing_behind() -> None:
 
 def test_a_key_opens_the_door_and_names_the_tenant() -> None:
     head = ScriptedHead()
-    head.explanations["r-ann"] = {"tenant": "ann/salt", "placed": True}
+    head.explanations["ann/r-ann"] = {"tenant": "ann/salt", "placed": True}
     options = ApiOptions(api_keys=KEYS)
     body = {"prompt": "x", "cache_salt": "salt"}
     with served(head, options) as url, httpx.Client(base_url=url) as client:
@@ -236,28 +260,57 @@ def test_two_calls_with_one_request_id_are_two_requests() -> None:
     assert len({request.request_id for request in head.requests}) == 2
 
 
+def test_ids_of_one_call_never_meet_those_of_another_call_or_tenant() -> None:
+    head = ScriptedHead(lambda _: [*spoken("a", finish=None), 0.2, *spoken("b")])
+    ann = {"authorization": "Bearer key-of-ann"}
+    bob = {"authorization": "Bearer key-of-bob"}
+
+    async def ask(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url) as client:
+            asks = (
+                client.post(
+                    "/v1/completions",
+                    json={"prompt": "x", "n": n},
+                    headers={**key, "x-request-id": given_id},
+                )
+                for key in (ann, bob)
+                for given_id, n in (("x", 3), ("x-1", 1), ("x", 2))
+            )
+            return await asyncio.gather(*asks)
+
+    with served(head, ApiOptions(api_keys=KEYS)) as url:
+        responses = asyncio.run(ask(url))
+    assert [response.status_code for response in responses] == [200] * 6
+    ids = [request.request_id for request in head.requests]
+    assert len(set(ids)) == len(ids) == 12
+    assert {"ann/x", "ann/x~1", "ann/x-1", "bob/x", "bob/x-1"} <= set(ids)
+    assert {response.json()["id"] for response in responses} >= {"cmpl-x", "cmpl-x-1"}
+
+
 def test_a_long_prompt_is_tokenised_off_the_loop() -> None:
     head = ScriptedHead()
     encode = head.tokenizer.encode
+    began, go_on = threading.Event(), threading.Event()
 
     def slow(text: str, add_special_tokens: bool = True) -> list[int]:
-        time.sleep(0.3)
+        began.set()
+        assert go_on.wait(60)
         return encode(text, add_special_tokens)[:10]
 
     head.tokenizer.encode = slow  # type: ignore[method-assign]
 
-    async def ask(url: str) -> float:
+    async def ask(url: str) -> None:
         async with httpx.AsyncClient(base_url=url) as client:
             long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x" * 200}))
-            await asyncio.sleep(0.05)
-            asked_s = time.monotonic()
-            await client.get("/health")
-            health_s = time.monotonic() - asked_s
+            while not began.is_set():
+                await asyncio.sleep(0.005)
+            assert (await client.get("/health")).status_code == 200
+            assert not long.done()
+            go_on.set()
             assert (await long).status_code == 200
-            return health_s
 
     with served(head, ApiOptions(thread_above_chars=100)) as url:
-        assert asyncio.run(ask(url)) < 0.2
+        asyncio.run(ask(url))
 
 
 def test_a_taken_port_says_so() -> None:

@@ -73,7 +73,7 @@ class Workers:
         for channel in self.channels:
             channel.close()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
 
 
 @contextmanager

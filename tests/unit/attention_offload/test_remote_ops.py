@@ -97,7 +97,7 @@ class Workers:
         for channel in self.channels:
             channel.close()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -218,7 +218,7 @@ def _decode_meta(block: int) -> StepMeta:
 def test_a_lost_worker_fails_the_step_that_needs_it_and_no_other(transport: str) -> None:
     with workers(2, transport) as made:
         made.theirs[1].close()
-        made.threads[1].join(5)
+        made.threads[1].join(60)
         near = StepEntry(AttemptId("0"), [1, 2], 0, [0], GREEDY)
         far = StepEntry(AttemptId("1"), [1, 2], 0, [BLOCKS_EACH], GREEDY)
         expected = made.engine.step([near]).tokens

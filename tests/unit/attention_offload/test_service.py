@@ -76,19 +76,19 @@ class Owner:
 
     def leave(self) -> None:
         self.client.close()
-        self.lost.get(timeout=5)
+        self.lost.get(timeout=60)
 
     def cached(self) -> dict[BlockId, BlockKey]:
         return dict(self.client.attached.cached)
 
     def next_event(self) -> AttentionEvent:
-        while isinstance(told := self.told.get(timeout=5), ReceivedBytes):
+        while isinstance(told := self.told.get(timeout=60), ReceivedBytes):
             pass
         return told
 
     def settle(self) -> None:
         """Waits until all commands so far have been performed."""
-        self.told.get(timeout=5)
+        self.told.get(timeout=60)
 
     def engine(self) -> tuple[Engine, RemoteOps]:
         model = open_model(NAME, "float32")
@@ -148,7 +148,7 @@ def test_keys_outlive_their_owner_until_a_block_is_written(
 def test_a_new_owner_replaces_the_former_one(address: PeerAddress) -> None:
     first = Owner(address)
     second = Owner(address)
-    assert first.lost.get(timeout=5)
+    assert first.lost.get(timeout=60)
     engine, _ = first.engine()
     draw = SamplingParams(temperature=0.0)
     step = [StepEntry(AttemptId("r"), [5], 0, [2], draw)]

@@ -30,7 +30,7 @@ FAMILIES = {
     "llama with biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "mistral": {"family": "mistral"},
     "qwen2": {"family": "qwen2", "qkv_bias": True},
-    "qwen3": {"family": "qwen3", "qk_norm": True},
+    "qwen3": {"family": "qwen3", "qk_norm": "head"},
     "tied": {"tie_embeddings": True},
 }
 
@@ -87,7 +87,7 @@ def test_only_queries_keys_values_and_outputs_cross(family: str, staggered: bool
         assert remote.step(decodes).tokens == local.step(decodes).tokens
     finally:
         channel.close()
-        thread.join(10)
+        thread.join(60)
     rows = {False: [9], True: [4, 5]}[staggered]
     row_bytes = 16 * 4
     expected = [

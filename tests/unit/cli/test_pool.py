@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
     store = open_store(tmp_path / "ssd", "prefill-0", Arena(LAYOUT, 4), 4, post)
     keys = tuple(BlockKey(bytes([i]) * 16) for i in range(3))
     store.store("s", keys, (BlockId(0), BlockId(1), BlockId(2)), (0, 1, 2))
-    assert ended.wait(5)
+    assert ended.wait(60)
     store.close()
     return store.folder
 

@@ -42,7 +42,7 @@ def test_a_constant_factor_is_found(true: float, expected_s: list[float]) -> Non
     for number in range(ENOUGH):
         each_s = expected_s[number % len(expected_s)]
         factor.observe(true * each_s, each_s)
-    assert factor.value == pytest.approx(true, rel=1.01 * MIN_CHANGE)
+    assert factor.value == pytest.approx(true, rel=1.05 * MIN_CHANGE)
 
 
 def test_a_higher_quantile() -> None:

@@ -121,10 +121,8 @@ def test_an_abort_ends_the_wait_for_a_lost_rank() -> None:
     waits, ends = (join_group(os.dup(fd), 0, 2, b"") for _ in range(2))
     timer = threading.Timer(0.3, ends.abort)
     timer.start()
-    began_s = time.monotonic()
     with pytest.raises(RankLostError):
         waits.all_reduce([torch.zeros(2, 2)])
-    assert 0.2 < time.monotonic() - began_s < 5
     with pytest.raises(RankLostError):
         waits.barrier()
     os.close(fd)

@@ -13,7 +13,9 @@ from moonpool.engine.native import available
 from moonpool.engine.native.library import ISAS, NativeUnavailableError
 from moonpool.engine.native.ops import NativeOps
 from moonpool.engine.ops import (
+    PLAIN,
     AttendArgs,
+    AttendRule,
     HeadShape,
     KvCache,
     QkNorm,
@@ -22,7 +24,7 @@ from moonpool.engine.ops import (
     empty_cache,
 )
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.slices import read_rows, write_rows
+from moonpool.engine.slices import INNER, LATENT_INNER, read_rows, write_rows
 from moonpool.protocol.block_layout import BlockLayout
 
 pytestmark = [
@@ -63,13 +65,15 @@ class Case:
     q: Tensor
     keys: list[Tensor]  # per sequence [context, kv_heads, head_dim]
     values: list[Tensor]
+    rule: AttendRule = PLAIN
 
     @property
     def scale(self) -> float:
         return self.heads.head_dim**-0.5
 
     def attend(self, ops: NativeOps | ReferenceOps) -> Tensor:
-        return ops.attend(self.q, AttendArgs(self.heads, self.cache, LAYER, self.meta, self.scale))
+        args = AttendArgs(self.heads, self.cache, LAYER, self.meta, self.scale, self.rule)
+        return ops.attend(self.q, args)
 
 
 def make_meta(sequences: list[tuple[int, int]], tables: Tensor) -> StepMeta:
@@ -109,6 +113,7 @@ def make_layout(heads: HeadShape, block_tokens: int, dtype: torch.dtype) -> Bloc
         num_layers=LAYERS,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
+        inner=LATENT_INNER if heads.latent_dim else INNER,
     )
 
 
@@ -134,7 +139,7 @@ def make_case(
         blocks = tables[s][tokens // block_tokens]
         write_rows(cache, LAYER, blocks, tokens % block_tokens, k, v)
         keys.append(k)
-        values.append(v)
+        values.append(k[..., heads.head_dim - heads.latent_dim :] if heads.latent_dim else v)
     meta = make_meta(sequences, tables)
     q = torch.randn(meta.num_rows, heads.num_heads, heads.head_dim, generator=generator).to(dtype)
     return Case(heads, cache, meta, q * 2, keys, values)
@@ -149,8 +154,18 @@ def exact_attention(case: Case) -> Tensor:
         k = case.keys[s].double().repeat_interleave(group, 1)
         v = case.values[s].double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", case.q[rows].double(), k) * case.scale
-        hidden = torch.arange(k.shape[0]) > case.meta.positions[rows].unsqueeze(1)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        positions, tokens = case.meta.positions[rows].unsqueeze(1), torch.arange(k.shape[0])
+        hidden = tokens > positions
+        if case.rule.soft_cap:
+            scores = torch.tanh(scores / case.rule.soft_cap) * case.rule.soft_cap
+        if case.rule.window:
+            hidden |= tokens <= positions - case.rule.window
+        sinks = torch.full((case.heads.num_heads,), -torch.inf)
+        if case.rule.sinks is not None:
+            sinks = case.rule.sinks
+        sinks = sinks.double().view(-1, 1, 1).expand(-1, len(positions), 1)
+        scores = torch.cat((scores.masked_fill(hidden, -torch.inf), sinks), -1)
+        weights = scores.softmax(-1)[..., :-1]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
     return torch.cat(outs)
 
@@ -189,6 +204,57 @@ def test_attend_gives_a_row_the_same_bits_in_any_chunk(
     for row in (0, 1, 222, 299):
         alone = one_sequence(case, 1, row, 1).attend(ops)
         assert torch.equal(alone[0], whole[row]), f"row {row} as a decode"
+
+
+RULES = {
+    "window": AttendRule(window=100),
+    "small window": AttendRule(window=3),
+    "window of a span": AttendRule(window=256),
+    "cap": AttendRule(soft_cap=1.5),
+    "sinks": AttendRule(sinks=torch.linspace(-3, 9, 8)),
+    "all": AttendRule(window=77, soft_cap=2.0, sinks=torch.linspace(-3, 3, 8)),
+}
+LONG = [(2040, 40), (0, 300), (4200, 1)]  # also on both sides of a segment's end
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_windows_caps_and_sinks_match_float64_and_keep_a_rows_bits(
+    ops: NativeOps, name: str, dtype: torch.dtype
+) -> None:
+    case = replace(make_case(HeadShape(8, 2, 48), 32, dtype, LONG), rule=RULES[name])
+    got = case.attend(ops)
+    assert (got.double() - exact_attention(case)).abs().max() < TOLERANCE[dtype]
+    reference = case.attend(ReferenceOps())
+    assert (got.float() - reference.float()).abs().max() < TOLERANCE[dtype]
+    starts = case.meta.row_starts.tolist()
+    for s, first, count in (
+        (0, 0, 8),
+        (0, 7, 13),
+        (0, 39, 1),
+        (1, 90, 150),
+        (1, 299, 1),
+        (2, 0, 1),
+    ):
+        rows = slice(starts[s] + first, starts[s] + first + count)
+        part = one_sequence(case, s, first, count)
+        assert torch.equal(part.attend(ops), got[rows]), (s, first, count)
+        assert torch.equal(part.attend(ReferenceOps()), reference[rows]), (s, first, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads", [HeadShape(3, 1, 48, 32), HeadShape(16, 1, 80, 64), HeadShape(70, 1, 576, 512)]
+)
+def test_latents_are_keys_and_values(ops: NativeOps, heads: HeadShape, dtype: torch.dtype) -> None:
+    sequences = [(2040, 20), (0, 3), (255, 2)] if heads.num_heads < 70 else [(300, 2), (0, 1)]
+    case = make_case(heads, 32, dtype, sequences)
+    got = case.attend(ops)
+    assert got.shape == (case.meta.num_rows, heads.num_heads * heads.latent_dim)
+    assert (got.double() - exact_attention(case)).abs().max() < TOLERANCE[dtype]
+    for row in range(2):
+        alone = one_sequence(case, 0, row, 1)
+        assert torch.equal(alone.attend(ops)[0], got[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -246,7 +312,7 @@ def test_rope_store_turns_q_and_writes_only_its_rows(
     d = heads.head_dim
     width = heads.num_heads + 2 * heads.num_kv_heads
     qkv = torch.randn(meta.num_rows, width * d, generator=generator).to(dtype)
-    weights = [(1 + 0.1 * torch.randn(d, generator=generator)).to(dtype) for _ in range(2)]
+    weights = [1 + 0.1 * torch.randn(d, generator=generator) for _ in range(2)]
     norm = QkNorm(weights[0], weights[1], 1e-6) if normed else None
     rope = rope_table(600, int(d * rotary))
     got = ops.rope_store(qkv, rope, norm, AttendArgs(heads, cache, LAYER, meta, 1.0))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.spec import ModelError, parse_config
+from moonpool.engine.families.config import parse_config
+from moonpool.engine.spec import ModelError
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,17 +37,17 @@ def test_old_and_new_rope_spelling_mean_the_same() -> None:
 
 def test_families_differ_in_biases_and_norms() -> None:
     qwen2 = parse_config({**BASE, "architectures": ["Qwen2ForCausalLM"]})
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, "")
     qwen3 = parse_config({**BASE, "architectures": ["Qwen3ForCausalLM"]})
-    assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, True)
+    assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, "head")
     llama = parse_config({**BASE, "attention_bias": True, "mlp_bias": True})
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
 
 
 def test_what_a_mistral_leaves_out_is_a_window() -> None:
     longer = {**BASE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
-    assert parse_config(longer).max_positions == 4096
-    assert parse_config({**longer, "sliding_window": None}).max_positions == 32768
+    assert parse_config(longer).windows == (4096, 4096)
+    assert parse_config({**longer, "sliding_window": None}).windows == ()
 
 
 def test_several_ends() -> None:
@@ -56,35 +57,51 @@ def test_several_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "context"),
+    ("architecture", "change", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 256),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 256),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, 256),
+        ("Mistral", {"sliding_window": 100}, (100, 100)),
+        ("Mistral", {"sliding_window": 4096}, ()),
+        ("Mistral", {"sliding_window": None}, ()),
+        ("Qwen2", {"sliding_window": 100}, ()),
+        ("Qwen2", {"sliding_window": 100, "use_sliding_window": True}, ()),
         (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-            },
-            100,
+            "Qwen2",
+            {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1},
+            (0, 100),
         ),
+        ("Gemma2", {"sliding_window": 100}, (100, 0)),
+        ("Gemma3", {"sliding_window": 100}, (100, 100)),
+        ("Gemma3", {"sliding_window": 100, "sliding_window_pattern": 2}, (100, 0)),
+        ("Llama", {"sliding_window": 100}, ()),
     ],
 )
-def test_context_ends_where_a_sliding_window_would_begin(
-    change: dict[str, Any], context: int
+def test_layers_have_the_windows_that_the_family_gives_them(
+    architecture: str, change: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
-    spec = parse_config({**BASE, **change})
-    assert spec.max_positions == context
-    assert bool(spec.notes) == (context == 100)
+    spec = parse_config({**BASE, "architectures": [f"{architecture}ForCausalLM"], **change})
+    assert spec.windows == windows
+    assert spec.max_positions == 256
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "Gemma4F.*nearest that is served is Gemma"),
+        ({"architectures": ["Olmo3ForCausalLM"]}, "Olmo3.*nearest that is served is Olmo2"),
         ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "layer_types": ["x", "y"],
+                "sliding_window": 9,
+            },
+            "type '[xy]'",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["x"], "sliding_window": 9},
+            "layer_types",
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "causal"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised.*awq"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope.*yarn"),

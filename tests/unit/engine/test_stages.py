@@ -162,8 +162,8 @@ def test_a_lost_stage_ends_running_steps_and_is_reported_once() -> None:
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     pair.stages.begin(step, None, ended.put)
     os.kill(pid, signal.SIGKILL)
-    assert isinstance(ended.get(timeout=10), StageLostError)
-    assert "stage 2 of 2" in pair.lost.get(timeout=10)
+    assert isinstance(ended.get(timeout=60), StageLostError)
+    assert "stage 2 of 2" in pair.lost.get(timeout=60)
     with pytest.raises(StageLostError, match="stage 2 of 2"):
         pair.stages.step(step)
     pair.stages.close()
@@ -229,7 +229,7 @@ def test_a_ring_carries_more_than_it_holds_and_waits_when_it_is_full() -> None:
         got = torch.empty_like(tensor)
         reader.read(got)
         assert torch.equal(got, tensor)
-    thread.join(10)
+    thread.join(60)
     assert done.is_set()
 
 

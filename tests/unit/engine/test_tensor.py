@@ -169,7 +169,7 @@ def test_a_lost_rank_ends_running_steps_and_is_reported_once() -> None:
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(StageLostError):
         pair.several.step(step)
-    assert "rank 2 of 2" in pair.lost.get(timeout=10)
+    assert "rank 2 of 2" in pair.lost.get(timeout=60)
     with pytest.raises(StageLostError):
         pair.several.step(step)
     pair.ranks.close()
@@ -186,7 +186,7 @@ def test_a_step_that_fails_midway_ends_the_ranks() -> None:
     step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     with pytest.raises(StageLostError, match="no room"):
         pair.several.step(step, broken)
-    assert "a step failed: OSError: no room" in pair.lost.get(timeout=10)
+    assert "a step failed: OSError: no room" in pair.lost.get(timeout=60)
     pair.ranks.close()
 
 
@@ -240,7 +240,7 @@ def test_a_rank_without_the_secret_is_found_out() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert outcomes == ["a foreign process has connected in place of a rank"] * 2
 
 

@@ -59,6 +59,7 @@ GENERATED = tuple(
         "ratio",
         "replicas",
         "v3-fig8",
+        "v3-fig13",
     )
 )
 
@@ -201,7 +202,7 @@ def test_a_slower_network_is_believed_and_true() -> None:
     fast, slow = (
         serve(made_up(*rows), cluster(1, 1), 0, nic_bytes_per_s=rate) for rate in (87e9, 1e9)
     )
-    assert slow.simulation.hardware.prefill.belief.network_bytes_per_s == 1e9
+    assert slow.simulation.hardware.prefill.estimate.network_bytes_per_s == 1e9
     assert slow.ttft_s - fast.ttft_s > 16_384 * 327_680 / 1e9 - 3, "it waits for its KVCache"
 
 

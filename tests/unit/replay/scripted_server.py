@@ -91,5 +91,5 @@ def scripted(script: Script) -> Iterator[ScriptedServer]:
 
         asyncio.run_coroutine_threadsafe(end(), loop).result(5)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
+        thread.join(60)
         loop.close()

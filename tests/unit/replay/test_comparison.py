@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.replay.comparison import averaged, chance_words, compare
+from moonpool.replay.comparison import averaged, chance_words, compare, different_inputs
 
 SPREAD = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
 FIGURES: dict[str, Any] = {
@@ -93,3 +93,38 @@ def test_several_live_runs_are_averaged_and_their_chance_is_told() -> None:
     (words,) = chance_words(runs)
     assert "TTFT mean 18.2%" in words and "TBT p90 40.0%" in words and "2 live runs" in words
     assert list(chance_words(runs[:1])) == [] and averaged(runs[:1]) == runs[0]
+
+
+def made(**changes: Any) -> dict[str, Any]:
+    """Figures with the inputs that both commands write."""
+    run = {"trace": "t.jsonl", "trace_sha256": "ab", "speed": 1.0, "scale_tokens": "1/32"}
+    slo = {"ttft_s": 30.0, "tbt_s": 0.1}
+    run |= {name: changes.pop(name) for name in tuple(changes) if name in run}
+    return FIGURES | {"run": run, "seed": 0, "config": {"slo": slo}} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trace": "u.jsonl", "trace_sha256": "cd"}, "trace t.jsonl and u.jsonl"),
+        ({"trace_sha256": "cd"}, "two traces are named t.jsonl"),
+        ({"requests": 99}, "requests 100 and 99"),
+        ({"speed": 2.0}, "speed 1 and 2"),
+        ({"scale_tokens": "1"}, "share of tokens 1/32 and 1"),
+        ({"seed": 4}, "seed 0 and 4"),
+        ({"slo": {"ttft_s": 30.0, "tbt_s": 0.2}}, "TBT SLO 0.1 and 0.2"),
+    ],
+)
+def test_runs_of_different_inputs_are_refused_in_one_line(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    found = run(tmp_path, made(), made(**changes))
+    assert found.exit_code != 0
+    assert found.output.strip().endswith(f"these runs are not comparable: {said}")
+    assert "\n" not in found.output.strip()
+
+
+def test_runs_of_the_same_inputs_are_compared(tmp_path: Path) -> None:
+    renamed = made(trace="copy.jsonl", slo={"ttft_s": 30.0, "tbt_s": 0.1})
+    assert run(tmp_path, made(), renamed).exit_code == 0
+    assert different_inputs(made(), FIGURES) == []

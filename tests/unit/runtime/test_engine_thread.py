@@ -68,7 +68,7 @@ def heard_by(kind: Thread, mirrored: bool) -> list[Any]:
     thread.before_transfer(FinishStream("s"))
     thread.before_transfer(ExpectStream("s", (BlockId(2),), 0, 1.0))
     thread.submit(RunStep((entry,)))
-    outcomes = [ended.get(timeout=10) for _ in range(2)]
+    outcomes = [ended.get(timeout=60) for _ in range(2)]
     thread.stop(10.0)
     assert all(isinstance(outcome, StepEnded) for outcome in outcomes)
     return recorder.heard

@@ -71,7 +71,7 @@ def run_head(body: str, *arguments: str) -> dict[str, Any]:
 
 
 def until(holds: Any) -> bool:
-    by_s = time.monotonic() + 10
+    by_s = time.monotonic() + 60
     while not holds() and time.monotonic() < by_s:
         time.sleep(0.01)
     return bool(holds())

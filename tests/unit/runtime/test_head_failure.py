@@ -26,7 +26,7 @@ def test_a_conductor_that_raises_ends_the_cluster(monkeypatch: pytest.MonkeyPatc
     config = parse_config("", {"api": {"port": free_port()}})
 
     async def run() -> None:
-        await asyncio.wait_for(run_cluster(config, b"s" * 32, False, lambda stop: None), 20)
+        await asyncio.wait_for(run_cluster(config, b"s" * 32, False, lambda stop: None), 60)
 
     with pytest.raises(ClusterError, match="RuntimeError: a defect"):
         asyncio.run(run())

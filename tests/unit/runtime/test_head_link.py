@@ -83,7 +83,7 @@ def follow(head: FakeHead, reconnect: bool = True) -> tuple[list[str], str]:
         follower = Follower()
         link = HeadLink(InstanceId("p0"), SECRET, follower)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await link.run("127.0.0.1", port, reconnect)
         except WorkerError as error:
             return follower.heard, str(error).replace(str(port), "PORT")

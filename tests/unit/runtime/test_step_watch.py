@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId
-from moonpool.runtime.engine_thread import SLOWER, StepWatchdog
+from moonpool.runtime.engine_thread import SLOWER, DomainNotice, StepWatchdog
 from moonpool.scheduler.actions import RunStep, StepEntry
 from moonpool.types import BlockId, SamplingParams
 
@@ -49,3 +50,15 @@ def test_each_step_is_waited_for_from_the_end_of_the_one_before() -> None:
     assert watch.wait(4.0) is None
     watch.end()
     assert watch.wait(1e9) is None, "an idle engine does not hang"
+
+
+def test_the_first_step_beyond_the_measured_ones_is_noted_once() -> None:
+    domain = CostDomain(
+        prompt_tokens=(1, 100), cached_share=0.5, decode_batch=(1, 4), context_tokens=(1, 50)
+    )
+    notice = DomainNotice(domain)
+    assert notice.of(step(100)) is None
+    said = notice.of(step(101))
+    assert said is not None and "a prompt of 101 tokens lies outside" in said
+    assert notice.of(step(101)) is None
+    assert DomainNotice(None).of(step(10**6)) is None

@@ -50,6 +50,7 @@ class Bench:
             self.clock,
             cost,
             lambda attempt_id: outputs[attempt_id],
+            lambda attempt_id: 0,
             lambda event: self.posted.append((self.clock.now, event)),
             lambda has_chunks, begins: 1.0,
             self._note,

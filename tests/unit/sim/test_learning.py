@@ -12,6 +12,7 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.outcome import summarise
 from moonpool.sim.perturbation import Perturbation
 from moonpool.sim.simulation import Simulation
@@ -21,6 +22,7 @@ from moonpool.types import InstanceId, Role
 
 BLOCK = 256
 PROFILE = FittedCost(prefill=(0.01, 1e-4, 0.0, 0.0), decode=(0.02, 0.001, 0.0))
+EXACT = CALIBRATED  # as a measured profile, it is the Conductor's estimate too
 
 
 def config(learning: bool = True, **overrides: dict[str, Any]) -> Config:
@@ -39,7 +41,7 @@ def arrivals(number: int, gap_s: float) -> list[Arrival]:
 def run(
     settings: Config, requests: list[Arrival], error: float = 1.0, **options: Any
 ) -> tuple[Simulation, dict[str, Any]]:
-    hardware = build_hardware(settings, prefill_error=error)
+    hardware = build_hardware(settings, EXACT, prefill_error=error)
     simulation = Simulation(settings, hardware, **options)
     simulation.run(requests)
     return simulation, summarise(simulation, 0.0)

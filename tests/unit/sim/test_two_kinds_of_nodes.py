@@ -25,8 +25,8 @@ def config(admission: str = "early", **hardware: Any) -> Config:
 
 
 def sizes(node: NodeHardware) -> tuple[object, ...]:
-    """All of it but the truth, which the belief is fitted to."""
-    return (node.belief, node.nic_bytes_per_s, node.pcie_bytes_per_s, node.engine_tokens)
+    """All of it but the ground truth, which the estimate is fitted to."""
+    return (node.estimate, node.nic_bytes_per_s, node.pcie_bytes_per_s, node.engine_tokens)
 
 
 def test_each_role_has_its_own() -> None:

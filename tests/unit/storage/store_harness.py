@@ -74,7 +74,7 @@ class Bench:
     def stored(self) -> list[tuple[int, BlockKey]]:
         return self.store.stored
 
-    def event(self, kind: type[T], within_s: float = 5.0) -> T:
+    def event(self, kind: type[T], within_s: float = 60.0) -> T:
         found = self.events.get(timeout=within_s)
         assert isinstance(found, kind), found
         return found

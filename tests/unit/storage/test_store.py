@@ -190,7 +190,7 @@ def test_the_queue_is_bounded_and_close_ends_everything(
 
     def slow(*arguments: object) -> None:
         entered.release()
-        gate.wait(10)
+        gate.wait(60)
         write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(segments_module.Segments, "write", slow)
@@ -198,7 +198,7 @@ def test_the_queue_is_bounded_and_close_ends_everything(
     for number in range(12):
         bench.store.store(f"s{number}", (key_of(0),), (BlockId(0),), (number,))
         if number < 2:  # one for each thread
-            assert entered.acquire(timeout=5)
+            assert entered.acquire(timeout=60)
     refused = []
     while not bench.events.empty():
         refused.append(bench.event(StoreEnded))

@@ -159,7 +159,7 @@ def follow(
         following = asyncio.create_task(reader.run(told.append))
 
         async def wait_for(count: int) -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while len(told) < count:
                     await asyncio.sleep(0.01)
 

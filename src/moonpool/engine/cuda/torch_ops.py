@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.ops import AttendArgs, Linear, QkNorm, RopeTable, StepMeta
+from moonpool.engine.ops import SILU, AttendArgs, Gate, Linear, QkNorm, RopeTable, StepMeta
+from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
 
 
@@ -75,16 +76,29 @@ class TorchOps:
 
     name = "torch"
     inner = ROWS_INNER
+    without = frozenset(
+        {
+            "sliding windows",
+            "caps on scores",
+            "partial RoPE",
+            "attention sinks",
+            "a mixture of experts",
+            "latent attention",
+        }
+    )
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.arithmetic = f"torch-{torch.__version__}-{device_name(device)}"
         self._placed = StepPlacer(device)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        placed = weight.to(self.device)
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        placed = plain(weight).to(self.device)
         placed_bias = None if bias is None else bias.to(self.device)
         return lambda x: F.linear(x, placed, placed_bias)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self.linear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -95,14 +109,16 @@ class TorchOps:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+    def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        return gated(gate_up, gate)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
 
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         step = self._placed(meta)
         widths = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
@@ -118,7 +134,7 @@ class TorchOps:
         return _rotate(q, cos, sin)
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        _, cache, layer, meta, scale = args
+        _, cache, layer, meta, scale, _ = args
         step = self._placed(meta)
         keys, values = key_rows(cache, layer), value_rows(cache, layer)
         if meta.num_rows == meta.num_sequences > 1:
@@ -132,6 +148,13 @@ class TorchOps:
             out[first : first + count] = _attend(q[first : first + count], k, v, context, scale)
             first += count
         return out.flatten(1)
+
+
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """`Ops.glu`, one element at a time: no element depends on another's place."""
+    x, up = gate_up.float().chunk(2, dim=-1)
+    active = F.silu(x) if gate.kind == "silu" else F.gelu(x, approximate="tanh")
+    return (active * up).to(gate_up.dtype)
 
 
 def device_name(device: torch.device) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from moonpool.engine.cuda import kernels
 from moonpool.engine.cuda.linears import Linears, precision
-from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, device_name
-from moonpool.engine.ops import AttendArgs, HeadShape, Linear, QkNorm, RopeTable
+from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, TorchOps, device_name, gated
+from moonpool.engine.ops import SILU, AttendArgs, Gate, HeadShape, Linear, QkNorm, RopeTable
+from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
 
 ROW_TILE = 64  # rows of an attention tile: tokens times the query heads of one KV head
@@ -47,6 +48,7 @@ class TritonOps:
 
     name = "triton"
     inner = ROWS_INNER
+    without = TorchOps.without
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,9 +59,12 @@ class TritonOps:
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         placed_bias = None if bias is None else bias.to(self.device)
-        return self._linears.choose(weight.to(self.device).contiguous(), placed_bias)
+        return self._linears.choose(plain(weight).to(self.device).contiguous(), placed_bias)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self.linear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm(x, None, weight, eps)
@@ -67,17 +72,22 @@ class TritonOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        if gate.kind != "silu":
+            return gated(gate_up, gate)
         rows, both = gate_up.shape
         y = gate_up.new_empty(rows, both // 2)
         grid = (rows, triton.cdiv(both // 2, 1024))
         kernels.silu_mul_kernel[grid](gate_up.contiguous(), y, both // 2, BLOCK=1024)
         return y
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
+
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         step = self._placed(meta)
         q = qkv.new_empty(meta.num_rows, heads.num_heads, heads.head_dim)
         keys = key_rows(cache, layer)
@@ -107,7 +117,7 @@ class TritonOps:
         return q
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        heads, cache, layer, meta, scale = args
+        heads, cache, layer, meta, scale, _ = args
         tiles = self._tiles_of(self._placed(meta), heads)
         apart = tiles.num_splits > 1
         apart &= tiles.count * heads.num_kv_heads < PROGRAMS_PER_PROCESSOR * self._processors

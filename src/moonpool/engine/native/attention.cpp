@@ -23,6 +23,7 @@ namespace {
 constexpr int SPAN = 256;
 constexpr int SEGMENT = 8 * SPAN;  // engine/ops.py has the same number
 constexpr float EMPTY = -1e30f;    // below any score
+constexpr float LOG2_E = 1.44269504f;
 constexpr int ITEM_TILES = 56 / MAX_ROWS;
 constexpr int ITEM_ROWS = ITEM_TILES * MAX_ROWS;
 
@@ -34,8 +35,10 @@ struct Item {
     const int32_t* table;
     const char* keys;  // of this kv head in block 0
     const char* values;
+    int64_t value_dim;
+    T* latent;      // V of one span, of keys that are values too: [SPAN / PACK][value_dim][PACK]
     int32_t* q;     // per tile [head_dim lanes][rows of the tile]
-    float* out;     // [rows][head_dim], not yet divided by the sum
+    float* out;     // [rows][value_dim], not yet divided by the sum
     float* folded;  // the same of the segments before
     float* scores;  // [rows of a tile][SPAN]
     T* weights;     // [rows of a tile][SPAN]
@@ -45,6 +48,7 @@ struct Item {
 // State of the rows of one tile. A vector holds one number of every row: MAX_ROWS < W.
 struct Rows {
     int32_t limit[MAX_ROWS];  // tokens of context, own token included
+    int32_t first[MAX_ROWS];  // the first token in the window
     float highest[W];         // score so far, times scale
     float rescale[W];         // of what was summed before this span
     alignas(64) float sums[MAX_ROWS][W];
@@ -108,6 +112,22 @@ MP_INLINE void score(const Item<L>& it, const int32_t* q, int64_t begin, int64_t
     }
 }
 
+// Puts the cap on the scores of a span, and -infinity before each row's window.
+template <class L, int ROWS>
+void bound(const Item<L>& it, const Rows& rows, int64_t begin, int width) {
+    const float cap = it.call->soft_cap;
+    for (int r = 0; r < ROWS; ++r) {
+        float* scores = it.scores + r * SPAN;
+        if (cap > 0) {
+            const vf inside = set1(it.call->scale / cap), whole = set1(cap);
+            for (int i = 0; i < width; i += W)
+                store(scores + i, mul(tanhv(mul(load(scores + i), inside)), whole));
+        }
+        const int64_t unseen = least(rows.first[r] - begin, width);
+        for (int64_t i = 0; i < unseen; ++i) scores[i] = -INFINITY;
+    }
+}
+
 // scores -> weights = 2^(scale * score - highest), rounded to the type; 0 beyond a row's context.
 template <class L, int ROWS>
 MP_INLINE void soften(const Item<L>& it, Rows& rows, int64_t begin, int width, float scale) {
@@ -149,7 +169,7 @@ template <class L, int ROWS, int VECS>
 MP_INLINE void blend(const Item<L>& it, const Rows& rows, float* out, int64_t column, int64_t begin,
                      int64_t end, int64_t ahead_step) {
     const AttendCall& c = *it.call;
-    const int64_t d = c.head_dim, bt = c.block_tokens;
+    const int64_t d = it.value_dim, bt = c.block_tokens;
     constexpr int ROW_LANES = SPAN / L::PACK;
     const int32_t* weights = (const int32_t*)it.weights;
     vf sums[ROWS][VECS];
@@ -160,9 +180,10 @@ MP_INLINE void blend(const Item<L>& it, const Rows& rows, float* out, int64_t co
             sums[r][v] = mul(load(out + r * d + column + v * W), set1(rows.rescale[r]));
     }
     for (int64_t token = begin; token < end;) {
-        const int64_t stop = least(end, (token / bt + 1) * bt);
+        const int64_t stop = c.latent ? end : least(end, (token / bt + 1) * bt);
         const char* block = it.values + it.table[token / bt] * c.block_bytes;
         const int32_t* v = (const int32_t*)block + (token % bt) / L::PACK * d + column;
+        if (c.latent) v = (const int32_t*)it.latent + column;
         const int32_t* p = weights + (token - begin) / L::PACK;
         const int64_t lanes = (stop - token) / L::PACK;
         const int64_t later = least(token + SPAN, it.context - 1) / bt;
@@ -202,15 +223,16 @@ void tile(const Item<L>& it, Rows& rows, const int32_t* q, float* out, int64_t b
         score<L, ROWS, 2>(it, q, begin, end, fetch_two);
     else
         score<L, ROWS, 1>(it, q, begin, end, fetch_one);
-    soften<L, ROWS>(it, rows, begin, width, c.scale * 1.44269504f);
+    if (c.window || c.soft_cap > 0) bound<L, ROWS>(it, rows, begin, width);
+    soften<L, ROWS>(it, rows, begin, width, (c.soft_cap > 0 ? 1.f : c.scale) * LOG2_E);
     int64_t column = 0;
     if (2 * ROWS <= MAX_ROWS)
-        for (; column + 4 * W <= c.head_dim; column += 4 * W)
+        for (; column + 4 * W <= it.value_dim; column += 4 * W)
             blend<L, ROWS, 2 * ROWS <= MAX_ROWS ? 4 : 2>(it, rows, out, column, begin, end,
                                                          2 * fetch_two);
-    for (; column + 2 * W <= c.head_dim; column += 2 * W)
+    for (; column + 2 * W <= it.value_dim; column += 2 * W)
         blend<L, ROWS, 2>(it, rows, out, column, begin, end, fetch_two);
-    if (column < c.head_dim) blend<L, ROWS, 1>(it, rows, out, column, begin, end, fetch_one);
+    if (column < it.value_dim) blend<L, ROWS, 1>(it, rows, out, column, begin, end, fetch_one);
 }
 
 template <class L>
@@ -239,17 +261,21 @@ public:
           end_(part.ends ? part.ends[sequence] : INT32_MAX) {
         static thread_local Scratch scratch;
         const int64_t d = c.head_dim, head_elements = d * c.block_tokens;
-        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8);
+        const int64_t kept = c.latent * SPAN * sizeof(T);
+        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8 + kept);
+        it.value_dim = c.latent ? c.latent : d;
         it.call = &c;
         it.table = c.block_tables + sequence * c.table_width;
         it.keys = c.blocks + kv_head * head_elements * sizeof(T);
-        it.values = it.keys + c.kv_heads * head_elements * sizeof(T);
+        it.values = it.keys + (c.latent ? 0 : c.kv_heads * head_elements * sizeof(T));
         it.scores = (float*)memory;
         it.weights = (T*)(memory + MAX_ROWS * SPAN * 4);
         it.out = (float*)(memory + MAX_ROWS * SPAN * 8);
         it.folded = it.out + ITEM_ROWS * d;
         it.q = (int32_t*)(it.folded + ITEM_ROWS * d);
+        it.latent = (T*)(it.q + ITEM_ROWS * d);
         it.context = 0;
+        first_seen_ = INT32_MAX;
         tiles_ = ceil_div(count, MAX_ROWS);
         const int64_t size = count / tiles_, larger = count % tiles_;
         for (int64_t i = 0; i <= tiles_; ++i) start_[i] = i * size + least(i, larger);
@@ -258,11 +284,15 @@ public:
     void run() {
         const int64_t d = c.head_dim, lanes = d / L::PACK;
         for (int64_t i = 0; i < tiles_; ++i) take_rows(i);
-        for (int64_t begin = begin_; begin < it.context; begin += SPAN) {
+        // Spans before all windows would leave the states as they are: see `Rows`.
+        const int64_t seen = first_seen_ / SPAN * SPAN;
+        for (int64_t begin = seen > begin_ ? seen : begin_; begin < it.context; begin += SPAN) {
             if (begin && begin % SEGMENT == 0) end_segments();
+            if (c.latent) turn_span(begin);
             for (int64_t i = 0; i < tiles_; ++i)
                 tile_for<L>((int)(start_[i + 1] - start_[i]))(
-                    it, rows_[i], it.q + start_[i] * lanes, it.out + start_[i] * d, begin, i == 0);
+                    it, rows_[i], it.q + start_[i] * lanes, it.out + start_[i] * it.value_dim, begin,
+                    i == 0);
         }
         if (p.to) return leave();
         for (int64_t i = 0; i < tiles_; ++i) {
@@ -276,38 +306,57 @@ private:
         return (row0_ + row / group_) * c.heads + kv_head_ * group_ + row % group_;
     }
 
+    // Copies the latents of one span from the order of K to that of V.
+    void turn_span(int64_t begin) {
+        constexpr int P = L::PACK;
+        const int64_t dv = c.latent, bt = c.block_tokens, end = least(begin + SPAN, it.context);
+        const int64_t rope = c.head_dim - dv;
+        for (int64_t token = begin; token < end; ++token) {
+            const T* k = (const T*)(it.keys + it.table[token / bt] * c.block_bytes) + token % bt * P;
+            T* v = it.latent + (token - begin) / P * dv * P + (token - begin) % P;
+            for (int64_t j = 0; j < dv; ++j)
+                v[j * P] = k[(rope + j) / P * bt * P + (rope + j) % P];
+        }
+        if ((end - begin) % P)  // the last lane's other half
+            for (int64_t j = 0; j < dv; ++j)
+                it.latent[((end - begin) / P * dv + j) * P + P - 1] = 0;
+    }
+
     void take_rows(int64_t i) {
         const int64_t d = c.head_dim, lanes = d / L::PACK, n = start_[i + 1] - start_[i];
+        const int64_t dv = it.value_dim;
         Rows& rows = rows_[i];
         store(rows.highest, set1(EMPTY));
         for (int64_t r = 0; r < n; ++r) {
             const int64_t at = start_[i] + r;
             const int64_t limit = c.positions[row0_ + (first_ + at) / group_] + 1;
             rows.limit[r] = (int32_t)least(limit, end_);
+            rows.first[r] = c.window && limit > c.window ? (int32_t)(limit - c.window) : 0;
+            first_seen_ = least(first_seen_, rows.first[r]);
             if (rows.limit[r] > it.context) it.context = rows.limit[r];
             const char* from = c.q + head(at) * d * sizeof(T);
             for (int64_t k = 0; k < lanes; ++k)
                 memcpy(it.q + start_[i] * lanes + k * n + r, from + 4 * k, 4);
-            float *out = it.out + at * d, *folded = it.folded + at * d;
+            float *out = it.out + at * dv, *folded = it.folded + at * dv;
             if (p.from) {
-                const float* state = p.from + head(at) * (STATE + 2 * d);
+                const float* state = p.from + head(at) * (STATE + 2 * dv);
                 rows.highest[r] = state[0];
                 rows.folded_highest[r] = state[1];
                 rows.folded_sum[r] = state[2];
                 memcpy(rows.sums[r], state + 16, W * sizeof(float));
-                memcpy(out, state + STATE, d * sizeof(float));
-                memcpy(folded, state + STATE + d, d * sizeof(float));
+                memcpy(out, state + STATE, dv * sizeof(float));
+                memcpy(folded, state + STATE + dv, dv * sizeof(float));
             } else {
                 rows.folded_highest[r] = EMPTY;
                 rows.folded_sum[r] = 0;
                 store(rows.sums[r], zero());
-                memset(out, 0, d * sizeof(float));
+                memset(out, 0, dv * sizeof(float));
             }
         }
     }
 
     void end_segments() {
-        const int64_t d = c.head_dim;
+        const int64_t d = it.value_dim;
         for (int64_t i = 0; i < tiles_; ++i) {
             for (int64_t r = start_[i]; r < start_[i + 1]; ++r)
                 end_segment(rows_[i], r - start_[i], it.out + r * d, it.folded + r * d, d);
@@ -315,7 +364,7 @@ private:
     }
 
     void leave() {
-        const int64_t d = c.head_dim;
+        const int64_t d = it.value_dim;
         for (int64_t i = 0; i < tiles_; ++i) {
             for (int64_t at = start_[i]; at < start_[i + 1]; ++at) {
                 const int64_t r = at - start_[i];
@@ -331,7 +380,7 @@ private:
     }
 
     void give(Rows& rows, int64_t r, int64_t at) {
-        const int64_t d = c.head_dim;
+        const int64_t d = it.value_dim;
         const float* out = it.out + at * d;
         float highest = rows.highest[r], total = sum(load(rows.sums[r]));
         if (rows.folded_highest[r] > EMPTY) {
@@ -345,13 +394,24 @@ private:
             to[1] = total;
             memcpy(to + 2, out, d * sizeof(float));
         } else {
-            divide((T*)c.out + head(at) * d, out, total, d);
+            float fade = 1.f;
+            if (c.sinks) sink(c.sinks[head(at) % c.heads] * LOG2_E, highest, total, fade);
+            divide((T*)c.out + head(at) * d, out, total, d, fade);
         }
     }
 
+    // Adds the weight of a sink to the sum. What was summed counts `fade` times.
+    static void sink(float score, float highest, float& total, float& fade) {
+        const float now = score > highest ? score : highest;
+        float scales[2][W];
+        store(scales[0], exp2v(set1(highest - now))), store(scales[1], exp2v(set1(score - now)));
+        fade = scales[0][0];
+        total = total * fade + scales[1][0];
+    }
+
 public:
-    static void divide(T* to, const float* out, float total, int64_t d) {
-        const vf whole = set1(total > 0 ? 1.f / total : 0.f);
+    static void divide(T* to, const float* out, float total, int64_t d, float fade = 1.f) {
+        const vf whole = set1(total > 0 ? fade / total : 0.f);
         for (int64_t j = 0; j < d; j += W) L::store(to + j, mul(load(out + j), whole));
     }
 
@@ -360,7 +420,7 @@ private:
     const Part& p;
     const int64_t kv_head_, first_, count_, group_, row0_, begin_, end_;
     Item<L> it;
-    int64_t tiles_;
+    int64_t tiles_, first_seen_;
     int64_t start_[ITEM_TILES + 1];
     Rows rows_[ITEM_TILES];
 };

@@ -11,9 +11,13 @@ struct AttendCall {
     const int32_t* positions;
     const int32_t* row_starts;
     const int32_t* block_tables;
+    const float* sinks;  // [heads]: a score that takes weight but has no value; null: none
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t heads, kv_heads, head_dim, block_tokens;
+    int64_t window;  // tokens that a row sees, its own included; 0: all
+    int64_t latent;  // the last elements of a key that are its value too (MLA); 0: V is apart
     float scale;
+    float soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
 };
 
 // Which part of the contexts is walked, and what becomes of it. A state is STATE + 2 * head_dim

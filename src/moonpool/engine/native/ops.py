@@ -13,8 +13,11 @@ from moonpool.config import Quantization
 from moonpool.engine.native.build import library_name
 from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Kernels, open_kernels
 from moonpool.engine.native.linear import NativeInt8Linear, NativeLinear, PackedMemory
+from moonpool.engine.native.quantized import NativeQuantizedLinear
 from moonpool.engine.ops import (
+    SILU,
     AttendArgs,
+    Gate,
     HeadShape,
     KvCache,
     Linear,
@@ -23,7 +26,11 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import INNER, check_layout
+
+GATES = ("silu", "gelu_tanh", "clamped")
+"""The kinds of `Gate`, by the numbers that rowwise.cpp gives them."""
 
 
 class NativeOps:
@@ -36,6 +43,7 @@ class NativeOps:
 
     name = "native"
     inner = INNER
+    without: frozenset[str] = frozenset()
     device = torch.device("cpu")
 
     def __init__(self, isa: str | None = None, quantization: Quantization = "none") -> None:
@@ -68,15 +76,21 @@ class NativeOps:
             seen = self._arena = (cache, heads, dtype, _Arena(cache, heads, dtype))
         return seen[3]
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedMatrix):
+            call = self._kernels[weight.dtype].linear_quantized
+            return NativeQuantizedLinear(call, weight, bias, self._memory)
         if self._quantization == "int8":
             return NativeInt8Linear(self._of(weight).linear_int8, weight, bias, self._memory)
+        return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         x = x.contiguous()
-        _same(x, weight, width)
+        _same(weight, width)
         y = torch.empty_like(x)
         self._of(x).rms_norm(
             x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, width, eps, torch.get_num_threads()
@@ -86,7 +100,7 @@ class NativeOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         x = x.contiguous()
-        _same(x, weight, width)
+        _same(weight, width)
         if residual.shape != x.shape or residual.dtype is not x.dtype:
             raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
         if not residual.is_contiguous():
@@ -104,19 +118,34 @@ class NativeOps:
         )
         return y
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
         rows, both = gate_up.shape
         gate_up = gate_up.contiguous()
         y = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-        self._of(gate_up).silu_mul(
-            gate_up.data_ptr(), y.data_ptr(), rows, both // 2, torch.get_num_threads()
+        self._of(gate_up).glu(
+            gate_up.data_ptr(),
+            y.data_ptr(),
+            rows,
+            both // 2,
+            GATES.index(gate.kind),
+            gate.alpha,
+            gate.limit,
+            torch.get_num_threads(),
         )
+        return y
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        x = x.contiguous()
+        if x.dtype is not torch.float32 or not cap > 0:
+            raise ValueError(f"soft_cap takes float32 and a cap above 0, got {x.dtype} and {cap}")
+        y = torch.empty_like(x)
+        self._of(x).soft_cap(x.data_ptr(), y.data_ptr(), x.numel(), cap, torch.get_num_threads())
         return y
 
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         qkv = qkv.contiguous()
         arena = self._arena_of(cache, heads, qkv.dtype)
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
@@ -143,11 +172,11 @@ class NativeOps:
         the block tables), and the tokens per block.
         """
         d = heads.head_dim
-        _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
+        _same_rows(qkv, heads.row_heads * d, meta)
         max_positions, half = rope.cos.shape
         if qk_norm is not None:
-            _same(qkv, qk_norm.q_weight, d)
-            _same(qkv, qk_norm.k_weight, d)
+            _same(qk_norm.q_weight, d)
+            _same(qk_norm.k_weight, d)
         address, blocks, block_tokens = where
         return ROPE_CALL.pack(
             qkv.data_ptr(),
@@ -166,12 +195,13 @@ class NativeOps:
             half,
             max_positions,
             block_tokens,
+            heads.latent_dim,
             0.0 if qk_norm is None else qk_norm.eps,
         )
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         heads, meta = args.heads, args.meta
-        out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
+        out = torch.empty(meta.num_rows, heads.num_heads * heads.value_dim, dtype=q.dtype)
         q = queries_of(q, heads, meta)
         call = self._attend_call(q, out.data_ptr(), args)
         if self._of(q).attend(call, torch.get_num_threads()):
@@ -183,13 +213,16 @@ class NativeOps:
 
         `q`, as returned by `queries_of`, must live until the kernel has run.
         """
-        heads, cache, layer, meta, scale = args
+        heads, cache, layer, meta, scale, rule = args
+        if rule.sinks is not None:
+            _same(rule.sinks, heads.num_heads)
         arena = self._arena_of(cache, heads, q.dtype)
         return ATTEND_CALL.pack(
             q.data_ptr(),
             out,
             arena.slice_address(layer),
             *self._step_addresses(meta),
+            0 if rule.sinks is None else rule.sinks.data_ptr(),
             arena.block_bytes,
             arena.num_blocks,
             meta.block_tables.shape[1],
@@ -198,14 +231,18 @@ class NativeOps:
             heads.num_kv_heads,
             heads.head_dim,
             arena.block_tokens,
+            rule.window,
+            heads.latent_dim,
             scale,
+            rule.soft_cap,
         )
 
 
-def _same(x: Tensor, weight: Tensor, width: int) -> None:
-    if weight.dtype is not x.dtype or weight.shape[0] != width or not weight.is_contiguous():
+def _same(weight: Tensor, width: int) -> None:
+    wide = weight.dtype is torch.float32
+    if not wide or weight.shape[0] != width or not weight.is_contiguous():
         raise ValueError(
-            f"norm weight must be contiguous [{width}] {x.dtype}, "
+            f"norm weights and sinks must be contiguous [{width}] float32, "
             f"got {list(weight.shape)} {weight.dtype}"
         )
 
@@ -240,10 +277,13 @@ class _Arena:
         check_layout(layout)
         shape = (blocks.shape[0], layout.num_layers, layout.slice_elements)
         same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
+        same = same and layout.is_latent == (heads.latent_dim > 0)
         if not same or blocks.dtype is not dtype or blocks.shape != shape or blocks.stride(2) != 1:
             raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {dtype}")
         if heads.num_heads % heads.num_kv_heads:
             raise ValueError(f"{heads}: num_heads must be a multiple of num_kv_heads")
+        if not 0 <= heads.latent_dim <= heads.head_dim or heads.latent_dim % 16:
+            raise ValueError(f"{heads}: latent_dim must be a multiple of 16 within head_dim")
         size = blocks.element_size()
         self._base = blocks.data_ptr()
         self._num_layers = layout.num_layers

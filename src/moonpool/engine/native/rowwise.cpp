@@ -37,13 +37,13 @@ MP_INLINE float inverse_rms(const typename L::T* x, int64_t width, float eps) {
 }
 
 template <class L>
-MP_INLINE void scale_row(const typename L::T* x, const typename L::T* weight, typename L::T* y,
+MP_INLINE void scale_row(const typename L::T* x, const float* weight, typename L::T* y,
                          int64_t width, float eps) {
     const vf scale = set1(inverse_rms<L>(x, width, eps));
     for (int64_t i = 0; i < width; i += W) {
         const int n = (int)least(width - i, W);
         const vf normed = mul(load_first<L>(x + i, n), scale);
-        store_first<L>(y + i, mul(normed, load_first<L>(weight + i, n)), n);
+        store_first<L>(y + i, mul(normed, load_first<F32>(weight + i, n)), n);
     }
 }
 
@@ -54,7 +54,7 @@ void rms_norm(const void* x, const void* weight, void* y, int64_t rows, int64_t 
     const bool many = worth_threads(threads, rows * width);
 #pragma omp parallel for schedule(static) num_threads(threads) if (many)
     for (int64_t r = 0; r < rows; ++r)
-        scale_row<L>((const T*)x + r * width, (const T*)weight, (T*)y + r * width, width, eps);
+        scale_row<L>((const T*)x + r * width, (const float*)weight, (T*)y + r * width, width, eps);
 }
 
 template <class L>
@@ -70,12 +70,15 @@ void add_rms_norm(const void* x, void* residual, const void* weight, void* y, in
             const int n = (int)least(width - i, W);
             store_first<L>(to + i, add(load_first<L>(to + i, n), load_first<L>(from + i, n)), n);
         }
-        scale_row<L>(to, (const T*)weight, (T*)y + r * width, width, eps);
+        scale_row<L>(to, (const float*)weight, (T*)y + r * width, width, eps);
     }
 }
 
+enum Gate { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };  // engine/native/ops.py has the same numbers
+
 template <class L>
-void silu_mul(const void* gate_up, void* y, int64_t rows, int64_t width, int threads) {
+void glu(const void* gate_up, void* y, int64_t rows, int64_t width, int kind, float alpha,
+         float limit, int threads) {
     typedef typename L::T T;
     const bool many = worth_threads(threads, rows * width);
 #pragma omp parallel for schedule(static) num_threads(threads) if (many)
@@ -85,11 +88,31 @@ void silu_mul(const void* gate_up, void* y, int64_t rows, int64_t width, int thr
         T* to = (T*)y + r * width;
         for (int64_t i = 0; i < width; i += W) {
             const int n = (int)least(width - i, W);
-            const vf g = load_first<L>(gate + i, n);
-            const vf e = expv(sub(zero(), max(g, set1(-88.f))));
-            const vf silu = div(g, add(set1(1.f), e));
-            store_first<L>(to + i, mul(silu, load_first<L>(up + i, n)), n);
+            vf g = load_first<L>(gate + i, n), u = load_first<L>(up + i, n);
+            vf steep = g;
+            if (kind == CLAMPED) {
+                g = min(g, set1(limit));
+                u = add(max(min(u, set1(limit)), set1(-limit)), set1(1.f));
+                steep = mul(g, set1(alpha));
+            }
+            if (kind == GELU_TANH) {  // gelu(g) is about g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))
+                const vf cube = mul(mul(mul(g, set1(0.044715f)), g), g);
+                steep = mul(add(g, cube), set1(1.5957691216f));
+            }
+            const vf e = expv(sub(zero(), min(max(steep, set1(-88.f)), set1(88.f))));
+            const vf active = div(g, add(set1(1.f), e));
+            store_first<L>(to + i, mul(active, u), n);
         }
+    }
+}
+
+void soft_cap(const float* x, float* y, int64_t count, float cap, int threads) {
+    const vf whole = set1(cap), part = set1(1.f / cap);
+    const bool many = worth_threads(threads, count);
+#pragma omp parallel for schedule(static) num_threads(threads) if (many)
+    for (int64_t i = 0; i < count; i += W) {
+        const int n = (int)least(count - i, W);
+        store_first<F32>(y + i, mul(tanhv(mul(load_first<F32>(x + i, n), part)), whole), n);
     }
 }
 
@@ -101,26 +124,27 @@ struct RopeCall {
     char* blocks;  // of this layer: slice of block b at b * block_bytes
     const float* cos;
     const float* sin;
-    const void* q_weight;  // null: no norm of q and k
+    const void* q_weight;  // float; null: no norm of q and k
     const void* k_weight;
     const int32_t* positions;
     const int32_t* row_starts;
     const int32_t* block_tables;
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t heads, kv_heads, head_dim, rotary_half, max_positions, block_tokens;
+    int64_t latent;  // not 0: keys are values too, and there is no V
     float eps;
 };
 
 // One head, widened, normed (if asked) and rotated: the result in out[head_dim].
 template <class L>
-MP_INLINE void turn_head(const RopeCall& c, const typename L::T* x, const typename L::T* weight,
+MP_INLINE void turn_head(const RopeCall& c, const typename L::T* x, const float* weight,
                          int64_t position, float* out) {
     const int64_t d = c.head_dim, half = c.rotary_half;
     for (int64_t i = 0; i < d; i += W) store(out + i, L::load(x + i));
     if (weight) {
         const vf scale = set1(inverse_rms<L>(x, d, c.eps));
         for (int64_t i = 0; i < d; i += W)
-            store(out + i, mul(mul(load(out + i), scale), L::load(weight + i)));
+            store(out + i, mul(mul(load(out + i), scale), load(weight + i)));
     }
     const float* cos = c.cos + position * half;
     const float* sin = c.sin + position * half;
@@ -156,16 +180,16 @@ template <class L, class PutKey>
 MP_INLINE const typename L::T* rope_heads(const RopeCall& c, int64_t row, PutKey key) {
     typedef typename L::T T;
     const int64_t d = c.head_dim, position = c.positions[row];
-    const T* x = (const T*)c.qkv + row * (c.heads + 2 * c.kv_heads) * d;
+    const T* x = (const T*)c.qkv + row * (c.heads + (c.latent ? 1 : 2) * c.kv_heads) * d;
     float turned[MAX_HEAD_DIM];
     T* q = (T*)c.q + row * c.heads * d;
     for (int64_t h = 0; h < c.heads; ++h, x += d, q += d) {
-        turn_head<L>(c, x, (const T*)c.q_weight, position, turned);
+        turn_head<L>(c, x, (const float*)c.q_weight, position, turned);
         for (int64_t i = 0; i < d; i += W) L::store(q + i, load(turned + i));
     }
     T narrow[MAX_HEAD_DIM];
     for (int64_t h = 0; h < c.kv_heads; ++h, x += d) {
-        turn_head<L>(c, x, (const T*)c.k_weight, position, turned);
+        turn_head<L>(c, x, (const float*)c.k_weight, position, turned);
         for (int64_t i = 0; i < d; i += W) L::store(narrow + i, load(turned + i));
         key(h, narrow);
     }
@@ -182,6 +206,7 @@ void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
     const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
         put_key<L>(keys + h * d * bt, k, d, bt);
     });
+    if (c.latent) return;
     T* values = (T*)(c.blocks + block * c.block_bytes) + c.kv_heads * d * bt;
     values += offset / L::PACK * d * L::PACK + offset % L::PACK;
     for (int64_t h = 0; h < c.kv_heads; ++h) put_value<L>(values + h * d * bt, v + h * d, d);
@@ -293,9 +318,9 @@ using namespace moonpool;
         add_rms_norm<L>(x, residual, weight, y, rows, width, eps, threads);                        \
         return 0;                                                                                  \
     }                                                                                              \
-    MP_EXPORT(moonpool_silu_mul_##type)(const void* gate_up, void* y, int64_t rows, int64_t width, \
-                                        int threads) {                                             \
-        silu_mul<L>(gate_up, y, rows, width, threads);                                             \
+    MP_EXPORT(moonpool_glu_##type)(const void* gate_up, void* y, int64_t rows, int64_t width,      \
+                                   int kind, float alpha, float limit, int threads) {              \
+        glu<L>(gate_up, y, rows, width, kind, alpha, limit, threads);                              \
         return 0;                                                                                  \
     }                                                                                              \
     MP_EXPORT(moonpool_rope_store_##type)(const RopeCall* call, int threads) {                     \
@@ -307,6 +332,11 @@ using namespace moonpool;
     MP_EXPORT(moonpool_store_##type)(const StoreCall* call, int threads) {                         \
         return store_rows<L>(*call, threads);                                                      \
     }
+
+MP_EXPORT(moonpool_soft_cap)(const float* x, float* y, int64_t count, float cap, int threads) {
+    soft_cap(x, y, count, cap, threads);
+    return 0;
+}
 
 MP_ROWWISE(F32, f32)
 MP_ROWWISE(B16, b16)

@@ -42,6 +42,7 @@ MP_INLINE vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 MP_INLINE vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 MP_INLINE vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
 MP_INLINE vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
+MP_INLINE vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
 MP_INLINE vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 MP_INLINE vi loadi(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 MP_INLINE vi splat(const int32_t* p) { return _mm256_set1_epi32(*p); }
@@ -122,6 +123,7 @@ MP_INLINE vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 MP_INLINE vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 MP_INLINE vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
 MP_INLINE vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+MP_INLINE vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
 MP_INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 MP_INLINE vi loadi(const void* p) { return _mm512_loadu_si512(p); }
 MP_INLINE vi splat(const int32_t* p) { return _mm512_set1_epi32(*p); }
@@ -191,6 +193,12 @@ MP_INLINE vf expv(vf x) {
     const vf n = floor(mul(x, set1(1.44269504f)));
     const vf f = fma(x, set1(1.44269504f), sub(zero(), n));
     return times_power(exp2_fraction(fma(x, set1(1.92596299e-8f), f)), n);
+}
+
+// tanh(x): exactly 0 at 0.
+MP_INLINE vf tanhv(vf x) {
+    const vf e = expv(mul(min(max(x, set1(-44.f)), set1(44.f)), set1(-2.f)));
+    return sub(div(set1(2.f), add(set1(1.f), e)), set1(1.f));
 }
 
 struct F32 {

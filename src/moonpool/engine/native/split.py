@@ -60,7 +60,7 @@ class NativeSplitOps(NativeOps):
 
     def store_call(self, kv: Tensor, args: AttendArgs) -> bytes:
         """The packed arguments of `store`. All tensors must live until the kernel has run."""
-        heads, cache, layer, meta, _ = args
+        heads, cache, layer, meta, *_ = args
         expected = (meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
         if tuple(kv.shape) != expected or not kv.is_contiguous():
             raise ValueError(f"K and V must be contiguous {list(expected)}, got {list(kv.shape)}")

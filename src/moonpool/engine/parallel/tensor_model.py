@@ -17,9 +17,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from moonpool.engine.model import DecoderModel, Weights
+from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta
+from moonpool.engine.packing import Weights
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import shard_cache
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
@@ -27,11 +29,18 @@ from moonpool.engine.step import BeforeAttend, LayerDone
 
 def check_shards(spec: ModelSpec, num_shards: int) -> None:
     """Raises ModelError if the KV heads do not divide evenly into `num_shards`."""
-    heads = spec.num_kv_heads
+    if num_shards > 1 and spec.qk_norm == "all":
+        raise ModelError(
+            "the model norms q and k over all heads, which ranks cannot share out; "
+            "use --tensor-parallel-size 1"
+        )
+    # A latent is one KV head, which all ranks have; they share out the heads that read it.
+    heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     if heads % num_shards:
+        kind = "KV heads" if spec.latent is None else "heads"
         most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
         raise ModelError(
-            f"the model has {heads} KV heads, which {num_shards} ranks cannot share out evenly; "
+            f"the model has {heads} {kind}, which {num_shards} ranks cannot share out evenly; "
             f"use --tensor-parallel-size {most} or less"
         )
 
@@ -45,13 +54,14 @@ def load_shards(
     shards: list[DecoderModel] = []
     for shard in own:
         cut = _ShardWeights(spec, weights, shard, num_shards)
-        rope = shards[0].rope if shards else None
-        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, rope=rope))
+        ropes = shards[0].ropes if shards else None
+        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, ropes=ropes))
     return shards
 
 
 class _ShardWeights:
-    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down.
+    """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down, and
+    its experts whole.
 
     Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
     """
@@ -61,31 +71,72 @@ class _ShardWeights:
         self._shard = shard
         self._num_shards = num_shards
         ffn = _share(spec.intermediate_size, shard, num_shards)
+        self._shared = range(0)
+        experts = spec.experts
+        if experts is not None:
+            self._shared = _share(experts.shared_size, shard, num_shards)
+            own = _share(experts.count, shard, num_shards)
+            experts = replace(experts, shared_size=len(self._shared), own=(own.start, own.stop))
         self.spec = replace(
             spec,
             num_heads=spec.num_heads // num_shards,
-            num_kv_heads=spec.num_kv_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads // (num_shards if spec.latent is None else 1),
             intermediate_size=len(ffn),
+            experts=experts,
         )
         self._ffn = ffn
 
     def load(self, name: str) -> Tensor:
         whole = self._weights.load(name)
-        part, _, kind = name.removeprefix("model.layers.").rpartition(".")
-        module = part.rpartition(".")[2]
-        if module in ("q_proj", "k_proj", "v_proj"):
-            mine = _share(whole.shape[0], self._shard, self._num_shards)
-            return whole[mine.start : mine.stop].clone()
-        if module in ("gate_proj", "up_proj"):
-            return whole[self._ffn.start : self._ffn.stop].clone()
-        if module not in ("o_proj", "down_proj"):
-            return whole
-        if kind == "bias":
+        if name.endswith(".bias") and _module(name) in COLUMN_MODULES and not _is_expert(name):
             return whole if self._shard == 0 else whole.zero_()
-        mine = self._ffn
+        rows, columns = self._mine(name, tuple(whole.shape))
+        if rows is not None:
+            return whole[rows.start : rows.stop].clone()
+        if columns is not None:
+            return whole[:, columns.start : columns.stop].contiguous()
+        return whole
+
+    def matrix(self, name: str) -> Matrix:
+        """A part of quantized rows. Columns that are cut within a group become a plain tensor."""
+        whole = self._weights.matrix(name)
+        if not isinstance(whole, QuantizedMatrix):
+            return self.load(name)
+        rows, columns = self._mine(name, whole.shape)
+        if rows is not None:
+            return whole.rows(rows.start, rows.stop)
+        if columns is not None:
+            cut = whole.columns(columns.start, columns.stop)
+            return self.load(name) if cut is None else cut
+        return whole
+
+    def _mine(self, name: str, shape: tuple[int, ...]) -> tuple[range | None, range | None]:
+        """The shard's rows or columns of a tensor; None for all of them."""
+        module = _module(name)
+        if _is_expert(name):
+            return None, None
+        ffn = self._shared if ".mlp.shared_experts." in name else self._ffn
+        if module in HEAD_MODULES or name.endswith(".sinks"):
+            return _share(shape[0], self._shard, self._num_shards), None
+        if module in ("gate_proj", "up_proj"):
+            return ffn, None
         if module == "o_proj":
-            mine = _share(whole.shape[1], self._shard, self._num_shards)
-        return whole[:, mine.start : mine.stop].contiguous()
+            return None, _share(shape[1], self._shard, self._num_shards)
+        return (None, ffn) if module == "down_proj" else (None, None)
+
+
+HEAD_MODULES = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+COLUMN_MODULES = ("o_proj", "down_proj")
+
+
+def _module(name: str) -> str:
+    """The last module in a tensor's name."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _is_expert(name: str) -> bool:
+    """Experts are shared out whole."""
+    return ".mlp.experts." in name
 
 
 def _share(size: int, shard: int, num_shards: int) -> range:

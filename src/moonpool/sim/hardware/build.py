@@ -8,6 +8,7 @@ from msgspec import structs
 
 from moonpool.config import Config, ConfigError, HardwareConfig, ParallelConfig
 from moonpool.cost.derived import fit_to_ground_truth, scaled
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import BlockLayout
@@ -29,7 +30,7 @@ class NodeHardware:
     """The hardware of one instance. Bandwidths are totals of the instance, one way."""
 
     ground_truth: StepCost
-    belief: FittedCost
+    estimate: FittedCost
     nic_bytes_per_s: float
     pcie_bytes_per_s: float
     num_blocks: int
@@ -40,6 +41,8 @@ class NodeHardware:
     arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())
+    domain: CostDomain | None = None  # of a measured ground truth
+    outside_domain: str = ""  # what takes over there
 
     @property
     def steady(self) -> bool:
@@ -100,7 +103,7 @@ def build_hardware(
     group = grouped.nodes_per_prefill
     prefill = _node_hardware(config, node, node.prefill_cost, group, layout)
     wrong = [
-        replace(part, belief=scaled(part.belief, prefill_error, decode_error))
+        replace(part, estimate=scaled(part.estimate, prefill_error, decode_error))
         for part in (prefill, single)
     ]
     decoding = wrong[1] if config.cluster.decode else wrong[0]
@@ -263,9 +266,9 @@ def _node_hardware(
     num_slots = config.pool.ssd_tokens_per_instance * num_nodes // layout.block_tokens
     pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
     if isinstance(ground_truth, FittedCost):
-        belief = ground_truth
+        estimate = ground_truth
     else:
-        belief = fit_to_ground_truth(
+        estimate = fit_to_ground_truth(
             ground_truth,
             config.engine.chunk_tokens,
             LONGEST_SAMPLE_TOKENS,
@@ -275,10 +278,10 @@ def _node_hardware(
             node.device.gemm.tile_tokens,
         )
     if num_slots:
-        belief = structs.replace(belief, ssd_read_bytes_per_s=ssd_read_bytes_per_s)
+        estimate = structs.replace(estimate, ssd_read_bytes_per_s=ssd_read_bytes_per_s)
     return NodeHardware(
         ground_truth=ground_truth,
-        belief=belief,
+        estimate=estimate,
         nic_bytes_per_s=network_bytes_per_s,
         pcie_bytes_per_s=node.host_bytes_per_s * num_nodes,
         num_blocks=max(pool_tokens * num_nodes // layout.block_tokens, 1),
@@ -286,4 +289,6 @@ def _node_hardware(
         ssd_read_bytes_per_s=ssd_read_bytes_per_s,
         ssd_write_bytes_per_s=node.ssd_write_bytes_per_s * num_nodes,
         num_slots=num_slots,
+        domain=node.domain,
+        outside_domain=node.outside_domain,
     )

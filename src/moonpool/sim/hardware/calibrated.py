@@ -2,11 +2,13 @@
 
 Prefill is a polynomial fitted to the figure, within 8 % of all its ten points. Decode follows from
 two measurements: batch 1 takes 26.3 ms + 0.0345 us per context token, and batch 16 takes 1.25 times
-as long as batch 1 at a context of 8192 tokens each (v3, Fig. 2).
+as long as batch 1 at a context of 8192 tokens each (v3, Fig. 2). `DOMAIN` is what these measured;
+outside it, `sim.hardware.domain_cost` turns to the node's roofline.
 """
 
 from __future__ import annotations
 
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 
 NAME = "a800-llama3-70b"
@@ -22,6 +24,12 @@ BATCH_16_CONTEXT_TOKENS = 8192
 RDMA_BYTES_PER_S = 87e9
 HOST_BYTES_PER_S = 99e9  # DRAM to HBM
 DRAM_TOKENS = 3_000_000  # about 1 TB
+DOMAIN = CostDomain(
+    prompt_tokens=(8192, 131_072),
+    cached_share=0.95,
+    decode_batch=(1, 16),
+    context_tokens=(8192, 131_072),
+)
 
 
 def _decode() -> tuple[float, float, float]:
@@ -39,4 +47,5 @@ CALIBRATED = FittedCost(
     transfer_latency_s=0.0,  # the transfers of the figure show no latency
     shared_memory_bytes_per_s=HOST_BYTES_PER_S,
     network_bytes_per_s=RDMA_BYTES_PER_S,
+    domain=DOMAIN,
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moonpool.config import ConfigError, HardwareConfig
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.sim.hardware import calibrated
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue, nearest
 from moonpool.sim.hardware.devices import Device
+from moonpool.sim.hardware.domain_cost import DomainCost
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.offload_cost import AttentionPool, OffloadCost, OffloadNetwork
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
@@ -50,6 +52,18 @@ class NodeCost:
     ssd_write_bytes_per_s: float
     attention: AttentionPool | None = None
 
+    @property
+    def domain(self) -> CostDomain | None:
+        """What `cost` was measured for; None if it is not measured."""
+        return self.cost.domain if isinstance(self.cost, DomainCost | FittedCost) else None
+
+    @property
+    def outside_domain(self) -> str:
+        """What takes over outside `domain`."""
+        if isinstance(self.cost, DomainCost):
+            return f"the roofline of {self.num_devices} x {self.device.name}"
+        return "the fitted formula itself"
+
 
 def open_cost(
     name: str,
@@ -71,7 +85,7 @@ def open_cost(
                 f"{configured[0]} with {configured[1]}; "
                 'use hardware.cost = "roofline"'
             )
-        return calibrated.CALIBRATED
+        return DomainCost(calibrated.CALIBRATED, RooflineCost(device, shape, num_devices))
     if name != "roofline":
         raise ConfigError(f"unknown hardware.cost {name!r}{nearest(name, COSTS)}")
     try:

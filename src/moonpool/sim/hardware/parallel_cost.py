@@ -75,8 +75,8 @@ class PipelineCost:
     def __init__(
         self, stage: StepCost, share: float, num_stages: int, shape: ModelShape, nic: Nic
     ) -> None:
-        self._stage = stage
-        self._share = share
+        self.stage = stage
+        self.share = share
         self._num_stages = num_stages
         self._hop_latency_s = nic.latency_s
         self._hop_token_s = shape.activation_bytes_per_token / nic.bytes_per_s
@@ -88,10 +88,10 @@ class PipelineCost:
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
-        return self._share * self._stage.step_s(chunks, decode_batch, decode_context_tokens)
+        return self.share * self.stage.step_s(chunks, decode_batch, decode_context_tokens)
 
     def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
-        return self._share * self._stage.decode_steps_s(batch, context_tokens, num_steps)
+        return self.share * self.stage.decode_steps_s(batch, context_tokens, num_steps)
 
     def hop_s(self, num_tokens: int) -> float:
         return self._hop_latency_s + self._hop_token_s * num_tokens

@@ -8,6 +8,7 @@ from moonpool.config import ConfigError, HardwareConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
+from moonpool.sim.hardware.domain_cost import DomainCost
 from moonpool.sim.hardware.node_cost import kv_capacity_tokens, open_cost, open_node
 from moonpool.sim.hardware.parallel_cost import PipelineCost
 from moonpool.sim.hardware.roofline import RooflineCost
@@ -15,7 +16,8 @@ from moonpool.sim.hardware.roofline import RooflineCost
 
 def test_the_default_is_mooncakes_node() -> None:
     node = open_node(HardwareConfig())
-    assert node.cost is CALIBRATED and node.prefill_cost is CALIBRATED
+    assert isinstance(node.cost, DomainCost) and node.cost.fitted is CALIBRATED
+    assert node.prefill_cost is node.cost and node.domain is CALIBRATED.domain
     assert node.kv_bytes_per_token == 327_680
     assert node.dram_tokens == 3_000_000
     assert node.network_bytes_per_s == pytest.approx(87e9)
@@ -93,5 +95,5 @@ def test_capacity_is_what_the_papers_fit_into_it() -> None:
 
 def test_open_cost_is_the_one_door() -> None:
     device, shape = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
-    assert open_cost("a800-llama3-70b", device, shape, 8) is CALIBRATED
+    assert isinstance(open_cost("a800-llama3-70b", device, shape, 8), DomainCost)
     assert open_cost("roofline", device, shape, 4).step_s((), 1, 10) > 0

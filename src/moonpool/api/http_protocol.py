@@ -1,0 +1,163 @@
+"""One HTTP connection with limits: uvicorn's protocol, which alone has none for headers.
+
+A header has a largest size and a time to arrive. A connection that sends neither a header nor waits
+for a response is idle; when all connections are taken, a new one ends the one idle longest. So
+connections that only wait cannot lock clients out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from moonpool.log_limit import limited_logger
+
+MAX_HEADER_BYTES = 64 << 10
+HEADER_S = 20.0
+"""Seconds for the header of a request to arrive, from its first byte or the connection's start."""
+_RESERVED_FILES = 192
+"""Descriptors kept for workers, files and the process itself."""
+_MOST_CONNECTIONS = 16_384
+_BODY = '{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}'
+
+
+class ConnectionLimit:
+    """The open connections of one server, at most `largest`."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.num_open = 0
+        self.idle: dict[LimitedProtocol, None] = {}  # longest idle first
+
+    def enter(self) -> bool:
+        """Makes room for one more connection. Returns False if all of them are in use."""
+        if self.num_open >= self.largest:
+            if not self.idle:
+                return False
+            longest = next(iter(self.idle))
+            del self.idle[longest]
+            longest.transport.abort()
+        self.num_open += 1
+        return True
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Created by uvicorn for each connection; `limit` is set by `limited_protocol`."""
+
+    limit: ConnectionLimit
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._header_bytes = 0
+        self._in_header = True
+        self._entered = False
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._entered = self.limit.enter()
+        if not self._entered:
+            self._refuse(503, "all connections of this server are in use")
+            return
+        self.limit.idle[self] = None
+        self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.limit.idle.pop(self, None)
+        if self._entered:
+            self.limit.num_open -= 1
+            self._entered = False
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_header and not self.transport.is_closing():
+            room = MAX_HEADER_BYTES - self._header_bytes
+            head, data = data[:room], data[room:]
+            self._header_bytes += len(head)
+            if self._header_timer is None and not self._responds:
+                self._await_header()
+            super().data_received(head)
+            if data and self._in_header and not self.transport.is_closing():
+                self._refuse(431, f"the header exceeds {MAX_HEADER_BYTES} bytes")
+                return
+            if not data:
+                return
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_header = False
+        self.limit.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_header = True  # of the next request, if there is one
+        self._header_bytes = 0
+        if not self._responds:  # the rest of a body that nobody wanted has arrived
+            self._stop_timer()
+            self.limit.idle[self] = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or self._responds:
+            return
+        if self._header_bytes:  # the next header, or the rest of this body, is on its way
+            self._await_header()
+        if self._in_header:
+            self.limit.idle[self] = None
+
+    @property
+    def _responds(self) -> bool:
+        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
+
+    def _await_header(self) -> None:
+        self._stop_timer()
+        self._header_timer = self.loop.call_later(HEADER_S, self._on_late_header)
+
+    def _on_late_header(self) -> None:
+        self._header_timer = None
+        if self._in_header and self._header_bytes:
+            self._refuse(408, f"the header did not arrive within {HEADER_S:g} s")
+        else:
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse(self, status: int, text: str) -> None:
+        if self._responds:
+            self.transport.abort()
+            return
+        words = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+        reason = words.get(status, "Service Unavailable")
+        body = _BODY % text
+        self.transport.write(
+            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
+        )
+        self.transport.close()
+
+
+def limited_protocol(largest: int | None = None) -> type[LimitedProtocol]:
+    """Returns a protocol class whose connections share one limit."""
+    limited_logger("uvicorn.error")
+    limit = ConnectionLimit(largest or _largest())
+    return type("LimitedProtocol", (LimitedProtocol,), {"limit": limit})
+
+
+def _largest() -> int:
+    """Returns how many connections the descriptors suffice for, after raising their limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_CONNECTIONS + _RESERVED_FILES
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(soft - _RESERVED_FILES, min(soft // 2, 64))

@@ -1,0 +1,177 @@
+"""From the bytes of a body to a checked call with its prompts as token ids.
+
+What depends only on the body and the model happens here, so that a process of its own can do it for
+large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moonpool.api import messages
+from moonpool.api.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    check_unsupported,
+    decode_body,
+    missing_parameter,
+)
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.prompts import PromptReader
+from moonpool.api.responses import ResponsesBody, as_chat, of_input
+from moonpool.api.sampling import check_logprobs, check_ranges, check_token_ids
+from moonpool.api.structured_output import grammar_of
+from moonpool.api.tools import Tools
+from moonpool.engine.tokenizer import Tokenizer
+
+CHAT = msgspec.json.Decoder(ChatBody)
+COMPLETION = msgspec.json.Decoder(CompletionBody)
+RESPONSES = msgspec.json.Decoder(ResponsesBody)
+MESSAGES = msgspec.json.Decoder(messages.MessagesBody)
+_COUNT_TOKENS = msgspec.json.Decoder(messages.CountTokensBody)
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A checked call. `prompts` holds token ids, `echoes` the text before each output.
+
+    `grammar` constrains the output; "": nothing does. `original` is the body of an API other than
+    chat and completions, for its response.
+    """
+
+    body: ChatBody | CompletionBody
+    prompts: Sequence[tuple[int, ...]]
+    grammar: str
+    tools: Tools | None = None
+    echoes: Sequence[str] = ()
+    original: Any = None
+
+
+class Preparer:
+    """Reads the bodies of one model's calls. Each method raises `ApiError`."""
+
+    def __init__(self, tokenizer: Tokenizer, card: ModelCard, options: ApiOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._names = options.served_names or (card.model_id,)
+        self.use(card)
+
+    def use(self, card: ModelCard) -> None:
+        """Reads later bodies by this card: the context may shrink when an instance joins."""
+        self.card = card
+        self._prompts = PromptReader(self._tokenizer, card, self._options.thread_above_chars)
+
+    async def chat(self, raw: bytes) -> PreparedCall:
+        return await self._of_chat(decode_body(CHAT, raw))
+
+    async def responses(self, raw: bytes) -> PreparedCall:
+        body = decode_body(RESPONSES, raw)
+        try:
+            return await self._of_chat(as_chat(body), body)
+        except ApiError as error:
+            raise of_input(error) from None
+
+    async def messages(self, raw: bytes) -> PreparedCall:
+        body = decode_body(MESSAGES, raw)
+        return await self._of_chat(messages.as_chat(body), body)
+
+    async def completion(self, raw: bytes) -> PreparedCall:
+        body = decode_body(COMPLETION, raw)
+        self._check(body)
+        most_prompts = max(1, self._options.max_choices // (body.n or 1))
+        prompts = await self._prompts.read_completion(body, most_prompts)
+        echoes = self._prompts.echoes(body, prompts) if body.echo else ()
+        return PreparedCall(body, prompts, await self._grammar(body, None), echoes=echoes)
+
+    async def count_tokens(self, raw: bytes) -> bytes:
+        """Returns the response with the number of prompt tokens of a message."""
+        chat = messages.as_chat(decode_body(_COUNT_TOKENS, raw))
+        check_model(chat.model, self._names)
+        Tools(chat)
+        prompt = await self._prompts.read_chat(chat)
+        return msgspec.json.encode({"input_tokens": len(prompt)})
+
+    async def tokenize(self, raw: bytes) -> bytes:
+        """Returns the response of `/tokenize`."""
+        body = decode_body(_TOKENIZE, raw)
+        check_model(body.model, self._names)
+        if body.messages is not None:
+            text = self._prompts.chat_text(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                tools=body.tools,
+                arguments=body.chat_template_kwargs or {},
+            )
+            add_special_tokens = bool(body.add_special_tokens)
+        elif body.prompt is not None:
+            text = body.prompt
+            add_special_tokens = body.add_special_tokens is not False
+        else:
+            raise missing_parameter("prompt")
+        tokens = await self._prompts.encode(text, add_special_tokens, "prompt")
+        strings = None
+        if body.return_token_strs:
+            strings = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self.card.max_model_tokens,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        return msgspec.json.encode(answer)
+
+    async def detokenize(self, raw: bytes) -> bytes:
+        """Returns the response of `/detokenize`."""
+        body = decode_body(_DETOKENIZE, raw)
+        check_model(body.model, self._names)
+        if body.tokens is None:
+            raise missing_parameter("tokens")
+        check_token_ids(body.tokens, self.card.vocab_size, "tokens")
+        text = self._tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return msgspec.json.encode({"prompt": text})
+
+    async def _of_chat(self, body: ChatBody, original: Any = None) -> PreparedCall:
+        self._check(body)
+        tools = Tools(body)
+        prompt = await self._prompts.read_chat(body)
+        grammar = await self._grammar(body, tools)
+        return PreparedCall(body, [prompt], grammar, tools, original=original)
+
+    def _check(self, body: ChatBody | CompletionBody) -> None:
+        check_model(body.model, self._names)
+        check_unsupported(body)
+        check_ranges(body)
+        check_logprobs(body, self._options.max_logprobs)
+        if body.stream_options is not None and not body.stream:
+            text = "'stream_options' is only allowed when 'stream' is true."
+            raise ApiError(text, param="stream_options")
+        if (body.n or 1) > self._options.max_choices:
+            text = f"'n' must be at most {self._options.max_choices} on this server."
+            raise ApiError(text, param="n")
+
+    async def _grammar(self, body: ChatBody | CompletionBody, tools: Tools | None) -> str:
+        must_call = tools.schema() if tools is not None and tools.must_call else None
+        if must_call is None and not body.has_structured_output:
+            return ""
+        can_end = bool(self.card.eos_token_ids)
+        return await asyncio.to_thread(grammar_of, body, can_end, must_call)
+
+
+def check_model(name: str | None, served_names: Sequence[str]) -> None:
+    if name is not None and name not in served_names:
+        raise ApiError(
+            f"The model '{name[:200]}' does not exist. This server has {', '.join(served_names)}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,91 @@
+"""Requests that wait for an instance to come back, or for room: they have no attempt meanwhile.
+
+A lost instance is restarted within seconds, while a request has minutes. A request therefore waits
+where nothing is missing but an instance that was lost, or room for an answer that was admitted
+before. Only its deadline ends the wait. Instances that left in order are not awaited.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moonpool.conductor.placement import Rejection
+from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.types import InstanceId, RequestId, Role
+
+MAX_WAITING = 4096
+MAX_WAITING_TOKENS = 1 << 24
+"""Limits for requests that were not admitted before; the others always wait."""
+MAX_LOST = 256
+RETRY_DELAYS_S = (0.0, 0.5, 1.5, 3.0, 5.0)
+"""Delay of the next attempt after the first, second, ... fault in a row."""
+
+
+class _Wait(NamedTuple):
+    tracked: TrackedRequest
+    num_tokens: int
+    not_before_s: float
+
+
+class WaitingRequests:
+    """The requests that wait, oldest first, and the lost instances that are expected back."""
+
+    def __init__(self) -> None:
+        self._waits: dict[RequestId, _Wait] = {}
+        self._num_tokens = 0
+        self._lost: dict[InstanceId, Role] = {}
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._waits
+
+    def note_lost(self, state: InstanceState) -> None:
+        """An instance was lost. It is expected back unless it was leaving."""
+        if state.drain is not None and state.drain.becomes is None:
+            return
+        self._lost[state.info.instance_id] = state.info.role
+        if len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+
+    def note_joined(self, instance_id: InstanceId) -> None:
+        self._lost.pop(instance_id, None)
+
+    def may_wait(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
+        """Whether time alone may remove the reason of this rejection."""
+        if rejection.reason == "no_decode_capacity":
+            return tracked.num_attempts > 0 and not rejection.hopeless
+        roles = self._lost.values()
+        if rejection.reason == "no_instance":
+            expected = bool(roles)
+        elif rejection.reason == "no_prefill_instance":
+            expected = any(role.prefills for role in roles)
+        elif rejection.reason == "no_decode_instance":
+            expected = any(role.decodes for role in roles)
+        else:
+            return False
+        num_tokens = self._num_tokens + tracked.request.num_prompt_tokens
+        has_room = len(self._waits) < MAX_WAITING and num_tokens <= MAX_WAITING_TOKENS
+        return expected and (has_room or tracked.num_attempts > 0 or self._is_waiting(tracked))
+
+    def add(self, tracked: TrackedRequest, not_before_s: float) -> None:
+        """A request that waits already keeps its place."""
+        request = tracked.request
+        if self._is_waiting(tracked):
+            return
+        tracked.has_waited = True
+        self._num_tokens += request.num_prompt_tokens
+        self._waits[request.request_id] = _Wait(tracked, request.num_prompt_tokens, not_before_s)
+
+    def remove(self, request_id: RequestId) -> None:
+        wait = self._waits.pop(request_id, None)
+        if wait is not None:
+            self._num_tokens -= wait.num_tokens
+
+    def due(self, now: float) -> list[TrackedRequest]:
+        """Returns the requests that may be placed now, oldest first."""
+        return [wait.tracked for wait in self._waits.values() if wait.not_before_s <= now]
+
+    def _is_waiting(self, tracked: TrackedRequest) -> bool:
+        return tracked.request.request_id in self._waits

@@ -1,0 +1,49 @@
+"""What a description of a model family may say. `table` has the descriptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP. The defaults are Qwen3's."""
+
+    count: str = "num_experts"  # the config's key
+    inter: str = "moe_intermediate_size"  # the config's key
+    scores: Literal["softmax", "chosen", "sigmoid"] = "softmax"  # "chosen": softmax of the chosen
+    renormalise: bool | None = None  # whether weights sum to 1; None: by `norm_topk_prob`
+    groups: Literal["", "max", "top2"] = ""  # experts are in groups, judged by this
+    correction: bool = False  # a bias that counts in the choice only
+    biases: bool = False  # of the router and the experts
+    dense: Literal["", "first", "step"] = ""  # which layers have an MLP
+    stored: Literal["modules", "w123", "stacked"] = "modules"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family. The defaults are Llama's."""
+
+    architecture: str  # as `architectures` in config.json names it
+    norms: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, after them, or both
+    norm_offset: float = 0.0  # added to norm weights: Gemma stores weights minus 1
+    qk_norm: Literal["", "head", "all"] = ""  # of q and k: per head, or over all heads
+    biases: Literal["none", "qkv", "option"] = "option"  # "option": by `attention_bias`
+    mlp_bias: bool = False  # whether `mlp_bias` counts
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    rope_skips: bool = False  # some layers have no RoPE, by `no_rope_layers`
+    partial_rope: bool = False  # whether `partial_rotary_factor` counts
+    local_theta: float = 0.0  # of layers with a window, where they have a RoPE of their own
+    window: Literal["never", "option", "always"] = "never"  # "option": by `use_sliding_window`
+    window_default: int | None = None
+    full_every: int = 0  # every n-th layer has no window; 0: all have it
+    scale_key: str = ""  # the config's factor of the scores; else head_dim ** -0.5
+    scale_power: float = 1.0
+    soft_caps: bool = False
+    root_embedding: bool = False  # embeddings times the root of the hidden size
+    multipliers: bool = False  # factors of embedding, residual and logits
+    sinks: bool = False  # a score per head that takes weight from all tokens
+    latent: bool = False  # attention over one latent per token (MLA)
+    experts: Experts | None = None
+    fused: bool = False  # stored with q, k and v in one tensor, and gate and up in another

@@ -1,0 +1,63 @@
+"""One layer's packed parts, as its `ModelSpec` describes them. No part knows a family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moonpool.engine.attention import HeadsAttention, LatentAttention
+from moonpool.engine.mlp import ExpertsMlp, GatedMlp
+from moonpool.engine.ops import AttendRule, Ops, RopeTable
+from moonpool.engine.packing import Weights, norm_weight
+from moonpool.engine.spec import ModelSpec
+from moonpool.engine.tensors import NORMS
+
+Mlp = GatedMlp | ExpertsMlp
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's packed weights. Norm weights are [hidden] float32; None: no norm there."""
+
+    attention: HeadsAttention | LatentAttention
+    mlp: Mlp
+    rope: RopeTable
+    rule: AttendRule
+    after_attention: Tensor | None
+    before_mlp: Tensor | None
+    after_mlp: Tensor | None
+    next_norm: Tensor | None  # before the next layer's attention, or the final norm
+
+
+def pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int, rope: RopeTable) -> Layer:
+    """Loads and packs the weights of one layer."""
+    prefix = f"model.layers.{layer}"
+    names = NORMS[spec.norms]
+
+    def norm(name: str | None, of: str = prefix) -> Tensor | None:
+        return None if name is None else norm_weight(spec, weights, f"{of}.{name}.weight")
+
+    attention = HeadsAttention if spec.latent is None else LatentAttention
+    sinks = weights.load(f"{prefix}.self_attn.sinks").float() if spec.sinks else None
+    if layer == spec.num_layers - 1:
+        next_norm = norm("norm", "model")
+    else:
+        next_norm = norm(names.before_attention, f"model.layers.{layer + 1}")
+    return Layer(
+        attention=attention(spec, weights, ops, f"{prefix}.self_attn"),
+        mlp=_pack_mlp(spec, weights, ops, layer),
+        rope=rope,
+        rule=AttendRule(spec.window_of(layer), spec.score_cap, sinks),
+        after_attention=norm(names.after_attention),
+        before_mlp=norm(names.before_mlp),
+        after_mlp=norm(names.after_mlp),
+        next_norm=next_norm,
+    )
+
+
+def _pack_mlp(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> Mlp:
+    prefix = f"model.layers.{layer}.mlp"
+    if spec.experts is not None and layer not in spec.experts.dense_layers:
+        return ExpertsMlp(spec, weights, ops, prefix)
+    return GatedMlp(spec, weights, ops, prefix, spec.mlp_bias)

@@ -1,0 +1,212 @@
+"""The tensors of a model: their names, their shapes, and where a checkpoint stores them.
+
+The model asks for tensors by one set of names, those of Llama checkpoints. Some families store
+several of them as one tensor; `stored_tensors` says which part of which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.spec import LatentSpec, ModelSpec
+
+Shape = tuple[int, ...]
+
+
+class NormNames(NamedTuple):
+    """The norms of a layer, by their place; None where there is none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+_FIRST, _SECOND = "input_layernorm", "post_attention_layernorm"
+NORMS = {
+    "pre": NormNames(_FIRST, None, _SECOND, None),
+    "post": NormNames(None, _SECOND, None, "post_feedforward_layernorm"),
+    "both": NormNames(_FIRST, _SECOND, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+
+
+class StoredTensor(NamedTuple):
+    """Where a checkpoint has a tensor: a view of the tensor `name`, which has `shape`."""
+
+    name: str
+    shape: Shape
+    take: Callable[[Tensor], Tensor]
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """All tensors of a model by name, in the order of use; weights are [out, in]."""
+    hidden = spec.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(spec, layer).items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+class _Linear(NamedTuple):
+    out_features: int
+    in_features: int
+    has_bias: bool
+
+    def shapes(self, name: str) -> dict[str, Shape]:
+        weight = {f"{name}.weight": (self.out_features, self.in_features)}
+        return weight | ({f"{name}.bias": (self.out_features,)} if self.has_bias else {})
+
+
+def _mlp_shapes(hidden: int, inter: int, has_bias: bool, prefix: str) -> dict[str, Shape]:
+    return {
+        **_Linear(inter, hidden, has_bias).shapes(f"{prefix}.gate_proj"),
+        **_Linear(inter, hidden, has_bias).shapes(f"{prefix}.up_proj"),
+        **_Linear(hidden, inter, has_bias).shapes(f"{prefix}.down_proj"),
+    }
+
+
+def _feed_forward_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    experts, hidden = spec.experts, spec.hidden_size
+    if experts is None or layer in experts.dense_layers:
+        return _mlp_shapes(hidden, spec.intermediate_size, spec.mlp_bias, "mlp")
+    shapes = _Linear(experts.count, hidden, experts.biases).shapes("mlp.router")
+    if experts.correction:
+        shapes["mlp.router.correction"] = (experts.count,)
+    for expert in range(experts.count):
+        prefix = f"mlp.experts.{expert}"
+        shapes |= _mlp_shapes(hidden, experts.intermediate_size, experts.biases, prefix)
+    if experts.shared_size:
+        shapes |= _mlp_shapes(hidden, experts.shared_size, False, "mlp.shared_experts")
+    return shapes
+
+
+def _latent_shapes(spec: ModelSpec, latent: LatentSpec) -> dict[str, Shape]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    queries, prefix = heads * (latent.nope_dim + latent.rope_dim), "self_attn."
+    if latent.query_rank:
+        shapes = _Linear(latent.query_rank, hidden, spec.qkv_bias).shapes(f"{prefix}q_a_proj")
+        shapes[f"{prefix}q_a_layernorm.weight"] = (latent.query_rank,)
+        shapes[f"{prefix}q_b_proj.weight"] = (queries, latent.query_rank)
+    else:
+        shapes = {f"{prefix}q_proj.weight": (queries, hidden)}
+    down = _Linear(latent.rank + latent.rope_dim, hidden, spec.qkv_bias)
+    shapes |= down.shapes(f"{prefix}kv_a_proj_with_mqa")
+    shapes[f"{prefix}kv_a_layernorm.weight"] = (latent.rank,)
+    up = heads * (latent.nope_dim + latent.value_dim)
+    shapes[f"{prefix}kv_b_proj.weight"] = (up, latent.rank)
+    return shapes | _Linear(hidden, heads * latent.value_dim, spec.o_bias).shapes(f"{prefix}o_proj")
+
+
+def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
+    hidden = spec.hidden_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    norms = NORMS[spec.norms]
+    shapes: dict[str, Shape] = {}
+    if norms.before_attention:
+        shapes[f"{norms.before_attention}.weight"] = (hidden,)
+    if spec.latent is not None:
+        shapes |= _latent_shapes(spec, spec.latent)
+    else:
+        for part, width in (("q", q), ("k", kv), ("v", kv)):
+            shapes |= _Linear(width, hidden, spec.qkv_bias).shapes(f"self_attn.{part}_proj")
+        shapes |= _Linear(hidden, q, spec.o_bias).shapes("self_attn.o_proj")
+    shapes |= _feed_forward_shapes(spec, layer)
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.num_heads,)
+    if spec.qk_norm:
+        widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q, kv)
+        shapes["self_attn.q_norm.weight"] = (widths[0],)
+        shapes["self_attn.k_norm.weight"] = (widths[1],)
+    for norm in norms[1:]:
+        if norm:
+            shapes[f"{norm}.weight"] = (hidden,)
+    return shapes
+
+
+def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Where a checkpoint of the model's family has each of the model's tensors."""
+    family = FAMILIES[spec.family]
+    found: dict[str, StoredTensor] = {}
+    for name, shape in tensor_shapes(spec).items():
+        place = StoredTensor(name, shape, _whole)
+        if family.fused and ".layers." in name:
+            place = _fused(spec, name) or place
+        if family.experts is not None and ".mlp." in name:
+            place = _expert(spec, name, shape, family.experts.stored)
+        found[name] = place
+    return found
+
+
+def stored_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """All tensors that a checkpoint must have, by the names it stores them under."""
+    return {place.name: place.shape for place in stored_tensors(spec).values()}
+
+
+def _whole(stored: Tensor) -> Tensor:
+    return stored
+
+
+def _rows(first: int, end: int, stored: Tensor) -> Tensor:
+    return stored[first:end]
+
+
+def _fused(spec: ModelSpec, name: str) -> StoredTensor | None:
+    """The part of Phi's `qkv_proj` or `gate_up_proj`; None for other tensors."""
+    prefix, _, module = name.removesuffix(".weight").rpartition(".")
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    inter = spec.intermediate_size
+    qkv, gate_up = ("qkv_proj", q + 2 * kv), ("gate_up_proj", 2 * inter)
+    parts = {
+        "q_proj": (*qkv, 0, q),
+        "k_proj": (*qkv, q, q + kv),
+        "v_proj": (*qkv, q + kv, q + 2 * kv),
+        "gate_proj": (*gate_up, 0, inter),
+        "up_proj": (*gate_up, inter, 2 * inter),
+    }
+    if module not in parts:
+        return None
+    fused, rows, first, end = parts[module]
+    shape = (rows, spec.hidden_size)
+    return StoredTensor(f"{prefix}.{fused}.weight", shape, partial(_rows, first, end))
+
+
+_W123 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _expert(spec: ModelSpec, name: str, shape: Shape, stored: str) -> StoredTensor:
+    """A tensor of a mixture: of its router, an expert, the shared experts, or a dense layer."""
+    layer, _, rest = name.partition(".mlp.")
+    words = rest.split(".")  # router.weight, or experts.3.gate_proj.weight
+    if stored == "stacked" and words[0] == "experts":
+        return _stacked(spec, f"{layer}.mlp.experts", *words[1:])
+    if words[0] == "router" and stored != "stacked":
+        kind = words[1].replace("correction", "e_score_correction_bias")
+        mlp = "block_sparse_moe" if stored == "w123" else "mlp"
+        return StoredTensor(f"{layer}.{mlp}.gate.{kind}", shape, _whole)
+    if stored == "w123" and words[0] == "experts":
+        name = f"{layer}.block_sparse_moe.experts.{words[1]}.{_W123[words[2]]}.weight"
+    return StoredTensor(name, shape, _whole)
+
+
+def _stacked(spec: ModelSpec, prefix: str, expert: str, module: str, kind: str) -> StoredTensor:
+    """gpt-oss: all experts in one tensor, [in, out] each, gate and up in turns."""
+    assert spec.experts is not None
+    inter, hidden, count = spec.experts.intermediate_size, spec.hidden_size, spec.experts.count
+    own = int(expert)
+    suffix = "_bias" if kind == "bias" else ""
+    if module == "down_proj":
+        sizes = (hidden,) if suffix else (inter, hidden)
+        return StoredTensor(f"{prefix}.down_proj{suffix}", (count, *sizes), lambda t: t[own].t())
+    turn = 0 if module == "gate_proj" else 1
+    sizes = (2 * inter,) if suffix else (hidden, 2 * inter)
+    name = f"{prefix}.gate_up_proj{suffix}"
+    return StoredTensor(name, (count, *sizes), lambda t: t[own][..., turn::2].t())

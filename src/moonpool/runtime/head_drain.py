@@ -1,0 +1,51 @@
+"""The orderly end of a head: running answers end first, or their clients learn why not.
+
+A process manager sends SIGTERM, waits and then kills. Within `--drain-seconds` no answer is cut.
+After them each remaining stream ends with an error event instead of a cut connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+log = logging.getLogger("moonpool")
+
+POLL_S = 0.05
+FLUSH_S = 0.2
+"""Time for the last events to leave before the HTTP server closes."""
+
+
+class DrainableHead(Protocol):
+    """The head as its drain sees it."""
+
+    @property
+    def num_answers(self) -> int: ...
+
+    def refuse_new(self) -> None: ...
+
+    def end_answers(self, reason: str, message: str) -> None: ...
+
+
+async def drain(head: DrainableHead, seconds: float) -> None:
+    """Returns when no client waits for an answer, after `seconds` at the latest."""
+    head.refuse_new()
+    if not head.num_answers:
+        return
+    log.info(
+        "%d answers may end within %g s (--drain-seconds); a second signal ends them now",
+        head.num_answers,
+        seconds,
+    )
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + seconds
+    while loop.time() < until_s:
+        if not head.num_answers:
+            return
+        await asyncio.sleep(POLL_S)
+    if head.num_answers:
+        log.warning("ending %d answers that are still running", head.num_answers)
+        text = "The server stopped before this answer was complete. Send the request again."
+        head.end_answers("server_stopping", text)
+        await asyncio.sleep(FLUSH_S)

@@ -1,0 +1,65 @@
+"""A head that stands still, as in a paused machine: its workers live on, and no answer is cut."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.conftest import MODEL, SMALL
+from tests.live.test_faults import LONG
+from tests.live.test_hangs import ask
+from tests.live.test_parts import Parts
+
+SILENCE_S = 2.0
+IMPATIENT = f"""
+import sys
+from moonpool.cli.main import main
+from moonpool.runtime import head
+
+head.SILENCE_S = {SILENCE_S}
+sys.argv[0] = "moonpool"
+main()
+"""
+
+
+@pytest.fixture
+def parts() -> Iterator[Parts]:
+    made = Parts()
+    yield made
+    made.end()
+
+
+def test_a_head_that_stood_still_kills_no_worker_and_cuts_no_answer(parts: Parts) -> None:
+    line = ["serve", MODEL, "--prefill", "1", "--decode", "1", *SMALL, "--port", str(parts.port)]
+    head = parts.start_script(IMPATIENT, *line)
+    client = parts.wait_until_healthy()
+    expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+    before = [instance["pid"] for instance in client.get("/cluster").json()["instances"]]
+    got: dict[str, Any] = {}
+    threads = [ask(client, f"paused-{number}", got) for number in range(3)]
+    started(client, "paused-0")
+    os.kill(head.pid, signal.SIGSTOP)
+    time.sleep(2 * SILENCE_S)
+    os.kill(head.pid, signal.SIGCONT)
+    for thread in threads:
+        thread.join(60)
+    texts = [answer["choices"][0]["text"] for answer in got.values()]
+    assert texts == [expected] * 3
+    time.sleep(1.0)  # more ticks of the head
+    after = [instance["pid"] for instance in client.get("/cluster").json()["instances"]]
+    assert after == before
+
+
+def started(client: httpx.Client, name: str) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if client.get(f"/explain/{name}").json().get("generated_tokens", 0) > 5:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{name} has not begun")

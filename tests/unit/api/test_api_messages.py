@@ -1,0 +1,195 @@
+"""`/v1/messages`: Anthropic's client gets what it reads, and each block has one place in a chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripted_head import ScriptedHead, call, served, spoken
+from test_api_tools import CALL, LLAMA_CALL, PLAIN_JSON, TAGGED, ToolTokenizer, head_saying
+
+from moonpool.api.frontend import ApiOptions, RequestRefused
+from moonpool.types import FinishReason
+
+USER = {"role": "user", "content": "Hi"}
+TOOL = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+    },
+}
+
+
+def client_of(url: str, key: str = "none") -> Any:
+    return pytest.importorskip("anthropic").Anthropic(base_url=url, api_key=key, max_retries=0)
+
+
+def post(head: ScriptedHead, **fields: Any) -> Any:
+    return call(head, "/v1/messages", {"messages": [USER], "max_tokens": 20} | fields)
+
+
+def test_anthropics_client_reads_answers_and_streams() -> None:
+    head = ScriptedHead(lambda _: spoken("Grüße", " 🎉", cached_tokens=2))
+    with served(head) as url, client_of(url) as client:
+        answer = client.messages.create(
+            model="fake",
+            max_tokens=20,
+            messages=[USER],
+            system=[{"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}}],
+            stop_sequences=["zzz"],
+            extra_body={"temperature": 0.5},
+            metadata={"user_id": "u"},
+        )
+        assert (answer.content[0].text, answer.stop_reason) == ("Grüße 🎉", "end_turn")
+        assert answer.usage.cache_read_input_tokens == 2
+        assert answer.usage.input_tokens == len(head.requests[0].token_ids) - 2
+        assert answer.usage.output_tokens == len("Grüße 🎉".encode())
+        with client.messages.stream(model="fake", max_tokens=20, messages=[USER]) as stream:
+            assert "".join(stream.text_stream) == "Grüße 🎉"
+            assert stream.get_final_message().usage.output_tokens == len("Grüße 🎉".encode())
+        counted = client.messages.count_tokens(model="fake", messages=[USER])
+        assert counted.input_tokens == len(head.requests[1].token_ids)
+        assert client.models.list().data[0].display_name == "fake"
+    assert head.requests[0].sampling.max_tokens == 20
+    assert head.requests[0].sampling.temperature == 0.5
+    assert bytes(head.requests[0].token_ids).startswith(b"Be")
+
+
+def test_anthropics_client_reads_calls_of_tools() -> None:
+    head = head_saying(f"Well.<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>")
+    with served(head) as url, client_of(url) as client:
+        asked = {"model": "fake", "max_tokens": 20, "messages": [USER], "tools": [TOOL]}
+        answer = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+    for message in (answer, streamed):
+        assert message.stop_reason == "tool_use"
+        assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+        assert message.content[0].text == "Well."
+        assert message.content[1].input == {"city": "Oslo"}
+        assert message.content[1].id != message.content[2].id
+
+
+def test_anthropics_client_knows_our_errors() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    late = ScriptedHead(
+        lambda _: [*spoken("a", finish=None), RequestRefused(504, "deadline", "too late")]
+    )
+    options = ApiOptions(api_keys={"secret": "ann"})
+    with served(late, options) as url:
+        with client_of(url) as stranger, pytest.raises(anthropic.AuthenticationError):
+            stranger.messages.create(model="fake", max_tokens=1, messages=[USER])
+        with client_of(url, "secret") as client:
+            with pytest.raises(anthropic.NotFoundError, match="other"):
+                client.messages.create(model="other", max_tokens=1, messages=[USER])
+            with pytest.raises(anthropic.APIStatusError, match="too late"):
+                client.messages.create(model="fake", max_tokens=1, messages=[USER])
+            with pytest.raises(anthropic.APIError, match="too late"):
+                list(
+                    client.messages.create(model="fake", max_tokens=1, messages=[USER], stream=True)
+                )
+    assert [request.tenant for request in late.requests] == ["ann", "ann"]
+
+
+def test_a_conversation_with_results_is_the_chat_of_it() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}]{% endfor %}"
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    )
+    head = ScriptedHead(lambda _: spoken("ok"), ToolTokenizer(template))
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "content": [{"type": "text", "text": "7"}],
+    }
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    conversation = [
+        USER,
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Look"}, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    post(head, messages=conversation, system="Be", tools=[TOOL], tool_choice={"type": "none"})
+    text = bytes(head.requests[0].token_ids).decode()
+    called = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    assert text == f"[system:Be][user:Hi][assistant:Look{called}][tool:7][user:And?]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced"),
+    [
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "weather"}, True),
+        ({"type": "auto"}, False),
+    ],
+)
+def test_who_must_call_is_held_to_it(choice: dict[str, Any], forced: bool) -> None:
+    head = head_saying('{"city": "Oslo"}' if "name" in choice else f"[{LLAMA_CALL}]", PLAIN_JSON)
+    answer = post(head, tools=[TOOL], tool_choice=choice).json()
+    assert bool(head.requests[0].sampling.grammar) == forced
+    assert answer["stop_reason"] == "tool_use"
+    assert answer["content"][-1]["input"] == {"city": "Oslo"}
+
+
+def test_a_call_that_is_cut_is_no_block() -> None:
+    head = ScriptedHead(
+        lambda _: spoken('{"city', finish=FinishReason.LENGTH), ToolTokenizer(PLAIN_JSON)
+    )
+    answer = post(head, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).json()
+    assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+
+
+def test_a_schema_holds_and_a_stop_sequence_is_named() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    head = ScriptedHead(lambda _: spoken('{"a": 1}'))
+    post(head, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert head.requests[0].sampling.grammar
+    stopped = post(ScriptedHead(lambda _: spoken("one END two")), stop_sequences=["END"]).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "END")
+    assert stopped["content"] == [{"type": "text", "text": "one "}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "only text"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ],
+)
+def test_bad_input_is_named_in_their_format(fields: dict[str, Any], words: str) -> None:
+    response = post(ScriptedHead(), **fields)
+    error = response.json()
+    assert response.status_code == 400
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert words in error["error"]["message"]
+    assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_events_come_in_their_order() -> None:
+    head = head_saying(f"<tool_call>{CALL}</tool_call>", TAGGED)
+    response = post(head, stream=True, tools=[TOOL])
+    kinds = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
+    assert kinds == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    assert [json.loads(line)["type"] for line in lines] == kinds

@@ -1,0 +1,146 @@
+"""Large bodies are read in other processes: same answers, same errors, and the loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from scripted_head import ScriptedHead, served
+
+from moonpool.api import body_pool
+from moonpool.api.body_pool import _Lane
+from moonpool.api.frontend import ApiOptions, RequestRefused
+
+USER = {"role": "user", "content": "Hello"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [USER]}),
+    ("/v1/chat/completions", {"messages": [USER], "n": 2, "temperature": 0.5, "seed": 7}),
+    ("/v1/chat/completions", {"messages": [USER], "response_format": SCHEMA}),
+    ("/v1/chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}),
+    ("/v1/chat/completions", {"messages": [USER], "temperature": 9}),
+    ("/v1/chat/completions", {"messages": [USER], "logit_bias": {"7": 1.5}}),
+    ("/v1/completions", {"prompt": ["ab", "c"], "echo": True, "stop": "q", "max_tokens": 9}),
+    ("/v1/completions", {"prompt": [1, 2, 3]}),
+    ("/v1/completions", {"prompt": [1, 2, 999]}),
+    ("/v1/completions", {"prompt": "x" * 300}),
+    ("/v1/completions", {"prompt": "x", "model": "other"}),
+    ("/v1/responses", {"input": "Hello", "instructions": "Be brief", "metadata": {"a": "b"}}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 9, "model": "fake"}),
+    ("/v1/messages/count_tokens", {"messages": [USER], "model": "fake"}),
+    ("/tokenize", {"prompt": "é", "return_token_strs": True}),
+    ("/detokenize", {"tokens": [72, 105]}),
+    ("/detokenize", {"tokens": [-1]}),
+]
+
+
+def shape(response: httpx.Response) -> Any:
+    """The response without what differs from call to call."""
+    found = response.json()
+    for name in ("id", "created", "created_at", "completed_at"):
+        found.pop(name, None)
+    for item in found.get("output", ()):
+        item.pop("id", None)
+    return response.status_code, found
+
+
+def ask_all(options: ApiOptions) -> tuple[list[Any], list[Any]]:
+    """Returns the responses, and the requests that reached the head."""
+    head = ScriptedHead()
+    with served(head, options) as url, httpx.Client(base_url=url, timeout=60) as client:
+        responses = [shape(client.post(path, json=body)) for path, body in CALLS]
+    requests = [
+        (tuple(r.token_ids), r.sampling if "seed" in str(r) and r.sampling.seed < 99 else r.slo)
+        for r in head.requests
+    ]
+    return responses, requests
+
+
+def test_another_process_reads_every_body_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ask_all(ApiOptions())
+    monkeypatch.setattr(body_pool, "LARGE_BYTES", 0)
+    there = ask_all(ApiOptions(tokenizer="bytes"))
+    assert there[0] == here[0]
+    assert there[1] == here[1]
+    assert {status for status, _ in here[0]} == {200, 400, 404}
+
+
+def test_the_loop_turns_while_a_huge_body_is_read_and_its_deadline_holds() -> None:
+    huge = json.dumps({"tokens": [7] * 3_000_000}).encode()
+
+    async def ask(url: str) -> None:
+        headers = {"content-type": "application/json"}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            late = client.post(
+                "/detokenize", content=huge, headers=headers | {"x-request-timeout-ms": "50"}
+            )
+            assert (await late).status_code == 504
+            whole = asyncio.create_task(client.post("/detokenize", content=huge, headers=headers))
+            longest_s = turns = 0.0
+            while not whole.done():
+                asked_s = time.monotonic()
+                assert (await client.get("/health")).status_code == 200
+                longest_s, turns = max(longest_s, time.monotonic() - asked_s), turns + 1
+            answer = await whole
+            assert answer.status_code == 200
+            assert len(answer.json()["prompt"]) == 3_000_000
+            assert turns > 3, f"the longest of them took {longest_s} s"
+
+    with served(ScriptedHead(), ApiOptions(tokenizer="bytes")) as url:
+        asyncio.run(ask(url))
+
+
+class SlowLane(_Lane):
+    """A lane whose process is the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[bytes] = []
+
+    async def _exchange(self, start: bytes, work: bytes) -> bytes:
+        await asyncio.sleep(0.001)
+        self.order.append(work)
+        return work
+
+
+def test_tenants_take_turns_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_pool, "MAX_WAITING_OF_TENANT", 20)
+    monkeypatch.setattr(body_pool, "MAX_WAITING", 22)
+
+    async def run() -> None:
+        lane = SlowLane()
+        names = [("a", b"a%d" % n) for n in range(30)] + [("b", b"b%d" % n) for n in range(2)]
+        tasks = [asyncio.create_task(lane.run(tenant, b"", work)) for tenant, work in names]
+        await asyncio.sleep(0)
+        tasks[5].cancel()  # a client that leaves while it waits
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(one, RequestRefused) for one in found) == 9
+        assert lane.order[0] == b"a0"
+        assert lane.order.index(b"b0") < 3 and lane.order.index(b"b1") < 5
+        assert b"a5" not in lane.order
+        assert not lane._busy and not lane._waiting
+
+    asyncio.run(run())
+
+
+def test_a_process_that_dies_is_replaced() -> None:
+    body = json.dumps({"tokens": [72] * 50_000})
+
+    async def run() -> None:
+        head = ScriptedHead()
+        reader = body_pool.BodyReader(head, ApiOptions(tokenizer="bytes"))
+        for _ in range(2):
+            found = await reader.respond("detokenize", body.encode(), "", 60.0)
+            assert len(found) > 50_000
+            process = reader._large._process
+            assert process is not None
+            process.kill()
+            await process.wait()
+        reader.close()
+
+    asyncio.run(run())

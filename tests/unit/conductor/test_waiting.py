@@ -1,0 +1,136 @@
+"""Requests wait for a lost instance and for room, until their deadlines and in order."""
+
+from __future__ import annotations
+
+import pytest
+from conductor_desk import Desk, of, sent
+
+from moonpool.conductor import waiting as waiting_module
+from moonpool.conductor.actions import (
+    ConductorAction,
+    DrainRequested,
+    InstanceLost,
+    Refuse,
+    RequestCancelled,
+    Tick,
+)
+from moonpool.protocol.messages import AttemptFailed, AttemptId, ReserveDecode, StartPrefill
+from moonpool.types import FinishReason, InstanceId, RequestId
+
+
+def lose(desk: Desk, name: str) -> list[ConductorAction]:
+    return desk.handle(InstanceLost(InstanceId(name), "it died"))
+
+
+def tick(desk: Desk, later_s: float = 0.1) -> list[ConductorAction]:
+    desk.now += later_s
+    return desk.handle(Tick())
+
+
+def placed(actions: list[ConductorAction]) -> list[str]:
+    return [start.work.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
+def test_new_and_running_requests_wait_for_the_only_instance_of_a_role(name: str) -> None:
+    desk = Desk("p0", "d0")
+    desk.ask("a")
+    desk.decoding("a/1")
+    desk.tokens("d0", 51, 52, work="a/1")
+    desk.ask("b")
+    actions = [*lose(desk, name), *desk.ask("c"), *tick(desk, 50.0)]
+    assert not of(actions, Refuse)
+    actions = desk.join(name, incarnation=2)
+    assert placed(actions) == (["b", "c"] if name == "p0" else ["a", "b", "c"])
+    if name == "d0":
+        (again,) = (start for _, start in sent(actions, StartPrefill)[:1])
+        assert tuple(again.work.token_ids[-3:]) == (50, 51, 52), "the answer goes on"
+    assert desk.conductor.num_waiting == 0
+
+
+def test_waiting_requests_end_at_their_deadlines_or_with_their_clients() -> None:
+    desk = Desk("p0", "d0")
+    lose(desk, "d0")
+    desk.ask("late", deadline_s=5.0)
+    desk.ask("gone")
+    desk.handle(RequestCancelled(RequestId("gone")))
+    (refuse,) = of(tick(desk, 6.0), Refuse)
+    assert (refuse.request_id, refuse.status) == ("late", 504)
+    assert desk.conductor.num_waiting == 0
+    assert not placed(desk.join("d0", incarnation=2))
+
+
+def test_nobody_waits_for_an_instance_that_never_was_or_that_left() -> None:
+    desk = Desk("p0")
+    assert of(desk.ask("a"), Refuse)[0].reason == "no_decode_instance"
+    desk.join("d0")
+    desk.handle(DrainRequested(InstanceId("d0"), 0.0, "its process got a signal"))
+    lose(desk, "d0")
+    assert of(desk.ask("b"), Refuse)[0].reason == "no_decode_instance"
+
+
+def test_waiting_new_requests_are_bounded_and_begun_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting_module, "MAX_WAITING", 2)
+    desk = Desk("p0", "d0")
+    for name in ("a", "b", "c"):
+        desk.ask(name)
+    lose(desk, "d0")
+    assert desk.conductor.num_waiting == 3
+    assert of(desk.ask("new"), Refuse)[0].status == 503
+
+
+def test_a_begun_answer_waits_for_room() -> None:
+    desk = Desk("p0", "d0", "d1", num_blocks=8)
+    desk.ask("a", token_ids=range(16), max_tokens=9)
+    first = desk.conductor.requests[RequestId("a")].attempt
+    assert first is not None
+    lost, left = first.decoder, "d1" if first.decoder == "d0" else "d0"
+    desk.ask("b", token_ids=range(100, 116), max_tokens=9)
+    assert not of(lose(desk, lost), Refuse)
+    assert desk.conductor.num_waiting == 1
+    assert of(desk.ask("new", token_ids=range(16), max_tokens=9), Refuse), "it is not begun"
+    assert not placed(tick(desk))
+    desk.handle(RequestCancelled(RequestId("b")))
+    actions = tick(desk)
+    assert placed(actions) == ["a"]
+    assert [name for name, _ in sent(actions, ReserveDecode)] == [left]
+
+
+def test_repeated_faults_are_retried_after_a_while_and_tokens_forgive_them() -> None:
+    desk = Desk("m0", max_attempts=3)
+    desk.ask("a", max_tokens=50)
+    number = 1
+    for _ in range(6):  # each time a token comes before the fault
+        desk.tokens("m0", 7, work=f"a/{number}")
+        failed = AttemptFailed(AttemptId(f"a/{number}"), "blocks_lost", "gone")
+        assert placed(desk.report("m0", failed)) == ["a"]
+        number += 1
+    failed = AttemptFailed(AttemptId(f"a/{number}"), "blocks_lost", "gone")
+    assert not placed(desk.report("m0", failed)), "a second fault in a row waits a moment"
+    assert placed(tick(desk, 2.0)) == ["a"]
+    number += 1
+    failed = AttemptFailed(AttemptId(f"a/{number}"), "blocks_lost", "gone")
+    assert of(desk.report("m0", failed), Refuse)[0].reason == "blocks_lost"
+    desk.assert_nothing_is_booked()
+
+
+def test_a_flood_that_waits_is_placed_in_order_over_several_turns() -> None:
+    desk = Desk("p0", "d0", num_blocks=100_000)
+    lose(desk, "d0")
+    names = [f"r{number}" for number in range(300)]
+    for name in names:
+        desk.ask(name)
+    found = placed(desk.join("d0", incarnation=2))
+    assert 0 < len(found) < 300
+    assert found + placed(tick(desk)) == names
+
+
+def test_finished_requests_do_not_wait() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask("a")
+    desk.decoding("a/1")
+    desk.tokens("d0", 51, finish=FinishReason.STOP, work="a/1")
+    lose(desk, "d0")
+    assert desk.conductor.num_waiting == 0

@@ -1,0 +1,124 @@
+"""The bound is never below what a run reaches, and the search stays between policies and bound."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from moonpool.config import ADMISSIONS, Config, parse_config
+from moonpool.oracle.bound import Bound, upper_bound
+from moonpool.oracle.cluster import limits_of
+from moonpool.oracle.search import Budget, Chosen, Runner, best_schedule
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.workload import Arrival
+from moonpool.trace.blocks import private_keys
+
+BLOCK = 256
+
+
+def config_of(
+    prefill: int, decode: int, mixed: int, slo: tuple[float, float], **more: Any
+) -> Config:
+    cluster = {"prefill": prefill, "decode": decode, "mixed": mixed}
+    slos = {"ttft_s": slo[0], "tbt_s": slo[1]}
+    return parse_config("", {"cluster": cluster, "slo": slos, **more}, DEFAULTS)
+
+
+def workload(rng: random.Random, number: int, gap_s: float, most_tokens: int) -> list[Arrival]:
+    """Some prompts continue an earlier one, as conversations do."""
+    made: list[Arrival] = []
+    at_s = 0.0
+    for n in range(number):
+        tokens = rng.randint(100, most_tokens)
+        keys = private_keys(n, tokens, BLOCK)
+        if made and rng.random() < 0.5:
+            earlier = rng.choice(made).keys[: rng.randint(0, 40)]
+            tokens = max(tokens, len(earlier) * BLOCK + 1)
+            keys = (*earlier, *private_keys(n, tokens, BLOCK)[len(earlier) :])
+        made.append(Arrival(at_s, tokens, rng.choice([1, 3, 20, 150]), keys))
+        at_s += rng.expovariate(1 / gap_s) if rng.random() < 0.7 else 0.0
+    return made
+
+
+def frame(settings: Config, arrivals: list[Arrival]) -> tuple[Runner, Bound, Any, Any]:
+    hardware = build_hardware(settings)
+    demand, resources = limits_of(settings, hardware, arrivals)
+    return (
+        Runner(settings, hardware, arrivals, {}),
+        upper_bound(demand, resources),
+        demand,
+        resources,
+    )
+
+
+CLUSTERS = [
+    config_of(1, 1, 0, (4.0, 0.05)),
+    config_of(2, 1, 0, (6.0, 0.15), hardware={"cost": "roofline"}),
+    config_of(0, 0, 2, (5.0, 0.08), hardware={"cost": "roofline"}),
+    config_of(1, 1, 1, (8.0, 0.06)),
+    config_of(1, 1, 0, (3.0, 0.04), pool={"prefix_caching": False}, engine={"max_sequences": 6}),
+    config_of(1, 1, 0, (10.0, 0.1), engine={"pipeline_parallel_size": 2}),
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_policy_exceeds_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    settings = CLUSTERS[seed % len(CLUSTERS)]
+    arrivals = workload(rng, 60, rng.choice([0.05, 0.3, 1.0]), 20_000)
+    runner, bound, _, _ = frame(settings, arrivals)
+    for name in ADMISSIONS:
+        assert len(runner.policy(name)) <= bound.most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_of_all_subsets_lies_between_search_and_bound(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    arrivals = workload(rng, 8, 0.2, 16_000)
+    runner, bound, demand, resources = frame(CLUSTERS[0], arrivals)
+    optimum = max(
+        len(runner.clairvoyant(frozenset(chosen)))
+        for size in range(1, len(arrivals) + 1)
+        for chosen in combinations(range(len(arrivals)), size)
+    )
+    starts: list[Chosen] = [runner.policy("early")]
+    found = best_schedule(runner, demand, resources, starts, Budget(40))
+    assert 0 < len(found.effective) <= optimum <= bound.most <= len(arrivals)
+    assert len(found.effective) >= optimum - 1
+    assert runner.clairvoyant(found.admitted) == found.effective
+
+
+def test_the_bound_counts_what_prefill_can_do() -> None:
+    """Ten equal prompts at once, of which the instance computes three within the SLO."""
+    arrivals = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
+    prompt_s = build_hardware(CLUSTERS[0]).prefill.ground_truth.step_s  # of a whole prompt
+    from moonpool.cost.model import Chunk
+
+    one_s = prompt_s((Chunk(16_000, 0, 0, True),), 0, 0)
+    _, bound, _, _ = frame(config_of(1, 1, 0, (3.4 * one_s, 0.05)), arrivals)
+    assert bound.most == 3
+
+
+def test_shared_blocks_are_paid_once() -> None:
+    """Of ten prompts at once that share all but a block, all can be served; of private ones few."""
+    shared = private_keys(0, 16_000, BLOCK)
+    alike = [Arrival(0.0, 16_000, 1, shared) for _ in range(10)]
+    private = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
+    settings = config_of(1, 1, 0, (6.0, 0.05))
+    assert frame(settings, alike)[1].most == 10
+    assert frame(settings, private)[1].most < 5
+    uncached = config_of(1, 1, 0, (6.0, 0.05), pool={"prefix_caching": False})
+    assert frame(uncached, alike)[1].most < 5
+
+
+def test_the_bound_counts_what_decode_can_do() -> None:
+    """Answers whose pace leaves room for few at a time on the one decode instance."""
+    arrivals = [Arrival(0.0, 500, 400, private_keys(n, 500, BLOCK)) for n in range(200)]
+    settings = config_of(8, 1, 0, (30.0, 0.0285))
+    runner, bound, _, _ = frame(settings, arrivals)
+    assert len(runner.policy("early")) <= bound.most < 150
+    assert bound.binding["decode pace"] > 0
