@@ -11,7 +11,8 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * goodput: admits what adds more effective requests than it costs (`goodput_admission`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
-The decode instance's own check is on in all but the first. Policies are pure and book nothing.
+The decode instance's own check is on in all but none and goodput. Policies are pure and book
+nothing.
 """
 
 from __future__ import annotations

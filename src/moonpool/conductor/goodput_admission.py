@@ -3,14 +3,19 @@ costs.
 
 It adds its own chance to meet both SLOs: the chance of its TTFT, given the queue, times the chance
 of its TBT, given the decode load at the end of its prefill and through its answer. It costs
-* the chances of the others that decode on the same instance: one more request lengthens all steps;
-* the requests that could have used the same seconds of prefill and of decode (`resource_prices`).
+* the requests that could have used the same seconds of prefill and of decode (`resource_prices`);
+* on a mixed instance, chances of the others that decode there: one more lengthens all steps.
+
+On a decode instance an admitted request waits after its prefill, with its KVCache there, until the
+batch has room for it (`AttemptSpec.max_step_s`). So bursts wait within the TTFT SLO instead of
+being rejected, and a batch is full without exceeding the step time that serves most requests.
 
 The chances are learned from the answers that have ended (`slo_chances`). Nothing here books.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_CHANCE = 0.02
-"""Requests with a smaller chance to meet both SLOs are rejected, even if they cost nobody anything."""
+"""Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 MIN_SIMILAR = 8
 """Answers to prompts of one length, from which on their mean is used."""
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
@@ -132,7 +137,7 @@ class GoodputModel:
     def expect(self, context: AdmissionContext, first: bool) -> ExpectedGoodput:
         """Must be asked before the request is booked. `first`: the request has just arrived, so it
         counts as demand (mutates)."""
-        budget, placement, footprint = context.budget, context.placement, context.footprint
+        budget, placement = context.budget, context.placement
         left_s = budget.slo.ttft_s - budget.waited_s
         load = self._decode_load(context)
         chances, slo_s = self._tbt(context), budget.slo.tbt_s
@@ -252,49 +257,59 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
     """None if the request adds more than it costs."""
     if expected.adds_more:
         return None
-    slo, placement = context.budget.slo, context.placement
-    numbers = {
+    placement, numbers = context.placement, _numbers(context, expected)
+    if expected.ttft_chance < LEAST_TTFT_CHANCE:
+        if placement.prefill_s > context.budget.slo.ttft_s:
+            text = f"{_ttft_text(context, expected)}, also on an idle instance: shorten the prompt"
+            return Rejection(422, TIGHT_TTFT, f"{text} or raise the SLO", inf, numbers)
+        wait_s = placement.queue_s + expected.wait_s
+        return Rejection(429, TIGHT_TTFT, _ttft_text(context, expected), wait_s, numbers)
+    if expected.tbt_chance < LEAST_CHANCE:
+        text = _tbt_text(context, expected)
+        if _alone_s(context) > context.budget.slo.tbt_s:
+            text += ", also on an idle instance: raise the SLO"
+            return Rejection(422, TIGHT_TBT, text, inf, numbers)
+        return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
+    crowded = expected.prefill_cost + expected.decode_cost >= expected.harm
+    reason = CROWDED_OUT if crowded else TIGHT_TBT
+    wait_s = max(placement.queue_s + expected.wait_s, 1.0)
+    return Rejection(429, reason, _cost_text(expected), wait_s, numbers)
+
+
+def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, float]:
+    """The decision for machines."""
+    return {
         "ttft_chance": expected.ttft_chance,
         "tbt_chance": expected.tbt_chance,
         "expected_gain": expected.gain,
         "expected_cost": expected.cost,
-        "predicted_ttft_s": placement.ttft_s,
-        "limit_ttft_s": slo.ttft_s,
+        "predicted_ttft_s": context.placement.ttft_s + expected.wait_s,
+        "limit_ttft_s": context.budget.slo.ttft_s,
         "predicted_tbt_s": expected.step_s,
-        "limit_tbt_s": slo.tbt_s,
+        "limit_tbt_s": context.budget.slo.tbt_s,
     }
-    if expected.ttft_chance < LEAST_TTFT_CHANCE:
-        return Rejection(429, TIGHT_TTFT, _ttft_text(context, expected), placement.queue_s, numbers)
-    if expected.tbt_chance < LEAST_CHANCE:
-        text = _tbt_text(context, expected)
-        return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
-    text = _cost_text(expected)
-    reason = (
-        TIGHT_TBT if expected.harm > expected.prefill_cost + expected.decode_cost else CROWDED_OUT
-    )
-    return Rejection(429, reason, text, max(placement.queue_s, 1.0), numbers)
+
+
+def _alone_s(context: AdmissionContext) -> float:
+    """Step time of the request alone on its decode instance."""
+    table, row = context.table, context.placement.decoder_row
+    own_s = added_step_s(table, row, context.footprint.expected_tokens)
+    return table.decode_base_s.item(row) + own_s
 
 
 def _ttft_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
     placement, budget = context.placement, context.budget
-    text = (
-        f"predicted TTFT {budget.waited_s + placement.ttft_s:.2f} s meets the SLO of"
-        f" {budget.slo.ttft_s:g} s with a chance of {expected.ttft_chance:.0%}"
+    return (
+        f"predicted TTFT {budget.waited_s + placement.ttft_s + expected.wait_s:.2f} s meets the SLO"
+        f" of {budget.slo.ttft_s:g} s with a chance of {expected.ttft_chance:.0%}"
     )
-    if placement.ttft_s - placement.queue_s > budget.slo.ttft_s:
-        text += ", also on an idle instance: shorten the prompt or raise the SLO"
-    return text
 
 
 def _tbt_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
-    slo_s = context.budget.slo.tbt_s
-    text = (
-        f"predicted time between tokens {expected.step_s:.3f} s meets the SLO of {slo_s:g} s with a"
-        f" chance of {expected.tbt_chance:.0%}"
+    return (
+        f"predicted time between tokens {expected.step_s:.3f} s meets the SLO of"
+        f" {context.budget.slo.tbt_s:g} s with a chance of {expected.tbt_chance:.0%}"
     )
-    row, num_tokens = context.placement.decoder_row, context.footprint.expected_tokens
-    alone_s = context.table.decode_base_s.item(row) + added_step_s(context.table, row, num_tokens)
-    return text + ", also on an idle instance: raise the SLO" if alone_s > slo_s else text
 
 
 def _cost_text(expected: ExpectedGoodput) -> str:

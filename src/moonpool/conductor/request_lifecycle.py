@@ -52,8 +52,9 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
 
 TBT_SLO_LATE = "tbt_slo_late"
-TTFT_SLO_LATE = "ttft_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
+TTFT_SLO_LATE = "ttft_slo_late"
+"""The reason of a rejection because no room in a decode batch came in time: likewise."""
 REFUSED = "refused_by_engine"
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
@@ -319,7 +320,8 @@ class RequestLifecycle:
             if tracked is None or tracked.attempt is None or tracked.generated:
                 continue
             if tracked.attempt.stage is AttemptStage.HANDOVER:
-                text = f"no decode instance had room within the TTFT SLO of {tracked.request.slo.ttft_s:g} s"
+                slo_s = tracked.request.slo.ttft_s
+                text = f"its decode instance had no room within the TTFT SLO of {slo_s:g} s"
                 wait_s = self._output_predictor.mean_s
                 self._reject(tracked, Rejection(429, TTFT_SLO_LATE, text, wait_s), now)
         while self._deadlines and self._deadlines[0][0] <= now:

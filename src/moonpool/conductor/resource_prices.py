@@ -6,10 +6,9 @@ first until the capacity is used up. The need of the last one is the price. A re
 more than its worth at this price would cost more effective requests than it adds. Without overload
 the prices are 0, and nobody is rejected for what he needs.
 
-* Prefill has a queue. The queue may grow to `QUEUE_SHARE` of the TTFT SLO: so much work must be
-  waiting that no instance idles when arrivals pause. A shorter queue permits more than the capacity,
-  a longer one less.
-* A decode waits for room likewise, behind its prefill.
+Prefill has a queue, and a decode waits for room behind its prefill. Either may wait for
+`QUEUE_SHARE` of the TTFT SLO: so much work must be waiting that no instance idles when arrivals
+pause. A shorter queue permits more than the capacity, a longer one less.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 WINDOW_S = 120.0
-"""Arrivals of so many seconds are the demand; of two TTFT SLOs if that is longer."""
+"""Arrivals of the last so many seconds are the demand."""
 MAX_ARRIVALS = 512
 MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""
@@ -36,9 +35,9 @@ class Need(NamedTuple):
     """What one request would use."""
 
     at_s: float
-    worth: float  # its chance to meet the SLOs on idle instances
+    worth: float  # its chance to meet both SLOs if no prefill waited
     prefill_s: float
-    decode_s: float  # what its decode adds to each step
+    decode_s: float  # what it adds to each step, times its duration over the mean duration
 
 
 class Capacity(NamedTuple):
@@ -58,7 +57,7 @@ class ResourcePrices:
 
     def __init__(self) -> None:
         self._needs: deque[Need] = deque(maxlen=MAX_ARRIVALS)
-        self._prefill = self._decode = 0.0  # effective requests per second
+        self._prefill = self._decode = 0.0  # effective requests per second and per `Need.decode_s`
         self._updated_s = float("-inf")
 
     def note_arrival(self, need: Need) -> None:
@@ -73,30 +72,28 @@ class ResourcePrices:
 
     @property
     def prices(self) -> tuple[float, float]:
-        """Effective requests per second of prefill, and per second of decode."""
+        """Effective requests per second of prefill, and per `Need.decode_s`."""
         return self._prefill, self._decode
 
     def _update(self, capacity: Capacity, now: float) -> None:
-        oldest_s = now - max(WINDOW_S, 2.0 * min(capacity.slo_ttft_s, WINDOW_S))
-        while self._needs and self._needs[0].at_s < oldest_s:
+        slo_s = min(max(capacity.slo_ttft_s, 1e-3), WINDOW_S)
+        while self._needs and self._needs[0].at_s < now - WINDOW_S:
             self._needs.popleft()
         if len(self._needs) < MIN_ARRIVALS:
             self._prefill = self._decode = 0.0
             return
         needs = np.array(self._needs)
-        slo_s = max(capacity.slo_ttft_s, 1e-3)
-        # The queue takes a burst that is over within a small part of an SLO's time.
-        elapsed_s = max(now - needs.item(0, 0), BURST_SHARE * min(slo_s, WINDOW_S))
-        worth, prefill_s, decode = needs[:, 1], needs[:, 2], needs[:, 3]
-        # Over one SLO's time, the queue should come to QUEUE_SHARE of the SLO.
+        elapsed_s = max(now - needs.item(0, 0), BURST_SHARE * slo_s)
+        worth, prefill_s, decode_s = needs[:, 1], needs[:, 2], needs[:, 3]
+        # Within one SLO's time, the queue should come to QUEUE_SHARE of the SLO.
         pace = max(1.0 + QUEUE_SHARE - capacity.queue_s / slo_s, 0.0)
-        prefill_supply = capacity.num_prefills * elapsed_s * pace
-        self._prefill = _price(worth - self._decode * decode, prefill_s, prefill_supply)
+        supply_s = capacity.num_prefills * elapsed_s * pace
+        self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)
         pace = max(1.0 + QUEUE_SHARE - capacity.wait_s / slo_s, 0.0)
         turnover = elapsed_s / max(capacity.lifetime_s, 1e-3)
         unused_s = max(capacity.decode_load_s - capacity.decode_used_s, 0.0)
-        decode_supply = capacity.decode_load_s * turnover * pace + unused_s
-        self._decode = _price(worth - self._prefill * prefill_s, decode, decode_supply)
+        supply_s = capacity.decode_load_s * turnover * pace + unused_s
+        self._decode = _price(worth - self._prefill * prefill_s, decode_s, supply_s)
 
 
 def _price(

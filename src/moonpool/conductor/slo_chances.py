@@ -34,7 +34,7 @@ USUAL_SPREAD = 1.04
 LENGTH_MEMORY = 1024
 RELEARN_EVERY = 16
 MIXED_STEP_SHARE = 0.85
-"""`scheduler.chunk_budget.HEADROOM`: a step with chunks is planned to last this share of the SLO."""
+"""A step with chunks is planned for this share of the SLO (`scheduler.chunk_budget.HEADROOM`)."""
 QUEUED_SHARE = 0.125
 """TTFTs predicted below this share of the SLO say nothing about the lateness of a long queue."""
 
@@ -61,8 +61,8 @@ class TbtChances:
         self._best_steps: dict[tuple[float, float], float] = {}
 
     def note_answer(self, num_tokens: int, longest_s: float, predicted_s: float) -> None:
-        """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`, for which
-        a step of `predicted_s` was predicted when it was admitted."""
+        """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`.
+        `predicted_s`: the step time that was predicted when it was admitted."""
         if num_tokens < LENGTH_CLASSES[0]:
             self._no_gap += 1.0
         elif predicted_s > 0.0 and longest_s > 0.0:

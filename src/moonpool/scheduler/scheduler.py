@@ -95,9 +95,9 @@ class Scheduler:
     def join(self, request: RequestState) -> None:
         """Adds a request with all of its KVCache; it runs once the engine has room for it.
 
-        Where the TBT SLO counts (`max_step_s`), it joins between two steps. Its first token is then
-        delivered when its first step begins. Otherwise its first gap would also have the rest of the
-        step under way, and short answers would miss their SLO at any load.
+        Where the TBT SLO counts (`max_step_s`), it joins between two steps, and its first token is
+        delivered when its first step begins. Else its first gap would include the rest of the step
+        under way, and short answers would miss their SLO at any load.
         """
         self.joining.append(request)
         if request.attempt.max_step_s is not None and self.steps:

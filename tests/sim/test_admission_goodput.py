@@ -1,0 +1,66 @@
+"""Effective requests of the admission policies, on workloads that no figure of the project uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from moonpool.cli.main import cli
+
+OTHERS = ("none", "baseline", "early")
+SLACK = 0.01
+"""Share of the requests by which a policy may win by chance on a short trace."""
+
+
+def trace(folder: Path, profile: str, requests: int, seed: int) -> Path:
+    path = folder / f"{profile}-{requests}-{seed}.jsonl"
+    flags = ["--profile", profile, "--requests", str(requests), "--seed", str(seed)]
+    made = CliRunner().invoke(cli, ["trace", "generate", *flags, "-o", str(path)])
+    assert made.exit_code == 0, made.output
+    return path
+
+
+def effective(path: Path, admission: str, *flags: str) -> int:
+    figures = path.with_suffix(f".{admission}.out")
+    command = ["simulate", "--trace", str(path), "--admission", admission, *flags]
+    run = CliRunner().invoke(cli, [*command, "--json", str(figures)])
+    assert run.exit_code == 0, run.output
+    import json
+
+    found: dict[str, Any] = json.loads(figures.read_text())
+    return int(found["effective"])
+
+
+def compare(path: Path, *flags: str, policies: tuple[str, ...] = OTHERS) -> tuple[int, int]:
+    """Effective requests of `goodput`, and of the best other policy."""
+    best = max(effective(path, policy, *flags) for policy in policies)
+    return effective(path, "goodput", *flags), best
+
+
+def test_under_overload_goodput_serves_many_more(tmp_path: Path) -> None:
+    path = trace(tmp_path, "toolagent", 400, 11)
+    flags = ("--speed", "8", "--prefill", "2", "--decode", "1", "--slo-tbt", "0.035")
+    ours, best = compare(path, *flags, policies=("baseline",))
+    assert ours > 1.2 * best
+
+
+def test_without_overload_nothing_is_rejected(tmp_path: Path) -> None:
+    path = trace(tmp_path, "conversation", 150, 12)
+    assert effective(path, "goodput", "--speed", "0.5", "--prefill", "4", "--decode", "4") == 150
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("profile", ["conversation", "toolagent", "l-eval"])
+@pytest.mark.parametrize("speed", ["1", "3", "9"])
+@pytest.mark.parametrize("cluster", ["4P+2D", "2P+4D"])
+@pytest.mark.parametrize("slo_tbt", ["0.035", "0.1"])
+def test_goodput_never_serves_fewer(
+    tmp_path: Path, profile: str, speed: str, cluster: str, slo_tbt: str
+) -> None:
+    path = trace(tmp_path, profile, 300, 21)
+    flags = ("--prefill", cluster[0], "--decode", cluster[3], "--slo-tbt", slo_tbt)
+    ours, best = compare(path, "--speed", speed, *flags)
+    assert ours >= best - SLACK * 300
