@@ -64,6 +64,7 @@ _SHARED_KEYS = (
     "api.host",
     "api.port",
     "api.api_keys",
+    "api.api_key_file",
     "api.request_timeout_s",
     "api.drain_seconds",
     "api.max_body_bytes",
