@@ -89,10 +89,7 @@ class WaitingRequests:
         request = tracked.request
         if now - request.arrived_s > request.slo.ttft_s / 2:
             return False
-        tenant = payer_of(request.tenant)
-        if self._is_waiting(tracked):
-            return self._shares.is_owed(tenant, now)
-        return self._shares.may_wait(tenant, now)
+        return self._is_waiting(tracked) or self._shares.may_wait(payer_of(request.tenant), now)
 
     def add(self, tracked: TrackedRequest, not_before_s: float, is_owed: bool = False) -> None:
         """A request that waits already keeps its place."""
