@@ -41,6 +41,9 @@ class ApiKeys:
         return names & {ADMIN} if ADMIN in names or len(names) > 1 else names
 
 
+NO_KEYS = ApiKeys()
+
+
 def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiKeys:
     """Joins keys of the configuration, of a key file and of the operator. Raises KeyFileError."""
     tenants = {key: f"key{number}" for number, key in enumerate(given)}

@@ -1,7 +1,7 @@
 """The life of a request in the Conductor: placement, attempts, tokens, deadline and end.
 
     arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
-            \\    \\--> rejected (429, 503)          any failure --> placed again, or rejected
+            \\    \\--> rejected (422, 429, 503)     any failure --> placed again, or rejected
              \\--> waits while a lost instance restarts --> placed
 
 A request is placed again when an instance fails. Its delivered tokens become part of the new
@@ -30,8 +30,9 @@ from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.fair_share import FairShare, payer_of
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.retry_spread import RetrySpread
+from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.conductor.waiting import RETRY_DELAYS_S, WaitingRequests
@@ -80,14 +81,15 @@ class RequestLifecycle:
         max_attempts: int,
         actions: list[ConductorAction],
         tenant_weights: Mapping[str, float],
+        prefetching: Prefetching | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.shares = FairShare(tenant_weights)
         self.waiting = WaitingRequests(self.shares)
-        self._retries = RetrySpread()
         self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
+        self._retries = RetrySchedule()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._planner = planner
         self._reservations = reservations
@@ -97,6 +99,7 @@ class RequestLifecycle:
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
+        self._prefetching = prefetching
 
     # Arrival and placement
 
@@ -108,6 +111,7 @@ class RequestLifecycle:
             request.slo,
             request.arrived_s,
             tenant=request.tenant,
+            max_tokens=request.sampling.max_tokens,
         )
         tracked = TrackedRequest(request, record)
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
@@ -117,8 +121,10 @@ class RequestLifecycle:
         if self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
-        else:
-            self._place(tracked, now)
+            return
+        self._place(tracked, now)
+        if self._prefetching is not None and request.request_id in self.requests:
+            self._prefetching.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
@@ -159,7 +165,6 @@ class RequestLifecycle:
         attempt = self._planner.attempt(tracked, planned)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:
-            self._retries.note_admitted(now)
             num_tokens = footprint.expected_tokens - placement.hit_tokens
             self.shares.give(payer_of(tracked.request.tenant), num_tokens, now)
         tracked.num_attempts += 1
@@ -367,7 +372,7 @@ class RequestLifecycle:
 
     def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
         retry_after_s = None
-        if rejection.status in (429, 503):
+        if rejection.status in (429, 503) and rejection.retry_after_s < float("inf"):
             retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
@@ -387,6 +392,7 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
+            self._retries.note_completed(now)
             self._learn(tracked, now)
         self._unbook(tracked, now, abort=not finished)
         self.waiting.remove(tracked.request.request_id)
@@ -404,6 +410,8 @@ class RequestLifecycle:
         num_prompt_tokens = tracked.request.num_prompt_tokens
         num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
         self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
+        if self._prefetching is not None:
+            self._prefetching.end(tracked, now)
         self._roles.note_answer(num_prompt_tokens, tracked.record.num_generated_tokens)
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)

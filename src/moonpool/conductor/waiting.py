@@ -23,6 +23,8 @@ MAX_WAITING = 4096
 MAX_WAITING_TOKENS = 1 << 24
 """Limits for requests that were not admitted before; the others always wait."""
 MAX_LOST = 256
+HOPELESS = 422
+"""Status of a rejection that an idle cluster would make, too."""
 RETRY_DELAYS_S = (0.0, 0.5, 1.5, 3.0, 5.0)
 """Delay of the next attempt after the first, second, ... fault in a row."""
 
@@ -68,7 +70,7 @@ class WaitingRequests:
     def may_wait(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
         """Whether time alone may remove the reason of this rejection."""
         if rejection.reason == "no_decode_capacity":
-            return tracked.num_attempts > 0 and not rejection.hopeless
+            return tracked.num_attempts > 0 and rejection.status != HOPELESS
         roles = self._lost.values()
         if rejection.reason == "no_instance":
             expected = bool(roles)
@@ -84,7 +86,9 @@ class WaitingRequests:
 
     def is_owed(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> bool:
         """Whether a new request waits because its tenant had less than its share."""
-        if rejection.reason not in LOAD_REASONS or rejection.hopeless or tracked.num_attempts:
+        if rejection.reason not in LOAD_REASONS or rejection.status not in (429, 503):
+            return False
+        if tracked.num_attempts:
             return False
         request = tracked.request
         if now - request.arrived_s > request.slo.ttft_s / 2:

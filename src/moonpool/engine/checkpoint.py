@@ -207,7 +207,15 @@ def _check_tensors(
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    unexpected = [n for n in files if n not in shapes and n not in tied and not IGNORED.search(n)]
+    further = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.further_layers))
+    unexpected = [
+        name
+        for name in files
+        if name not in shapes
+        and name not in tied
+        and not IGNORED.search(name)
+        and not name.startswith(further)
+    ]
     if unexpected:
         raise ModelError(
             f"the checkpoint has tensors its config.json gives no use for: {_listed(unexpected)}"

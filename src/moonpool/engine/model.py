@@ -93,7 +93,8 @@ class DecoderModel:
                 f"the model has {' and '.join(missing)}, which this device or attention worker "
                 "does not compute: use --device cpu, without --attention"
             )
-        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        latent_dim = 0 if spec.latent is None else spec.latent.rank
+        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, latent_dim)
         self._ops = ops
         self._scale = spec.scale()
         self.ropes = Ropes(spec, ops.device) if ropes is None else ropes

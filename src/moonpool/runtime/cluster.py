@@ -16,7 +16,7 @@ import msgspec
 from moonpool.api.app import PortError, http_server, listen, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import ApiOptions, ModelCard
-from moonpool.api.keys import ApiKeys, KeyFileError, collect_keys
+from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, collect_keys
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values
 from moonpool.cores import (
@@ -31,7 +31,7 @@ from moonpool.cores import (
 from moonpool.engine.builtin import model_info, model_info_without_weights, open_tokenizer
 from moonpool.engine.device import resolve_device, resolve_dtype
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.fork_server import ForkServer
 from moonpool.runtime.head import Head
@@ -185,14 +185,18 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes, keys: ApiKeys) -> tuple[Head, str]:
+def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
     """Returns the head, and the name of its tokenizer."""
     try:
         read = model_info_without_weights if config.engine.kind == "vllm" else model_info
         model = read(config.model.name, config.model.dtype)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
+        if config.model.chat_template:
+            tokenizer.use_chat_template(_read_template(config.model.chat_template))
     except (ModelError, TokenizerError) as error:
         raise ClusterError(str(error)) from None
+    except ChatTemplateError as error:
+        raise ClusterError(f"{config.model.chat_template}: {error}") from None
     for note in model.notes:
         log.info("%s", note)
     longest = model.max_positions
@@ -232,13 +236,23 @@ def read_keys(config: Config) -> ApiKeys:
         raise ClusterError(f"API keys ({where}): {error}") from None
 
 
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
+
+
 def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
+    template = config.model.chat_template
     return ApiOptions(
         api_keys=keys.tenants,
         admins=keys.admins,
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
+        allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
+        chat_template=_read_template(template) if template else "",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tenants that compete share an overloaded cluster, and refused clients come back spread out."""
+"""Tenants that compete share an overloaded cluster by the tokens they were given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from conductor_desk import Desk, of, sent
 
 from moonpool.conductor.actions import Refuse, RequestCancelled, Tick
 from moonpool.conductor.fair_share import ACTIVE_S, MAX_OWED_WAITING, FairShare, payer_of
-from moonpool.conductor.retry_spread import MAX_RETRY_AFTER_S, RetrySpread
 from moonpool.protocol.messages import StartPrefill
 from moonpool.types import RequestId
 
@@ -102,17 +101,3 @@ def test_shares_know_who_competes_and_who_is_owed() -> None:
         shares.begin_wait("small")
     assert not shares.may_wait("small", 1.0)
     assert payer_of("small/salt") == payer_of("small/other") == "small"
-
-
-def test_refused_clients_come_back_spread_out_and_later_under_more_load() -> None:
-    spread = RetrySpread()
-    assert spread.retry_after_s(1.0, 0.0) == 1.0, "one refusal is no crowd"
-    for _ in range(10):
-        spread.note_admitted(0.0)
-    mild = [spread.retry_after_s(1.0, 0.0) for _ in range(10)]
-    heavy = [spread.retry_after_s(1.0, 0.0) for _ in range(200)]
-    assert min(mild) >= 1.0 and max(mild) < 4.0
-    seconds = Counter(int(value) for value in heavy[100:])
-    assert len(seconds) >= 10 and max(seconds.values()) < 25
-    assert spread.retry_after_s(1e9, 0.0) == MAX_RETRY_AFTER_S
-    assert spread.retry_after_s(1.0, 3600.0) < 2.0, "all that is long ago"

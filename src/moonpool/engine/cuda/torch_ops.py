@@ -82,6 +82,7 @@ class TorchOps:
             "partial RoPE",
             "attention sinks",
             "a mixture of experts",
+            "latent attention",
         }
     )
 

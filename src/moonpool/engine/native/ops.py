@@ -167,7 +167,7 @@ class NativeOps:
         the block tables), and the tokens per block.
         """
         d = heads.head_dim
-        _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
+        _same_rows(qkv, heads.row_heads * d, meta)
         max_positions, half = rope.cos.shape
         if qk_norm is not None:
             _same(qk_norm.q_weight, d)
@@ -190,12 +190,13 @@ class NativeOps:
             half,
             max_positions,
             block_tokens,
+            heads.latent_dim,
             0.0 if qk_norm is None else qk_norm.eps,
         )
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         heads, meta = args.heads, args.meta
-        out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
+        out = torch.empty(meta.num_rows, heads.num_heads * heads.value_dim, dtype=q.dtype)
         q = queries_of(q, heads, meta)
         call = self._attend_call(q, out.data_ptr(), args)
         if self._of(q).attend(call, torch.get_num_threads()):
@@ -226,6 +227,7 @@ class NativeOps:
             heads.head_dim,
             arena.block_tokens,
             rule.window,
+            heads.latent_dim,
             scale,
             rule.soft_cap,
         )
@@ -270,10 +272,13 @@ class _Arena:
         check_layout(layout)
         shape = (blocks.shape[0], layout.num_layers, layout.slice_elements)
         same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
+        same = same and layout.is_latent == (heads.latent_dim > 0)
         if not same or blocks.dtype is not dtype or blocks.shape != shape or blocks.stride(2) != 1:
             raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {dtype}")
         if heads.num_heads % heads.num_kv_heads:
             raise ValueError(f"{heads}: num_heads must be a multiple of num_kv_heads")
+        if not 0 <= heads.latent_dim <= heads.head_dim or heads.latent_dim % 16:
+            raise ValueError(f"{heads}: latent_dim must be a multiple of 16 within head_dim")
         size = blocks.element_size()
         self._base = blocks.data_ptr()
         self._num_layers = layout.num_layers

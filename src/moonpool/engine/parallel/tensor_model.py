@@ -33,11 +33,13 @@ def check_shards(spec: ModelSpec, num_shards: int) -> None:
             "the model norms q and k over all heads, which ranks cannot share out; "
             "use --tensor-parallel-size 1"
         )
-    heads = spec.num_kv_heads
+    # A latent is one KV head, which all ranks have; they share out the heads that read it.
+    heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     if heads % num_shards:
+        kind = "KV heads" if spec.latent is None else "heads"
         most = max(n for n in (1, 2, 4, 8, 16, 32, 64) if heads % n == 0)
         raise ModelError(
-            f"the model has {heads} KV heads, which {num_shards} ranks cannot share out evenly; "
+            f"the model has {heads} {kind}, which {num_shards} ranks cannot share out evenly; "
             f"use --tensor-parallel-size {most} or less"
         )
 
@@ -77,7 +79,7 @@ class _ShardWeights:
         self.spec = replace(
             spec,
             num_heads=spec.num_heads // num_shards,
-            num_kv_heads=spec.num_kv_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads // (num_shards if spec.latent is None else 1),
             intermediate_size=len(ffn),
             experts=experts,
         )
@@ -87,7 +89,7 @@ class _ShardWeights:
         whole = self._weights.load(name)
         part, _, kind = name.removeprefix("model.layers.").rpartition(".")
         module = part.rpartition(".")[2]
-        if module in ("q_proj", "k_proj", "v_proj"):
+        if module in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"):
             mine = _share(whole.shape[0], self._shard, self._num_shards)
             return whole[mine.start : mine.stop].clone()
         if kind == "sinks":

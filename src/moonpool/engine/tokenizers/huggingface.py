@@ -41,7 +41,7 @@ class HfTokenizer:
         path = folder / "tokenizer.json"
         source = _read_source(path)
         config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(folder, config)
+        special_tokens = self._special_tokens = _special_tokens(folder, config)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(source)
         except Exception as error:
@@ -92,6 +92,14 @@ class HfTokenizer:
             return DiffTextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped)
+
+    @property
+    def knows_tools(self) -> bool:
+        return self._chat.knows_tools
+
+    def use_chat_template(self, source: str) -> None:
+        self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
+        self.tool_template = source
 
     def render_chat(
         self,
