@@ -245,6 +245,9 @@ class ConductorConfig(Struct, frozen=True):
     spare_copies_first: Annotated[
         bool, about("Evict further copies of a block first, and keep one copy in DRAM.")
     ] = True
+    prefetch: Annotated[
+        bool, about("Load the blocks of a session from the SSD before its next turn is due.")
+    ] = True
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
     ] = True

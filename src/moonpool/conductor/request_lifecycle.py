@@ -27,6 +27,7 @@ from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
@@ -74,6 +75,7 @@ class RequestLifecycle:
         roles: RoleSwitching,
         max_attempts: int,
         actions: list[ConductorAction],
+        prefetching: Prefetching | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.waiting = WaitingRequests()
@@ -89,6 +91,7 @@ class RequestLifecycle:
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
+        self._prefetching = prefetching
 
     # Arrival and placement
 
@@ -106,6 +109,8 @@ class RequestLifecycle:
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
         self._place(tracked, now)
+        if self._prefetching is not None and request.request_id in self.requests:
+            self._prefetching.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
@@ -377,6 +382,8 @@ class RequestLifecycle:
         num_prompt_tokens = tracked.request.num_prompt_tokens
         num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
         self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
+        if self._prefetching is not None:
+            self._prefetching.end(tracked, now)
         self._roles.note_answer(num_prompt_tokens, tracked.record.num_generated_tokens)
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)
