@@ -62,7 +62,7 @@ class NodeCost:
         """What takes over outside `domain`."""
         if isinstance(self.cost, DomainCost):
             return f"the roofline of {self.num_devices} x {self.device.name}"
-        return "the fitted formula itself"
+        return "its own formula"
 
 
 def open_cost(
