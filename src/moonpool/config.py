@@ -245,6 +245,9 @@ class ConductorConfig(Struct, frozen=True):
     spare_copies_first: Annotated[
         bool, about("Evict further copies of a block first, and keep one copy in DRAM.")
     ] = True
+    prefetch: Annotated[
+        bool, about("Load the blocks of a session from the SSD before its next turn is due.")
+    ] = True
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
     ] = True
@@ -432,6 +435,14 @@ class ApiConfig(Struct, frozen=True):
         tuple[str, ...],
         about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
     ] = ()
+    api_key_file: Annotated[
+        str,
+        about(
+            "File with a bearer key on each line, then optionally its tenant and share.",
+            "--api-key-file",
+            metavar="FILE",
+        ),
+    ] = ""
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )

@@ -129,6 +129,12 @@ _LABELLED = (
         "_ssd_bytes",
     ),
     (
+        "moonpool:prefetched_blocks",
+        "Blocks loaded from the SSD ahead of a request, and how many were used or wasted.",
+        "state",
+        "_prefetched",
+    ),
+    (
         "moonpool:ssd_seconds",
         "Seconds that SSD threads spent writing and reading.",
         "direction",
@@ -220,6 +226,7 @@ class ServerMetrics(Collector):
         self._tier_blocks: dict[str, int] = {}
         self._tier_cached: dict[str, int] = {}
         self._ssd_bytes: Counter[str] = Counter()
+        self._prefetched: Counter[str] = Counter()
         self._ssd_s: dict[str, float] = {}
         self._predictions: dict[str, Prediction] = {}
         self._learned: dict[str, dict[str, float]] = {}
@@ -307,6 +314,10 @@ class ServerMetrics(Collector):
         """Adds bytes "written" or "read" by the SSD tier, and the time of its threads."""
         self._ssd_bytes[direction] += num_bytes
         self._ssd_s[direction] = self._ssd_s.get(direction, 0.0) + seconds
+
+    def add_prefetched(self, state: str, num_blocks: int) -> None:
+        """Adds prefetched blocks: "loaded", then "used" or "wasted" once that is known."""
+        self._prefetched[state] += num_blocks
 
     def add_ssd_failures(self, count: int) -> None:
         """Counts failed disk operations. A damaged block is not a failed operation."""

@@ -7,6 +7,7 @@ routes the events, and owns the instances: their joins, their blocks, their depa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
@@ -26,6 +27,7 @@ from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.output_predictor import OutputPredictor
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
@@ -73,10 +75,12 @@ class Conductor:
         life: str = "",
         default_slo: Slo = DEFAULT_SLO,
         policies: Policies | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         """`life`: part of all attempt ids, which tells them from those of an earlier Conductor of
         this cluster. `default_slo`: the unit of `loads`. `policies`: those that the config names by
-        module and class (see `moonpool.policy_loading`)."""
+        module and class (see `moonpool.policy_loading`). `tenant_weights`: shares of an overloaded
+        cluster by tenant, 1 for the others."""
         policies = policies or Policies()
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
@@ -91,6 +95,7 @@ class Conductor:
         self.roles = RoleSwitching(config, self.reservations, default_slo)
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
+        self._prefetching = Prefetching(self.reservations) if config.prefetch else None
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
@@ -110,6 +115,8 @@ class Conductor:
             self.roles,
             config.max_attempts,
             self._actions,
+            tenant_weights or {},
+            self._prefetching,
         )
         self._marks_replicas = config.spare_copies_first
 
@@ -142,6 +149,7 @@ class Conductor:
                 self._actions += [Send(instance_id, command) for instance_id in self.instances]
             case Tick():
                 self._on_tick(now)
+        self._lifecycle.use_room(now)
         actions = self._actions.copy()
         self._actions.clear()
         return actions
@@ -160,6 +168,8 @@ class Conductor:
         """Asserts that reservations and requests agree in both directions."""
         self._lifecycle.validate()
         self.drains.validate()
+        if self._prefetching is not None:
+            self._prefetching.validate()
 
     # Instances
 
@@ -203,6 +213,8 @@ class Conductor:
                     report.demoted,
                 ):
                     self._resync(state)
+                elif self._prefetching is not None and report.demoted:
+                    self._prefetching.on_demoted(report.demoted, now)
             case BlocksSnapshot():
                 state.resyncing = False
                 self.index.load_snapshot(
@@ -247,6 +259,9 @@ class Conductor:
             self._lifecycle.move(tracked, now)
         self._actions += self.roles.tick(now)
         self._actions += self.drains.tick(now)
+        if self._prefetching is not None:
+            for instance_id, prefetch in self._prefetching.tick(now):
+                self._actions.append(Send(instance_id, prefetch))
         if self._marks_replicas:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))

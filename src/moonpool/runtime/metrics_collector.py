@@ -11,6 +11,11 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId
 
 _ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+PREFETCH_COUNTERS = {
+    "loaded": "prefetched_blocks",
+    "used": "used_prefetched_blocks",
+    "wasted": "wasted_prefetched_blocks",
+}
 
 
 class MetricsCollector:
@@ -74,6 +79,8 @@ class MetricsCollector:
             num_bytes = new(f"ssd_{direction}_bytes")
             if num_bytes:
                 self._metrics.add_ssd(direction, num_bytes, grown(f"ssd_{verb}_seconds"))
+        for state, name in PREFETCH_COUNTERS.items():
+            self._metrics.add_prefetched(state, new(name))
         self._metrics.add_ssd_failures(new("ssd_failed_operations"))
 
     def instance_lost(self, instance_id: InstanceId) -> None:
