@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES
@@ -79,6 +80,9 @@ class CheckpointWeights:
         dtype = torch.float32 if name.endswith(".correction") else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def matrix(self, name: str) -> Matrix:
+        return self.load(name)
 
 
 @dataclass(frozen=True, slots=True)

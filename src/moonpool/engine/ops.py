@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moonpool.config import Quantization
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.protocol.block_layout import BlockLayout
 
 SPAN = 256
@@ -162,7 +163,7 @@ class Ops(Protocol):
     without: frozenset[str]  # those of `ModelSpec.extras` that they do not compute
     device: torch.device  # of blocks, weights and every [T, ...]; `StepMeta` is on the CPU
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
         ...
 

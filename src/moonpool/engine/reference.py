@@ -29,6 +29,8 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.linear import QuantizedLinear
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
@@ -55,7 +57,9 @@ class ReferenceOps:
         self.arithmetic = with_quantization(own, quantization)
         self._quantization = quantization
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedMatrix):
+            return QuantizedLinear(weight, bias)
         if self._quantization == "int8":
             return Int8Linear(weight, bias)
         return _TiledLinear(weight.contiguous(), bias)

@@ -13,6 +13,7 @@ from moonpool.config import Quantization
 from moonpool.engine.native.build import library_name
 from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Kernels, open_kernels
 from moonpool.engine.native.linear import NativeInt8Linear, NativeLinear, PackedMemory
+from moonpool.engine.native.quantized import NativeQuantizedLinear
 from moonpool.engine.ops import (
     SILU,
     AttendArgs,
@@ -25,6 +26,7 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import INNER, check_layout
 
 GATES = ("silu", "gelu_tanh", "clamped")
@@ -74,7 +76,10 @@ class NativeOps:
             seen = self._arena = (cache, heads, dtype, _Arena(cache, heads, dtype))
         return seen[3]
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedMatrix):
+            call = self._kernels[weight.dtype].linear_quantized
+            return NativeQuantizedLinear(call, weight, bias, self._memory)
         if self._quantization == "int8":
             return NativeInt8Linear(self._of(weight).linear_int8, weight, bias, self._memory)
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
