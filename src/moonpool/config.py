@@ -435,6 +435,14 @@ class ApiConfig(Struct, frozen=True):
         tuple[str, ...],
         about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
     ] = ()
+    api_key_file: Annotated[
+        str,
+        about(
+            "File with a bearer key on each line, then optionally its tenant and share.",
+            "--api-key-file",
+            metavar="FILE",
+        ),
+    ] = ""
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )

@@ -144,7 +144,7 @@ def test_retry_after_is_said_only_where_waiting_can_help() -> None:
 
 def test_a_chat_template_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(cluster, "Head", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(cluster, "Head", lambda *arguments, **_: made.append(arguments))
     path = tmp_path / "template.jinja"
 
     def make() -> None:
