@@ -24,6 +24,7 @@ WORKLOADS = {
 RUNS = {
     "default": "conversation",
     "predictive": "conversation --admission predictive --speed 12 --prefill 2 --decode 2",
+    "goodput": "toolagent --admission goodput --speed 12 --prefill 2 --decode 2 --slo-tbt 0.035",
     "length": (
         "toolagent --admission predictive --decode-prediction length --speed 16 --prefill "
         "1 --decode 2"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from secrets import token_hex
 from typing import Any
 
@@ -20,6 +20,7 @@ from moonpool.api.metrics import ServerMetrics
 from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
     Announce,
+    CacheDropRequested,
     ConductorEvent,
     Deliver,
     DrainRequested,
@@ -57,6 +58,7 @@ from moonpool.runtime.explain import (
     describe_cluster,
     describe_hot,
     describe_record,
+    describe_to_tenant,
 )
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.response_stream import ResponseStream
@@ -86,6 +88,7 @@ class Head:
         tokenizer: Tokenizer,
         secret: bytes,
         now: Callable[[], float] = time.monotonic,
+        tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.card = card
@@ -100,6 +103,7 @@ class Head:
             life=token_hex(4),
             default_slo=self.default_slo,
             policies=load_policies(config.conductor),
+            tenant_weights=tenant_shares,
         )
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
@@ -179,7 +183,9 @@ class Head:
             return None
         return describe_record(tracked.record, tracked.explanation.lines())
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self, tenant: str | None = None) -> dict[str, Any]:
+        if tenant is not None:
+            return describe_to_tenant(self.conductor, tenant)
         described = describe_cluster(self.conductor, self.now())
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [
@@ -203,6 +209,9 @@ class Head:
                 break
             await asyncio.sleep(HOT_S / 100)
         return describe_hot(self.conductor, num_prefixes)
+
+    def drop_cached_blocks(self) -> None:
+        self._post(CacheDropRequested())
 
     def drain(self, instance_id: str, within_s: float) -> str:
         refusal = self.conductor.drains.why_not(InstanceId(instance_id))
