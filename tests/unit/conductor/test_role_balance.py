@@ -61,7 +61,7 @@ class Hall:
         )
 
     def switch(self, advice: RoleAdvice) -> None:
-        row = self.instance_table.ids.index(advice.instance_id)
+        row = self.instance_table.ids.index(advice.instance_ids[0])
         prefills = advice.role is Role.PREFILL
         self.instance_table.set_role(row, prefills, not prefills)
 
@@ -93,7 +93,7 @@ def test_sustained_imbalance_is_reported() -> None:
     advised = hall.offer(1.0, 100, 5 * WINDOW_S)
     assert advised
     advice = advised[-1]
-    assert advice.role is Role.DECODE and advice.instance_id.startswith("p")
+    assert advice.role is Role.DECODE and advice.instance_ids[0].startswith("p")
     assert advice.then.worst <= (1 - MARGIN) * advice.now.worst
     assert "3P+1D" in advice.describe(3, 1) and "2P+2D" in advice.describe(3, 1)
 
@@ -123,7 +123,7 @@ def test_the_only_instance_for_long_requests_stays() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.instance_table.capacity_tokens[0] = 200_000
     hall.learn(100, 451)
-    assert {advice.instance_id for advice in hall.offer(1.0, 100, 5 * WINDOW_S)} == {"p1"}
+    assert {advice.instance_ids[0] for advice in hall.offer(1.0, 100, 5 * WINDOW_S)} == {"p1"}
 
 
 def test_hardware_suited_to_the_other_role_switches_first() -> None:
@@ -136,10 +136,10 @@ def test_hardware_suited_to_the_other_role_switches_first() -> None:
     hall.offer(1.0, 100, 5 * WINDOW_S)
     losses = [(3, 0), (1, 9), (7, 0), (0, 0)]
     advice = hall.balance.advise(hall.instance_table, losses, hall.now)
-    assert advice is not None and advice.instance_id == "p2"
+    assert advice is not None and advice.instance_ids[0] == "p2"
     hall.instance_table.decode_base_s[2] = EVEN.decode[0]
     advice = hall.balance.advise(hall.instance_table, losses, hall.now)
-    assert advice is not None and advice.instance_id == "p1"
+    assert advice is not None and advice.instance_ids[0] == "p1"
 
 
 def test_mixed_instances_never_switch() -> None:
