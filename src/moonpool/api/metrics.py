@@ -206,6 +206,7 @@ class ServerMetrics(Collector):
         self._draining = 0
         self._role_loads: dict[str, float] = {}
         self._advised: dict[str, int] = {}
+        self._wanted: dict[str, int] = {}
         self._switches: dict[str, int] = {}
         self._cache = (0, 0)
         self._tier_blocks: dict[str, int] = {}
@@ -321,15 +322,17 @@ class ServerMetrics(Collector):
         switches: Mapping[str, int],
         given_up: int,
         draining: int,
+        wanted: Mapping[str, int],
     ) -> None:
         """Sets the state of the role balance, by role.
 
         `loads`: demand over capacity. `advised`: additional instances that the role needs.
         `switches`: instances that have switched to the role. `given_up`: switches that were begun
-        but not completed.
+        but not completed. `wanted`: instances that autoscale wants.
         """
         self._role_loads, self._advised = dict(loads), dict(advised)
         self._switches, self._draining = dict(switches), draining
+        self._wanted = dict(wanted)
         self._totals["role_switches_given_up"] = given_up
 
     def set_predictions(self, predictions: Mapping[str, Prediction]) -> None:
@@ -392,6 +395,11 @@ class ServerMetrics(Collector):
                 "moonpool:role_advised",
                 "Number of additional instances that a pool needs, by role.",
                 self._advised,
+            ),
+            (
+                "moonpool:wanted_instances",
+                "Number of instances that the load wants, by role.",
+                self._wanted,
             ),
         )
         for name, text, values in by_role:

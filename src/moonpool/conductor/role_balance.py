@@ -106,13 +106,13 @@ class OfferedLoad:
         self.seen_s = 0.0  # time that the sums stand for; grows to the window
         # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context,
         # squares of answers' tokens.
-        self._sums = np.zeros(7)
+        self._sums = [0.0] * 7
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
         """Adds a request (mutates)."""
         self.advance(now)
         context_tokens = new_tokens + cached_tokens + answer_tokens / 2
-        self._sums += (
+        added = (
             1.0,
             new_tokens,
             new_tokens * new_tokens,
@@ -121,14 +121,15 @@ class OfferedLoad:
             answer_tokens * context_tokens,
             answer_tokens * answer_tokens,
         )
+        self._sums = [before + more for before, more in zip(self._sums, added, strict=True)]
 
     def adopt(self, other: OfferedLoad) -> None:
         """Takes the sums and the time of a shorter window (mutates)."""
-        self._sums, self.seen_s = other._sums.copy(), other.seen_s
+        self._sums, self.seen_s = list(other._sums), other.seen_s
 
     def errors(self) -> Pools:
         """Relative standard errors of both demands, of requests that come by chance."""
-        _, new, new_squares, _, answers, _, answer_squares = self._sums.tolist()
+        _, new, new_squares, _, answers, _, answer_squares = self._sums
         return Pools(
             sqrt(new_squares) / max(new, TINY_S), sqrt(answer_squares) / max(answers, TINY_S)
         )
@@ -140,13 +141,13 @@ class OfferedLoad:
             self._step = step
         fade = 1.0 - 1.0 / NUM_FADES
         for _ in range(min(step - self._step, LONGEST_FADE)):
-            self._sums *= fade
+            self._sums = [each * fade for each in self._sums]
             self.seen_s = self.seen_s * fade + self._step_s
         self._step = step
 
     def prefill_s(self, table: InstanceTable) -> Floats:
         """Seconds of prefill per second if the instance did all of it, by row."""
-        number, new, squares, products = self._sums[:4].tolist()
+        number, new, squares, products = self._sums[:4]
         work_s: Floats = (
             table.prefill_base_s * number
             + table.prefill_s_per_token * new
@@ -158,7 +159,7 @@ class OfferedLoad:
     def decode_s(self, table: InstanceTable, tbt_s: float, memory_share: float) -> Floats:
         """Seconds of decode per second if the instance did all of it, by row. Batches are as large
         as SLO and memory allow."""
-        tokens, contexts = self._sums[4:6].tolist()
+        tokens, contexts = self._sums[4:6]
         own_s = table.decode_s_per_sequence * tokens + table.decode_s_per_context_token * contexts
         least_s = MIN_DECODE_SHARE * table.decode_base_s + TINY_S
         room_s = np.maximum(tbt_s - table.decode_base_s, least_s)
@@ -208,6 +209,21 @@ class RoleBalance:
     def loads(self, table: InstanceTable, now: float) -> Pools:
         self._offered.advance(now)
         return self._capacities(table, self._offered).loads()
+
+    def demand(self, table: InstanceTable, now: float) -> Pools | None:
+        """Demand in instances that would always be busy, of the window in which it is higher. None
+        before enough has been seen; infinite for a pool without instances."""
+        self._offered.advance(now)
+        self._lately.advance(now)
+        if self._offered.seen_s < self._short_s / 2:
+            return None
+        long, short = (
+            self._capacities(table, each).loads() for each in (self._offered, self._lately)
+        )
+        return Pools(
+            max(long.prefill, short.prefill) * table.num_prefills,
+            max(long.decode, short.decode) * table.num_decodes,
+        )
 
     def advise(
         self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float

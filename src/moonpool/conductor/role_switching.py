@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
+from moonpool.conductor.autoscale import Autoscale
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_balance import Pools, RoleAdvice, RoleBalance
 from moonpool.conductor.state import Drain, InstanceState
@@ -49,10 +50,14 @@ class RoleSwitching:
         self.num_switches: Counter[Role] = Counter()
         self.num_given_up = 0
         self.advice: RoleAdvice | None = None
+        self.autoscale: Autoscale | None = None
         self._reservations = reservations
         limit = 1.0 if config.admission == "none" else config.load_limit
         self._balance = RoleBalance(config.role_balance_window_s, slo, limit)
         self._window_s = config.role_balance_window_s
+        self._tracks = self.mode != "off" or config.autoscale
+        if config.autoscale:
+            self.autoscale = Autoscale(self._balance, config.autoscale_load, self._window_s)
         self._draining: dict[InstanceId, InstanceState] = {}
         self._next_check_s = 0.0
 
@@ -60,15 +65,21 @@ class RoleSwitching:
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
         """Adds an arrived request, placed or rejected."""
-        if self.mode != "off":
+        if self._tracks:
             self._balance.note_arrival(num_tokens, cached_tokens, max_answer_tokens, now)
 
     def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
-        if self.mode != "off":
+        if self._tracks:
             self._balance.note_answer(num_prompt_tokens, num_generated)
 
     def tick(self, now: float) -> list[ConductorAction]:
-        """Checks the ratio, or the drain under way."""
+        """Checks the ratio, or the drains under way, and how many instances are wanted."""
+        wanted: list[ConductorAction] = []
+        if self.autoscale is not None:
+            wanted += self.autoscale.tick(self._reservations.instance_table, now)
+        return wanted + self._tick_roles(now)
+
+    def _tick_roles(self, now: float) -> list[ConductorAction]:
         if self.mode == "off":
             return []
         if self._draining:
