@@ -11,6 +11,7 @@ from benchmarks.cli.attention import attention
 from benchmarks.cli.engine import engine, pipeline, quantization, sarathi, tensor
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
+from benchmarks.cli.plan import plan
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -32,6 +33,7 @@ bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)
 bench.add_command(fronts)
+bench.add_command(plan)
 
 
 @bench.command()

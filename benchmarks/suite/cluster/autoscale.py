@@ -58,7 +58,8 @@ def bench_autoscale(
         for load in LOADS
     ]
     tell(
-        f"{'instances':<18} {'effective':>9} {'hours P':>8} {'hours D':>8} {'USD':>7} {'USD/1,000':>9}"
+        f"{'instances':<18} {'effective':>9} {'hours P':>8} {'hours D':>8} {'USD':>7}"
+        f" {'USD/1,000':>9}"
     )
     runs = []
     for day in days:

@@ -112,7 +112,7 @@ first_seed_option = click.option(
     "--seed",
     type=click.IntRange(min=0),
     default=0,
-    help="First seed; each draws the trace's sessions, and 0 keeps them as they are.",
+    help="First seed; each draws stretches of the trace, and 0 keeps the trace as it is.",
 )
 processes_option = click.option(
     "--processes", type=COUNT, help="Processes that simulate; one per core unless given."

@@ -70,19 +70,22 @@ _FLAGS = ConfigFlags(
 @attainment_option
 @click.option(
     "--devices",
-    default="A800-SXM",
+    default="A800-SXM:8",
     show_default=True,
     help="Devices of the catalogue, separated by commas; all mixes are tried. H100-SXM:4 is a node"
-    " of four; H100-SXM:2+H20:4 is a decode node of two with four for attention.",
+    " of four, H100-SXM any of 1, 2, 4, 8 on which the model fits; H100-SXM:2+H20:4 is a decode"
+    " node of two with four for attention.",
 )
 @click.option(
     "--layout",
     type=click.Choice(get_args(Layout)),
     default="both",
     show_default=True,
-    help="Prefill and decode on instances of their own, on the same instances, or both.",
+    help="Prefill and decode on instances of their own, on the same instances, or all mixtures.",
 )
-@click.option("--prices", "prices_file", help="TOML file with USD per hour of devices and of DRAM.")
+@click.option(
+    "--prices", "prices_file", help="TOML file with USD per hour of devices, of DRAM and of SSD."
+)
 @catalogue_option
 @click.option(
     "--cost", help="Source of step times: a800-llama3-70b, roofline, or the file of a profile."
@@ -92,9 +95,17 @@ _FLAGS = ConfigFlags(
 @click.option(
     "--runs",
     type=COUNT,
-    default=80,
+    default=400,
     show_default=True,
-    help="Most simulations of the whole trace.",
+    help="Most simulations of the trace.",
+)
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=float("inf"),
+    metavar="SECONDS",
+    help="Most seconds of the search; the best until then is printed.",
 )
 @first_seed_option
 @requests_option
@@ -107,9 +118,7 @@ _FLAGS = ConfigFlags(
 )
 @scale_option
 @processes_option
-@click.option(
-    "--check", is_flag=True, help="Simulate the choice and its neighbours with fresh seeds."
-)
+@click.option("--check", is_flag=True, help="Simulate the choice on fresh draws of the trace.")
 @click.option(
     "--plot", type=click.Path(dir_okay=False), help="Draw the plan to a .png, .svg or .pdf file."
 )
@@ -133,9 +142,10 @@ def plan(
 ) -> None:
     """Find the cheapest cluster that keeps the SLOs on a trace.
 
-    The search simulates clusters of the named devices: disaggregated and colocated, with more or
-    less cache, with other chunk sizes and policies. It prints the cheapest cluster, what limits it,
-    and which SLO one instance fewer would break.
+    The search simulates clusters of the named devices: prefill and decode instances, mixed ones and
+    mixtures of all, with more or less DRAM and SSD, other chunk sizes and policies. It prints the
+    cheapest cluster, what another sample of the workload would have, what limits the cluster, and
+    which SLO one instance fewer would break. Ctrl-C ends the search and prints the best so far.
     """
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
@@ -148,20 +158,16 @@ def plan(
         workload, priced = _workload(rows, block_tokens, base, kinds, catalogue_file, prices_file)
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
-        goal = PlanGoal(
-            options["attainment"],
-            options["confidence"],
-            options["seeds"],
-            options["runs"],
-            options["seed"],
-        )
+        names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
+        goal = PlanGoal(*(options[name] for name in names))
         for reason in prepared.left_out:
             click.echo(f"left out: {reason}")
         with Workforce(workload, processes or num_cores()) as workforce:
             job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
+            interrupted = figures["stopped"] == "interrupted"
             figures["plan_s"] = round(time.perf_counter() - began_s, 1)
-            if check:
+            if check and not interrupted:
                 figures["check"] = job.check()
     except (ConfigError, WorkforceError) as error:
         fail(str(error))
@@ -180,6 +186,8 @@ def plan(
         f" {figures['cpu_s']:.0f} s of CPU time"
     )
     write_json(json_file, figures | {"origin": origin()})
+    if interrupted:
+        raise SystemExit(130)
 
 
 class _Job:
@@ -203,20 +211,24 @@ class _Job:
     def plan(self, plot: str | None) -> dict[str, Any]:
         """Searches, prints, draws; returns the figures. Raises ConfigError."""
         from moonpool.plan.advice import broken_by_fewer, sentence
-        from moonpool.plan.assess import BudgetError
+        from moonpool.plan.assess import StoppedError
+        from moonpool.plan.bounds import Bounds
         from moonpool.plan.draw import draw_plan
         from moonpool.plan.search import Planner
 
-        slo, wanted = self._prepared.base.slo, self._goal.wanted
-        with _progress(self._goal.max_runs) as tell:
-            assessor = self._assessor(self._goal, tell)
-            found = Planner(assessor, self._prepared.least_cache_tokens).plan(self._prepared.starts)
+        prepared, goal = self._prepared, self._goal
+        slo, wanted = prepared.base.slo, goal.wanted
+        with _progress(goal.max_runs) as tell:
+            assessor = self._assessor(goal, tell)
+            bounds = Bounds(self._workload, prepared.base, prepared.demand)
+            found = Planner(assessor, prepared, bounds).plan()
             try:
-                fewer = broken_by_fewer(found.neighbours, assessor.in_full)
-            except BudgetError:
+                around = found.neighbours if found.complete else ()
+                fewer = broken_by_fewer(around, assessor.in_full)
+            except (StoppedError, KeyboardInterrupt):
                 fewer = []
         self._choice = found.choice
-        words = sentence(found, fewer, slo, wanted)
+        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes)
         print_plan(found, words, wanted)
         if plot is not None:
             try:
@@ -241,39 +253,28 @@ class _Job:
             self._priced.prices,
             self._prepared.context_tokens,
         )
-        return print_offloading(verdict(found, self._priced.usd_per_h), nodes, self._prepared)
+        return print_offloading(verdict(found), nodes, self._prepared)
 
     def check(self) -> dict[str, Any]:
         """Raises ConfigError."""
-        from moonpool.plan.assess import FRESH_SEEDS_FROM, BudgetError
+        from moonpool.plan.assess import FRESH_SEEDS_FROM, StoppedError
         from moonpool.plan.assess import check as check_choice
 
         if self._choice is None:
             return {}
-        fresh = msgspec.structs.replace(
-            self._goal, first_seed=self._goal.first_seed + FRESH_SEEDS_FROM
-        )
-        least = self._prepared.least_cache_tokens
+        seed = self._goal.first_seed + FRESH_SEEDS_FROM
+        fresh = msgspec.structs.replace(self._goal, first_seed=seed, time_limit_s=float("inf"))
         try:
             with _progress(self._goal.max_runs) as tell:
-                found = check_choice(self._choice.candidate, self._assessor(fresh, tell), least)
-        except BudgetError:
+                found = check_choice(self._choice, self._assessor(fresh, tell))
+        except StoppedError:
             fail("the check needs more simulations than --runs allows: give it more")
         return print_check(found)
 
     def _assessor(self, goal: PlanGoal, tell: Callable[[str, float], None]) -> Assessor:
         from moonpool.plan.assess import Assessor
 
-        prepared = self._prepared
-        return Assessor(
-            self._workforce,
-            prepared.base,
-            goal,
-            self._priced,
-            prepared.span,
-            prepared.span_runs,
-            tell,
-        )
+        return Assessor(self._workforce, self._prepared.base, goal, self._priced, tell)
 
 
 def _check_files(plot: str | None, json_file: str | None) -> None:
@@ -289,18 +290,23 @@ def _base(
 ) -> tuple[Config, list[NodeKind]]:
     """Raises ConfigError."""
     base = read_config(config_file, overrides, DEFAULTS)
-    kinds = [_node_kind(name.strip(), base) for name in devices.split(",") if name.strip()]
+    names = [name.strip() for name in devices.split(",") if name.strip()]
+    kinds = [kind for name in names for kind in _node_kinds(name, base)]
     if not kinds:
         raise ConfigError("--devices names none: give one or more of the catalogue, with commas")
     return truth_for(base, list(dict.fromkeys(kinds)), cost), list(dict.fromkeys(kinds))
 
 
-def _node_kind(text: str, base: Config) -> NodeKind:
+def _node_kinds(text: str, base: Config) -> list[NodeKind]:
+    """Returns the kind of node, or those of all sizes where no number is given."""
     own, plus, attention = text.partition("+")
-    name, number = _devices(own.strip(), base)
-    if not plus:
-        return NodeKind(name, number)
-    return NodeKind(name, number, *_devices(attention.strip(), base))
+    if plus:
+        return [NodeKind(*_devices(own.strip(), base), *_devices(attention.strip(), base))]
+    if ":" in own:
+        return [NodeKind(*_devices(own, base))]
+    most = base.hardware.devices_per_node
+    sizes = [size for size in (1, 2, 4, 8) if size < most]
+    return [NodeKind(own, size) for size in (*sizes, most)]
 
 
 def _devices(text: str, base: Config) -> tuple[str, int]:
@@ -344,16 +350,24 @@ def _cpu_s() -> float:
     return round(used.user + used.system + used.children_user + used.children_system, 1)
 
 
+LOG_EVERY_S = 15.0
+
+
 @contextmanager
 def _progress(total: float) -> Iterator[Callable[[str, float], None]]:
-    """On a terminal, a bar of the runs that are allowed at most; elsewhere a line per stage."""
-    stages: list[str] = []
+    """On a terminal, a bar of the runs that are allowed at most; elsewhere a line per stage and
+    every LOG_EVERY_S."""
+    began_s = last_s = time.monotonic()
+    stages: set[str] = set()
     if not sys.stderr.isatty():
 
         def say(what: str, runs: float) -> None:
-            if what not in stages:
-                stages.append(what)
-                click.echo(f"{runs:5.1f} runs: {what}", err=True)
+            nonlocal last_s
+            now_s, stage = time.monotonic(), what.partition(",")[0]
+            if stage not in stages or now_s - last_s > LOG_EVERY_S:
+                last_s = now_s
+                stages.add(stage)
+                click.echo(f"{now_s - began_s:5.0f} s {runs:4.0f} runs: {what}", err=True)
 
         yield say
         return

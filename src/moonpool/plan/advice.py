@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moonpool.config import SloConfig
-from moonpool.plan.assess import Assessment, NeighbourFound
+from moonpool.plan.assess import Assessment, NeighbourFound, PlanGoal
 from moonpool.plan.candidate import Candidate, tokens
-from moonpool.plan.confidence import Interval
 from moonpool.plan.search import ClusterPlan
 from moonpool.plan.trial import Cause, Outcome
 from moonpool.types import Struct
@@ -40,7 +39,6 @@ class InstanceLossEffect(Struct, frozen=True):
 
     change: str
     outcome: Outcome
-    interval: Interval
     cause: str
     moment: Moment | None
 
@@ -88,7 +86,6 @@ def broken_by_fewer(
             InstanceLossEffect(
                 neighbour.change,
                 outcome,
-                assessment.interval,
                 main_cause(outcome.misses),
                 worst_moment(outcome),
             )
@@ -99,42 +96,55 @@ def broken_by_fewer(
 def binding(choice: Assessment, fewer: Sequence[InstanceLossEffect]) -> str:
     """Returns the bottleneck of the choice; "" if nothing lacks even with an instance less."""
     misses = choice.misses()
-    requests = sum(outcome.attainment.num_requests for outcome in choice.outcomes)
-    if sum(misses.values()) >= BINDS_SHARE * requests:
+    if sum(misses.values()) >= BINDS_SHARE * choice.outcomes[0].attainment.num_requests:
         return main_cause(misses)
     return next((one.cause for one in fewer if one.cause), "")
 
 
 def sentence(
-    plan: ClusterPlan, fewer: Sequence[InstanceLossEffect], slo: SloConfig, wanted: float
+    plan: ClusterPlan,
+    fewer: Sequence[InstanceLossEffect],
+    slo: SloConfig,
+    goal: PlanGoal,
+    shares_prefixes: bool,
 ) -> str:
     """Returns the advice in a few sentences."""
     choice = plan.choice
     if choice is None:
-        return nothing(plan, slo, wanted)
-    one = choice.candidate
-    cached = tokens(one.cache_tokens * one.num_instances)
-    low, high = choice.interval.low, choice.interval.high
+        return nothing(plan, slo, goal.wanted)
     text = (
-        f"Buy {one.counts} of {one.hardware} with {cached} cached tokens, for"
-        f" {choice.usd_per_h:,.2f} USD/h: {choice.interval.mean:.1%} of requests"
-        f" ({low:.1%} to {high:.1%}) meet TTFT {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s."
+        f"Buy {_named(choice)}: {choice.share:.1%} of the trace's requests meet TTFT"
+        f" {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s"
     )
+    if choice.interval is not None:
+        low, high = choice.interval.low, choice.interval.high
+        text += f"; another sample like it has {low:.1%} to {high:.1%}"
+    text += "."
+    if not shares_prefixes:
+        text += " The requests share no prefixes: the pool only holds those that run."
+    if plan.sure is not None and plan.sure.candidate != choice.candidate:
+        text += f" To be {goal.confidence:.0%} sure, buy {_named(plan.sure)}."
     binds = binding(choice, fewer)
     if binds:
         text += f" {binds.capitalize()} is what binds."
     for broken in fewer:
-        text += f" {_broken(broken, wanted)}"
+        text += f" {_broken(broken, goal.wanted)}"
     return text
+
+
+def _named(found: Assessment) -> str:
+    one = found.candidate
+    text = f"{one.counts} of {one.hardware} with {tokens(one.cache_tokens * one.num_instances)}"
+    text += " tokens of DRAM"
+    if one.ssd_tokens:
+        text += f" and {tokens(one.ssd_tokens * one.num_instances)} of SSD"
+    return f"{text}, for {found.usd_per_h:,.2f} USD/h"
 
 
 def _broken(broken: InstanceLossEffect, wanted: float) -> str:
     change, share = broken.change.capitalize(), broken.outcome.share
-    if broken.outcome.share >= wanted:
-        return (
-            f"{change} still gives {share:.1%} on the trace as it is, but {broken.interval.low:.1%}"
-            f" to {broken.interval.high:.1%} over draws of its sessions: too close to rely on."
-        )
+    if share >= wanted:
+        return f"{change} still gives {share:.1%}, at no lower price."
     if broken.moment is None:
         return f"{change} leaves {share:.1%}."
     moment = broken.moment
@@ -151,12 +161,13 @@ def nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
         f" and TBT {slo.tbt_s:g} s"
     )
     if plan.assessed:
-        best = max(plan.assessed, key=lambda one: one.interval.mean)
+        best = max(plan.assessed, key=lambda one: one.outcomes[0].how_far())
         cause = main_cause(best.misses())
         text += (
             f"; nearest came {best.candidate.counts} of {best.candidate.hardware}, with"
-            f" {best.interval.mean:.1%}, short of {cause or 'nothing else'}"
+            f" {'less than ' if best.gave_up else ''}{best.share:.1%}, short of"
+            f" {cause or 'nothing else'}"
         )
-    if not plan.complete:
-        return f"{text}: all allowed simulations were used: allow more with --runs."
+    if plan.stopped:
+        return f"{text}: {plan.stopped}."
     return f"{text}: raise the SLOs, lower --attainment, or name other --devices."

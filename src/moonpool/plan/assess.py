@@ -1,77 +1,74 @@
-"""Simulates candidates and judges them: at a glance or with confidence; and checks a choice.
+"""Simulates candidates: on the trace as it is, and on further samples of its workload.
 
-A glance is one run with the first seed. With confidence, seeds are added until the interval
-excludes the wanted share or all seeds are used. Runs are counted in whole traces, up to a limit.
+A candidate keeps the SLOs if the wanted share of the trace's requests meets them. Draws of the
+trace then give the interval of that share. Runs are counted in whole traces. Simulations end at
+their limit, at the time limit or with an interrupt.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from moonpool.config import Config, ConfigError
-from moonpool.plan.candidate import Candidate, Priced, neighbours
-from moonpool.plan.confidence import Interval, Verdict, interval
-from moonpool.plan.trial import WHOLE, Outcome, Span, Trial
+from moonpool.plan.candidate import Candidate, Priced
+from moonpool.plan.confidence import Interval, sample_interval
+from moonpool.plan.trial import Outcome, StopRequestedError, Trial
 from moonpool.plan.workforce import Workforce
+from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
-GIVE_UP = 0.03
-"""A run ends early once its share must stay this far below the wanted one."""
-SEEDS_AT_ONCE = 2
-"""Seeds to simulate in one round, in addition to that of a glance."""
-CLOSE = 0.01
-SURE_FROM = 5
-"""Seeds needed to meet by less than CLOSE: of many candidates, some have three seeds that agree by
-chance, and the search would choose those."""
-FUTILE_FROM = 3
-"""Seeds after which a candidate that misses on average gets no more."""
+FRESH_SEEDS_FROM = 1001
 
 
-class BudgetError(RuntimeError):
-    """All allowed simulations have been run."""
+class StoppedError(RuntimeError):
+    """The search ended early; the message says why."""
 
 
 class PlanGoal(Struct, frozen=True):
-    """The wanted attainment, its confidence, and the limits of the search."""
+    """The wanted attainment, the confidence of its interval, and the limits of the search."""
 
     wanted: float = 0.9
     confidence: float = 0.95
-    max_seeds: int = 6
-    max_runs: float = 80.0  # whole traces
+    num_draws: int = 6
+    max_runs: float = 400.0  # whole traces
     first_seed: int = 0
+    time_limit_s: float = float("inf")
 
 
 class Assessment(Struct, frozen=True):
-    """A candidate with its price, its outcomes by seed, and the verdict on them."""
+    """A candidate with its price, and its outcomes on the trace and on draws of it."""
 
     candidate: Candidate
     usd_per_h: float
-    outcomes: tuple[Outcome, ...]  # by seed
-    interval: Interval
-    verdict: Verdict
+    outcomes: tuple[Outcome, ...]  # the first is of the trace as it is
+    interval: Interval | None = None  # of another sample
+
+    @property
+    def share(self) -> float:
+        """Attainment on the trace as it is; an upper bound if the simulation ended early."""
+        return self.outcomes[0].share
 
     @property
     def gave_up(self) -> bool:
-        return any(outcome.gave_up for outcome in self.outcomes)
+        return self.outcomes[0].gave_up
 
     @property
     def ttft_p90_s(self) -> float:
-        """P90 of the TTFT of completed requests; the median of the seeds."""
-        return sorted(outcome.ttft_p90_s for outcome in self.outcomes)[len(self.outcomes) // 2]
+        return self.outcomes[0].ttft_p90_s
+
+    def meets(self, wanted: float) -> bool:
+        return self.share >= wanted
 
     def misses(self) -> dict[str, int]:
-        """Returns the misses of all seeds by cause."""
-        total: dict[str, int] = {}
-        for outcome in self.outcomes:
-            for cause, number in outcome.misses.items():
-                total[cause] = total.get(cause, 0) + number
-        return total
+        """Returns the misses on the trace by cause."""
+        return self.outcomes[0].misses
 
 
 class Assessor:
     """Runs simulations of candidates and remembers them.
 
-    `report` is called with the current stage and the runs so far.
+    `report` is called with what is under way and the runs so far. `clock` gives seconds.
     """
 
     def __init__(
@@ -80,121 +77,117 @@ class Assessor:
         base: Config,
         goal: PlanGoal,
         priced: Priced,
-        span: Span,
-        span_runs: float,
         report: Callable[[str, float], None] = lambda what, runs: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`span_runs`: the cost of a simulation of `span`, as a share of a whole run."""
         self.goal = goal
         self.runs = 0.0
-        self.allowed_runs = goal.max_runs  # a stage may be limited further
-        self.known: dict[Candidate, Assessment] = {}
         self.doing = ""
-        self._looks: dict[Candidate, Outcome] = {}
+        self.looks: dict[Candidate, Outcome] = {}
         self._workforce = workforce
         self._base = base
         self._priced = priced
-        self._span = span
-        self._span_runs = span_runs
         self._report = report
+        self._clock = clock
+        self._began_s = clock()
+        self._limit = 1.0
+        self._any_ran = False
+
+    def limit(self, share: float) -> None:
+        """Allows this share of the runs and of the time from now on."""
+        self._limit = share
+
+    @property
+    def prices(self) -> Prices:
+        return self._priced.prices
 
     def usd_per_h(self, candidate: Candidate) -> float:
         return self._priced.usd_per_h(candidate)
 
-    def probe(self, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Simulates the busiest part of the trace with the first seed.
+    def look(self, candidates: Sequence[Candidate]) -> list[Outcome]:
+        """Simulates the trace as it is; a run ends once the candidate cannot keep the SLOs.
 
-        Raises BudgetError, ConfigError.
+        A candidate with less cache than one that fails by far gets the outcome of that.
+        Raises StoppedError, ConfigError.
         """
-        trials = [self._trial(one, self.goal.first_seed, self._span) for one in candidates]
-        return self._run(trials, self._span_runs)
-
-    def glance(self, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Simulates the whole trace with the first seed.
-
-        A candidate with no more of anything than one known to miss is not simulated: it gets that
-        outcome. Raises BudgetError, ConfigError.
-        """
-        unknown = [one for one in candidates if one not in self._looks and not self._worse(one)]
-        trials = [self._whole(one, self.goal.first_seed) for one in unknown]
-        self._looks |= dict(zip(unknown, self._run(trials, 1.0), strict=True))
+        unknown = [
+            one
+            for one in dict.fromkeys(candidates)
+            if one not in self.looks and self._more_failed(one) is None
+        ]
+        trials = [self._trial(one, 0, self.goal.wanted) for one in unknown]
+        self.looks |= dict(zip(unknown, self._run(trials), strict=True))
         found = []
         for one in candidates:
-            outcome = self._looks.get(one) or self._worse(one)
+            outcome = self.looks.get(one) or self._more_failed(one)
             assert outcome is not None
             found.append(outcome)
         return found
 
-    def judge(
-        self, candidates: Sequence[Candidate], max_seeds: int | None = None
-    ) -> list[Assessment]:
-        """Assesses all candidates with confidence, in parallel. Raises BudgetError, ConfigError."""
-        most = self.goal.max_seeds if max_seeds is None else max_seeds
-        while True:
-            open_ones = [one for one in dict.fromkeys(candidates) if self._is_open(one, most)]
-            if not open_ones:
-                return [self.known[one] for one in candidates]
-            wanted = []
-            for one in open_ones:
-                done = len(self.known[one].outcomes) if one in self.known else 0
-                seen = 1 if not done and one in self._looks else 0
-                wanted += [(one, done + i) for i in range(min(seen + SEEDS_AT_ONCE, most - done))]
-            seed = self.goal.first_seed
-            outcomes = self._run([self._whole(one, seed + i) for one, i in wanted], 1.0)
-            for one in open_ones:
-                new = [o for (c, _), o in zip(wanted, outcomes, strict=True) if c == one]
-                before = self.known[one].outcomes if one in self.known else ()
-                self._note(one, (*before, *new))
-
     def in_full(self, candidate: Candidate) -> Outcome:
-        """Simulates the first seed to its end. Raises BudgetError, ConfigError."""
-        return self._run([Trial(candidate.config(self._base), self.goal.first_seed)], 1.0)[0]
+        """Simulates the trace to its end. Raises StoppedError, ConfigError."""
+        return self._run([self._trial(candidate, 0, 0.0)])[0]
 
-    def _is_open(self, candidate: Candidate, most: int) -> bool:
-        found = self.known.get(candidate)
-        if found is None:
-            return True
-        if len(found.outcomes) >= FUTILE_FROM and found.interval.mean < self.goal.wanted:
-            return False  # more seeds would hardly make it meet
-        by_chance = (
-            len(found.outcomes) < SURE_FROM and found.interval.mean < self.goal.wanted + CLOSE
-        )
-        unsure = found.verdict is Verdict.UNCLEAR or (found.verdict is Verdict.MEETS and by_chance)
-        return unsure and len(found.outcomes) < most
+    def drawn(self, candidate: Candidate) -> Assessment:
+        """Assesses the candidate on the trace and on all draws. Raises as `look`."""
+        seeds = range(1, self.goal.num_draws + 1)
+        trials = [self._trial(candidate, seed, 0.0) for seed in seeds]
+        outcomes = (*self.look([candidate]), *self._run(trials))
+        return self._assessed(candidate, outcomes)
 
-    def _note(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> None:
-        found = interval([o.attainment for o in outcomes], self.goal.confidence)
-        self.known[candidate] = Assessment(
-            candidate, self.usd_per_h(candidate), outcomes, found, found.verdict(self.goal.wanted)
-        )
+    def sure(self, candidate: Candidate) -> Assessment | None:
+        """Assesses the candidate; None if it does not keep the SLOs at the wanted confidence.
 
-    def _worse(self, candidate: Candidate) -> Outcome | None:
-        for other, outcome in self._looks.items():
-            if outcome.share < self.goal.wanted and candidate.may_only_lose(other):
+        A draw that misses shows it, and ends the simulations. Raises as `look`.
+        """
+        outcomes = self.look([candidate])
+        seeds = list(range(1, self.goal.num_draws + 1))
+        while outcomes[-1].share >= self.goal.wanted and seeds:
+            pair, seeds = seeds[:2], seeds[2:]
+            found = self._run([self._trial(candidate, seed, self.goal.wanted) for seed in pair])
+            outcomes += sorted(found, key=lambda one: -one.share)
+        if outcomes[-1].share < self.goal.wanted:
+            return None
+        assessment = self._assessed(candidate, tuple(outcomes))
+        assert assessment.interval is not None
+        return assessment if assessment.interval.low >= self.goal.wanted else None
+
+    def _assessed(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> Assessment:
+        found = sample_interval([one.share for one in outcomes], self.goal.confidence)
+        return Assessment(candidate, self.usd_per_h(candidate), outcomes, found)
+
+    def known(self, candidate: Candidate) -> Assessment:
+        """Returns what was seen of a candidate on the trace as it is."""
+        return Assessment(candidate, self.usd_per_h(candidate), (self.looks[candidate],))
+
+    def _more_failed(self, candidate: Candidate) -> Outcome | None:
+        for other, outcome in self.looks.items():
+            if outcome.gave_up and not outcome.nearly() and candidate.may_only_lose(other):
                 return outcome
         return None
 
-    def _whole(self, candidate: Candidate, seed: int) -> Trial:
-        return self._trial(candidate, seed, WHOLE, max(self.goal.wanted - GIVE_UP, 0.0))
+    def _trial(self, candidate: Candidate, seed: int, give_up_below: float) -> Trial:
+        seed += self.goal.first_seed
+        return Trial(candidate.config(self._base), seed, give_up_below=give_up_below)
 
-    def _trial(
-        self, candidate: Candidate, seed: int, span: Span, give_up_below: float = 0.0
-    ) -> Trial:
-        return Trial(candidate.config(self._base), seed, 1.0, span, give_up_below)
+    def _stop(self) -> bool:
+        return self._clock() - self._began_s > self._limit * self.goal.time_limit_s
 
-    def _run(self, trials: Sequence[Trial], each: float) -> list[Outcome]:
-        if trials and self.runs >= self.allowed_runs:
-            raise BudgetError
+    def _run(self, trials: Sequence[Trial]) -> list[Outcome]:
+        if trials and self.runs >= self._limit * self.goal.max_runs:
+            raise StoppedError("all allowed simulations were run; allow more with --runs")
         before, counted = self._workforce.num_run, self.runs
-
-        def count(done: int) -> None:
-            self._report(self.doing, counted + done * each)
-
-        outcomes = self._workforce.run(trials, count)
-        self.runs += (self._workforce.num_run - before) * each
+        try:
+            outcomes = self._workforce.run(
+                trials, lambda done: self._report(self.doing, counted + done), self._stop
+            )
+        except StopRequestedError:
+            raise StoppedError("the time limit was reached; allow more with --time-limit") from None
+        self.runs += self._workforce.num_run - before
         for outcome in outcomes:
-            if outcome.error:
-                raise ConfigError(outcome.error)
+            if outcome.error and not self._any_ran:
+                raise ConfigError(outcome.error)  # later ones are of clusters that are too small
+            self._any_ran = True
         return outcomes
 
 
@@ -205,65 +198,39 @@ class NeighbourFound(Struct, frozen=True):
     assessment: Assessment
 
 
-FRESH_SEEDS_FROM = 1001
-_BY_COST = ("instance", "cached tokens", "chunks of")
-
-
 class PlanCheck(Struct, frozen=True):
-    """The choice and its neighbours with seeds that the search never saw."""
+    """The choice on draws that the search never saw, beside the interval that was promised."""
 
-    choice: Assessment
-    neighbours: tuple[NeighbourFound, ...]
+    promised: Interval | None
+    fresh: Assessment
+    wanted: float
 
     @property
-    def refuted_by(self) -> tuple[NeighbourFound, ...]:
-        """Returns the neighbours that are cheaper and clearly meet the SLOs."""
-        return tuple(
-            one
-            for one in self.neighbours
-            if one.assessment.usd_per_h < self.choice.usd_per_h
-            and one.assessment.verdict is Verdict.MEETS
-        )
+    def num_within(self) -> int:
+        """Fresh draws within the promised interval."""
+        if self.promised is None:
+            return 0
+        return sum(self.promised.low <= o.share <= self.promised.high for o in self.fresh.outcomes)
 
     @property
     def holds(self) -> bool:
-        return self.choice.verdict is not Verdict.MISSES and not self.refuted_by
+        """Whether no more than one fresh draw is outside."""
+        return self.num_within >= len(self.fresh.outcomes) - 1
 
     def conclusion(self) -> str:
-        share = f"{self.choice.interval.mean:.1%} ({self.choice.interval.low:.1%} to"
-        share += f" {self.choice.interval.high:.1%}) with {len(self.choice.outcomes)} fresh seeds"
-        if self.choice.verdict is Verdict.MISSES:
-            return f"The choice does not hold: {share} is less than wanted."
-        sure = "meets" if self.choice.verdict is Verdict.MEETS else "is too close to tell"
-        if self.refuted_by:
-            names = ", ".join(one.change for one in self.refuted_by)
-            return (
-                f"The choice {sure}, {share}, but is not the cheapest: with {names} it meets too."
-            )
-        close = [
-            one.change
-            for one in self.neighbours
-            if one.assessment.usd_per_h < self.choice.usd_per_h
-            and one.assessment.verdict is Verdict.UNCLEAR
-        ]
-        text = f"The choice {sure}, {share}, and no cheaper neighbour does"
-        return f"{text}; too close to tell: with {', '.join(close)}." if close else f"{text}."
+        shares = [outcome.share for outcome in self.fresh.outcomes]
+        mean = sum(shares) / len(shares)
+        met = sum(share >= self.wanted for share in shares)
+        verdict = "The promise holds" if self.holds else "The promise does not hold"
+        return (
+            f"{verdict}: {self.num_within} of {len(shares)} fresh draws are within it; they have"
+            f" {mean:.1%} on average ({min(shares):.1%} to {max(shares):.1%}), and {met} of them"
+            f" reach {self.wanted:.0%}."
+        )
 
 
-def check(choice: Candidate, assessor: Assessor, least_cache_tokens: int) -> PlanCheck:
-    """Assesses the choice and each neighbour one step away in instances, cache or chunk size, with
-    seeds that the search never saw. Raises BudgetError, ConfigError."""
-    assessor.doing = "fresh seeds"
-    around = [
-        one
-        for one in neighbours(choice, least_cache_tokens)
-        if any(word in one.change for word in _BY_COST)
-    ]
-    price = assessor.usd_per_h
-    cheaper = [one.candidate for one in around if price(one.candidate) < price(choice)]
-    assessor.judge([choice, *cheaper])
-    found: Sequence[Assessment] = assessor.judge([one.candidate for one in around], max_seeds=2)
-    return PlanCheck(
-        assessor.known[choice],
-        tuple(NeighbourFound(n.change, a) for n, a in zip(around, found, strict=True)),
-    )
+def check(choice: Assessment, assessor: Assessor) -> PlanCheck:
+    """Simulates the choice on fresh draws; `assessor` has their seeds. Raises as `look`."""
+    assessor.doing = "fresh draws"
+    fresh = assessor.drawn(choice.candidate)
+    return PlanCheck(choice.interval, fresh, assessor.goal.wanted)

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonpool.config import Admission, Config, EvictionName, Placement
+from moonpool.config import EVICTIONS as EVICTIONS
+from moonpool.config import Config, PolicyName
 from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
 CACHE_STEPS = tuple(
-    n * 1000 for n in (125, 250, 375, 500, 750, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12000)
+    n * 1000
+    for n in (32, 64, 125, 250, 375, 500, 750, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12000)
 )
 """Tokens of DRAM pool per instance."""
+SSD_STEPS = (0, 1_000_000, 4_000_000, 16_000_000)
+"""Tokens of SSD per instance."""
 CHUNK_STEPS = (128, 256, 512, 1024, 2048, 4096, 8192)
-PLACEMENTS: tuple[Placement, ...] = ("kvcache-centric", "cache-aware")
-ADMISSIONS: tuple[Admission, ...] = ("early", "predictive")
-EVICTIONS: tuple[EvictionName, ...] = ("lru", "length-aware")
 
 
 class NodeKind(Struct, frozen=True):
@@ -46,7 +47,11 @@ class NodeKind(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """Either `prefill` and `decode` or `mixed` instances, each with `cache_tokens` of DRAM pool."""
+    """Instances of three roles, each with `cache_tokens` of DRAM pool and `ssd_tokens` of SSD.
+
+    Prefill and mixed instances are `prefill_stages` nodes of `kind` each, decode instances are of
+    `decode_kind`.
+    """
 
     kind: NodeKind
     decode_kind: NodeKind
@@ -55,9 +60,11 @@ class Candidate(Struct, frozen=True):
     mixed: int
     cache_tokens: int
     chunk_tokens: int
-    placement: Placement = "kvcache-centric"
-    admission: Admission = "early"
-    eviction: EvictionName = "lru"
+    placement: PolicyName = "kvcache-centric"
+    admission: PolicyName = "early"
+    eviction: PolicyName = "lru"
+    ssd_tokens: int = 0
+    prefill_stages: int = 1
 
     @property
     def num_instances(self) -> int:
@@ -65,29 +72,36 @@ class Candidate(Struct, frozen=True):
 
     @property
     def counts(self) -> str:
-        return f"{self.mixed}M" if self.mixed else f"{self.prefill}P+{self.decode}D"
+        roles = ((self.prefill, "P"), (self.decode, "D"), (self.mixed, "M"))
+        return "+".join(f"{number}{role}" for number, role in roles if number)
 
     @property
     def hardware(self) -> str:
-        if self.mixed or self.kind == self.decode_kind:
-            return str(self.kind)
-        return f"{self.kind} / {self.decode_kind}"
+        own = _staged(self.kind, self.prefill_stages)
+        other = str(self.decode_kind)
+        if not self.decode or own == other:
+            return own
+        return other if self.decode == self.num_instances else f"{own} / {other}"
 
     @property
-    def policies(self) -> str:
-        return f"{self.placement}, {self.admission}, {self.eviction}"
+    def layout(self) -> str:
+        """Whether roles have instances of their own, share them, or both."""
+        if not self.mixed:
+            return "P/D"
+        return "mixed" if self.mixed == self.num_instances else "P/D and mixed"
 
     def config(self, base: Config) -> Config:
         """Returns `base` with this cluster."""
         change = msgspec.structs.replace
+        split = bool(self.decode)
         hardware = change(
             base.hardware,
             device=self.kind.device,
             devices_per_node=self.kind.num_devices,
-            decode_device="" if self.mixed else self.decode_kind.device,
-            decode_devices_per_node=0 if self.mixed else self.decode_kind.num_devices,
-            attention_device=self.decode_kind.attention_device,
-            attention_devices_per_node=self.decode_kind.num_attention,
+            decode_device=self.decode_kind.device if split else "",
+            decode_devices_per_node=self.decode_kind.num_devices if split else 0,
+            attention_device=self.decode_kind.attention_device if split else "",
+            attention_devices_per_node=self.decode_kind.num_attention if split else 0,
         )
         return change(
             base,
@@ -100,21 +114,34 @@ class Candidate(Struct, frozen=True):
             ),
             hardware=hardware,
             pool=change(
-                base.pool, dram_tokens_per_instance=self.cache_tokens, eviction=self.eviction
+                base.pool,
+                dram_tokens_per_instance=self.cache_tokens,
+                ssd_tokens_per_instance=self.ssd_tokens,
+                eviction=self.eviction,
             ),
-            engine=change(base.engine, chunk_tokens=self.chunk_tokens, staggered_decodes=False),
+            engine=change(
+                base.engine,
+                chunk_tokens=self.chunk_tokens,
+                staggered_decodes=False,
+                pipeline_parallel_size=self.prefill_stages,
+            ),
             conductor=change(base.conductor, placement=self.placement, admission=self.admission),
         )
 
     def may_only_lose(self, other: Candidate) -> bool:
-        """Whether this has no more of anything than the other one, and is equal otherwise."""
-        mine = (self.prefill, self.decode, self.mixed, self.cache_tokens)
-        others = (other.prefill, other.decode, other.mixed, other.cache_tokens)
+        """Whether this has less cache than the other one, or as much, and is equal otherwise."""
         equal = msgspec.structs.replace(
-            self, prefill=other.prefill, decode=other.decode, mixed=other.mixed,
-            cache_tokens=other.cache_tokens,
-        )  # fmt: skip
-        return equal == other and all(a <= b for a, b in zip(mine, others, strict=True))
+            self, cache_tokens=other.cache_tokens, ssd_tokens=other.ssd_tokens
+        )
+        return (
+            equal == other
+            and self.cache_tokens <= other.cache_tokens
+            and self.ssd_tokens <= other.ssd_tokens
+        )
+
+
+def _staged(kind: NodeKind, num_stages: int) -> str:
+    return str(kind) if num_stages == 1 else f"{num_stages} stages of {kind}"
 
 
 class Priced(Struct, frozen=True):
@@ -128,13 +155,24 @@ class Priced(Struct, frozen=True):
 
     def usd_per_h(self, candidate: Candidate) -> float:
         """Returns the price per hour. Raises ConfigError where a device has no price."""
-        groups = (candidate.prefill + candidate.mixed) * self.nodes_per_prefill
+        groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
+        groups *= self.nodes_per_prefill
         decodes = candidate.decode * self.nodes_per_decode
         usd = groups * candidate.kind.usd_per_h(self.prices)
         if candidate.decode:
             usd += decodes * candidate.decode_kind.usd_per_h(self.prices)
-        num_bytes = (groups + decodes) * candidate.cache_tokens * self.kv_bytes_per_token
-        return usd + self.prices.dram_usd_per_h(num_bytes)
+        each_bytes = (groups + decodes) * self.kv_bytes_per_token
+        usd += self.prices.dram_usd_per_h(each_bytes * candidate.cache_tokens)
+        return usd + self.prices.ssd_usd_per_h(each_bytes * candidate.ssd_tokens)
+
+
+class Steps(Struct, frozen=True):
+    """The sizes and policies that a search chooses from, the smallest first."""
+
+    caches: tuple[int, ...]
+    ssds: tuple[int, ...] = (0,)
+    evictions: tuple[PolicyName, ...] = ("lru",)
+    chunks: tuple[int, ...] = CHUNK_STEPS
 
 
 class Neighbour(Struct, frozen=True):
@@ -144,19 +182,25 @@ class Neighbour(Struct, frozen=True):
     candidate: Candidate
 
 
-def neighbours(of: Candidate, least_cache_tokens: int) -> list[Neighbour]:
-    """Returns the candidates one instance, one step of cache, one chunk size or one policy away."""
-    found = [*_instance_neighbours(of), *_step_neighbours(of, least_cache_tokens)]
-    choices: list[tuple[str, Sequence[str]]] = [
-        ("placement", PLACEMENTS),
-        ("admission", ADMISSIONS),
-        ("eviction", EVICTIONS),
-    ]
-    for name, values in choices:
-        for value in values:
-            if value != getattr(of, name):
+def neighbours(of: Candidate, steps: Steps) -> list[Neighbour]:
+    """Returns the candidates that differ in one instance, one step of cache, SSD or chunk, or in
+    eviction, the instances first."""
+    found = _instance_neighbours(of)
+    for name, choices, words in (
+        ("cache_tokens", steps.caches, "{} cached tokens an instance"),
+        ("ssd_tokens", steps.ssds, "{} tokens of SSD an instance"),
+        ("chunk_tokens", steps.chunks, "chunks of {} tokens"),
+    ):
+        for step in (-1, 1):
+            value = stepped(choices, getattr(of, name), step)
+            if value is not None:
+                number = str(value) if name == "chunk_tokens" else tokens(value)
                 other = msgspec.structs.replace(of, **{name: value})
-                found.append(Neighbour(f"{name} {value}", other))
+                found.append(Neighbour(words.format(number), other))
+    for eviction in steps.evictions:
+        if eviction != of.eviction:
+            other = msgspec.structs.replace(of, eviction=eviction)
+            found.append(Neighbour(f"eviction {eviction}", other))
     return found
 
 
@@ -165,25 +209,17 @@ def _instance_neighbours(of: Candidate) -> list[Neighbour]:
     for role in ("prefill", "decode", "mixed"):
         count = getattr(of, role)
         for step, word in ((-1, "fewer"), (1, "more")):
-            if count and count + step >= 1:
-                other = msgspec.structs.replace(of, **{role: count + step})
+            other = msgspec.structs.replace(of, **{role: count + step})
+            if count and can_serve(other.prefill, other.decode, other.mixed):
                 found.append(Neighbour(f"one {role} instance {word}", other))
     return found
 
 
-def _step_neighbours(of: Candidate, least_cache_tokens: int) -> list[Neighbour]:
-    found = []
-    for step in (-1, 1):
-        cache = stepped(CACHE_STEPS, of.cache_tokens, step)
-        if cache is not None and cache >= least_cache_tokens:
-            other = msgspec.structs.replace(of, cache_tokens=cache)
-            found.append(Neighbour(f"{tokens(cache)} cached tokens an instance", other))
-    for step in (-1, 1):
-        chunk = stepped(CHUNK_STEPS, of.chunk_tokens, step)
-        if chunk is not None:
-            other = msgspec.structs.replace(of, chunk_tokens=chunk)
-            found.append(Neighbour(f"chunks of {chunk} tokens", other))
-    return found
+def can_serve(prefill: int, decode: int, mixed: int) -> bool:
+    """Whether instances of these roles together can prefill and decode."""
+    if min(prefill, decode, mixed) < 0:
+        return False
+    return bool(mixed) or bool(prefill and decode)
 
 
 def stepped(steps: Sequence[int], value: int, number: int) -> int | None:

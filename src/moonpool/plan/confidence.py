@@ -70,3 +70,23 @@ def interval(runs: Sequence[Attainment], confidence: float) -> Interval:
         )
         low, high = min(low, mean - half), max(high, mean + half)
     return Interval(max(low, 0.0), mean, min(high, 1.0))
+
+
+def sample_interval(shares: Sequence[float], confidence: float) -> Interval:
+    """Returns the two-sided interval of the share of one more sample like these.
+
+    It is wider than the interval of their mean: it is what one day gives, not what all days give
+    together. With one sample nothing is known.
+    """
+    from scipy import stats
+
+    assert shares and 0 < confidence < 1
+    number = len(shares)
+    mean = fsum(shares) / number
+    if number == 1:
+        return Interval(0.0, mean, 1.0)
+    squares = fsum((share - mean) ** 2 for share in shares)
+    half = float(stats.t.ppf((1 + confidence) / 2, number - 1)) * sqrt(
+        squares / (number - 1) * (1 + 1 / number)
+    )
+    return Interval(max(mean - half, 0.0), mean, min(mean + half, 1.0))

@@ -1,7 +1,7 @@
 """What a workload demands of a cluster by the cost model, and where a search begins.
 
-`prepare` gives one candidate for each mix of hardware, colocated or not, and the busiest part of
-the trace. It raises ConfigError for a plan that no cluster can satisfy. Nothing is simulated but an
+`prepare` gives one candidate for each mix of hardware, split or mixed, and the sizes that are worth
+trying. It raises ConfigError for a plan that no cluster can satisfy. Nothing is simulated but an
 endless cache.
 """
 
@@ -14,7 +14,16 @@ from typing import Literal
 import msgspec
 
 from moonpool.config import Config, ConfigError
-from moonpool.plan.candidate import CACHE_STEPS, CHUNK_STEPS, Candidate, NodeKind, Priced
+from moonpool.plan.candidate import (
+    CACHE_STEPS,
+    CHUNK_STEPS,
+    EVICTIONS,
+    SSD_STEPS,
+    Candidate,
+    NodeKind,
+    Priced,
+    Steps,
+)
 from moonpool.plan.trial import WHOLE, Span, Workload
 from moonpool.sim.capacity import PromptCache, prompts_of
 from moonpool.sim.hardware import calibrated
@@ -23,6 +32,8 @@ from moonpool.types import Struct
 
 SPAN_SHARE = 1 / 6
 LEAST_SPAN_S = 120.0
+STAGES_FROM = 0.4
+"""Share of the TTFT SLO that prompts take on an idle instance, above which two stages are tried."""
 MOST_INSTANCES = 4096
 
 
@@ -181,20 +192,23 @@ def check_possible(needs: dict[NodeKind, Need], config: Config, wanted: float) -
 
 Layout = Literal["both", "disaggregated", "colocated"]
 FIRST_CHUNK_TOKENS = 2048
-FIRST_CACHE_TOKENS = 3_000_000
 
 
 class Prepared(Struct, frozen=True):
-    """Where a search begins. `span_runs`: the requests of `span` as a share of the trace.
-    `left_out`: why kinds of nodes are left out."""
+    """Where a search begins, and what it chooses from. `left_out`: why kinds of nodes are left
+    out."""
 
     base: Config
+    demand: Demand
     starts: tuple[Candidate, ...]
-    span: Span
-    span_runs: float
-    least_cache_tokens: int
+    steps: Steps
+    layout: Layout
     left_out: tuple[str, ...]
     context_tokens: int  # mean, of a request half-way through its answer
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return any(self.demand.hit_tokens)
 
 
 def truth_for(base: Config, kinds: Sequence[NodeKind], cost: str | None) -> Config:
@@ -219,6 +233,7 @@ def prepare(
 ) -> Prepared:
     """Returns where the search begins. Raises ConfigError if no cluster could keep the SLOs."""
     demand = demand_of(workload, base.pool.block_tokens)
+    steps = steps_for(demand, base)
     able, left_out = _able_kinds(workload, base, kinds, priced, demand)
     first = next((node for kind, node in able.items() if not kind.offloads), None)
     if first is None:
@@ -231,21 +246,64 @@ def prepare(
         for kind, node in able.items()
     }
     check_possible(needs, base, wanted)
-    within = [kind for kind in needs if _can_decode(needs[kind], base)]
+    within = [kind for kind in needs if needs[kind].idle_tbt_s <= base.slo.tbt_s]
+    first_one = Candidate(
+        kinds[0], kinds[0], 1, 1, 0, steps.caches[-1], FIRST_CHUNK_TOKENS,
+        base.conductor.placement, base.conductor.admission, steps.evictions[0],
+        prefill_stages=base.engine.pipeline_parallel_size,
+    )  # fmt: skip
     starts: list[Candidate] = []
+    change = msgspec.structs.replace
     for kind, need in needs.items():
-        if need.idle_ttft_s > base.slo.ttft_s or kind.offloads:
+        if kind.offloads:
             continue
-        if layout != "colocated":
-            starts += [_disaggregated(kind, other, needs) for other in within]
-        if layout != "disaggregated" and kind in within:
-            chunk = mixed_chunk_tokens(demand, able[kind].mixed, base)
-            mixed = need.prefill + need.decode
-            starts.append(Candidate(kind, kind, 0, 0, mixed, FIRST_CACHE_TOKENS, chunk))
-    least = -(-demand.longest_tokens // base.pool.block_tokens) * base.pool.block_tokens
-    starts = [_with_room(start, least) for start in starts]
-    runs, context = _span_runs(demand, span), round(demand.context_tokens)
-    return Prepared(base, tuple(starts), span, runs, least, left_out, max(context, 1))
+        for stages in _stages(need, base, kind):
+            own = change(first_one, kind=kind, decode_kind=kind, prefill_stages=stages)
+            if layout != "colocated":
+                starts += [
+                    change(own, decode_kind=one, prefill=need.prefill, decode=needs[one].decode)
+                    for one in within
+                ]
+            if layout != "disaggregated" and kind in within:
+                chunk = mixed_chunk_tokens(demand, able[kind].mixed, base)
+                number = need.prefill + need.decode
+                starts.append(change(own, prefill=0, decode=0, mixed=number, chunk_tokens=chunk))
+    context = round(demand.context_tokens)
+    return Prepared(base, demand, tuple(starts), steps, layout, left_out, max(context, 1))
+
+
+def _stages(need: Need, base: Config, kind: NodeKind) -> list[int]:
+    """Returns the numbers of stages of a prefill instance that are worth trying."""
+    own = base.engine.pipeline_parallel_size
+    late = need.idle_ttft_s > STAGES_FROM * base.slo.ttft_s
+    free = base.hardware.nodes_per_prefill == 1 and base.engine.num_shards == 1
+    possible = free and own == 1 and not base.hardware.cost.endswith(".json")
+    if need.idle_ttft_s > 2 * base.slo.ttft_s:
+        return []
+    return [own, 2] if late and possible else [own]
+
+
+def steps_for(demand: Demand, base: Config) -> Steps:
+    """Returns the sizes that are worth trying: pools that hold the longest request, up to what the
+    whole trace fills; eviction and SSD where prefixes are shared. Raises ConfigError."""
+    block = base.pool.block_tokens
+    least = -(-demand.longest_tokens // block) * block
+    shared = any(demand.hit_tokens)
+    distinct = sum(demand.input_tokens) - sum(demand.hit_tokens) + sum(demand.output_tokens)
+    caches = [cache for cache in CACHE_STEPS if cache >= least]
+    if not caches:
+        raise ConfigError(
+            f"the longest request has {least:,} tokens, more than the largest cache that is"
+            f" tried, {CACHE_STEPS[-1]:,} an instance: leave such requests out of the trace"
+        )
+    enough = sum(cache < distinct for cache in caches)
+    own = base.pool.eviction
+    evictions = (own, *(name for name in EVICTIONS if name != own))
+    return Steps(
+        tuple(caches[: enough + 1]),
+        SSD_STEPS if shared else (0,),
+        evictions if shared else (own,),
+    )
 
 
 def _able_kinds(
@@ -275,31 +333,3 @@ def _able_kinds(
     if not able:
         raise ConfigError("; ".join(reasons))
     return able, tuple(reasons)
-
-
-def _can_decode(need: Need, base: Config) -> bool:
-    return need.idle_tbt_s <= base.slo.tbt_s
-
-
-def _disaggregated(kind: NodeKind, decode_kind: NodeKind, needs: dict[NodeKind, Need]) -> Candidate:
-    prefill, decode = needs[kind].prefill, needs[decode_kind].decode
-    return Candidate(kind, decode_kind, prefill, decode, 0, FIRST_CACHE_TOKENS, FIRST_CHUNK_TOKENS)
-
-
-def _with_room(start: Candidate, least_tokens: int) -> Candidate:
-    """Returns the start with a cache that holds the longest request."""
-    cache = next((c for c in CACHE_STEPS if c >= max(least_tokens, start.cache_tokens)), 0)
-    if not cache:
-        raise ConfigError(
-            f"the longest request has {least_tokens:,} tokens, more than the largest cache that is"
-            f" tried, {CACHE_STEPS[-1]:,} an instance: leave such requests out of the trace"
-        )
-    return msgspec.structs.replace(start, cache_tokens=cache)
-
-
-def _span_runs(demand: Demand, span: Span) -> float:
-    if span == WHOLE:
-        return 1.0
-    begin_s = span.begin_s - span.warm_up_s
-    inside = fsum(begin_s <= at < span.end_s for at in demand.arrived_s)
-    return inside / len(demand.arrived_s)

@@ -15,11 +15,10 @@ from matplotlib.figure import Figure
 
 from moonpool.config import SloConfig
 from moonpool.plan.assess import Assessment
-from moonpool.plan.confidence import Verdict
 from moonpool.plan.search import ClusterPlan
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_COLOURS = {Verdict.MEETS: "#2c9a4b", Verdict.UNCLEAR: "#c7a000", Verdict.MISSES: "#d9541e"}
+_COLOURS = {True: "#2c9a4b", False: "#d9541e"}
 _GREY = "#555555"
 
 
@@ -30,7 +29,7 @@ def draw_plan(plan: ClusterPlan, wanted: float, slo: SloConfig, path: Path) -> N
     left, right = figure.subplots(1, 2)
     shown = [one for one in plan.assessed if not one.gave_up]
     _attainment(left, plan, shown, wanted)
-    _ttft(right, plan, shown, slo)
+    _ttft(right, plan, shown, slo, wanted)
     with rc_context({"svg.hashsalt": "moonpool"}):  # byte for byte reproducible
         stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
         figure.savefig(path, dpi=120, metadata={stamp: None})
@@ -38,40 +37,39 @@ def draw_plan(plan: ClusterPlan, wanted: float, slo: SloConfig, path: Path) -> N
 
 def _attainment(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], wanted: float) -> None:
     axes.set(title="Attainment", xlabel="USD per hour", ylabel="requests within both SLOs")
-    for verdict, colour in _COLOURS.items():
-        ones = [one for one in shown if one.verdict is verdict]
-        if not ones:
-            continue
-        means = [one.interval.mean for one in ones]
-        below = [one.interval.mean - one.interval.low for one in ones]
-        above = [one.interval.high - one.interval.mean for one in ones]
-        axes.errorbar(
+    for meets, colour in _COLOURS.items():
+        ones = [one for one in shown if one.meets(wanted) is meets]
+        axes.plot(
             [one.usd_per_h for one in ones],
-            means,
-            yerr=[below, above],
-            fmt="o",
+            [one.share for one in ones],
+            "o",
             color=colour,
-            label=verdict.value,
+            label="meets" if meets else "misses",
             markersize=4,
-            linewidth=1,
         )
-    front = [one for one in plan.front() if not one.gave_up]
+    front = plan.front()
     axes.plot(
         [one.usd_per_h for one in front],
-        [one.interval.mean for one in front],
+        [one.share for one in front],
         color=_GREY,
         linewidth=1,
         label="front",
     )
     axes.axhline(wanted, color=_GREY, linestyle="--", linewidth=1, label=f"wanted, {wanted:.0%}")
-    _mark_choice(axes, plan, [0.0] if plan.choice is None else [plan.choice.interval.mean])
+    choice = plan.choice
+    if choice is not None and choice.interval is not None:
+        low, high = choice.interval.low, choice.interval.high
+        axes.vlines(choice.usd_per_h, low, high, color="#1f77b4", label="other samples")
+    _mark_choice(axes, plan, [0.0] if choice is None else [choice.share])
     axes.legend(frameon=False, fontsize=8)
 
 
-def _ttft(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], slo: SloConfig) -> None:
+def _ttft(
+    axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], slo: SloConfig, wanted: float
+) -> None:
     axes.set(title="Time to first token", xlabel="USD per hour", ylabel="90th percentile (s)")
-    for verdict, colour in _COLOURS.items():
-        ones = [one for one in shown if one.verdict is verdict]
+    for meets, colour in _COLOURS.items():
+        ones = [one for one in shown if one.meets(wanted) is meets]
         axes.plot(
             [one.usd_per_h for one in ones],
             [one.ttft_p90_s for one in ones],

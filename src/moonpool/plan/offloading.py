@@ -7,7 +7,7 @@ same money, are a rival that the paper omits; they are always compared here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moonpool.config import Config
 from moonpool.cost.model import StepCost
@@ -86,7 +86,7 @@ def decode_nodes_of(
     return sorted(found, key=lambda one: -one.tokens_per_usd)
 
 
-def verdict(plan: ClusterPlan, usd_per_h: Callable[[Candidate], float]) -> str:
+def verdict(plan: ClusterPlan) -> str:
     """Says in one sentence whether the chosen cluster offloads, and what the cheapest other one
     costs."""
     if plan.choice is None:
@@ -98,25 +98,18 @@ def verdict(plan: ClusterPlan, usd_per_h: Callable[[Candidate], float]) -> str:
     others = [mix for mix in plan.mixes if mix.start.decode_kind.offloads is not offloads]
     if not others:
         return f"Offloading attention {says}: only {name} was compared."
-    rival = min(others, key=lambda mix: usd_per_h(_furthest(mix)))
-    usd = usd_per_h(_furthest(rival))
-    counts = f"{_furthest(rival).counts} of {rival.start.hardware}"
+    rival = min(others, key=_price)
+    counts = rival.start.counts if rival.cheapest is None else rival.cheapest.candidate.counts
     way = "without it" if offloads else "with it"
+    seen = "" if rival.cheapest is not None else " by the cost model"
     return (
         f"Offloading attention {says}: {name} was chosen, and the cheapest {way},"
-        f" {counts}, costs {usd:,.2f} USD/h{_seen(rival)}."
+        f" {counts} of {rival.start.hardware}, costs {_price(rival):,.2f} USD/h{seen}."
     )
 
 
-def _furthest(mix: MixFound) -> Candidate:
-    """Returns the latest candidate of a mix, whose price is the most certain."""
-    return mix.settled.candidate if mix.settled is not None else mix.boundary or mix.start
-
-
-def _seen(mix: MixFound) -> str:
-    if mix.settled is not None:
-        return ""
-    return " at the busiest part" if mix.boundary is not None else " by the cost model"
+def _price(mix: MixFound) -> float:
+    return mix.start_usd_per_h if mix.cheapest is None else mix.cheapest.usd_per_h
 
 
 def _decode_node(

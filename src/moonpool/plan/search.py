@@ -1,15 +1,17 @@
-"""The search for the cheapest cluster that meets the SLOs.
+"""The search for the cheapest cluster that keeps the SLOs on a trace.
 
-    demand      The cost model gives where each mix of hardware begins. Mixes that cost twice the
-                cheapest, or that cannot hold the model, are left out.
-    boundaries  On the busiest part of the trace: the fewest instances, for all mixes in parallel.
-    tuning      On the same part, with one instance fewer: policies and chunk size.
-    settling    On the whole trace, for the best mixes: up to where each meets; then, the cheapest
-                mix first, down in price until no cheaper candidate meets with confidence. A mix
-                that begins above the best price is not settled.
-    confirming  Each cheaper neighbour of the choice, with as many seeds as necessary; and those of
-                equal price that do better on the busiest part. One that meets, and is cheaper or
-                better, becomes the choice.
+    starting    From the cost model's numbers, each mix of hardware grows by what its misses lacked
+                until it keeps the SLOs. The cheapest cluster so far is the best.
+    tuning      Other placements and admissions, on a cluster that just fails.
+    improving   Of the arrangements (numbers of prefill, decode and mixed instances) that cost less
+                than the best and that arithmetic does not exclude, the most promising is simulated
+                with all cache that its price allows, with several chunk sizes. If it keeps the
+                SLOs, its cache is reduced. If not, it excludes arrangements with less of what it
+                lacked.
+    settling    Of those that keep the SLOs, SSD, eviction, cache and chunk size are brought to
+                their cheapest, and then each neighbour of the best is tried.
+    drawing     Draws of the trace give the interval of what the best promises. From there on up in
+                price, the first cluster whose interval is above the goal is the sure choice.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the
 number of processes.
@@ -18,69 +20,80 @@ number of processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import inf
 from typing import Any
 
 import msgspec
 
-from moonpool.plan.assess import Assessment, Assessor, BudgetError, NeighbourFound
-from moonpool.plan.boundary import boundary, side_by_side
-from moonpool.plan.candidate import (
-    ADMISSIONS,
-    CACHE_STEPS,
-    CHUNK_STEPS,
-    PLACEMENTS,
-    Candidate,
-    neighbours,
-    stepped,
+from moonpool.config import ADMISSIONS
+from moonpool.plan.arrangements import (
+    MOST_INSTANCES,
+    Arrangement,
+    Failure,
+    arrangements,
+    decode_share,
+    possible,
 )
-from moonpool.plan.confidence import Verdict
+from moonpool.plan.assess import Assessment, Assessor, NeighbourFound, StoppedError
+from moonpool.plan.bounds import Bounds
+from moonpool.plan.candidate import Candidate, neighbours, stepped
+from moonpool.plan.demand import Prepared
+from moonpool.plan.settings import cheapest_settings, grown, least_cache, with_any_chunk
+from moonpool.plan.trial import Outcome
 from moonpool.types import Struct
 
-KEPT_MIXES = 8
+KEPT_STARTS = 8
 DEAREST = 2.0
 """Mixes above this multiple of the cheapest price, by the cost model, are not simulated."""
-SETTLED_MIXES = 3
-SETTLED_WITHIN = 1.3
-"""At most SETTLED_MIXES mixes are settled: the cheapest by their boundaries, up to this multiple of
-the cheapest price."""
-GAIN = 0.01
-"""Least gain of attainment that justifies another policy or chunk size."""
-MAX_GROWTHS = 8
-CACHE_STRIDE = 2
-"""Steps of cache that a cluster gains when it misses."""
-MAX_MOVES = 40
-SEARCH_SHARE = 0.6
-"""Share of the allowed runs for all stages before confirming, because a comparison of the choice
-with its neighbours is worth more than one with every mix."""
+MAX_GROWTHS = 12
+PATIENCE = 40
+"""Arrangements in a row that fail, after which the search ends."""
+LEAST_GAIN = 0.01
+"""An arrangement that can save no more than this share of the price is not simulated."""
+SEARCH_SHARE = 0.75
+"""Share of the allowed runs and time for all that comes before draws."""
+SURE_CANDIDATES = 12
+SURE_DEAREST = 2.0
+FIRST_LOADS = (0.5, 1.3)
+"""Loads by arithmetic at which an arrangement is expected to keep and to miss the SLOs, until some
+are known."""
 
 
 class MixFound(Struct, frozen=True):
-    """The results of one mix of hardware: `start` by the cost model, `boundary` on the busiest part
-    of the trace, and `settled`, the cheapest that meets on the whole trace."""
+    """One mix of hardware: where it starts by the cost model, and the cheapest cluster of it that
+    keeps the SLOs."""
 
     start: Candidate
     start_usd_per_h: float
-    boundary: Candidate | None = None
-    settled: Assessment | None = None
+    cheapest: Assessment | None = None
+    num_simulated: int = 0
 
 
 class ClusterPlan(Struct, frozen=True):
-    """The result of a search. `choice` is None where nothing meets the SLOs. `assessed`: all
-    candidates with more than one whole simulation, by price."""
+    """The result of a search. `choice` is None where nothing keeps the SLOs. `sure` keeps them at
+    the wanted confidence; it may be the choice. `assessed`: all simulated candidates, by price.
+    `stopped`: why the search ended early, or "". `num_left`: arrangements that cost less than the
+    choice and were not excluded when the search ended."""
 
     choice: Assessment | None
+    sure: Assessment | None
     neighbours: tuple[NeighbourFound, ...]
     mixes: tuple[MixFound, ...]
     assessed: tuple[Assessment, ...]
     runs: float
-    complete: bool
+    stopped: str
+    num_left: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return not self.stopped
 
     def front(self) -> list[Assessment]:
         """Returns the candidates for which nothing cheaper attains as much."""
         found: list[Assessment] = []
         for one in self.assessed:
-            if not found or one.interval.mean > found[-1].interval.mean:
+            if not one.gave_up and (not found or one.share > found[-1].share):
                 found.append(one)
         return found
 
@@ -88,325 +101,331 @@ class ClusterPlan(Struct, frozen=True):
 class Planner:
     """One search, stage by stage."""
 
-    def __init__(self, assessor: Assessor, least_cache_tokens: int) -> None:
+    def __init__(self, assessor: Assessor, prepared: Prepared, bounds: Bounds) -> None:
         self._assessor = assessor
-        self._least_cache = least_cache_tokens
+        self._prepared = prepared
+        self._bounds = bounds
+        self._steps = prepared.steps
         self._wanted = assessor.goal.wanted
-        self._best: Assessment | None = None
-        self._mixes: list[MixFound] = []
+        self._stage = ""
+        self._best: Candidate | None = None
+        self._last_failed: Candidate | None = None
+        self._settings: dict[str, Any] = {}
+        self._chunks: dict[str, int] = {}  # by layout
+        self._failures: list[Failure] = []
+        self._visited: set[Candidate] = set()
+        self._open: list[Arrangement] = []
+        self._loads: dict[str, tuple[float, float]] = {}  # like FIRST_LOADS, by layout
+        self._kept: list[Candidate] = []  # the cheapest of each arrangement that keeps the SLOs
 
-    def plan(self, starts: Sequence[Candidate]) -> ClusterPlan:
-        """Runs all stages. `starts`: one for each mix of hardware. Raises ConfigError."""
-        complete, around = True, tuple[NeighbourFound, ...]()
-        most = self._assessor.goal.max_runs
-        self._assessor.allowed_runs = SEARCH_SHARE * most
+    def plan(self) -> ClusterPlan:
+        """Runs all stages. Raises ConfigError."""
+        choice = sure = None
+        stopped = ""
+        self._assessor.limit(SEARCH_SHARE)
         try:
-            self._bound(starts)
+            self._start()
             self._tune()
-            self._settle_mixes()
-        except BudgetError:
-            complete = False
-        self._assessor.allowed_runs = most
+            self._improve()
+            self._settle()
+        except StoppedError as error:
+            stopped = str(error)
+        except KeyboardInterrupt:
+            stopped = "interrupted"
+        self._assessor.limit(1.0)
+        if self._best is not None:
+            choice = self._assessor.known(self._best)
         try:
-            around = self._confirm()
-        except BudgetError:
-            complete = False
-            around = self._known_neighbours()
-        known = [one for one in self._assessor.known.values() if len(one.outcomes) > 1]
-        known.sort(key=lambda one: (one.usd_per_h, -one.interval.mean))
-        mixes = sorted(self._mixes, key=self._mix_order)
-        return ClusterPlan(
-            self._best, around, tuple(mixes), tuple(known), self._assessor.runs, complete
-        )
+            if choice is not None and stopped != "interrupted":
+                self._assessor.doing = "draws of the trace"
+                choice = self._assessor.drawn(choice.candidate)
+                sure = self._sure(choice)
+                self._look_around(choice.candidate)
+        except StoppedError as error:
+            stopped = stopped or str(error)
+        except KeyboardInterrupt:
+            stopped = stopped or "interrupted"
+        return self._result(choice, sure, stopped)
 
-    # Boundaries
+    # Simulating
 
-    def _bound(self, starts: Sequence[Candidate]) -> None:
-        price = self._assessor.usd_per_h
-        self._mixes = sorted((MixFound(one, price(one)) for one in starts), key=self._mix_order)
-        least = self._mixes[0].start_usd_per_h
-        kept = [
-            number
-            for number, mix in enumerate(self._mixes[:KEPT_MIXES])
-            if mix.start_usd_per_h <= DEAREST * least
-        ]
-        self._assessor.doing = "the busiest part, by hardware"
-        searches = [
-            boundary(mix.start, self._wanted, self._roles(mix.start))
-            for mix in (self._mixes[number] for number in kept)
-        ]
-        for number, found in zip(kept, side_by_side(searches, self._assessor.probe), strict=True):
-            self._mixes[number] = msgspec.structs.replace(self._mixes[number], boundary=found)
+    def _price(self, candidate: Candidate) -> float:
+        return self._assessor.usd_per_h(candidate)
 
-    def _roles(self, candidate: Candidate) -> list[str]:
-        """Returns the roles of the candidate, the dearest first."""
-        if candidate.mixed:
-            return ["mixed"]
-        price = self._assessor.usd_per_h
-        saved = {
-            role: price(msgspec.structs.replace(candidate, **{role: getattr(candidate, role) + 1}))
-            for role in ("prefill", "decode")
-        }
-        return sorted(saved, key=lambda role: -saved[role])
+    @property
+    def _most(self) -> float:
+        """The price that a candidate must be below."""
+        return inf if self._best is None else self._price(self._best)
 
-    def _mix_order(self, mix: MixFound) -> tuple[float, str]:
-        usd = mix.start_usd_per_h
-        if mix.settled is not None:
-            usd = mix.settled.usd_per_h
-        elif mix.boundary is not None:
-            usd = self._assessor.usd_per_h(mix.boundary)
-        return usd, mix.start.hardware + mix.start.counts
+    def _look(self, candidates: Sequence[Candidate]) -> list[Outcome]:
+        """Simulates, and takes the cheapest that keeps the SLOs as the best."""
+        if not candidates:
+            return []
+        best = "" if self._best is None else f"; best so far {self._named(self._best)}"
+        self._assessor.doing = f"{self._stage}, {candidates[0].counts}{best}"
+        outcomes = self._assessor.look(candidates)
+        for one, outcome in zip(candidates, outcomes, strict=True):
+            if outcome.share < self._wanted:
+                self._last_failed = one
+            elif self._price(one) < self._most:
+                self._best = one
+                self._chunks[one.layout] = one.chunk_tokens
+        return outcomes
 
-    def _worth_settling(self) -> list[int]:
-        bound = [n for n, mix in enumerate(self._mixes) if mix.boundary is not None]
-        bound.sort(key=lambda n: self._mix_order(self._mixes[n]))
-        most = SETTLED_WITHIN * min((self._mix_order(self._mixes[n])[0] for n in bound), default=0)
-        return [n for n in bound if self._mix_order(self._mixes[n])[0] <= most][:SETTLED_MIXES]
+    def _named(self, one: Candidate) -> str:
+        return f"{one.counts} of {one.hardware} at {self._price(one):,.2f} USD/h"
+
+    # Starting
+
+    def _start(self) -> None:
+        self._stage = "starting"
+        starts = sorted(self._prepared.starts, key=lambda one: (self._price(one), str(one)))
+        least = self._price(starts[0])
+        for start in starts[:KEPT_STARTS]:
+            if self._price(start) <= DEAREST * least:
+                self._grow(start)
+
+    def _grow(self, now: Candidate) -> None:
+        """Grows a candidate until it keeps the SLOs or costs more than the best."""
+        for _ in range(MAX_GROWTHS):
+            roomy = self._richest(now)
+            if roomy is None:
+                return
+            found, outcome = with_any_chunk(roomy, self._look, self._steps, self._wanted)
+            self._learn(found, outcome)
+            if outcome.share >= self._wanted:
+                return
+            more = grown(found, outcome.misses, 1.0 - outcome.share)
+            now = msgspec.structs.replace(more, cache_tokens=now.cache_tokens)
+
+    def _richest(self, one: Candidate) -> Candidate | None:
+        """Returns the candidate with the most cache, and then SSD, below the best price."""
+        for cache, ssd in product(reversed(self._steps.caches), reversed(self._steps.ssds)):
+            rich = msgspec.structs.replace(one, cache_tokens=cache, ssd_tokens=ssd)
+            if self._price(rich) < self._most:
+                return rich
+        return None
 
     # Tuning
 
     def _tune(self) -> None:
-        """Tunes the cheapest disaggregated and the cheapest colocated mix; the others follow."""
-        for colocated in (False, True):
-            numbers = [
-                n for n in self._worth_settling() if bool(self._mixes[n].start.mixed) is colocated
-            ]
-            if not numbers:
-                continue
-            first = self._mixes[numbers[0]].boundary
-            assert first is not None
-            settings = self._tuned(first)
-            if not settings:
-                continue
-            searches = []
-            for n in numbers:
-                found = self._mixes[n].boundary
-                assert found is not None
-                start = msgspec.structs.replace(found, **settings)
-                searches.append(boundary(start, self._wanted, self._roles(start)))
-            for n, found in zip(numbers, side_by_side(searches, self._assessor.probe), strict=True):
-                if found is not None:
-                    self._mixes[n] = msgspec.structs.replace(self._mixes[n], boundary=found)
+        """Takes another placement or admission where it does better on a cluster that fails."""
+        failed = self._last_failed
+        if failed is None:
+            return
+        self._stage = "policies"
+        now = self._look([failed])[0]
+        options = [{"admission": name} for name in ADMISSIONS if name != failed.admission]
+        others = [msgspec.structs.replace(failed, **option) for option in options]
+        for option, outcome in zip(options, self._look(others), strict=True):
+            if outcome.how_far() > now.how_far():
+                now, self._settings = outcome, option
 
-    def _tuned(self, found: Candidate) -> dict[str, Any]:
-        """Returns settings better than those of `found` with one instance fewer."""
-        self._assessor.doing = "policies and chunk size"
-        role = self._roles(found)[0]
-        count = max(getattr(found, role) - 1, 1)
-        stressed = msgspec.structs.replace(found, **{role: count})
-        options: list[tuple[str, Any]] = [
-            *(("placement", value) for value in PLACEMENTS),
-            *(("admission", value) for value in ADMISSIONS),
-            *(("chunk_tokens", stepped(CHUNK_STEPS, found.chunk_tokens, n)) for n in (-2, -1, 1)),
+    # Improving
+
+    def _improve(self) -> None:
+        self._stage = "improving"
+        self._list_arrangements()
+        failed = 0
+        while failed < PATIENCE:
+            chosen = self._most_promising()
+            if chosen is None:
+                return
+            failed = 0 if self._visit(chosen) else failed + 1
+
+    def _list_arrangements(self) -> None:
+        starts = self._prepared.starts
+        cheapest = min(
+            kind.usd_per_h(self._assessor.prices)
+            for start in starts
+            for kind in (start.kind, start.decode_kind)
+        )
+        if self._best is not None:
+            most = int(self._most / max(cheapest, 1e-9))
+        else:
+            most = 2 * max(start.num_instances for start in starts)
+        listed = arrangements(starts, self._prepared.layout, min(max(most, 1), MOST_INSTANCES))
+        least = {"cache_tokens": self._steps.caches[0], "ssd_tokens": 0} | self._settings
+        cheap = (msgspec.structs.replace(one, **least) for one in listed)
+        cheap = (one for one in cheap if self._price(one) < self._most)
+        self._open = [
+            Arrangement(one, self._price(one), load)
+            for one, load in possible(cheap, self._bounds, self._wanted)
         ]
-        options = [
-            (name, value)
-            for name, value in options
-            if value is not None and value != getattr(found, name)
+
+    def _most_promising(self) -> Arrangement | None:
+        """Returns the arrangement with the largest saving times chance of keeping the SLOs."""
+        most = self._most * (1 - LEAST_GAIN)
+        self._open = [
+            each
+            for each in self._open
+            if each.usd_per_h < most
+            and each.one not in self._visited
+            and not any(failure.excludes(each.one) for failure in self._failures)
         ]
-        others = [msgspec.structs.replace(stressed, **{name: value}) for name, value in options]
-        base, *outcomes = self._assessor.probe([stressed, *others])
-        best: dict[str, tuple[float, Any]] = {}
-        for (name, value), outcome in zip(options, outcomes, strict=True):
-            if outcome.share > max(base.share + GAIN, best.get(name, (0.0, None))[0]):
-                best[name] = (outcome.share, value)
-        settings = {name: value for name, (_, value) in best.items()}
-        if len(settings) > 1:
-            [together] = self._assessor.probe([msgspec.structs.replace(stressed, **settings)])
-            alone, name = max((share, name) for name, (share, _) in best.items())
-            if together.share < alone:
-                settings = {name: settings[name]}
-        return settings
+        if not self._open:
+            return None
+        # Without a best, the cheapest of those with the same chance comes first.
+        top = most if self._best is not None else 1.1 * max(each.usd_per_h for each in self._open)
+        return max(
+            self._open, key=lambda e: (self._chance(e) * (top - e.usd_per_h), -e.load, str(e.one))
+        )
+
+    def _chance(self, each: Arrangement) -> float:
+        kept, missed = self._loads.get(each.one.layout, FIRST_LOADS)
+        if each.load >= missed:
+            return 0.02 * missed / each.load
+        return min(1.0, 0.02 + 0.98 * (missed - each.load) / max(missed - kept, 1e-9))
+
+    def _learn(self, one: Candidate, outcome: Outcome) -> None:
+        """Notes at which load a layout keeps or misses the SLOs."""
+        load = self._bounds.load(one)
+        kept, missed = self._loads.get(one.layout, FIRST_LOADS)
+        if outcome.share >= self._wanted:
+            kept = max(kept, load)
+            missed = max(missed, 1.05 * kept)
+        else:
+            missed = min(missed, max(load, 1.05 * kept))
+        self._loads[one.layout] = kept, missed
+
+    def _visit(self, chosen: Arrangement) -> bool:
+        """Searches the settings of an arrangement; returns whether any keeps the SLOs."""
+        self._visited.add(chosen.one)
+        rich = self._richest(chosen.one)
+        if rich is None:
+            return False
+        like = rich.layout if rich.layout in self._chunks or not rich.mixed else "mixed"
+        rich = msgspec.structs.replace(rich, chunk_tokens=self._chunks.get(like, rich.chunk_tokens))
+        found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted)
+        self._chunks[rich.layout] = found.chunk_tokens
+        if outcome.share < self._wanted and outcome.nearly():
+            found, outcome = self._otherwise(found, outcome)
+        if outcome.error:
+            return False
+        self._learn(found, outcome)
+        if outcome.share < self._wanted:
+            self._failures.append(Failure(chosen.one, decode_share(outcome.misses)))
+            return False
+        self._kept.append(least_cache(found, self._look, self._steps, self._wanted))
+        return True
+
+    def _otherwise(self, now: Candidate, outcome: Outcome) -> tuple[Candidate, Outcome]:
+        """Tries a candidate that nearly keeps the SLOs without SSD, and with less cache.
+
+        A smaller pool may refuse requests that would slow down others.
+        """
+        bare = msgspec.structs.replace(now, ssd_tokens=0)
+        caches = [cache for cache in self._steps.caches if cache <= now.cache_tokens]
+        others = [
+            msgspec.structs.replace(bare, cache_tokens=cache)
+            for cache in (caches[-1], caches[len(caches) // 2], caches[len(caches) // 4])
+        ]
+        others = [one for one in dict.fromkeys(others) if one != now]
+        for one, found in zip(others, self._look(others), strict=True):
+            if found.share >= self._wanted:
+                return one, found
+        return now, outcome
 
     # Settling
 
-    def _settle_mixes(self) -> None:
-        starts: list[tuple[float, int, Assessment]] = []
-        for number in self._worth_settling():
-            mix = self._mixes[number]
-            assert mix.boundary is not None
-            self._assessor.doing = f"the whole trace, {mix.start.hardware}"
-            start = self._grown_until_it_meets(mix.boundary)
-            if start is not None:
-                starts.append((start.usd_per_h, number, start))
-                self._note_settled(number, start)
-        for usd_per_h, number, start in sorted(starts, key=lambda one: one[:2]):
-            assert self._best is not None
-            if usd_per_h <= self._best.usd_per_h:
-                self._assessor.doing = f"down in price, {self._mixes[number].start.hardware}"
-                self._note_settled(number, self._settle(start))
+    def _settle(self) -> None:
+        self._stage = "settling"
+        if self._best is not None:
+            self._kept.append(self._best)
+        for one in sorted(dict.fromkeys(self._kept), key=lambda c: (self._price(c), str(c))):
+            least = msgspec.structs.replace(
+                one, cache_tokens=self._steps.caches[0], ssd_tokens=self._steps.ssds[0]
+            )
+            if self._price(least) < self._most * (1 - LEAST_GAIN):
+                cheapest_settings(one, self._look, self._price, self._steps, self._wanted)
+        done: Candidate | None = None
+        while self._best is not None and self._best != done:
+            done = self._best
+            around = [near.candidate for near in neighbours(done, self._steps)]
+            cheaper = [one for one in around if self._price(one) < self._most]
+            if cheaper:
+                self._look(cheaper)
 
-    def _note_settled(self, number: int, found: Assessment) -> None:
-        self._mixes[number] = msgspec.structs.replace(self._mixes[number], settled=found)
-        self._take(found)
+    def _look_around(self, choice: Candidate) -> None:
+        self._assessor.doing = "neighbours"
+        self._assessor.look([near.candidate for near in neighbours(choice, self._steps)])
 
-    def _grown_until_it_meets(self, candidate: Candidate) -> Assessment | None:
-        """Grows a candidate until it meets on the whole trace; None if it then costs too much.
+    # Being sure
 
-        Each step takes the cheapest way that meets, or while none does, the one that helps most.
-        """
-        looked = [candidate, *self._dearer_moves(candidate)[:1]]  # in parallel
-        for _ in range(MAX_GROWTHS):
-            outcomes = self._assessor.glance(looked)
-            for one, outcome in zip(looked, outcomes, strict=True):
-                if outcome.share >= self._wanted:
-                    [found] = self._assessor.judge([one])
-                    if found.verdict is Verdict.MEETS:
-                        return found
-            _, best_off = max(zip(outcomes, looked, strict=True), key=lambda one: one[0].how_far())
-            looked = self._dearer_moves(best_off)
-            if self._best is not None:
-                price, most = self._assessor.usd_per_h, self._best.usd_per_h
-                looked = [one for one in looked if price(one) < most]
-            if not looked:
-                return None
-        return None
-
-    def _dearer_moves(self, now: Candidate) -> list[Candidate]:
-        """Returns candidates with one instance more or with more cache, the cheapest first."""
-        change = msgspec.structs.replace
-        more = [change(now, **{role: getattr(now, role) + 1}) for role in self._roles(now)]
-        cache = stepped(CACHE_STEPS, now.cache_tokens, CACHE_STRIDE)
-        if cache is not None:
-            more.append(change(now, cache_tokens=cache))
-        return sorted(more, key=lambda one: (self._assessor.usd_per_h(one), str(one)))
-
-    def _settle(self, now: Assessment) -> Assessment:
-        for _ in range(MAX_MOVES):
-            cheaper = self._cheapest_that_meets(self._cheaper_moves(now.candidate))
-            if cheaper is None:
-                return now
-            now = cheaper
-            self._take(now)
-        return now
-
-    def _cheaper_moves(self, now: Candidate) -> list[Candidate]:
-        """Returns the cheaper ones of: any cache; one instance fewer or more with any cache; one
-        instance fewer of one role and one more of the other."""
-        change = msgspec.structs.replace
-        caches = [cache for cache in CACHE_STEPS if cache >= self._least_cache]
-        moves = [change(now, cache_tokens=cache) for cache in caches]
-        for role in self._roles(now):
-            more = change(now, **{role: getattr(now, role) + 1})
-            moves += [change(more, cache_tokens=cache) for cache in caches]
-            if getattr(now, role) > 1:
-                fewer = change(now, **{role: getattr(now, role) - 1})
-                moves += [fewer, *(change(fewer, cache_tokens=cache) for cache in caches)]
-                for other in self._roles(now):
-                    if other != role:
-                        moves.append(change(fewer, **{other: getattr(now, other) + 1}))
-        price = self._assessor.usd_per_h
-        return [move for move in dict.fromkeys(moves) if price(move) < price(now)]
-
-    def _cheapest_that_meets(self, candidates: Sequence[Candidate]) -> Assessment | None:
-        """Returns the cheapest candidate that meets, or None.
-
-        Candidates with the same instances form a group. The one with most cache is simulated first,
-        because if it misses, so do the others. Groups dearer than a known success are skipped.
-        """
-        price = self._assessor.usd_per_h
-        alike: dict[tuple[int, int, int], list[Candidate]] = {}
-        for one in sorted(candidates, key=lambda c: -c.cache_tokens):
-            alike.setdefault((one.prefill, one.decode, one.mixed), []).append(one)
-        groups = sorted(alike.values(), key=lambda group: (price(group[-1]), str(group[-1])))
-        promising: list[Candidate] = []
-        for pair in (groups[i : i + 2] for i in range(0, len(groups), 2)):
-            most = min(map(price, promising), default=inf)
-            worth = [[one for one in group if price(one) < most] for group in pair]
-            worth = [group for group in worth if group]
-            outcomes = self._assessor.glance([group[0] for group in worth])
-            for group, outcome in zip(worth, outcomes, strict=True):
-                if outcome.share >= self._wanted:
-                    promising += self._with_less_cache(group)
-        for one in sorted(promising, key=lambda c: (price(c), str(c))):
-            [found] = self._assessor.judge([one])
-            if found.verdict is Verdict.MEETS:
+    def _sure(self, choice: Assessment) -> Assessment | None:
+        """Returns the cheapest cluster found whose interval is above the goal, or None."""
+        assert choice.interval is not None
+        if choice.interval.low >= self._wanted:
+            return choice
+        self._assessor.doing = "a sure choice"
+        known = [
+            one for one, outcome in self._assessor.looks.items() if outcome.share >= self._wanted
+        ]
+        wider = [*known, *self._grown_variants(choice.candidate)]
+        wider = [
+            one
+            for one in dict.fromkeys(wider)
+            if choice.usd_per_h < self._price(one) <= SURE_DEAREST * choice.usd_per_h
+        ]
+        wider.sort(key=lambda one: (self._price(one), str(one)))
+        every = max(len(wider) // SURE_CANDIDATES, 1)
+        for one in wider[::every]:
+            found = self._assessor.sure(one)
+            if found is not None:
                 return found
         return None
 
-    def _with_less_cache(self, group: Sequence[Candidate]) -> list[Candidate]:
-        """Returns those that meet at a glance, down to the least cache, by two glances at a time.
+    def _grown_variants(self, one: Candidate) -> list[Candidate]:
+        """Returns the candidate with up to two instances and two steps of cache more."""
+        found = []
+        roles = [role for role in ("prefill", "decode", "mixed") if getattr(one, role)]
+        for adds in product((0, 1, 2), repeat=len(roles)):
+            counts = {role: getattr(one, role) + add for role, add in zip(roles, adds, strict=True)}
+            for step in (0, 2):
+                cache = stepped(self._steps.caches, one.cache_tokens, step)
+                if cache is not None and sum(adds) <= 2:
+                    found.append(msgspec.structs.replace(one, cache_tokens=cache, **counts))
+        return found
 
-        The first of the group is known to meet. More cache is assumed to be no worse.
-        """
-        meets, fails = 0, len(group)
-        seen = [group[0]]
-        while fails - meets > 1:
-            third = max((fails - meets) // 3, 1)
-            looked = sorted({meets + third, max(fails - third, meets + 1)})
-            outcomes = self._assessor.glance([group[at] for at in looked])
-            for at, outcome in zip(looked, outcomes, strict=True):
-                if outcome.share < self._wanted:
-                    fails = at
-                    break
-                meets = at
-                seen.append(group[at])
-        return seen
+    # The result
 
-    def _take(self, found: Assessment) -> None:
-        if self._best is None or found.usd_per_h < self._best.usd_per_h:
-            self._best = found
-
-    # Confirming
-
-    def _confirm(self) -> tuple[NeighbourFound, ...]:
-        """Moves to a neighbour while one is cheaper, or equally cheap and better; returns all.
-
-        The allowed runs bound the moves.
-        """
-        if self._best is None:
-            return ()
-        while True:
-            self._assessor.doing = "neighbours"
-            better = self._better_of(self._assessor.judge(self._rivals(self._best)))
-            if better is None:
-                break
-            self._best = better
-            self._best = self._settle(better)
-        around = neighbours(self._best.candidate, self._least_cache)
-        dearer = [n.candidate for n in around if self._price_over_best(n.candidate) > 0]
-        self._assessor.judge(dearer, max_seeds=2)
-        return self._known_neighbours()
-
-    def _rivals(self, best: Assessment) -> list[Candidate]:
-        """Returns the cheaper neighbours, and those of the same price (other policies or chunks)
-        that do better on the busiest part of the trace."""
-        around = [n.candidate for n in neighbours(best.candidate, self._least_cache)]
-        alike = [one for one in around if self._price_over_best(one) == 0]
-        base, *outcomes = self._assessor.probe([best.candidate, *alike])
-        better = [
-            one
-            for one, outcome in zip(alike, outcomes, strict=True)
-            if outcome.share > base.share + GAIN
-        ]
-        return [one for one in around if self._price_over_best(one) < 0] + better
-
-    def _price_over_best(self, candidate: Candidate) -> float:
-        assert self._best is not None
-        return self._assessor.usd_per_h(candidate) - self._best.usd_per_h
-
-    def _better_of(self, found: Sequence[Assessment]) -> Assessment | None:
-        assert self._best is not None
-        best = self._best
-        meeting = [one for one in found if one.verdict is Verdict.MEETS]
-        cheaper = [one for one in meeting if one.usd_per_h < best.usd_per_h]
-        if cheaper:
-            return min(cheaper, key=lambda one: (one.usd_per_h, str(one.candidate)))
-        better = [
-            one
-            for one in meeting
-            if one.usd_per_h == best.usd_per_h
-            and one.interval.low > best.interval.high
-            and one.interval.mean > best.interval.mean + GAIN
-        ]
-        return max(better, key=lambda one: (one.interval.mean, str(one.candidate)), default=None)
-
-    def _known_neighbours(self) -> tuple[NeighbourFound, ...]:
-        if self._best is None:
-            return ()
-        known = self._assessor.known
-        return tuple(
-            NeighbourFound(neighbour.change, known[neighbour.candidate])
-            for neighbour in neighbours(self._best.candidate, self._least_cache)
-            if neighbour.candidate in known
+    def _result(
+        self, choice: Assessment | None, sure: Assessment | None, stopped: str
+    ) -> ClusterPlan:
+        assessor = self._assessor
+        assessed = [assessor.known(one) for one in assessor.looks]
+        if choice is not None:
+            assessed = [choice if one.candidate == choice.candidate else one for one in assessed]
+        assessed.sort(key=lambda one: (one.usd_per_h, -one.share, str(one.candidate)))
+        around = []
+        if choice is not None:
+            around = [
+                NeighbourFound(near.change, assessor.known(near.candidate))
+                for near in neighbours(choice.candidate, self._steps)
+                if near.candidate in assessor.looks
+            ]
+        left = [each for each in self._open if each.usd_per_h < self._most]
+        left = [each for each in left if each.one not in self._visited]
+        mixes = self._mixes(assessed)
+        return ClusterPlan(
+            choice, sure, tuple(around), mixes, tuple(assessed), assessor.runs, stopped, len(left)
         )
+
+    def _mixes(self, assessed: Sequence[Assessment]) -> tuple[MixFound, ...]:
+        """Returns one entry for each hardware and layout, the cheapest first."""
+        found: dict[tuple[str, str], MixFound] = {}
+        for start in self._prepared.starts:
+            found[start.hardware, start.layout] = MixFound(start, self._price(start))
+        for one in assessed:
+            key = one.candidate.hardware, one.candidate.layout
+            mix = found.get(key) or MixFound(one.candidate, one.usd_per_h)
+            cheapest = mix.cheapest
+            if cheapest is None and one.meets(self._wanted):
+                cheapest = one
+            found[key] = MixFound(mix.start, mix.start_usd_per_h, cheapest, mix.num_simulated + 1)
+        return tuple(sorted(found.values(), key=_mix_order))
+
+
+def _mix_order(mix: MixFound) -> tuple[bool, float, str]:
+    usd = mix.start_usd_per_h if mix.cheapest is None else mix.cheapest.usd_per_h
+    return mix.cheapest is None, usd, mix.start.hardware + mix.start.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.demand import Prepared
 from moonpool.plan.offloading import Balance, DecodeNode
-from moonpool.plan.search import ClusterPlan
+from moonpool.plan.search import ClusterPlan, MixFound
 from moonpool.sim.metrics import rounded
 
 FRONT_ROWS = 12
@@ -21,26 +22,35 @@ FRONT_ROWS = 12
 
 def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
     """Prints the advice, the neighbours, the front and the mixes of hardware."""
+    if plan.stopped:
+        click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
     click.echo(words)
     choice = plan.choice
     if choice is not None:
-        one = choice.candidate
-        click.echo(
-            f"\nchunks of {one.chunk_tokens} tokens; placement {one.placement}, admission"
-            f" {one.admission}, eviction {one.eviction}; {tokens(one.cache_tokens)} tokens of DRAM"
-            " an instance"
-        )
-        click.echo("\nnext to it")
-        _print_neighbours(plan.neighbours, choice)
+        click.echo(f"\n{_settings(choice.candidate)}")
+        if plan.neighbours:
+            click.echo("\nnext to it")
+        _print_neighbours(plan.neighbours, choice, wanted)
     click.echo(f"\nnothing cheaper attains as much (wanted: {wanted:.0%})")
-    front = plan.front()
-    for found in front[-FRONT_ROWS:]:
-        click.echo(f"  {_row(found)}")
+    for found in plan.front()[-FRONT_ROWS:]:
+        click.echo(f"  {_row(found, wanted)}")
     click.echo("\nhardware")
     for mix in plan.mixes:
-        click.echo(f"  {_mix(mix, plan.complete)}")
-    if not plan.complete:
-        click.echo("\nnot complete: all allowed simulations were run; allow more with --runs")
+        click.echo(f"  {_mix(mix)}")
+    if plan.num_left:
+        click.echo(
+            f"\n{plan.num_left} cheaper arrangements were neither simulated nor excluded; none was"
+            " expected to keep the SLOs"
+        )
+
+
+def _settings(one: Candidate) -> str:
+    ssd = f", {tokens(one.ssd_tokens)} of SSD" if one.ssd_tokens else ""
+    return (
+        f"chunks of {one.chunk_tokens} tokens; placement {one.placement}, admission"
+        f" {one.admission}, eviction {one.eviction}; {tokens(one.cache_tokens)} tokens of DRAM"
+        f"{ssd} an instance"
+    )
 
 
 def print_offloading(words: str, nodes: Sequence[DecodeNode], prepared: Prepared) -> dict[str, Any]:
@@ -81,55 +91,54 @@ def _balance(found: Balance) -> str:
 
 def print_check(check: PlanCheck) -> dict[str, Any]:
     """Prints the result and returns its figures."""
-    click.echo("\nchecked with fresh seeds")
-    click.echo(f"  {_row(check.choice)}")
-    _print_neighbours(check.neighbours, check.choice)
-    click.echo(check.conclusion())
+    click.echo(f"\nchecked with fresh draws\n{check.conclusion()}")
     return {
         "holds": check.holds,
         "conclusion": check.conclusion(),
-        "choice": _assessment(check.choice),
-        "neighbours": _neighbours(check.neighbours),
+        "promised": msgspec.to_builtins(check.promised),
+        "shares": [rounded(outcome.share) for outcome in check.fresh.outcomes],
     }
 
 
-def _print_neighbours(around: Sequence[NeighbourFound], choice: Assessment) -> None:
+def _print_neighbours(around: Sequence[NeighbourFound], choice: Assessment, wanted: float) -> None:
     for neighbour in around:
         found = neighbour.assessment
         more = found.usd_per_h - choice.usd_per_h
         price = "same price" if not more else f"{more:+.2f} USD/h"
         cause = main_cause(found.misses())
-        lacks = f"; lacks {cause}" if cause and found.verdict.value != "meets" else ""
-        click.echo(f"  {neighbour.change:<32} {price:>14}  {_attained(found)}{lacks}")
+        lacks = f"; lacks {cause}" if cause and not found.meets(wanted) else ""
+        click.echo(f"  {neighbour.change:<34} {price:>14}  {_attained(found, wanted)}{lacks}")
 
 
-def _row(found: Assessment) -> str:
-    return f"{_what(found.candidate):<58} {found.usd_per_h:>9.2f} USD/h  {_attained(found)}"
+def _row(found: Assessment, wanted: float) -> str:
+    what = _what(found.candidate)
+    return f"{what:<66} {found.usd_per_h:>9.2f} USD/h  {_attained(found, wanted)}"
 
 
 def _what(one: Candidate) -> str:
-    return f"{one.counts} {one.hardware}, {tokens(one.cache_tokens)}, chunk {one.chunk_tokens}"
+    ssd = f" + {tokens(one.ssd_tokens)} SSD" if one.ssd_tokens else ""
+    return (
+        f"{one.counts} {one.hardware}, {tokens(one.cache_tokens)}{ssd}, {one.eviction}, chunk"
+        f" {one.chunk_tokens}"
+    )
 
 
-def _attained(found: Assessment) -> str:
-    low, mean, high = found.interval.low, found.interval.mean, found.interval.high
+def _attained(found: Assessment, wanted: float) -> str:
     if found.gave_up:
-        return f"less than {mean:.1%}: misses"
-    ttft = f"P90 TTFT {found.ttft_p90_s:.3g} s"
-    return f"{mean:.1%} ({low:.1%} to {high:.1%}), {ttft}: {found.verdict.value}"
+        return f"less than {wanted:.1%}: misses"
+    meets = "meets" if found.meets(wanted) else "misses"
+    return f"{found.share:.1%}, P90 TTFT {found.ttft_p90_s:.3g} s: {meets}"
 
 
-def _mix(mix: Any, complete: bool) -> str:
-    kind = "colocated" if mix.start.mixed else "P/D"
-    name = f"{kind} {mix.start.hardware}"
-    if mix.settled is not None:
-        one = mix.settled.candidate
-        return f"{name:<40} {one.counts:>8} {mix.settled.usd_per_h:>9.2f} USD/h, whole trace"
-    if mix.boundary is not None:
-        return f"{name:<40} {mix.boundary.counts:>8}  at the busiest part; dearer"
-    start = f"{mix.start.counts:>8} {mix.start_usd_per_h:>9.2f} USD/h"
-    why = "too dear to look at" if complete else "not looked at"
-    return f"{name:<40} {start} by the cost model; {why}"
+def _mix(mix: MixFound) -> str:
+    name = f"{mix.start.layout}, {mix.start.hardware}"
+    if mix.cheapest is not None:
+        one = mix.cheapest.candidate
+        return f"{name:<44} {one.counts:>10} {mix.cheapest.usd_per_h:>9.2f} USD/h keeps the SLOs"
+    if mix.num_simulated:
+        return f"{name:<44} {'-':>10}   none of {mix.num_simulated} simulated keeps the SLOs"
+    start = f"{mix.start.counts:>10} {mix.start_usd_per_h:>9.2f} USD/h"
+    return f"{name:<44} {start} by the cost model; not simulated"
 
 
 def figures_of(
@@ -152,7 +161,8 @@ def figures_of(
     devices = {name: priced.prices.devices[name] for name in sorted(names)}
     return {
         "advice": words,
-        "choice": None if choice is None else _assessment(choice),
+        "choice": None if choice is None else _assessment(choice, goal.wanted),
+        "sure": None if plan.sure is None else _assessment(plan.sure, goal.wanted),
         "binds": "" if choice is None else binding(choice, fewer),
         "config": None if choice is None else _tables(choice.candidate, prepared),
         "one_fewer": [
@@ -164,19 +174,26 @@ def figures_of(
             }
             for broken in fewer
         ],
-        "neighbours": _neighbours(plan.neighbours),
-        "front": [_assessment(one) for one in plan.front()],
-        "assessed": [_assessment(one) for one in plan.assessed],
+        "neighbours": [
+            {"change": one.change} | _assessment(one.assessment, goal.wanted)
+            for one in plan.neighbours
+        ],
+        "front": [_assessment(one, goal.wanted) for one in plan.front()],
+        "assessed": len(plan.assessed),
+        "shares_prefixes": prepared.shares_prefixes,
         "mixes": msgspec.to_builtins([_bare(mix) for mix in plan.mixes]),
         "left_out": list(prepared.left_out),
         "prices": {
             "devices": msgspec.to_builtins(devices),
             "dram": msgspec.to_builtins(priced.prices.dram),
+            "ssd": msgspec.to_builtins(priced.prices.ssd),
         },
-        "goal": msgspec.to_builtins(goal),
+        "goal": msgspec.to_builtins(goal) | {"time_limit_s": _finite(goal.time_limit_s)},
         "slo": msgspec.to_builtins(prepared.base.slo),
         "runs": rounded(plan.runs),
         "complete": plan.complete,
+        "stopped": plan.stopped,
+        "num_left": plan.num_left,
     }
 
 
@@ -187,38 +204,41 @@ def _tables(candidate: Candidate, prepared: Prepared) -> dict[str, Any]:
     return {name: config[name] for name in names}
 
 
-def _neighbours(around: Sequence[NeighbourFound]) -> list[dict[str, Any]]:
-    return [{"change": one.change} | _assessment(one.assessment) for one in around]
-
-
-def _assessment(found: Assessment) -> dict[str, Any]:
-    moment = worst_moment(found.outcomes[0])
+def _assessment(found: Assessment, wanted: float) -> dict[str, Any]:
+    outcome = found.outcomes[0]
+    interval = None
+    if found.interval is not None:
+        interval = {k: rounded(v) for k, v in msgspec.to_builtins(found.interval).items()}
     return {
         "cluster": found.candidate.counts,
         "hardware": found.candidate.hardware,
         "candidate": msgspec.to_builtins(found.candidate),
         "usd_per_h": rounded(found.usd_per_h),
-        "attainment": {
-            name: rounded(value) for name, value in msgspec.to_builtins(found.interval).items()
-        },
+        "share": rounded(found.share),
         "at_most": found.gave_up,
-        "verdict": found.verdict.value,
-        "seeds": len(found.outcomes),
+        "meets": found.meets(wanted),
+        "another_sample": interval,
+        "draws": [rounded(one.share) for one in found.outcomes[1:]],
         "misses": found.misses(),
-        "worst": msgspec.to_builtins(moment),
+        "worst": msgspec.to_builtins(worst_moment(outcome)),
         "ttft_p90_s": found.ttft_p90_s,
-        "hit_ratio": found.outcomes[0].hit_ratio,
-        "utilisation": found.outcomes[0].utilisation,
+        "hit_ratio": outcome.hit_ratio,
+        "utilisation": outcome.utilisation,
     }
 
 
-def _bare(mix: Any) -> dict[str, Any]:
+def _bare(mix: MixFound) -> dict[str, Any]:
+    cheapest = mix.cheapest
     return {
         "hardware": mix.start.hardware,
-        "colocated": bool(mix.start.mixed),
+        "layout": mix.start.layout,
         "start": mix.start.counts,
         "start_usd_per_h": rounded(mix.start_usd_per_h),
-        "boundary": mix.boundary.counts if mix.boundary else None,
-        "settled": mix.settled.candidate.counts if mix.settled else None,
-        "settled_usd_per_h": rounded(mix.settled.usd_per_h) if mix.settled else None,
+        "cheapest": cheapest.candidate.counts if cheapest else None,
+        "cheapest_usd_per_h": rounded(cheapest.usd_per_h) if cheapest else None,
+        "simulated": mix.num_simulated,
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None

@@ -9,8 +9,9 @@ were used at that moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+from math import ceil
 
 from moonpool.config import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
@@ -21,8 +22,8 @@ from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
 from moonpool.sim.metrics import COMPLETED, Collector, rounded
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival, make_arrivals
+from moonpool.trace.resample import resample
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.trace.transform import resample
 from moonpool.types import RequestId, Role, Struct
 
 SAMPLE_S = 60.0  # of the simulation's own series, which the planner does not use
@@ -53,8 +54,8 @@ class Workload(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """One simulation to run. `seed` draws the sessions again (0 keeps them). With `give_up_below`,
-    a run ends once at most that share of requests can still be effective."""
+    """One simulation to run. `seed` gives a draw of the trace (0: the trace as it is). With
+    `give_up_below`, a run ends once fewer than that share of requests can be effective."""
 
     config: Config
     seed: int = 0
@@ -88,6 +89,11 @@ class Outcome(Struct, frozen=True):
             return self.share, 0
         return 0.0, sum(arrived for _, arrived, _ in self.misses_by_minute)
 
+    def nearly(self) -> bool:
+        """Whether more than half of the requests had arrived before it was clear that it fails."""
+        arrived = sum(number for _, number, _ in self.misses_by_minute)
+        return not self.gave_up or 2 * arrived > self.attainment.num_requests
+
 
 BIN_S = 60.0
 
@@ -107,6 +113,10 @@ _BY_REASON = {
     "no_decode_capacity": Cause.DECODE_MEMORY,
     "no_prefill_capacity": Cause.POOL,
 }
+
+
+class StopRequestedError(RuntimeError):
+    """A simulation was asked to stop before its end."""
 
 
 class Watcher(Collector):
@@ -184,8 +194,13 @@ class Watcher(Collector):
         return Cause.DECODE_MEMORY if held > slow * max(memory, 1) else Cause.DECODE_SPEED
 
 
-def run_trial(trial: Trial, workload: Workload) -> Outcome:
-    """Simulates one trial; a trial that cannot run gives an outcome with an `error`."""
+def run_trial(
+    trial: Trial, workload: Workload, stop: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Simulates one trial; a trial that cannot run gives an outcome with an `error`.
+
+    Raises StopRequestedError once `stop` says so.
+    """
     try:
         hardware = build_hardware(
             trial.config,
@@ -216,17 +231,19 @@ def run_trial(trial: Trial, workload: Workload) -> Outcome:
             trial.config.pool.block_tokens,
             hardware.largest_request_tokens,
         )
-        most = (1.0 - trial.give_up_below) * counted if trial.give_up_below else float("inf")
-        simulation.run(_until_hopeless(arrivals, watcher, most))
+        most = counted - ceil(trial.give_up_below * counted - 1e-9)
+        simulation.run(_until_hopeless(arrivals, watcher, most, stop))
     except (ConfigError, TraceError) as error:
         return Outcome(Attainment(0, 0), {}, (), error=str(error))
     return _outcome(simulation, watcher, counted)
 
 
 def _until_hopeless(
-    arrivals: Iterator[Arrival], watcher: Watcher, most_misses: float
+    arrivals: Iterator[Arrival], watcher: Watcher, most_misses: int, stop: Callable[[], bool]
 ) -> Iterator[Arrival]:
     for arrival in arrivals:
+        if stop():
+            raise StopRequestedError
         if watcher.num_missed > most_misses:
             watcher.gave_up = True
             return

@@ -18,7 +18,9 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from moonpool.gc_tuning import rare_collections
-from moonpool.plan.trial import Outcome, Trial, Workload, run_trial
+from moonpool.plan.trial import Outcome, StopRequestedError, Trial, Workload, run_trial
+
+POLL_S = 0.2
 
 
 class WorkforceError(RuntimeError):
@@ -59,21 +61,29 @@ class Workforce:
             process.join()
 
     def run(
-        self, trials: Sequence[Trial], report: Callable[[int], None] = lambda done: None
+        self,
+        trials: Sequence[Trial],
+        report: Callable[[int], None] = lambda done: None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[Outcome]:
-        """Returns the outcomes in order; `report` is called with the number of new ones so far."""
+        """Returns the outcomes in order; `report` is called with the number of new ones so far.
+
+        Raises StopRequestedError once `stop` says so. Nothing can be run after that.
+        """
         new = list(dict.fromkeys(trial for trial in trials if trial not in self._known))
         if self._num_processes == 1 or (len(new) == 1 and not self._processes):
             with rare_collections():
                 for done, trial in enumerate(new, 1):
-                    self._known[trial] = run_trial(trial, self._workload)
+                    self._known[trial] = run_trial(trial, self._workload, stop)
                     report(done)
         elif new:
-            self._run_in_processes(new, report)
+            self._run_in_processes(new, report, stop)
         self.num_run += len(new)
         return [self._known[trial] for trial in trials]
 
-    def _run_in_processes(self, new: list[Trial], report: Callable[[int], None]) -> None:
+    def _run_in_processes(
+        self, new: list[Trial], report: Callable[[int], None], stop: Callable[[], bool]
+    ) -> None:
         self._start(min(len(new), self._num_processes))
         waiting = deque(new)
         under_way: dict[Connection, Trial] = {}
@@ -83,7 +93,9 @@ class Workforce:
                 line = self._idle.pop()
                 under_way[line] = waiting.popleft()
                 line.send(under_way[line])
-            ready = wait(list(under_way))
+            ready = wait(list(under_way), POLL_S)
+            if stop():
+                raise StopRequestedError
             for line in [line for line in under_way if line in ready]:
                 try:
                     self._known[under_way.pop(line)] = line.recv()

@@ -18,8 +18,8 @@ from moonpool.plan.confidence import Attainment, Interval, Verdict, interval
 from moonpool.replay.http_client import HttpClient
 from moonpool.replay.run import ReplayPlan, run_replay
 from moonpool.replay.server import ServerFacts, ServerUnfitError, query_server
+from moonpool.trace.resample import resample
 from moonpool.trace.row import TraceRow
-from moonpool.trace.transform import resample
 from moonpool.types import Struct
 
 WIDEN = 2.0

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
-from moonpool.config import parse_config
+from moonpool.plan.workforce import Workforce
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
 
-SMALL = ("--slo-ttft", "6", "--seeds", "4", "--layout", "disaggregated")
+SMALL = ("--slo-ttft", "6", "--seeds", "3", "--layout", "disaggregated")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*arguments: str) -> Result:
+def run_plan(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["plan", *arguments])
 
 
 def plan_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     path = folder / "plan.json"
-    done = run(*arguments, "--json", str(path))
+    done = run_plan(*arguments, "--json", str(path))
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(path.read_bytes())
     assert 0 < found.pop("plan_s") <= found.pop("wall_s") and found.pop("cpu_s") > 0
@@ -61,27 +61,50 @@ def test_it_says_what_to_buy_and_why(answer: tuple[dict[str, Any], str]) -> None
     found, text = answer
     choice = found["choice"]
     assert text.startswith(f"Buy {choice['cluster']} of 8 x A800-SXM with ")
-    assert found["advice"] in text and "USD/h" in text
-    assert choice["verdict"] == "meets" and choice["attainment"]["low"] >= 0.9
-    assert found["complete"] and found["binds"]
+    assert found["advice"] in text and "USD/h" in text and "another sample like it has" in text
+    assert choice["meets"] and choice["share"] >= 0.9 and len(choice["draws"]) == 3
+    low, high = choice["another_sample"]["low"], choice["another_sample"]["high"]
+    assert low <= choice["share"] <= high
+    assert found["complete"] and found["binds"] and found["shares_prefixes"]
     for neighbour in found["neighbours"]:
         cheaper = neighbour["usd_per_h"] < choice["usd_per_h"]
-        assert not (cheaper and neighbour["verdict"] == "meets")
+        assert not (cheaper and neighbour["meets"])
         assert neighbour["change"] in text
     costs = [one["usd_per_h"] for one in found["front"]]
     assert costs == sorted(costs)
-    config = parse_config("", found["config"])
-    assert config.cluster.prefill == choice["candidate"]["prefill"]
 
 
-def test_the_check_uses_fresh_seeds(answer: tuple[dict[str, Any], str]) -> None:
+def test_the_configuration_has_what_the_plan_says(
+    answer: tuple[dict[str, Any], str], trace: str, tmp_path: Path
+) -> None:
+    """`simulate` on the printed configuration has the same share of effective requests."""
+    found, _ = answer
+    config = tmp_path / "c.toml"
+    config.write_text(_toml(found["config"]))
+    path = tmp_path / "s.json"
+    arguments = ["simulate", "--trace", trace, "--config", str(config), "--json", str(path)]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    simulated = json.loads(path.read_bytes())
+    share = simulated["effective"] / simulated["requests"]
+    assert share == pytest.approx(found["choice"]["share"], abs=1e-6)
+
+
+def _toml(tables: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for table, values in tables.items():
+        lines.append(f"[{table}]")
+        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    return "\n".join(lines)
+
+
+def test_the_check_uses_fresh_draws(answer: tuple[dict[str, Any], str]) -> None:
     found, text = answer
     assert found["check"]["conclusion"] in text
-    assert found["check"]["choice"]["cluster"] == found["choice"]["cluster"]
-    assert found["check"]["choice"]["attainment"] != found["choice"]["attainment"]
-    changes = [one["change"] for one in found["check"]["neighbours"]]
-    assert any("prefill instance" in change for change in changes)
-    assert any("chunks of" in change for change in changes)
+    assert found["check"]["promised"]["low"] == pytest.approx(
+        found["choice"]["another_sample"]["low"], abs=1e-5
+    )
+    assert len(found["check"]["shares"]) == 4
 
 
 def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> None:
@@ -90,7 +113,31 @@ def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> 
     other, other_text = plan_of(tmp_path, *few, "--processes", "2")
     assert one == other and not one["complete"]
     assert text.splitlines()[:-1] == other_text.splitlines()[:-1]
-    assert "allow more with --runs" in text
+    assert text.startswith("ended early after ") and "allow more with --runs" in text
+
+
+def test_a_time_limit_ends_the_search(trace: str, tmp_path: Path) -> None:
+    found, text = plan_of(tmp_path, "--trace", trace, *SMALL, "--time-limit", "0.01")
+    assert found["choice"] is None and "--time-limit" in found["stopped"]
+    assert "the time limit was reached" in text
+
+
+def test_an_interrupt_prints_the_best_so_far(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Workforce.run
+
+    def interrupted(self: Workforce, *arguments: Any) -> Any:
+        if self.num_run >= 6:
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Workforce, "run", interrupted)
+    path = tmp_path / "plan.json"
+    done = run_plan("--trace", trace, *SMALL, "--processes", "1", "--json", str(path))
+    assert done.exit_code == 130
+    assert done.stdout.startswith("ended early after 6 runs: interrupted; the best so far:\nBuy ")
+    assert json.loads(path.read_bytes())["choice"]["meets"]
 
 
 @pytest.mark.long
@@ -126,7 +173,7 @@ def test_for_more_load_and_for_shorter_prompts(
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], says: str, trace: str) -> None:
-    done = run("--trace", trace, *arguments)
+    done = run_plan("--trace", trace, *arguments)
     assert done.exit_code == 1, done.output
     lines = done.stderr.splitlines()
     assert len(lines) == 1 and says in lines[0] and lines[0].startswith("moonpool: ")

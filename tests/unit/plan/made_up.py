@@ -8,7 +8,7 @@ from random import Random
 
 from moonpool.config import Config
 from moonpool.plan.confidence import Attainment
-from moonpool.plan.trial import Outcome, Trial
+from moonpool.plan.trial import Outcome, StopRequestedError, Trial
 
 NUM_REQUESTS = 10_000
 Truth = Callable[[Config], tuple[float, float]]
@@ -39,14 +39,19 @@ class MadeUpWorkforce:
         self._known: dict[Trial, Outcome] = {}
 
     def run(
-        self, trials: Sequence[Trial], tell: Callable[[int], None] = lambda done: None
+        self,
+        trials: Sequence[Trial],
+        tell: Callable[[int], None] = lambda done: None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[Outcome]:
         for trial in trials:
+            if stop():
+                raise StopRequestedError
             if trial not in self._known:
                 self.asked.append(trial)
                 self.num_run += 1
                 prefill, decode = self._truth(trial.config)
-                draw = Random(f"{trial.seed}").random()
+                draw = Random(f"{trial.seed}").random() if trial.seed else 0.0
                 self._known[trial] = outcome(prefill - self._noise * draw, decode)
                 tell(1)
         return [self._known[trial] for trial in trials]

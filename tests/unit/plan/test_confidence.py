@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.plan.confidence import Attainment, Verdict, interval
+from moonpool.plan.confidence import Attainment, Verdict, interval, sample_interval
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,13 @@ def test_verdicts() -> None:
     assert interval(runs, 0.95).verdict(0.92) is Verdict.MISSES
     assert interval(runs, 0.95).verdict(0.901) is Verdict.UNCLEAR
     assert interval([Attainment(0, 0)], 0.95).mean == 0.0
+
+
+def test_another_sample_is_less_certain_than_the_mean_of_samples() -> None:
+    """Student's t for five degrees of freedom is 2.571."""
+    shares = [0.90, 0.91, 0.92, 0.93, 0.94, 0.95]
+    found = sample_interval(shares, 0.95)
+    deviation = 0.0187083
+    assert found.mean == pytest.approx(0.925)
+    assert found.high - found.mean == pytest.approx(2.571 * deviation * (7 / 6) ** 0.5, rel=1e-3)
+    assert (sample_interval([0.9], 0.95).low, sample_interval([0.9], 0.95).high) == (0.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from moonpool.config import parse_config
@@ -91,3 +92,28 @@ def test_colocated_chunks_leave_room_for_the_tbt() -> None:
     assert chunk in (128, 256, 512)
     loose = parse_config("", {"slo": {"tbt_s": 2.0}}, DEFAULTS)
     assert mixed_chunk_tokens(demand, node, loose) > chunk
+
+
+def test_what_shares_nothing_is_given_no_cache_to_keep() -> None:
+    """Pools only hold what runs: no SSD, one eviction; and no more than the trace fills."""
+    rows = tuple(TraceRow(float(i), 3000, 100, ()) for i in range(60))
+    found = prepare(Workload(rows, 0), BASE, [A800], PRICED, 0.9)
+    assert not found.shares_prefixes
+    assert found.steps.ssds == (0,) and len(found.steps.evictions) == 1
+    assert found.steps.caches[0] == 32_000 and found.steps.caches[-1] == 250_000
+    shared = prepare(conversation(300), BASE, [A800], PRICED, 0.9)
+    assert shared.shares_prefixes and len(shared.steps.ssds) > 1
+    assert len(shared.steps.evictions) > 1
+
+
+def test_two_stages_are_tried_where_prompts_are_late_on_one() -> None:
+    rows = tuple(TraceRow(float(i), 60_000, 100, ()) for i in range(20))
+    base = truth_for(BASE, [H100], None)
+    counts = []
+    for ttft_s in (60.0, 8.0):
+        slo = msgspec.structs.replace(base.slo, ttft_s=ttft_s)
+        found = prepare(
+            Workload(rows, 0), msgspec.structs.replace(base, slo=slo), [H100], PRICED, 0.9
+        )
+        counts.append({start.prefill_stages for start in found.starts})
+    assert counts == [{1}, {1, 2}]

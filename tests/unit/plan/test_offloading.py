@@ -8,11 +8,11 @@ import pytest
 from moonpool.config import ConfigError, parse_config
 from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, NodeKind, Priced
-from moonpool.plan.confidence import Interval, Verdict
+from moonpool.plan.confidence import Attainment
 from moonpool.plan.demand import prepare
 from moonpool.plan.offloading import all_memory, decode_nodes_of, verdict, with_rivals
 from moonpool.plan.search import ClusterPlan, MixFound
-from moonpool.plan.trial import Workload
+from moonpool.plan.trial import Outcome, Workload
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN
@@ -36,12 +36,11 @@ def price(candidate: Candidate) -> float:
 
 
 def assessed(candidate: Candidate) -> Assessment:
-    certain = Interval(0.95, 0.95, 0.95)
-    return Assessment(candidate, price(candidate), (), certain, Verdict.MEETS)
+    return Assessment(candidate, price(candidate), (Outcome(Attainment(100, 95), {}, ()),))
 
 
 def plan(choice: Candidate | None, *mixes: MixFound) -> ClusterPlan:
-    return ClusterPlan(None if choice is None else assessed(choice), (), mixes, (), 0.0, True)
+    return ClusterPlan(None if choice is None else assessed(choice), None, (), mixes, (), 0.0, "")
 
 
 def test_the_rival_is_what_the_price_buys() -> None:
@@ -71,17 +70,20 @@ def test_each_node_keeps_the_limit_and_its_memory() -> None:
 
 def test_the_verdict_is_that_of_the_choice() -> None:
     lamina, h100 = cluster(LAMINA), cluster(H100)
-    settled = MixFound(h100, 1.0, h100, assessed(h100))
-    # By the cost model it looked the cheapest of all, but it took three nodes at the busiest part.
-    more = MixFound(lamina, 1.0, cluster(LAMINA, 3))
-    said = verdict(plan(h100, settled, more), price)
+    settled = MixFound(h100, 1.0, assessed(h100))
+    # By the cost model it looked the cheapest of all, but it took three nodes.
+    more = MixFound(lamina, 1.0, assessed(cluster(LAMINA, 3)))
+    said = verdict(plan(h100, settled, more))
     assert "does not pay: 2P+1D of 8 x H100-SXM (12.00 USD/h) was chosen" in said
-    assert "2P+3D of 8 x H100-SXM / 2 x H100-SXM + 4 x H20, costs 30.00 USD/h at the" in said
-    said = verdict(plan(lamina, MixFound(lamina, 1.0), settled), price)
+    assert said.endswith("2P+3D of 8 x H100-SXM / 2 x H100-SXM + 4 x H20, costs 30.00 USD/h.")
+    said = verdict(plan(lamina, MixFound(lamina, 1.0), settled))
     assert "attention pays: 2P+1D of 8 x H100-SXM / 2 x" in said
     assert said.endswith("without it, 2P+1D of 8 x H100-SXM, costs 12.00 USD/h.")
-    assert "only 2P+1D" in verdict(plan(h100, settled), price)
-    assert "is unknown" in verdict(plan(None, settled, more), price)
+    assert verdict(plan(h100, settled, MixFound(lamina, 9.0))).endswith(
+        "9.00 USD/h by the cost model."
+    )
+    assert "only 2P+1D" in verdict(plan(h100, settled))
+    assert "is unknown" in verdict(plan(None, settled, more))
 
 
 def test_it_is_a_mix_that_only_decodes() -> None:

@@ -1,8 +1,8 @@
-"""The price of a cluster per hour: its devices, and the DRAM of the KVCache pool.
+"""The price of a cluster per hour: its devices, and the DRAM and SSD of the KVCache pool.
 
-The price of a device includes its share of the node, but not the DRAM of the pool. The built-in
-prices are dated list prices (`catalogue.toml`, `prices.toml`). A file given with `--prices` is laid
-over them:
+The price of a device includes its share of the node, but not the DRAM and SSD of the pool. The
+built-in prices are dated list prices (`catalogue.toml`, `prices.toml`). A file given with
+`--prices` is laid over them:
 
 [devices]                          # USD per hour and device
 H100-SXM = 2.1
@@ -10,6 +10,9 @@ A800-SXM = { usd_per_h = 1.2, date = "2026-11", source = "our contract" }
 
 [dram]
 usd_per_gb_h = 0.002
+
+[ssd]
+usd_per_gb_h = 0.0001
 """
 
 from __future__ import annotations
@@ -26,13 +29,15 @@ from moonpool.sim.hardware.devices import Price
 from moonpool.types import Struct
 
 GB = 10**9
+_TABLES = ("devices", "dram", "ssd")
 
 
 class Prices(Struct, frozen=True):
-    """Prices by device name, and the price of one GB of DRAM."""
+    """Prices by device name, and the prices of one GB of DRAM and of SSD."""
 
     devices: dict[str, Price]
     dram: Price
+    ssd: Price
 
     def node_usd_per_h(self, device: str, num_devices: int) -> float:
         """Raises ConfigError if the device has no price."""
@@ -48,6 +53,10 @@ class Prices(Struct, frozen=True):
         """Dollars per hour for `num_bytes` of DRAM."""
         return num_bytes / GB * self.dram.usd_per_h
 
+    def ssd_usd_per_h(self, num_bytes: float) -> float:
+        """Dollars per hour for `num_bytes` of SSD."""
+        return num_bytes / GB * self.ssd.usd_per_h
+
 
 def parse_prices(text: str = "", catalogue: Catalogue = BUILT_IN) -> Prices:
     """Returns the built-in prices, overlaid by those of the TOML text. Raises ConfigError."""
@@ -56,8 +65,8 @@ def parse_prices(text: str = "", catalogue: Catalogue = BUILT_IN) -> Prices:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the price file is not valid TOML: {error}") from None
     for table, entries in tables.items():
-        if table not in ("devices", "dram"):
-            known = nearest(table, ("devices", "dram"))
+        if table not in _TABLES:
+            known = nearest(table, _TABLES)
             raise ConfigError(f"unknown table [{table}] in the price file{known}")
         if not isinstance(entries, dict):
             raise ConfigError(f"[{table}] of the price file must be a table")
@@ -65,10 +74,11 @@ def parse_prices(text: str = "", catalogue: Catalogue = BUILT_IN) -> Prices:
     for name, given in tables.get("devices", {}).items():
         catalogue.device(name)
         devices[name] = _price(given, f"devices.{name}", "usd_per_h")
-    dram = DRAM
-    if "dram" in tables:
-        dram = _price(tables["dram"], "dram", "usd_per_gb_h")
-    return Prices(devices, dram)
+    built_in = tomllib.loads(package_text("prices.toml"))
+    dram, ssd = (
+        _price(tables.get(name, built_in[name]), name, "usd_per_gb_h") for name in ("dram", "ssd")
+    )
+    return Prices(devices, dram, ssd)
 
 
 def _price(given: Any, place: str, key: str) -> Price:
@@ -85,6 +95,3 @@ def _price(given: Any, place: str, key: str) -> Price:
     texts = {name: str(entries[name]) for name in ("date", "source") if name in entries}
     price = Price(usd_per_h=float(amount), date="", source="the price file")
     return msgspec.structs.replace(price, **texts)
-
-
-DRAM = _price(tomllib.loads(package_text("prices.toml"))["dram"], "dram", "usd_per_gb_h")

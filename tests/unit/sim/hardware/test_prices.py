@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.config import ConfigError
-from moonpool.sim.hardware.prices import DRAM, parse_prices
+from moonpool.sim.hardware.prices import parse_prices
 
 
 def test_the_catalogue_s_prices_hold_unless_others_are_given() -> None:
@@ -15,6 +15,8 @@ def test_the_catalogue_s_prices_hold_unless_others_are_given() -> None:
         A800-SXM = { usd_per_h = 1.2, date = 2026-11-01, source = "our contract" }
         [dram]
         usd_per_gb_h = 0.001
+        [ssd]
+        usd_per_gb_h = 0.0002
     """
     prices = parse_prices(own)
     assert prices.node_usd_per_h("H100-SXM", 8) == 16.0
@@ -22,7 +24,8 @@ def test_the_catalogue_s_prices_hold_unless_others_are_given() -> None:
     assert prices.devices["A800-SXM"].date == "2026-11-01"
     assert prices.dram_usd_per_h(2e12) == pytest.approx(2.0)
     assert prices.node_usd_per_h("H200", 1) == parse_prices().node_usd_per_h("H200", 1) == 4.5
-    assert parse_prices().dram == DRAM
+    assert prices.ssd_usd_per_h(1e13) == pytest.approx(2.0)
+    assert 0 < parse_prices().ssd.usd_per_h < parse_prices().dram.usd_per_h
 
 
 def test_a_device_without_a_price_is_an_error() -> None:
@@ -43,6 +46,7 @@ def test_a_device_without_a_price_is_an_error() -> None:
         ("[devices]\nH100-SXM = nan", "must be 0 or more"),
         ("[devices]\nH100-SXM = { usd = 1 }", "unknown key devices.H100-SXM.usd.*usd_per_h"),
         ("[dram]\nusd_per_h = 1", "unknown key dram.usd_per_h .*did you mean 'usd_per_gb_h'"),
+        ("[sdd]\nusd_per_gb_h = 1", r"unknown table \[sdd\].*did you mean 'ssd'"),
         ("[dram]", "dram of the price file needs usd_per_gb_h"),
     ],
 )

@@ -1,0 +1,114 @@
+"""The settings of an arrangement: chunk size, cache, SSD and eviction, with few simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from moonpool.plan.arrangements import CLEAR, decode_share
+from moonpool.plan.candidate import Candidate, Steps, stepped
+from moonpool.plan.trial import Outcome
+
+Look = Callable[[Sequence[Candidate]], list[Outcome]]
+Price = Callable[[Candidate], float]
+change = msgspec.structs.replace
+
+
+def grown(candidate: Candidate, misses: Mapping[str, int], missed: float) -> Candidate:
+    """Returns more of what the misses lacked, by the share that missed or at least one; of both if
+    both lacked."""
+    if candidate.mixed:
+        return change(candidate, mixed=_more(candidate.mixed, missed))
+    decode = decode_share(misses)
+    return change(
+        candidate,
+        prefill=candidate.prefill if decode > CLEAR else _more(candidate.prefill, missed),
+        decode=candidate.decode if decode < 1 - CLEAR else _more(candidate.decode, missed),
+    )
+
+
+def _more(count: int, missed: float) -> int:
+    return count + max(1, round(count * missed))
+
+
+def with_any_chunk(
+    one: Candidate, look: Look, steps: Steps, wanted: float
+) -> tuple[Candidate, Outcome]:
+    """Climbs over chunk sizes until one keeps the SLOs; returns it, or the one that came furthest.
+
+    Where decodes are slow, smaller chunks are tried first, else larger ones.
+    """
+    outcome = look([one])[0]
+    best = one, outcome
+    first = -1 if decode_share(outcome.misses) > 0.5 else 1
+    for direction in (first, -first):
+        now, so_far = one, outcome
+        while best[1].share < wanted:
+            chunk = stepped(steps.chunks, now.chunk_tokens, direction)
+            if chunk is None:
+                break
+            now = change(now, chunk_tokens=chunk)
+            found = look([now])[0]
+            if found.how_far() > best[1].how_far():
+                best = now, found
+            if found.how_far() < so_far.how_far():
+                break
+            so_far = found
+        if best[1].share >= wanted or (not outcome.nearly() and not one.mixed):
+            break  # where most requests miss on split instances, chunks do not save it
+    return best
+
+
+def cheapest_settings(
+    one: Candidate, look: Look, price: Price, steps: Steps, wanted: float
+) -> Candidate:
+    """Returns the cheapest settings found with the same instances. `one` keeps the SLOs."""
+    best = least_cache(one, look, steps, wanted)
+    while True:
+        variants = [v for v in _variants(best, price, steps) if price(v) < price(best)]
+        meets = [
+            v for v, o in zip(variants, look(variants), strict=True) if o.share >= wanted
+        ] if variants else []  # fmt: skip
+        if not meets:
+            return best
+        best = least_cache(min(meets, key=price), look, steps, wanted)
+
+
+def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
+    """Returns cheaper candidates with another SSD, eviction or chunk, and the most cache."""
+    found = []
+    smaller = [cache for cache in steps.caches if cache < best.cache_tokens]
+    for ssd in steps.ssds:
+        if ssd != best.ssd_tokens:
+            caches = [
+                c for c in steps.caches
+                if price(change(best, cache_tokens=c, ssd_tokens=ssd)) < price(best)
+            ]  # fmt: skip
+            found += [change(best, cache_tokens=c, ssd_tokens=ssd) for c in caches[-1:]]
+    if smaller:
+        less = change(best, cache_tokens=smaller[-1])
+        found += [change(less, eviction=e) for e in steps.evictions if e != best.eviction]
+        others = [chunk for chunk in steps.chunks if chunk != best.chunk_tokens]
+        found += [change(less, chunk_tokens=chunk) for chunk in others]
+    return found
+
+
+def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Candidate:
+    """Returns the candidate with the least cache that keeps the SLOs, by two looks at a time, and
+    without SSD where that keeps them too."""
+    bare = change(one, ssd_tokens=steps.ssds[0])
+    if one != bare and look([bare])[0].share >= wanted:
+        one = bare
+    caches = [cache for cache in steps.caches if cache < one.cache_tokens]
+    best, low, high = one, -1, len(caches)  # below low: fails; from high on: keeps the SLOs
+    while high - low > 1:
+        third = max((high - low) // 3, 1)
+        at = sorted({low + third, max(high - third, low + 1)})
+        looked = [change(one, cache_tokens=caches[i]) for i in at]
+        for i, candidate, outcome in reversed(list(zip(at, looked, look(looked), strict=True))):
+            if outcome.share < wanted:
+                low = i
+                break
+            best, high = candidate, i
+    return best
