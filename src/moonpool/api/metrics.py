@@ -413,25 +413,7 @@ class ServerMetrics(Collector):
         )
         for name, text, value in plain:
             yield self._gauge(name, text, None, {"": value})
-        by_role = (
-            ("moonpool:instances", "Number of live instances, by role.", self._instances),
-            (
-                "moonpool:role_load",
-                "Demand of a pool over its capacity, by role.",
-                self._role_loads,
-            ),
-            (
-                "moonpool:role_advised",
-                "Number of additional instances that a pool needs, by role.",
-                self._advised,
-            ),
-            (
-                "moonpool:wanted_instances",
-                "Number of instances that the load wants, by role.",
-                self._wanted,
-            ),
-        )
-        for name, text, values in by_role:
+        for name, text, values in self._by_role():
             yield self._gauge(name, text, "role", values)
         yield self._gauge(
             "moonpool:tier_blocks", "Number of KVCache blocks in a tier.", "tier", self._tier_blocks
@@ -462,6 +444,26 @@ class ServerMetrics(Collector):
         for kind, factors in self._learned.items():
             text = f"Learned time of {kind} over the time in the profile, by instance."
             yield self._gauge(f"moonpool:learned_{kind}_factor", text, "instance", factors)
+
+    def _by_role(self) -> tuple[tuple[str, str, Mapping[str, float]], ...]:
+        return (
+            ("moonpool:instances", "Number of live instances, by role.", self._instances),
+            (
+                "moonpool:role_load",
+                "Demand of a pool over its capacity, by role.",
+                self._role_loads,
+            ),
+            (
+                "moonpool:role_advised",
+                "Number of additional instances that a pool needs, by role.",
+                self._advised,
+            ),
+            (
+                "moonpool:wanted_instances",
+                "Number of instances that the load wants, by role.",
+                self._wanted,
+            ),
+        )
 
     def _counters(self) -> Iterator[Metric]:
         for name, text, key in _TOTALS:

@@ -246,16 +246,24 @@ def simulate(
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
-    params = click.get_current_context().params
-    of_the_run = {key: params[key] for key in RUN_PARAMETERS} | {"scale_tokens": str(scale)}
+    of_the_run = _parameters() | {"scale_tokens": str(scale)}
     named = {"trace": Path(trace_file).name, "trace_sha256": trace_digest(trace_file)}
     figures["usd"] = _usd(config, catalogue_file, figures["instance_hours"])
     figures["run"] = named | of_the_run
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:
-        command = " ".join(["moonpool", *sys.argv[1:]])
-        _write_page(report_file, render_report(simulation, figures, command, Path(trace_file).name))
+        page = render_report(simulation, figures, _command(), Path(trace_file).name)
+        _write_page(report_file, page)
+
+
+def _parameters() -> dict[str, Any]:
+    params = click.get_current_context().params
+    return {key: params[key] for key in RUN_PARAMETERS}
+
+
+def _command() -> str:
+    return " ".join(["moonpool", *sys.argv[1:]])
 
 
 def _usd(

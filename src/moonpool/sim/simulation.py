@@ -134,8 +134,7 @@ class Simulation:
         self._next_number = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
         self.scaling = Scaling(self.conductor.instances, self._boot, self._post, DRAIN_S)
         self._returning = {InstanceId(name) for name in restarts or {}}
-        for name, at_s in [*(drains or {}).items(), *(restarts or {}).items()]:
-            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name))
+        self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
@@ -150,6 +149,10 @@ class Simulation:
                 node.note_role(self.last_end_s)
 
     # Departures
+
+    def _plan_drains(self, instants: list[tuple[str, float]]) -> None:
+        for name, at_s in instants:
+            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name))
 
     def _drain(self, instance_id: InstanceId) -> None:
         refusal = self.conductor.drains.why_not(instance_id)
