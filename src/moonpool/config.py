@@ -26,7 +26,7 @@ Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
@@ -450,6 +450,14 @@ class ApiConfig(Struct, frozen=True):
         tuple[str, ...],
         about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
     ] = ()
+    api_key_file: Annotated[
+        str,
+        about(
+            "File with a bearer key on each line, then optionally its tenant and share.",
+            "--api-key-file",
+            metavar="FILE",
+        ),
+    ] = ""
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )

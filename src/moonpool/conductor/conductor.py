@@ -7,6 +7,7 @@ routes the events, and owns the instances: their joins, their blocks, their depa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
@@ -74,10 +75,12 @@ class Conductor:
         life: str = "",
         default_slo: Slo = DEFAULT_SLO,
         policies: Policies | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         """`life`: part of all attempt ids, which tells them from those of an earlier Conductor of
         this cluster. `default_slo`: the unit of `loads`. `policies`: those that the config names by
-        module and class (see `moonpool.policy_loading`)."""
+        module and class (see `moonpool.policy_loading`). `tenant_weights`: shares of an overloaded
+        cluster by tenant, 1 for the others."""
         policies = policies or Policies()
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
@@ -112,6 +115,7 @@ class Conductor:
             self.roles,
             config.max_attempts,
             self._actions,
+            tenant_weights or {},
             self._prefetching,
         )
         self._marks_replicas = config.spare_copies_first
@@ -145,6 +149,7 @@ class Conductor:
                 self._actions += [Send(instance_id, command) for instance_id in self.instances]
             case Tick():
                 self._on_tick(now)
+        self._lifecycle.use_room(now)
         actions = self._actions.copy()
         self._actions.clear()
         return actions

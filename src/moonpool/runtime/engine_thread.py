@@ -131,7 +131,7 @@ class EngineThread:
         computed_s = result.seconds - waits.waited_s
         if gates:  # a step that draws nothing does not read the last layer
             waits.before_attend(self._engine.layout.num_layers - 1)
-        return StepEnded(result.tokens, computed_s, waits.missed)
+        return StepEnded(result.tokens, computed_s, waits.missed, result.scored)
 
 
 class PipelineThread:
@@ -268,8 +268,8 @@ class DomainNotice:
             return None
         self._domain = None
         return (
-            f"step times were measured for {domain.describe()}; {what} lies outside, where the"
-            " fitted formula itself takes over"
+            f"step times were measured for {domain.describe()}; beyond them, as now for {what},"
+            " the fitted formula itself goes on"
         )
 
 
