@@ -246,20 +246,19 @@ def simulate(
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
-    of_the_run = _parameters() | {"scale_tokens": str(scale)}
     named = {"trace": Path(trace_file).name, "trace_sha256": trace_digest(trace_file)}
     figures["usd"] = _usd(config, catalogue_file, figures["instance_hours"])
-    figures["run"] = named | of_the_run
+    figures["run"] = named | _parameters()
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:
-        page = render_report(simulation, figures, _command(), Path(trace_file).name)
-        _write_page(report_file, page)
+        _write_page(report_file, render_report(simulation, figures, _command(), named["trace"]))
 
 
 def _parameters() -> dict[str, Any]:
     params = click.get_current_context().params
-    return {key: params[key] for key in RUN_PARAMETERS}
+    named = {key: params[key] for key in RUN_PARAMETERS}
+    return named | {"scale_tokens": str(params["scale"])}
 
 
 def _command() -> str:
