@@ -20,6 +20,7 @@ class ModelCard(Struct, frozen=True):
     max_model_tokens: int  # prompt and output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 
