@@ -42,7 +42,7 @@ ALIKE = 0.002
 """Difference of hit ratios below which a pool counts as endless."""
 CACHES = (125_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 SSDS = (0, 4_000_000)
-EVICTIONS = ("lru", "length-aware")
+EVICTIONS = ("predictive", "lru")
 DRAWS = 3
 """Further samples that the plan simulates, and as many and one fresh ones."""
 change = msgspec.structs.replace
