@@ -152,7 +152,7 @@ class Assessor:
         return assessment if assessment.interval.low >= self.goal.wanted else None
 
     def _assessed(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> Assessment:
-        found = sample_interval([one.share for one in outcomes], self.goal.confidence)
+        found = sample_interval([one.attainment for one in outcomes], self.goal.confidence)
         return Assessment(candidate, self.usd_per_h(candidate), outcomes, found)
 
     def known(self, candidate: Candidate) -> Assessment:
