@@ -98,6 +98,15 @@ ABLATION_DRAWS, ABLATION_QUICK_DRAWS = 5, 1
 TTFT near saturation varies by half; ours is the median of several such runs."""
 
 
+SERVE_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(64))
+"""Requests per second, from 0.02 to 8.1: the one set of rates on which all capacities of
+Sarathi-Serve are found."""
+
+SERVE_REQUESTS, SERVE_QUICK_REQUESTS = 256, 32
+"""Of each run. The paper has 2048, which take eight times as long and hold the queue's limit at a
+rate that is a step lower."""
+
+
 # Mooncake
 
 MOONCAKE_NODES = 16
@@ -146,10 +155,18 @@ FLUCTUATION_PREFILL, FLUCTUATION_DECODE, FLUCTUATION_SPEED = 16, 4, 5.0
 own limits, and the speed that offers both a fifth more than they can do."""
 
 
+V3_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(61))
+"""Requests per second, from 0.02 to 6.1: the one set of rates on which all capacities of v3's
+Figs 11 and 12 are found. The lowest is the one whose P90s the limits are multiples of."""
+
+V3_REQUESTS, V3_QUICK_REQUESTS = 400, 60
+"""Of each run of Figs 11 and 12; the paper prints no number."""
+
+
 # Lamina
 
-LAMINA_REQUESTS, LAMINA_QUICK_REQUESTS = 6_000, 1_500
-"""Of each trace, all waiting at the start: an offered load above what any configuration does."""
+LAMINA_QUICK_REQUESTS = 1_500
+"""All requests of a trace wait at the start: an offered load above what any configuration does."""
 
 LAMINA_WINDOW = (0.25, 0.75)
 """Shares of the requests between whose ends the throughput is taken: before, the batch fills, and

@@ -80,11 +80,11 @@ class Finding:
     notes: tuple[str, ...] = ()
     panels: tuple[Panel, ...] = ()
 
-    def as_partial(self) -> Finding:
-        """Returns the finding of a run of fewer requests, whose verdicts are withheld."""
+    def as_partial(self, reason: str) -> Finding:
+        """Returns the finding of a run of a part of the workload, whose verdicts are withheld."""
         return replace(
             self,
-            title=f"{self.title} (fewer requests: no verdict)",
+            title=f"{self.title} ({reason}: no verdict)",
             rows=tuple(replace(row, partial=True) for row in self.rows),
             checks=tuple(replace(check, partial=True) for check in self.checks),
         )

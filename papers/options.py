@@ -17,6 +17,14 @@ DOWNLOADS = {
 }
 """The papers' short names of traces, and those that `moonpool trace download` knows them by."""
 TRACE_FILES = {short: PUBLIC_TRACES[name].file_name for short, name in DOWNLOADS.items()}
+TRACE_REQUESTS = {
+    "conversation": 12_031,
+    "toolagent": 23_608,
+    "synthetic": 3_993,
+    "mooncake": 23_608,
+    "azure-conv": 19_366,
+}
+"""Requests of each whole trace, as published."""
 TRACE_FOLDER = "traces"
 
 
@@ -36,13 +44,21 @@ def _silent(text: str) -> None:
 class Options:
     """`trace`, if given, stands for whatever trace an experiment asks for; otherwise they are
     looked for in `folders`. `quick`: fewer requests, for a look. `progress` hears what is being
-    done, in a few words."""
+    done, in a few words. `parts` hears of each workload of which only a part was run: verdicts are
+    then withheld."""
 
     seed: int = 0
     quick: bool = False
     trace: Path | None = None
     folders: tuple[Path, ...] = (Path(TRACE_FOLDER), Path())
     progress: Callable[[str], None] = field(default=_silent)
+    parts: list[str] = field(default_factory=list)
+
+    def check_whole(self, name: str, num_rows: int) -> None:
+        """Notes in `parts` that these rows are not all of the public trace."""
+        whole = TRACE_REQUESTS[name]
+        if num_rows != whole:
+            self.parts.append(f"{num_rows:,} requests stand for the {whole:,} of the {name} trace")
 
     def find_trace(self, name: str) -> Path:
         """The file of the trace so named. Raises MissingTraceError."""

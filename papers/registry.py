@@ -35,6 +35,11 @@ EXPERIMENTS = {
         "Sarathi-Serve section 4.3, Tables 1-4",
         "Token budgets: what they take, and what they do",
     ),
+    "sarathi-serve-capacity": Experiment(
+        "sarathi.serve_capacity",
+        "Sarathi-Serve section 5.1, Figs 10-13",
+        "Requests a second within the SLOs, against vLLM and Orca",
+    ),
     "mooncake-table1": Experiment(
         "mooncake.table1",
         "Mooncake v3 Table 1",
@@ -69,6 +74,21 @@ EXPERIMENTS = {
         "Mooncake v3 Fig. 9",
         "Loads of both pools with and without prediction",
         "conversation",
+    ),
+    "mooncake-v3-fig11": Experiment(
+        "mooncake.v3_fig11",
+        "Mooncake v3 Fig. 11",
+        "ArXiv summarisation and L-Eval against vLLM on four nodes",
+    ),
+    "mooncake-v3-fig12": Experiment(
+        "mooncake.v3_fig12",
+        "Mooncake v3 Fig. 12",
+        "Prompts of 16k to 128k tokens against vLLM on four nodes",
+    ),
+    "mooncake-v3-fig13": Experiment(
+        "mooncake.v3_fig13",
+        "Mooncake v3 Fig. 13",
+        "The real trace on 10P+10D and on 20 nodes of vLLM",
     ),
     "mooncake-v3-table3": Experiment(
         "mooncake.v3_table3",
@@ -124,6 +144,11 @@ EXPERIMENTS = {
         "Lamina Figs 4, 14",
         "The network that attention offloading needs",
     ),
+    "lamina-dollars": Experiment(
+        "lamina.dollars",
+        "Lamina v1, abstract",
+        "Tokens per dollar of attention offloading",
+    ),
     "lamina-throughput": Experiment(
         "lamina.throughput",
         "Lamina Fig. 10, Tables 4, 5",
@@ -147,4 +172,8 @@ def run(name: str, options: Options) -> Finding:
     module = importlib.import_module(f"papers.{find(name).module}")
     finding: Finding = module.run(options)
     assert finding.name == name
-    return finding.as_partial() if options.quick else finding
+    if options.quick:
+        return finding.as_partial("fewer requests")
+    if options.parts:
+        return finding.as_partial("; ".join(dict.fromkeys(options.parts)))
+    return finding

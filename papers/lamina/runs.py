@@ -19,7 +19,6 @@ from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError
 from papers.constants import (
     LAMINA_QUICK_REQUESTS,
-    LAMINA_REQUESTS,
     LAMINA_WINDOW,
     device_of,
     roofline,
@@ -140,9 +139,9 @@ class _DecodesAlone:
 
 
 def read_lengths(options: Options, trace: str) -> tuple[list[tuple[int, int]], str]:
-    """(prompt, output) of a trace's first requests, and where they are from. Raises
+    """(prompt, output) of a trace's requests, and where they are from. Raises
     ExperimentError."""
-    limit = LAMINA_QUICK_REQUESTS if options.quick else LAMINA_REQUESTS
+    limit = LAMINA_QUICK_REQUESTS if options.quick else None
     name = TRACES[trace]
     if name == "azure-conv":
         path = options.find_trace(name)
@@ -150,12 +149,13 @@ def read_lengths(options: Options, trace: str) -> tuple[list[tuple[int, int]], s
             rows = list(islice(open_trace(path), limit))
         except TraceError as error:
             raise ExperimentError(str(error)) from None
+        options.check_whole(name, len(rows))
         origin = f"the file {path.name}"
     else:
         workload = find_workload(options, name)
         rows, origin = list(workload.rows[:limit]), workload.origin
     lengths = [(row.input_tokens, row.output_tokens) for row in rows]
-    return lengths, f"{trace}: {origin}, its first {len(rows):,} requests"
+    return lengths, f"{trace}: {origin}, {len(rows):,} requests"
 
 
 def run_plant(

@@ -100,7 +100,11 @@ def run(options: Options) -> Finding:
         ),
         chosen_inputs=(workload.origin, *CHOSEN_INPUTS),
         rows=(*_counts(), *_alone_rows(table), *_cluster_rows(found)),
-        checks=(*_alone_checks(table), *_cluster_checks(found)),
+        # The cluster serves only a part of the trace.
+        checks=(
+            *_alone_checks(table),
+            *(replace(check, partial=True) for check in _cluster_checks(found)),
+        ),
         notes=NOTES,
         panels=_panels(table, found),
     )

@@ -59,6 +59,7 @@ def read_workload(options: Options, name: str) -> MooncakeWorkload:
         rows = list(trace if limit is None else islice(trace, limit))
     except TraceError as error:
         raise ExperimentError(str(error)) from None
+    options.check_whole(name, len(rows))
     part = "whole" if limit is None else f"the first {len(rows):,} requests"
     origin = f"{name} trace: the file {path.name}, {part}"
     return MooncakeWorkload(name, rows, trace.info.block_tokens, True, origin)

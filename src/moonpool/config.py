@@ -66,6 +66,9 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    chat_template: Annotated[
+        str, about("File with a chat template (Jinja) in place of the model's own.")
+    ] = ""
 
 
 class ClusterConfig(Struct, frozen=True):
@@ -241,6 +244,9 @@ class ConductorConfig(Struct, frozen=True):
     ] = True
     spare_copies_first: Annotated[
         bool, about("Evict further copies of a block first, and keep one copy in DRAM.")
+    ] = True
+    prefetch: Annotated[
+        bool, about("Load the blocks of a session from the SSD before its next turn is due.")
     ] = True
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
@@ -432,6 +438,13 @@ class ApiConfig(Struct, frozen=True):
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        about(
+            "Let web pages of this origin call the API, such as https://example.org; * means all.",
+            "--allowed-origin",
+        ),
+    ] = ()
     request_timeout_s: Annotated[
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),

@@ -55,6 +55,7 @@ class RequestRecord:
     explanation: tuple[str, ...] = ()
     projection: dict[str, float] | None = None  # the numbers behind a rejection
     tenant: str = ""
+    max_tokens: int = 0
     kept_tbt_top10_mean_s: float | None = None
 
     @property

@@ -47,6 +47,17 @@ class Case:
     shard: str = "1GB"
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True}),
@@ -139,6 +150,53 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "deepseek-v2": Case(
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 40,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek-v2-lite": Case(
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_shared_experts": 1,
+            "attention_bias": True,
+            "vocab_size": 307,
+        },
+    ),
+    "deepseek-v3": Case(
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 40,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "kimi-k2": Case(
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 33,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_interleave": False,
+        },
+    ),
     "gpt-oss": Case(
         "GptOss",
         {
@@ -206,5 +264,8 @@ def save(case: Case, folder: Path) -> Any:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         # Both dtypes see the same weights. Not model.to(): that would round the RoPE buffers too.
         parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(folder, max_shard_size=case.shard)
     return model

@@ -32,6 +32,9 @@ FAMILIES = (
     "mixtral",
     "qwen3-moe",
     "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
+    "kimi-k2",
 )
 SHARDED = tuple(name for name in FAMILIES if name != "olmo2")
 VARIANTS = [("reference", "float32"), ("native", "float32"), ("native", "bfloat16")]

@@ -86,7 +86,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     rounded.config._experts_implementation = "eager"
     their_error = _theirs(rounded.eval()) - exact
     our_error = _ours(tmp_path, "bfloat16", ops_name)[1] - exact
-    if "num_experts_per_tok" in CASES[name].changes:
+    if "num_experts_per_tok" in CASES[name].changes:  # a mixture
         # Rounding sends some rows to other experts, where two scores are near: those are not equal.
         kept = our_error.abs().amax(1).argsort()[: len(LENGTHS) // 2]
         our_error, their_error = our_error[kept], their_error[kept]

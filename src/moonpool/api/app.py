@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -30,6 +31,7 @@ from moonpool.api.generate import Generator
 from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.messages import ErrorPayload
+from moonpool.api.openapi import openapi_document
 
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
@@ -51,6 +53,9 @@ def make_app(
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
 
+    async def openapi(context: HttpContext) -> None:
+        await context.respond(200, openapi_document(app.routes))
+
     def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
         return Route(path, _Endpoint(handler, keys, memory), methods=methods or ("GET",))
@@ -66,6 +71,8 @@ def make_app(
             route("/v1/responses", generator.respond, "POST"),
             message_route("/v1/messages", generator.message),
             message_route("/v1/messages/count_tokens", inspector.count_tokens),
+            route("/load", generator.load, open_to_all=True),
+            route("/openapi.json", openapi, open_to_all=True),
             route("/v1/models", inspector.models),
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),
@@ -87,6 +94,14 @@ def make_app(
         exception_handlers={HTTPException: _routing_error},
     )
     app.router.redirect_slashes = False
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
+        )
     return app
 
 

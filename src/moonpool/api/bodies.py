@@ -1,7 +1,8 @@
 """The JSON bodies that clients send: their fields and types, decoded strictly in one pass.
 
 Owns which fields exist. `sampling` and `generate` check ranges and meanings. `check_unsupported`
-rejects a field that is listed here but not served, unless its value has no effect.
+rejects a field that is listed here but not served, unless its value has no effect. A field that is
+not listed is rejected too, unless it is empty or false.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Documented by OpenAI, without effect on a self-hosted model.
+    return_tokens_as_token_ids: bool | None = None
+    # Documented by OpenAI or vLLM, without effect here.
+    include_reasoning: Any = None
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -88,7 +91,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
-    return_tokens_as_token_ids: Any = None
+    detokenize: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
 
@@ -158,7 +161,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
+    "detokenize": (True,),
     "spaces_between_special_tokens": (True, False),
     "kv_transfer_params": ({},),
 }
@@ -188,7 +191,10 @@ def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     if not raw:
         raise ApiError("The request has no body. Send a JSON object.", code="invalid_json")
     try:
-        return decoder.decode(raw)
+        try:
+            return decoder.decode(raw)
+        except msgspec.ValidationError:
+            return decoder.decode(_without_neutral(raw, decoder.type))
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except UnicodeDecodeError:
@@ -202,6 +208,34 @@ def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
         raise ApiError(
             f"The request body is not valid JSON: {text}.", code="invalid_json"
         ) from None
+
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Older names of vLLM for the fields of `structured_outputs`."""
+_GUIDED_HINTS = ("guided_decoding_backend", "guided_whitespace_pattern")
+
+
+def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
+    """Returns the body without unknown fields that are empty or false, and with vLLM's older names
+    replaced. Called only for a body that does not decode."""
+    given = msgspec.json.decode(raw)
+    if not isinstance(given, dict):
+        return raw
+    known = set(body_type.__struct_fields__)
+    if "structured_outputs" in known and not given.get("structured_outputs"):
+        guided = {new: given.pop(old) for old, new in _GUIDED.items() if given.get(old) is not None}
+        for hint in _GUIDED_HINTS:
+            given.pop(hint, None)
+        if guided:
+            given["structured_outputs"] = guided
+    kept = {k: v for k, v in given.items() if k in known or v not in (None, False, {}, [])}
+    return msgspec.json.encode(kept)
 
 
 def check_unsupported(body: ChatBody | CompletionBody) -> None:

@@ -87,6 +87,7 @@ def _start_of(card: ModelCard, options: ApiOptions) -> bytes:
     start = BodyStart(
         parent_pid=os.getpid(),
         tokenizer=options.tokenizer,
+        chat_template=options.chat_template,
         vocab_size=card.vocab_size,
         card=card,
         served_names=tuple(options.served_names),

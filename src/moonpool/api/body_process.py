@@ -44,6 +44,7 @@ class BodyStart(Struct, frozen=True):
 
     parent_pid: int
     tokenizer: str
+    chat_template: str
     vocab_size: int
     card: ModelCard
     served_names: tuple[str, ...]
@@ -173,9 +174,14 @@ def main() -> None:
 
 
 def _open(start: BodyStart) -> Tokenizer:
+    tokenizer: Tokenizer
     if start.tokenizer == BYTE_TOKENIZER:
-        return ByteTokenizer(start.vocab_size)
-    return HfTokenizer(Path(start.tokenizer))
+        tokenizer = ByteTokenizer(start.vocab_size)
+    else:
+        tokenizer = HfTokenizer(Path(start.tokenizer))
+    if start.chat_template:
+        tokenizer.use_chat_template(start.chat_template)
+    return tokenizer
 
 
 def _read(source: BinaryIO) -> bytes:

@@ -100,7 +100,7 @@ class Choice:
             return delta
         text, calls = self._tools.push(delta.text)
         if delta.finish_reason is not None:
-            rest, last = self._tools.flush()
+            rest, last = self._tools.flush(delta.finish_reason is FinishReason.LENGTH)
             text, calls = text + rest, [*calls, *last]
         self._called = self._called or bool(calls)
         return delta._replace(text=text, calls=calls)

@@ -25,9 +25,11 @@ MAX_HOT = 1000
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _PAGE = b"""moonpool
 
-POST /v1/chat/completions   POST /v1/completions   GET /v1/models
+POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   GET /v1/models
+POST /v1/messages           POST /v1/messages/count_tokens
 POST /tokenize              POST /detokenize
-GET  /health   GET /metrics   GET /version   GET /server_info
+GET  /health   GET /ping   GET /metrics   GET /load   GET /version   GET /server_info
+GET  /live     GET /ready   GET /openapi.json
 GET  /cluster  GET /beliefs  GET /explain/{request_id}
 GET  /cluster/hot            POST /cluster/drain
 """

@@ -36,7 +36,8 @@ class Output(Struct, frozen=True):
 class RequestRefused(Exception):  # noqa: N818 (not a fault)
     """The request was rejected, or failed. Becomes one HTTP error.
 
-    `status`: 429 (SLO or fair share), 503 (no capacity, instance lost), 504 (deadline), 400.
+    `status`: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share), 503 (no
+    capacity, instance lost), 504 (deadline), 400.
     `projection`: the numbers behind a rejection, such as `predicted_ttft_s` and `limit_ttft_s`.
     """
 
@@ -116,6 +117,7 @@ class ApiOptions:
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
     served_names: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all
     max_body_bytes: int = 32 << 20
     max_choices: int = 128  # prompts x n of one call
     max_logprobs: int = 20
@@ -123,6 +125,8 @@ class ApiOptions:
     body_timeout_s: float = 30.0
     tokenizer: str = ""
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
+    chat_template: str = ""
+    """The source of a template that these processes use in place of the tokenizer's own."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):

@@ -116,6 +116,10 @@ class Generator:
         payload = msgspec.json.encode(writer.whole())
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
 
+    async def load(self, context: HttpContext) -> None:
+        """Returns the number of generating calls, as vLLM does."""
+        await context.respond(200, msgspec.json.encode({"server_load": len(self._active)}))
+
     async def _answer(self, call: _Call, shape: Shape) -> None:
         body = call.prepared.body
         options = body.stream_options
@@ -128,6 +132,7 @@ class Generator:
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
                 with_token_ids=bool(body.return_token_ids),
+                tokens_as_ids=bool(body.return_tokens_as_token_ids),
                 with_usage=with_usage,
                 usage_in_chunks=bool(with_usage and options and options.continuous_usage_stats),
             )

@@ -54,6 +54,11 @@ _TOTALS = (
         "Number of prompt tokens found in the prefix cache.",
         "cached_tokens",
     ),
+    (
+        "vllm:prompt_tokens_cached",
+        "Number of prompt tokens found in the prefix cache.",
+        "cached_tokens",
+    ),
     ("moonpool:corrupt_slices", "Number of layer slices with a wrong checksum.", "corrupt_slices"),
     (
         "moonpool:recomputed_tokens",
@@ -124,6 +129,12 @@ _LABELLED = (
         "_ssd_bytes",
     ),
     (
+        "moonpool:prefetched_blocks",
+        "Blocks loaded from the SSD ahead of a request, and how many were used or wasted.",
+        "state",
+        "_prefetched",
+    ),
+    (
         "moonpool:ssd_seconds",
         "Seconds that SSD threads spent writing and reading.",
         "direction",
@@ -187,6 +198,10 @@ class ServerMetrics(Collector):
         self._e2e = PrometheusHistogram(_REQUEST_S)
         self._prompt_sizes = PrometheusHistogram(_TOKENS)
         self._generation_sizes = PrometheusHistogram(_TOKENS)
+        self._max_sizes = PrometheusHistogram(_TOKENS)
+        self._queue = PrometheusHistogram(_REQUEST_S)
+        self._prefill = PrometheusHistogram(_REQUEST_S)
+        self._decode = PrometheusHistogram(_REQUEST_S)
         self._stages: dict[str, PrometheusHistogram] = {}
         self._finished: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()
@@ -211,6 +226,7 @@ class ServerMetrics(Collector):
         self._tier_blocks: dict[str, int] = {}
         self._tier_cached: dict[str, int] = {}
         self._ssd_bytes: Counter[str] = Counter()
+        self._prefetched: Counter[str] = Counter()
         self._ssd_s: dict[str, float] = {}
         self._predictions: dict[str, Prediction] = {}
         self._learned: dict[str, dict[str, float]] = {}
@@ -248,13 +264,22 @@ class ServerMetrics(Collector):
         generation_tokens: int,
         tpot_s: float | None = None,
         stages_s: Mapping[str, float] | None = None,
+        phases_s: tuple[float, float, float] | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        """Counts a completed request. `tpot_s` is set if it had more than one token."""
+        """Counts a completed request. `tpot_s` is set if it had more than one token. `phases_s`:
+        its times before prefill, in prefill, and from the first token on, as vLLM divides it."""
         self._finished[finish_reason] += 1
         self._e2e.observe(e2e_s)
         self._generation_sizes.observe(generation_tokens)
         if tpot_s is not None:
             self._tpot.observe(tpot_s)
+        self._max_sizes.observe(generation_tokens if max_tokens is None else max_tokens)
+        if phases_s is not None:
+            for histogram, seconds in zip(
+                (self._queue, self._prefill, self._decode), phases_s, strict=True
+            ):
+                histogram.observe(seconds)
         for stage, seconds in (stages_s or {}).items():
             self._stage(stage).observe(seconds)
 
@@ -289,6 +314,10 @@ class ServerMetrics(Collector):
         """Adds bytes "written" or "read" by the SSD tier, and the time of its threads."""
         self._ssd_bytes[direction] += num_bytes
         self._ssd_s[direction] = self._ssd_s.get(direction, 0.0) + seconds
+
+    def add_prefetched(self, state: str, num_blocks: int) -> None:
+        """Adds prefetched blocks: "loaded", then "used" or "wasted" once that is known."""
+        self._prefetched[state] += num_blocks
 
     def add_ssd_failures(self, count: int) -> None:
         """Counts failed disk operations. A damaged block is not a failed operation."""
@@ -418,9 +447,9 @@ class ServerMetrics(Collector):
         if self._cache[0]:
             text = "KVCache of all instances: tokens per block and number of blocks."
             info = GaugeMetricFamily(
-                "vllm:cache_config_info", text, labels=["block_size", "num_gpu_blocks"]
+                "vllm:cache_config_info", text, labels=["block_size", "num_gpu_blocks", "engine"]
             )
-            info.add_metric([str(number) for number in self._cache], 1.0)
+            info.add_metric([*(str(number) for number in self._cache), _ENGINE], 1.0)
             yield info
         for kind, factors in self._learned.items():
             text = f"Learned time of {kind} over the time in the profile, by instance."
@@ -471,6 +500,14 @@ class ServerMetrics(Collector):
                 "Number of generated tokens per request.",
                 self._generation_sizes,
             ),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "Number of tokens that a request allowed.",
+                self._max_sizes,
+            ),
+            ("vllm:request_queue_time_seconds", "Seconds before prefill.", self._queue),
+            ("vllm:request_prefill_time_seconds", "Seconds in prefill.", self._prefill),
+            ("vllm:request_decode_time_seconds", "Seconds after the first token.", self._decode),
         )
         for name, text, histogram in plain:
             yield self._histogram(name, text, None, {"": histogram})
@@ -504,8 +541,14 @@ class ServerMetrics(Collector):
         return family
 
     def _label_values(self, label: str | None, key: str) -> tuple[str, ...]:
-        return (self._model_name,) if label is None else (self._model_name, key)
+        own = (self._model_name, _ENGINE)
+        return own if label is None else (*own, key)
+
+
+_ENGINE = "0"
+"""vLLM numbers the engines of a server; its dashboards filter by that. Here the head is one."""
 
 
 def _label_names(label: str | None) -> tuple[str, ...]:
-    return ("model_name",) if label is None else ("model_name", label)
+    own = ("model_name", "engine")
+    return own if label is None else (*own, label)

@@ -130,13 +130,23 @@ class PromptReader:
         text = self.chat_text(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
-            tools=None if body.tool_choice == "none" else body.tools,
+            tools=self._shown_tools(body),
             arguments=_template_arguments(body),
         )
         token_ids = await self.encode(text, bool(body.add_special_tokens), "messages")
         if not token_ids:
             raise ApiError("The messages contain no text.", param="messages")
         return token_ids
+
+    def _shown_tools(self, body: ChatBody) -> Sequence[dict[str, Any]] | None:
+        """Returns the tools that the template receives.
+
+        A required call is held to its schema, so it needs no template that knows tools.
+        """
+        must_call = body.tool_choice == "required" or isinstance(body.tool_choice, dict)
+        if body.tool_choice == "none" or (must_call and not self._tokenizer.knows_tools):
+            return None
+        return body.tools
 
     async def read_completion(
         self, body: CompletionBody, most_prompts: int

@@ -32,6 +32,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     num_per_prompt: int = 1
     with_logprobs: bool = False
     with_token_ids: bool = False
+    tokens_as_ids: bool = False  # in logprobs, a token is written as token_id:N
     with_usage: bool = False
     usage_in_chunks: bool = False  # the usage so far, rather than null, in each chunk
 
@@ -53,7 +54,11 @@ class Shape(Protocol):
 
     def closing_field(self) -> bytes: ...
 
-    def logprobs(self, tokens: Sequence[Token], text_offset: int) -> dict[str, Any]: ...
+    def logprobs(
+        self, tokens: Sequence[Token], text_offset: int, as_ids: bool = False
+    ) -> dict[str, Any]:
+        """`as_ids`: a token is written as token_id:N instead of its text."""
+        ...
 
     def whole(
         self,
@@ -114,18 +119,21 @@ class ChatShape:
     def closing_field(self) -> bytes:
         return b'"delta":{}'
 
-    def logprobs(self, tokens: Sequence[Token], text_offset: int) -> dict[str, Any]:
+    def logprobs(
+        self, tokens: Sequence[Token], text_offset: int, as_ids: bool = False
+    ) -> dict[str, Any]:
         content = []
         for token in tokens:
             found = _logprobs_of(token)
-            top = [self._entry(token_id, value) for token_id, value in found.top]
-            content.append({**self._entry(token.token_id, found.logprob), "top_logprobs": top})
+            top = [self._entry(token_id, value, as_ids) for token_id, value in found.top]
+            own = self._entry(token.token_id, found.logprob, as_ids)
+            content.append({**own, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
         token_bytes = self._tokenizer.token_bytes(token_id)
         return {
-            "token": token_bytes.decode("utf-8", "replace"),
+            "token": _id_text(token_id) if as_ids else token_bytes.decode("utf-8", "replace"),
             "logprob": max(logprob, _LEAST_LOGPROB),
             "bytes": list(token_bytes),
         }
@@ -163,7 +171,9 @@ class CompletionShape:
     def closing_field(self) -> bytes:
         return b'"text":""'
 
-    def logprobs(self, tokens: Sequence[Token], text_offset: int) -> dict[str, Any]:
+    def logprobs(
+        self, tokens: Sequence[Token], text_offset: int, as_ids: bool = False
+    ) -> dict[str, Any]:
         texts: list[str] = []
         values: list[float] = []
         tops: list[dict[str, float]] = []
@@ -172,11 +182,13 @@ class CompletionShape:
             found = _logprobs_of(token)
             text = self._text(token.token_id)
             value = max(found.logprob, _LEAST_LOGPROB)
+            likely = dict(found.top) | {token.token_id: value}
             top: dict[str, float] = {}
-            for token_id, logprob in (*found.top, (token.token_id, value)):
-                name = self._text(token_id)
-                top[name] = max(logprob, top.get(name, _LEAST_LOGPROB))
-            texts.append(text)
+            for token_id, logprob in likely.items():
+                name = self._name(token_id, as_ids)
+                # Two tokens may have the same text; both are named.
+                top[_id_text(token_id) if name in top else name] = max(logprob, _LEAST_LOGPROB)
+            texts.append(_id_text(token.token_id) if as_ids else text)
             values.append(value)
             tops.append(top)
             offsets.append(text_offset)
@@ -197,8 +209,15 @@ class CompletionShape:
     ) -> dict[str, Any]:
         return {"text": (choice.echo or "") + text, "logprobs": logprobs}
 
+    def _name(self, token_id: int, as_ids: bool) -> str:
+        return _id_text(token_id) if as_ids else self._text(token_id)
+
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 class ChunkWriter:
@@ -299,7 +318,9 @@ class ChunkWriter:
         extras = b',"logprobs":null'
         if self._answer.with_logprobs:
             index = delta.choice.index
-            logprobs = self._shape.logprobs(delta.tokens, self._text_offsets[index])
+            logprobs = self._shape.logprobs(
+                delta.tokens, self._text_offsets[index], self._answer.tokens_as_ids
+            )
             self._text_offsets[index] += sum(map(len, logprobs.get("tokens", ())))
             extras = b',"logprobs":' + _encode(logprobs)
         if self._answer.with_token_ids:
@@ -315,7 +336,8 @@ def whole_answer(
     """Returns the body of a response that is not streamed."""
     choices = []
     for choice, text, tokens, calls in results:
-        logprobs = shape.logprobs(tokens, 0) if answer.with_logprobs else None
+        as_ids = answer.tokens_as_ids
+        logprobs = shape.logprobs(tokens, 0, as_ids) if answer.with_logprobs else None
         written = {
             "index": choice.index,
             **shape.whole(choice, text, calls, logprobs),

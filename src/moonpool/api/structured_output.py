@@ -27,10 +27,11 @@ MAX_GRAMMAR_CHARS = 128 << 10
 MOST_CHOICES = 1024
 _INLINE_CHARS = 2048  # longer responses are checked in a thread
 _ANY_OBJECT = {"type": "object"}
-# White space between JSON's tokens is free but bounded: weak models would never leave it.
+# White space between JSON's tokens is a space or a line with its indentation. Weak models would
+# never leave white space without a bound.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
-    "whitespace_pattern": "[ \\n\\t\\r]{1,20}",
+    "whitespace_pattern": " {1,2}|\\r?\\n[ \\t]{0,12}",
 }
 
 
@@ -39,16 +40,11 @@ def grammar_of(
 ) -> str:
     """Returns the grammar of a body with structured output, or with tools that must be called.
 
-    `must_call` is the schema of the required calls. `can_end` says whether the model has a token
+    `must_call` is the schema of the required calls. They are the whole output, so a schema of the
+    answer has no effect then. `can_end` says whether the model has a token
     that ends its output. Takes milliseconds for large schemas, without the GIL. Raises `ApiError`.
     """
     if must_call is not None:
-        if body.has_structured_output:
-            text = (
-                "'tool_choice' requires a tool call, whose schema already constrains the output. "
-                "Leave 'response_format' and 'structured_outputs' out."
-            )
-            raise ApiError(text, param="tool_choice")
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
     else:
         name, grammar = _read(body)

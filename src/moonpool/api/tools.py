@@ -8,6 +8,7 @@ like a call but is none stays text, so no output is lost.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,8 +43,8 @@ class ToolReader(Protocol):
 
     def push(self, text: str) -> Read: ...
 
-    def flush(self) -> Read:
-        """Returns what is left after the output has ended."""
+    def flush(self, cut: bool) -> Read:
+        """Returns what is left after the output has ended. `cut`: `max_tokens` ended it."""
         ...
 
 
@@ -114,7 +115,7 @@ class _NamedCall:
         name, self._name = self._name, None
         return "", [ToolCallDelta(0, None if name is None else _new_id(), name, text)]
 
-    def flush(self) -> Read:
+    def flush(self, cut: bool) -> Read:
         return "", []
 
 
@@ -169,9 +170,11 @@ class _JsonCalls:
             return held, []
         return "", []
 
-    def flush(self) -> Read:
+    def flush(self, cut: bool) -> Read:
         held, self._text = self._text, ""
         deltas = self._calls.read(held) if held else []
+        if deltas is None and cut:
+            deltas = self._calls.read(_whole_items(held))
         return ("", deltas) if deltas is not None else (held, [])
 
 
@@ -205,7 +208,7 @@ class _TaggedCalls:
             plain += before if found is not None else before + tag + inside + end
             deltas += found or []
 
-    def flush(self) -> Read:
+    def flush(self, cut: bool) -> Read:
         held, self._held = self._held, ""
         if held.startswith(_OPEN):  # a model may end its output instead of closing the tag
             deltas = self._calls.read(held[len(_OPEN) :])
@@ -218,6 +221,20 @@ def _overlap(text: str, tag: str) -> int:
     """Returns how many of the last characters may begin the tag."""
     most = min(len(text), len(tag) - 1)
     return next((n for n in range(most, 0, -1) if tag.startswith(text[-n:])), 0)
+
+
+def _whole_items(text: str) -> str:
+    """Returns the complete items at the front of a JSON list that was cut, as a list."""
+    decoder, items = json.JSONDecoder(), list[str]()
+    at = text.find("[") + 1
+    while at:
+        begin = at + len(text[at:]) - len(text[at:].lstrip(" \n\r\t,"))
+        try:
+            _, at = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            break
+        items.append(text[begin:at])
+    return f"[{','.join(items)}]"
 
 
 def together(deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:

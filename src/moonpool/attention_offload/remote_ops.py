@@ -103,7 +103,12 @@ class RemoteOps:
         self.name = f"{local.name}, {count} attention workers"
         self.arithmetic = local.arithmetic
         self.inner = local.inner
-        self.without = local.without | {"sliding windows", "caps on scores", "attention sinks"}
+        self.without = local.without | {
+            "sliding windows",
+            "caps on scores",
+            "attention sinks",
+            "latent attention",
+        }
         self.device = local.device
         self.linear = local.linear
         self.exact_linear = local.exact_linear

@@ -207,13 +207,15 @@ def _too_late(
     if ttft_s <= slo_s * limit:
         text += f" ({late_s:.2f} s if it is as late as one in ten was lately)"
     text += f" exceeds {_share(limit)}the SLO of {slo_s:g} s"
+    status, wait_s = 429, late_s - slo_s * limit
     if placement.ttft_s - placement.queue_s > slo_s * limit:
         text += " even on an idle instance: shorten the prompt or raise the SLO"
+        status, wait_s = 422, float("inf")
     return Rejection(
-        429,
+        status,
         "ttft_slo",
         text,
-        late_s - slo_s * limit,
+        wait_s,
         {"predicted_ttft_s": ttft_s, "late_ttft_s": late_s, "limit_ttft_s": slo_s * limit}
         | {"predicted_queue_s": placement.queue_s, "predicted_prefill_s": placement.prefill_s},
     )
@@ -226,6 +228,8 @@ def _slow_now(footprint: RequestFootprint, pool: _Pool, limit: float) -> Rejecti
     load, alone = pool.load(batch, context_tokens), pool.load(0, 0)
     excess = (load - limit) / max(load - alone, 1e-9)
     numbers = pool.numbers(batch, context_tokens, limit)
+    if alone > limit:
+        return Rejection(422, "decode_load", text, float("inf"), numbers)
     return Rejection(429, "decode_load", text, footprint.answer_s * min(excess, 1.0), numbers)
 
 
@@ -237,13 +241,14 @@ def _slow_then(
         f"{pool.describe(*projected, limit)}: that is the load projected to the end of this"
         f" prefill in {ttft_s:.2f} s"
     )
-    wait_s = WAITS_S[-1]
-    if pool.load(0, 0) <= limit:
-        for later_s in WAITS_S:
-            if pool.load(*forecast.project(now + ttft_s + later_s, now)) <= limit:
-                wait_s = later_s
-                break
     numbers = pool.numbers(*projected, limit) | {"ahead_s": ttft_s}
+    if pool.load(0, 0) > limit:
+        return Rejection(422, "decode_load_predicted", text, float("inf"), numbers)
+    wait_s = WAITS_S[-1]
+    for later_s in WAITS_S:
+        if pool.load(*forecast.project(now + ttft_s + later_s, now)) <= limit:
+            wait_s = later_s
+            break
     return Rejection(429, "decode_load_predicted", text, wait_s, numbers)
 
 

@@ -26,6 +26,7 @@ from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.output_predictor import OutputPredictor
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
@@ -91,6 +92,7 @@ class Conductor:
         self.roles = RoleSwitching(config, self.reservations, default_slo)
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
+        self._prefetching = Prefetching(self.reservations) if config.prefetch else None
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
@@ -110,6 +112,7 @@ class Conductor:
             self.roles,
             config.max_attempts,
             self._actions,
+            self._prefetching,
         )
         self._marks_replicas = config.spare_copies_first
 
@@ -160,6 +163,8 @@ class Conductor:
         """Asserts that reservations and requests agree in both directions."""
         self._lifecycle.validate()
         self.drains.validate()
+        if self._prefetching is not None:
+            self._prefetching.validate()
 
     # Instances
 
@@ -203,6 +208,8 @@ class Conductor:
                     report.demoted,
                 ):
                     self._resync(state)
+                elif self._prefetching is not None and report.demoted:
+                    self._prefetching.on_demoted(report.demoted, now)
             case BlocksSnapshot():
                 state.resyncing = False
                 self.index.load_snapshot(
@@ -247,6 +254,9 @@ class Conductor:
             self._lifecycle.move(tracked, now)
         self._actions += self.roles.tick(now)
         self._actions += self.drains.tick(now)
+        if self._prefetching is not None:
+            for instance_id, prefetch in self._prefetching.tick(now):
+                self._actions.append(Send(instance_id, prefetch))
         if self._marks_replicas:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))

@@ -1,7 +1,7 @@
 """The life of a request in the Conductor: placement, attempts, tokens, deadline and end.
 
     arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
-            \\    \\--> rejected (429, 503)          any failure --> placed again, or rejected
+            \\    \\--> rejected (422, 429, 503)     any failure --> placed again, or rejected
              \\--> waits while a lost instance restarts --> placed
 
 A request is placed again when an instance fails. Its delivered tokens become part of the new
@@ -27,7 +27,9 @@ from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
+from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.conductor.waiting import RETRY_DELAYS_S, WaitingRequests
@@ -51,7 +53,6 @@ from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, T
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
 REFUSED = "refused_by_engine"
-MAX_RETRY_AFTER_S = 120.0
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
 """Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
@@ -74,11 +75,13 @@ class RequestLifecycle:
         roles: RoleSwitching,
         max_attempts: int,
         actions: list[ConductorAction],
+        prefetching: Prefetching | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.waiting = WaitingRequests()
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
+        self._retries = RetrySchedule()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._planner = planner
         self._reservations = reservations
@@ -88,6 +91,7 @@ class RequestLifecycle:
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
+        self._prefetching = prefetching
 
     # Arrival and placement
 
@@ -99,11 +103,14 @@ class RequestLifecycle:
             request.slo,
             request.arrived_s,
             tenant=request.tenant,
+            max_tokens=request.sampling.max_tokens,
         )
         tracked = TrackedRequest(request, record)
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
         self._place(tracked, now)
+        if self._prefetching is not None and request.request_id in self.requests:
+            self._prefetching.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
@@ -337,7 +344,9 @@ class RequestLifecycle:
             self.end(tracked, FinishReason.ABORT.value, now)
 
     def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
-        retry_after_s = min(max(rejection.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+        retry_after_s = None
+        if rejection.status in (429, 503) and rejection.retry_after_s < float("inf"):
+            retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
         self._actions.append(
@@ -346,7 +355,7 @@ class RequestLifecycle:
                 rejection.status,
                 rejection.reason,
                 rejection.message,
-                retry_after_s if rejection.status in (429, 503) else None,
+                retry_after_s,
                 rejection.projection,
             )
         )
@@ -356,6 +365,7 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
+            self._retries.note_completed(now)
             self._learn(tracked, now)
         self._unbook(tracked, now, abort=not finished)
         self.waiting.remove(tracked.request.request_id)
@@ -372,6 +382,8 @@ class RequestLifecycle:
         num_prompt_tokens = tracked.request.num_prompt_tokens
         num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
         self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
+        if self._prefetching is not None:
+            self._prefetching.end(tracked, now)
         self._roles.note_answer(num_prompt_tokens, tracked.record.num_generated_tokens)
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)

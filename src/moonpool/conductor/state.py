@@ -68,6 +68,8 @@ class TrackedRequest:
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
+    num_turns: int = 0  # of its session before this one
+    pause_s: float | None = None  # since the turn before
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.ops import Ops, QkNorm
+from moonpool.engine.ops import Linear, Ops, QkNorm
 from moonpool.engine.packing import Weights, norm_weight, packed
 from moonpool.engine.spec import ModelSpec
+
+LATENT_EPS = 1e-6  # of norms of latents: checkpoints are trained with it, whatever rms_norm_eps is
 
 
 class HeadsAttention:
@@ -46,3 +48,68 @@ class HeadsAttention:
     def project(self, attention: Tensor) -> Tensor:
         """[T, heads * head_dim] -> [T, hidden]."""
         return self._output(attention)
+
+
+class LatentAttention:
+    """The projections around attention over latents (MLA), in absorbed form.
+
+    Each head's queries are brought into the space of the latent, where one KV head serves all. What
+    attention returns is a mean of latents, from which each head's values follow. Prefill and decode
+    compute alike, so that a cached token has one value.
+    """
+
+    qk_norm: QkNorm | None = None
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, prefix: str) -> None:
+        assert spec.latent is not None
+        self._ops = ops
+        self._latent = latent = spec.latent
+        self._num_heads = spec.num_heads
+        self._head_dim = spec.head_dim
+        self._query_norm: Tensor | None = None
+        self._query_down: Linear | None = None
+        if latent.query_rank:
+            self._query_down = packed(weights, ops, [f"{prefix}.q_a_proj"], spec.qkv_bias)
+            self._query_norm = norm_weight(spec, weights, f"{prefix}.q_a_layernorm.weight")
+        query = f"{prefix}.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight"
+        self._query_up = ops.linear(self._rope_first(weights.load(query), spec.num_heads), None)
+        down = f"{prefix}.kv_a_proj_with_mqa"
+        bias = self._rope_first(weights.load(f"{down}.bias"), 1) if spec.qkv_bias else None
+        self._down = ops.linear(self._rope_first(weights.load(f"{down}.weight"), 1), bias)
+        self._norm = norm_weight(spec, weights, f"{prefix}.kv_a_layernorm.weight")
+        up = weights.load(f"{prefix}.kv_b_proj.weight").unflatten(0, (spec.num_heads, -1))
+        self._to_latent = [ops.linear(head[: latent.nope_dim].t(), None) for head in up]
+        self._to_value = [ops.linear(head[latent.nope_dim :], None) for head in up]
+        self._output = packed(weights, ops, [f"{prefix}.o_proj"], spec.o_bias)
+
+    def _rope_first(self, rows: Tensor, num_heads: int) -> Tensor:
+        """Per head, the rotated outputs first, as halves instead of neighbours. rows: [out, ...]"""
+        rope = self._latent.rope_dim
+        heads = rows.unflatten(0, (num_heads, -1))
+        rest, turned = heads[:, :-rope], heads[:, -rope:]
+        if self._latent.interleaved:
+            turned = torch.cat((turned[:, ::2], turned[:, 1::2]), dim=1)
+        return torch.cat((turned, rest), dim=1).flatten(0, 1)
+
+    def qkv(self, normed: Tensor) -> Tensor:
+        """[T, hidden] -> [T, (heads + 1) * head_dim]: latent queries, then the key."""
+        latent, rope = self._latent, self._latent.rope_dim
+        rows = len(normed)
+        narrow = normed
+        if self._query_down is not None and self._query_norm is not None:
+            narrow = self._ops.rms_norm(self._query_down(normed), self._query_norm, LATENT_EPS)
+        queries = self._query_up(narrow).view(rows, self._num_heads, rope + latent.nope_dim)
+        key = self._down(normed)
+        out = normed.new_empty(rows, self._num_heads + 1, self._head_dim)
+        out[:, :-1, :rope] = queries[..., :rope]
+        for head, linear in enumerate(self._to_latent):
+            out[:, head, rope:] = linear(queries[:, head, rope:].contiguous())
+        out[:, -1, :rope] = key[:, :rope]
+        out[:, -1, rope:] = self._ops.rms_norm(key[:, rope:].contiguous(), self._norm, LATENT_EPS)
+        return out.flatten(1)
+
+    def project(self, attention: Tensor) -> Tensor:
+        """[T, heads * rank] -> [T, hidden]."""
+        means = attention.unflatten(1, (self._num_heads, -1))
+        values = [linear(means[:, head].contiguous()) for head, linear in enumerate(self._to_value)]
+        return self._output(torch.cat(values, dim=1))

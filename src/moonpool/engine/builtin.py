@@ -28,6 +28,9 @@ from moonpool.engine.checkpoint import (
     sampling_defaults,
 )
 from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.gguf.checkpoint import open_gguf
+from moonpool.engine.gguf.files import GGUF_SUFFIX, gguf_file
+from moonpool.engine.gguf.tokenizer import gguf_tokenizer
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.packing import Weights
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
@@ -50,7 +53,7 @@ class LoadedModel:
 
     fingerprint: identifies config and weights for every dtype; equal in every process.
     tokenizer: `BYTE_TOKENIZER` (bytes 0..255, then bos 256, eos 257, pad 258), or the folder with
-    the tokenizer's files.
+    the tokenizer's files, or the GGUF file.
     sampling: defaults for requests, by the names of `SamplingParams`.
     """
 
@@ -79,6 +82,10 @@ def open_model(name: str, dtype: str) -> LoadedModel:
         spec, seed = random_spec(name)
         drawn = RandomWeights(spec, seed, wanted)
         return LoadedModel(name, spec, drawn, dtype, drawn.fingerprint, BYTE_TOKENIZER)
+    found = gguf_file(name)
+    if found is not None:
+        read = open_gguf(found, wanted)
+        return LoadedModel(name, read.spec, read.weights, dtype, read.fingerprint, str(found))
     checkpoint = open_checkpoint(name, wanted)
     for note in checkpoint.spec.notes:
         logger.warning("model %s: %s", name, note)
@@ -201,4 +208,5 @@ def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
     """Opens the tokenizer named by `LoadedModel.tokenizer`. Raises `TokenizerError`."""
     if source == BYTE_TOKENIZER:
         return ByteTokenizer(vocab_size)
-    return HfTokenizer(Path(source))
+    path = Path(source)
+    return gguf_tokenizer(path) if path.suffix == GGUF_SUFFIX else HfTokenizer(path)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES
@@ -79,6 +80,9 @@ class CheckpointWeights:
         dtype = torch.float32 if name.endswith(".correction") else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def matrix(self, name: str) -> Matrix:
+        return self.load(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,15 @@ def _check_tensors(
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    unexpected = [n for n in files if n not in shapes and n not in tied and not IGNORED.search(n)]
+    further = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.further_layers))
+    unexpected = [
+        name
+        for name in files
+        if name not in shapes
+        and name not in tied
+        and not IGNORED.search(name)
+        and not name.startswith(further)
+    ]
     if unexpected:
         raise ModelError(
             f"the checkpoint has tensors its config.json gives no use for: {_listed(unexpected)}"

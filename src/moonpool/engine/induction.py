@@ -100,6 +100,9 @@ class InductionWeights:
     def load(self, name: str) -> Tensor:
         return self._tensors[name].to(self._dtype, copy=True)
 
+    def matrix(self, name: str) -> Tensor:
+        return self.load(name)
+
     def _fill(self) -> None:
         codes = token_codes()
         self._tensors["model.embed_tokens.weight"][:, :CODE] = codes

@@ -38,7 +38,7 @@ class Int8Linear:
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, scales = _rounded_rows(x)
+        rows, scales = rounded_rows(x)
         sums = torch.zeros(x.shape[0], self._scales.shape[0])
         for group, weights in enumerate(self._weights):
             whole = (rows[:, group].double() @ weights).float()
@@ -48,7 +48,7 @@ class Int8Linear:
         return sums.to(x.dtype)
 
 
-def _rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as whole numbers [T, groups, GROUP] and scales [T, groups], NaN for non-finite rows."""
     groups = _grouped(x.float())
     most = groups.abs().amax(-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moonpool.engine.attention import HeadsAttention
+from moonpool.engine.attention import HeadsAttention, LatentAttention
 from moonpool.engine.mlp import ExpertsMlp, GatedMlp
 from moonpool.engine.ops import AttendRule, Ops, RopeTable
 from moonpool.engine.packing import Weights, norm_weight
@@ -20,7 +20,7 @@ Mlp = GatedMlp | ExpertsMlp
 class Layer:
     """One layer's packed weights. Norm weights are [hidden] float32; None: no norm there."""
 
-    attention: HeadsAttention
+    attention: HeadsAttention | LatentAttention
     mlp: Mlp
     rope: RopeTable
     rule: AttendRule
@@ -38,13 +38,14 @@ def pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int, rope: Ro
     def norm(name: str | None, of: str = prefix) -> Tensor | None:
         return None if name is None else norm_weight(spec, weights, f"{of}.{name}.weight")
 
+    attention = HeadsAttention if spec.latent is None else LatentAttention
     sinks = weights.load(f"{prefix}.self_attn.sinks").float() if spec.sinks else None
     if layer == spec.num_layers - 1:
         next_norm = norm("norm", "model")
     else:
         next_norm = norm(names.before_attention, f"model.layers.{layer + 1}")
     return Layer(
-        attention=HeadsAttention(spec, weights, ops, f"{prefix}.self_attn"),
+        attention=attention(spec, weights, ops, f"{prefix}.self_attn"),
         mlp=_pack_mlp(spec, weights, ops, layer),
         rope=rope,
         rule=AttendRule(spec.window_of(layer), spec.score_cap, sinks),

@@ -8,7 +8,6 @@ only the `Ops` protocol. It does not allocate blocks and does not sample.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.engine.layers import pack_layer
@@ -22,6 +21,7 @@ from moonpool.engine.ops import (
     StepMeta,
 )
 from moonpool.engine.packing import Weights, norm_weight
+from moonpool.engine.quantized.matrix import Matrix, lookup
 from moonpool.engine.rope import no_rope, rope_table
 from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
@@ -61,6 +61,10 @@ class _Placed:
     def load(self, name: str) -> Tensor:
         return self._weights.load(name).to(self._device)
 
+    def matrix(self, name: str) -> Matrix:
+        on_cpu = self._device.type == "cpu"
+        return self._weights.matrix(name) if on_cpu else self.load(name)
+
 
 class DecoderModel:
     """Weights packed by `ops`, and the forward pass of a step's T rows.
@@ -93,23 +97,26 @@ class DecoderModel:
                 f"the model has {' and '.join(missing)}, which this device or attention worker "
                 "does not compute: use --device cpu, without --attention"
             )
-        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        latent_dim = 0 if spec.latent is None else spec.latent.rank
+        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, latent_dim)
         self._ops = ops
         self._scale = spec.scale()
         self.ropes = Ropes(spec, ops.device) if ropes is None else ropes
         weights = _Placed(weights, ops.device)
         self._first_norm: Tensor | None = None
-        self._embedding: Tensor | None = None
+        self._embedding: Matrix | None = None
         self._head: Linear | None = None
         first_norm = NORMS[spec.norms].before_attention
         if self.begins and first_norm is not None:
             self._first_norm = norm_weight(spec, weights, f"model.layers.0.{first_norm}.weight")
         self._layers = {i: pack_layer(spec, weights, ops, i, self.ropes.of(i)) for i in self.layers}
         if edges and (self.begins or (self.ends and spec.tie_embeddings)):
-            self._embedding = weights.load("model.embed_tokens.weight")
+            self._embedding = weights.matrix("model.embed_tokens.weight")
         if edges and self.ends:
             tied = self._embedding if spec.tie_embeddings else None
-            self._head = ops.linear(weights.load("lm_head.weight") if tied is None else tied, None)
+            self._head = ops.linear(
+                weights.matrix("lm_head.weight") if tied is None else tied, None
+            )
         if not self.begins:
             self._embedding = None  # needed only to pack the tied LM head
 
@@ -126,7 +133,7 @@ class DecoderModel:
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [T] int64 -> residual and normed, each [T, hidden]. First stage only."""
         assert self._embedding is not None
-        residual = F.embedding(token_ids, self._embedding)
+        residual = lookup(self._embedding, token_ids)
         if self.spec.embedding_scale != 1:
             residual *= residual.new_tensor(self.spec.embedding_scale)
         return residual, self.enter(residual)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moonpool.config import Quantization
+from moonpool.engine.quantized.matrix import Matrix
 from moonpool.protocol.block_layout import BlockLayout
 
 SPAN = 256
@@ -76,11 +77,26 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Grouped-query attention: `num_heads` is a multiple of `num_kv_heads`."""
+    """Grouped-query attention: `num_heads` is a multiple of `num_kv_heads`.
+
+    With `latent_dim`, the last so many elements of a key are its value too (MLA), and no V is
+    stored.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value, and of a head's output."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def row_heads(self) -> int:
+        """Heads of q, k and v together, in a row of `qkv`."""
+        return self.num_heads + (1 if self.latent_dim else 2) * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +163,7 @@ class Ops(Protocol):
     without: frozenset[str]  # those of `ModelSpec.extras` that they do not compute
     device: torch.device  # of blocks, weights and every [T, ...]; `StepMeta` is on the CPU
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
         ...
 
@@ -176,14 +192,15 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norms q and k (with `qk_norm`), rotates them, writes k and v into their blocks.
 
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim] -> q [T, num_heads, head_dim].
+        qkv: [T, row_heads * head_dim] -> q [T, num_heads, head_dim]. Only the pairs of `rope` are
+        rotated, from element 0 on.
         """
         ...
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         """Causal attention of each row over its sequence's KVCache, the row's own token included.
 
-        q [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Scores and sums in float32.
+        q [T, num_heads, head_dim] -> [T, num_heads * value_dim]. Scores and sums in float32.
         """
         ...
 

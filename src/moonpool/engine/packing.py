@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.ops import Linear, Ops
+from moonpool.engine.quantized.matrix import Matrix, stacked
 from moonpool.engine.spec import ModelSpec
 
 
@@ -19,6 +20,10 @@ class Weights(Protocol):
 
     def load(self, name: str) -> Tensor: ...
 
+    def matrix(self, name: str) -> Matrix:
+        """The weight of a linear or an embedding: quantized, if it is stored so, else a tensor."""
+        ...
+
 
 def norm_weight(spec: ModelSpec, weights: Weights, name: str) -> Tensor:
     """A norm's weight as `Ops` takes it: float32, with the offset of the checkpoint's format."""
@@ -27,10 +32,6 @@ def norm_weight(spec: ModelSpec, weights: Weights, name: str) -> Tensor:
 
 def packed(weights: Weights, ops: Ops, names: list[str], has_bias: bool) -> Linear:
     """One linear of the modules `names`, whose outputs follow each other."""
-    weight = _fused([weights.load(f"{name}.weight") for name in names])
-    bias = _fused([weights.load(f"{name}.bias") for name in names]) if has_bias else None
+    weight = stacked([weights.matrix(f"{name}.weight") for name in names])
+    bias = torch.cat([weights.load(f"{name}.bias") for name in names]) if has_bias else None
     return ops.linear(weight, bias)
-
-
-def _fused(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

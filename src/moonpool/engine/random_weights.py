@@ -128,6 +128,9 @@ class RandomWeights:
         numbers = torch.from_numpy(raw).to(torch.float32)
         return numbers.mul_(self._std(name) / INT16_STD).reshape(shape).to(self._dtype)
 
+    def matrix(self, name: str) -> Tensor:
+        return self.load(name)
+
     def _std(self, name: str) -> float:
         spec = self._spec
         if name == "model.embed_tokens.weight":

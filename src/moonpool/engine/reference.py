@@ -29,6 +29,8 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.linear import QuantizedLinear
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
@@ -55,7 +57,9 @@ class ReferenceOps:
         self.arithmetic = with_quantization(own, quantization)
         self._quantization = quantization
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedMatrix):
+            return QuantizedLinear(weight, bias)
         if self._quantization == "int8":
             return Int8Linear(weight, bias)
         return _TiledLinear(weight.contiguous(), bias)
@@ -103,7 +107,8 @@ class ReferenceOps:
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: normed, rotated."""
-        widths = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        values = 0 if heads.latent_dim else heads.num_kv_heads
+        widths = (heads.num_heads, heads.num_kv_heads, values)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
         if qk_norm is not None:
             q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
@@ -114,13 +119,15 @@ class ReferenceOps:
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         heads, cache, layer, meta, scale, rule = args
-        out = torch.empty_like(q)
+        out = q.new_empty(meta.num_rows, heads.num_heads, heads.value_dim)
         starts = meta.row_starts.tolist()
         for s, context in enumerate(meta.context_starts.tolist()):
             first, last = starts[s], starts[s + 1]
             if first == last:
                 continue
-            k, v = read_rows(cache, layer, meta.block_tables[s], context + last - first)
+            k, v = read_rows(
+                cache, layer, meta.block_tables[s], context + last - first, heads.value_dim
+            )
             attention = SequenceAttention(k.float(), v.float(), heads, scale, rule)
             out[first:last] = attention.rows(q[first:last], context)
         return out.flatten(1)
@@ -143,8 +150,8 @@ class _TiledLinear:
 class SequenceAttention:
     """Online softmax of one sequence's rows over its keys, in fixed tiles counted from token 0.
 
-    k, v: [context, kv_heads, head_dim] float32. Only products need tiles of one shape; operations
-    on single elements run over all row tiles at once.
+    k: [context, kv_heads, head_dim], v: [context, kv_heads, value_dim], float32. Only products need
+    tiles of one shape; operations on single elements run over all row tiles at once.
     """
 
     def __init__(
@@ -156,9 +163,10 @@ class SequenceAttention:
         self._scale = scale
         missing = -k.shape[0] % KEY_TILE
         shape = (-1, KEY_TILE, heads.num_kv_heads, heads.head_dim)
+        values = (*shape[:3], heads.value_dim)
         # [tiles, kv_heads, head_dim, KEY_TILE] and [tiles, kv_heads, KEY_TILE, head_dim]
         self._k = F.pad(k, (0, 0, 0, 0, 0, missing)).view(shape).permute(0, 2, 3, 1).contiguous()
-        self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(shape).permute(0, 2, 1, 3).contiguous()
+        self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(values).permute(0, 2, 1, 3).contiguous()
 
     def rows(self, q: Tensor, first_position: int) -> Tensor:
         """q [T, num_heads, head_dim] -> the same shape. Row 0 stands at `first_position`."""
@@ -193,7 +201,7 @@ class SequenceAttention:
     def _walk(self, tiles: Tensor, positions: Tensor, segment: int) -> State:
         best = torch.full((*tiles.shape[:3], 1), EMPTY)
         total = torch.zeros_like(best)
-        out = torch.zeros_like(tiles)
+        out = tiles.new_zeros(*tiles.shape[:3], self._heads.value_dim)
         first = segment * (SEGMENT // KEY_TILE)
         for key_tile in range(first, min(first + SEGMENT // KEY_TILE, len(self._k))):
             k, v = self._k[key_tile], self._v[key_tile]

@@ -89,9 +89,10 @@ def _attention_factor(rope: RopeSpec) -> float:
         stretched = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
         return math.sqrt(1 + stretched)
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
+        return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return mscale(rope.factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's factor for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

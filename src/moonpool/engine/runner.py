@@ -27,7 +27,7 @@ from moonpool.engine.ops import KvCache, Ops, SplitOps
 from moonpool.engine.parallel.tensor_model import ShardedModel
 from moonpool.engine.reference import ReferenceOps, ReferenceSplitOps
 from moonpool.engine.sampler import draw_of, sample
-from moonpool.engine.slices import INNER, check_layout, sharded_inner
+from moonpool.engine.slices import INNER, LATENT_INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
 from moonpool.engine.step import BeforeAttend, LayerDone, StepResult, plan_rows
@@ -165,6 +165,9 @@ def make_layout(
     arithmetic = "" if ops is None else ops.arithmetic
     if arithmetic and num_shards > 1:
         arithmetic = f"{arithmetic} in {num_shards} shards"
+    inner = INNER if ops is None else ops.inner
+    if model.spec.latent is not None:
+        inner = LATENT_INNER
     layout = BlockLayout(
         model_fingerprint=model.fingerprint,
         dtype=model.dtype,
@@ -172,7 +175,7 @@ def make_layout(
         num_layers=model.spec.num_layers,
         num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim,
-        inner=sharded_inner(INNER if ops is None else ops.inner, num_shards),
+        inner=sharded_inner(inner, num_shards),
         arithmetic=arithmetic,
     )
     check_layout(layout)

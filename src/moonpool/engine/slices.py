@@ -13,6 +13,9 @@ tokens.
 With shards ("paired-v1/2" has two), a slice consists of one such slice per shard, each with its
 share of the KV heads. A shard's part is therefore contiguous.
 
+"latent-v1" has no V: a value is the last elements of its key (MLA). Shards do not divide it: each
+of them writes the same keys.
+
 "rows-v1" has whole rows, as GPU attention reads them: K, then V, each
 [block_tokens][kv_heads][head_dim].
 """
@@ -23,10 +26,11 @@ import msgspec
 from torch import Tensor
 
 from moonpool.engine.ops import KvCache
-from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
+from moonpool.protocol.block_layout import DTYPE_BYTES, LATENT, BlockLayout
 
 INNER = "paired-v1"
 ROWS_INNER = "rows-v1"
+LATENT_INNER = LATENT
 LANE_BYTES = 4
 
 
@@ -37,11 +41,13 @@ def pack(layout: BlockLayout) -> int:
 
 def sharded_inner(inner: str, num_shards: int) -> str:
     """The name of the order `inner` in `num_shards` shards."""
-    return inner if num_shards == 1 else f"{inner}/{num_shards}"
+    return inner if num_shards == 1 or inner == LATENT_INNER else f"{inner}/{num_shards}"
 
 
 def shard_cache(cache: KvCache, shard: int, num_shards: int) -> KvCache:
     """A view of one shard's part of all blocks: a cache with only that shard's KV heads."""
+    if cache.layout.is_latent:
+        return cache
     own = msgspec.structs.replace(
         cache.layout,
         num_kv_heads=cache.layout.num_kv_heads // num_shards,
@@ -55,7 +61,7 @@ def check_layout(layout: BlockLayout) -> None:
     """Raises ValueError for a layout that the engine does not support."""
     inner, _, shards = layout.inner.partition("/")
     divided = shards.isdecimal() and layout.num_kv_heads % int(shards) == 0
-    if inner not in (INNER, ROWS_INNER) or (shards and not divided):
+    if inner not in (INNER, ROWS_INNER, LATENT_INNER) or (shards and not divided):
         raise ValueError(f"KVCache layout {layout.inner!r} is not supported: use {INNER!r}")
     if layout.block_tokens % 16:
         raise ValueError(f"block_tokens is {layout.block_tokens}: make it a multiple of 16")
@@ -82,7 +88,7 @@ def key_view(cache: KvCache, layer: int) -> Tensor:
     """A view of K in all blocks: [num_blocks, kv_heads, head_dim / pack, block_tokens, pack]."""
     own = cache.layout
     lanes = pack(own)
-    keys = cache.blocks[:, layer, : own.slice_elements // 2]
+    keys = cache.blocks[:, layer, : own.key_elements]
     shape = (own.num_kv_heads, own.head_dim // lanes, own.block_tokens, lanes)
     view: Tensor = keys.unflatten(1, shape)
     return view
@@ -92,7 +98,7 @@ def value_view(cache: KvCache, layer: int) -> Tensor:
     """A view of V in all blocks: [num_blocks, kv_heads, block_tokens / pack, head_dim, pack]."""
     own = cache.layout
     lanes = pack(own)
-    values = cache.blocks[:, layer, own.slice_elements // 2 :]
+    values = cache.blocks[:, layer, own.key_elements :]
     shape = (own.num_kv_heads, own.block_tokens // lanes, own.head_dim, lanes)
     view: Tensor = values.unflatten(1, shape)
     return view
@@ -106,17 +112,24 @@ def write_rows(
     block_ids, offsets = block_ids.long(), offsets.long()
     # Index tensors that are not adjacent move the row dimension first: [T, kv_heads, ...].
     key_view(cache, layer)[block_ids, :, :, offsets, :] = k.unflatten(2, (-1, lanes))
+    if cache.layout.is_latent:
+        return
     value_view(cache, layer)[block_ids, :, offsets // lanes, :, offsets % lanes] = v
 
 
 def read_rows(
-    cache: KvCache, layer: int, block_table: Tensor, num_tokens: int
+    cache: KvCache, layer: int, block_table: Tensor, num_tokens: int, value_dim: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """K and V of the first `num_tokens` tokens of a sequence: [num_tokens, kv_heads, head_dim]."""
+    """K and V of the first `num_tokens` tokens of a sequence: [num_tokens, kv_heads, head_dim].
+
+    Of a latent cache, V is the last `value_dim` elements of K.
+    """
     own = cache.layout
     table = block_table[: own.blocks_for(num_tokens)].long()
     shape = (-1, own.num_kv_heads, own.head_dim)
     keys = key_view(cache, layer)[table].permute(0, 3, 1, 2, 4).reshape(shape)
+    if own.is_latent:
+        return keys[:num_tokens], keys[:num_tokens, :, own.head_dim - value_dim :]
     values = value_view(cache, layer)[table].permute(0, 2, 4, 1, 3).reshape(shape)
     return keys[:num_tokens], values[:num_tokens]
 

@@ -38,6 +38,19 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Attention over one latent per token (MLA). Its only KV head is `rope_dim` rotated elements,
+    then `rank` elements, from which each head's keys and values follow."""
+
+    rank: int
+    rope_dim: int
+    nope_dim: int  # of each head's queries and keys, not rotated
+    value_dim: int  # of each head
+    query_rank: int = 0  # of a latent of the queries; 0: none
+    interleaved: bool = True  # rotated pairs are neighbours in the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """A mixture of experts: each row's MLP is the weighted sum of the experts chosen for it."""
 
@@ -102,6 +115,8 @@ class ModelSpec:
     no_rope: tuple[int, ...] = ()  # the layers without RoPE
     sinks: bool = False  # a score per head that takes weight from all tokens
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None  # with num_kv_heads 1 and head_dim rope_dim + rank
+    further_layers: int = 0  # of the checkpoint, which predict further tokens; not used
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -110,10 +125,20 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """The number of elements in all weights; tied weights count once."""
         attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
+        if self.latent is not None:
+            attention = self._latent_parameters(self.latent)
         mlp = sum(self._mlp_parameters(layer) for layer in range(self.num_layers))
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         norms = (2 * self.num_layers + 1) * self.hidden_size
         return self.num_layers * attention + mlp + embeddings + norms
+
+    def _latent_parameters(self, latent: LatentSpec) -> int:
+        width = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        queries = (latent.query_rank or self.hidden_size) * width
+        queries += latent.query_rank * self.hidden_size
+        keys = latent.rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        ends = self.hidden_size * (self.head_dim + self.num_heads * latent.value_dim)
+        return queries + keys + ends
 
     def _mlp_parameters(self, layer: int) -> int:
         experts = self.experts
@@ -135,6 +160,7 @@ class ModelSpec:
             "sliding windows": any(self.windows),
             "caps on scores": self.score_cap > 0,
             "attention sinks": self.sinks,
+            "latent attention": self.latent is not None,
             "a mixture of experts": self.experts is not None,
             "partial RoPE": self.rope.rotary_dim > 0 or bool(self.no_rope),
         }

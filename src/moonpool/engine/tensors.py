@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moonpool.engine.families.table import FAMILIES
-from moonpool.engine.spec import ModelSpec
+from moonpool.engine.spec import LatentSpec, ModelSpec
 
 Shape = tuple[int, ...]
 
@@ -89,6 +89,23 @@ def _feed_forward_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     return shapes
 
 
+def _latent_shapes(spec: ModelSpec, latent: LatentSpec) -> dict[str, Shape]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    queries, prefix = heads * (latent.nope_dim + latent.rope_dim), "self_attn."
+    if latent.query_rank:
+        shapes = _Linear(latent.query_rank, hidden, spec.qkv_bias).shapes(f"{prefix}q_a_proj")
+        shapes[f"{prefix}q_a_layernorm.weight"] = (latent.query_rank,)
+        shapes[f"{prefix}q_b_proj.weight"] = (queries, latent.query_rank)
+    else:
+        shapes = {f"{prefix}q_proj.weight": (queries, hidden)}
+    down = _Linear(latent.rank + latent.rope_dim, hidden, spec.qkv_bias)
+    shapes |= down.shapes(f"{prefix}kv_a_proj_with_mqa")
+    shapes[f"{prefix}kv_a_layernorm.weight"] = (latent.rank,)
+    up = heads * (latent.nope_dim + latent.value_dim)
+    shapes[f"{prefix}kv_b_proj.weight"] = (up, latent.rank)
+    return shapes | _Linear(hidden, heads * latent.value_dim, spec.o_bias).shapes(f"{prefix}o_proj")
+
+
 def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     hidden = spec.hidden_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -96,9 +113,12 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     if norms.before_attention:
         shapes[f"{norms.before_attention}.weight"] = (hidden,)
-    for part, width in (("q", q), ("k", kv), ("v", kv)):
-        shapes |= _Linear(width, hidden, spec.qkv_bias).shapes(f"self_attn.{part}_proj")
-    shapes |= _Linear(hidden, q, spec.o_bias).shapes("self_attn.o_proj")
+    if spec.latent is not None:
+        shapes |= _latent_shapes(spec, spec.latent)
+    else:
+        for part, width in (("q", q), ("k", kv), ("v", kv)):
+            shapes |= _Linear(width, hidden, spec.qkv_bias).shapes(f"self_attn.{part}_proj")
+        shapes |= _Linear(hidden, q, spec.o_bias).shapes("self_attn.o_proj")
     shapes |= _feed_forward_shapes(spec, layer)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.num_heads,)

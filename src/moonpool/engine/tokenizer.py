@@ -37,6 +37,15 @@ class Tokenizer(Protocol):
     tool_template: str
     """The source of the chat template that is used for requests with tools."""
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether that template describes tools to the model."""
+        ...
+
+    def use_chat_template(self, source: str) -> None:
+        """Replaces the chat template. Raises `ChatTemplateError`."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
         ...

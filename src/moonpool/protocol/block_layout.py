@@ -13,6 +13,8 @@ from functools import lru_cache
 from moonpool.types import Struct
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+LATENT = "latent-v1"
+"""The `inner` of blocks without V: what attention reads as a value is a part of its key (MLA)."""
 
 
 class BlockLayout(Struct, frozen=True):
@@ -29,9 +31,19 @@ class BlockLayout(Struct, frozen=True):
     arithmetic: str = ""
 
     @property
+    def is_latent(self) -> bool:
+        """Whether keys contain their values."""
+        return self.inner == LATENT
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of K of one layer of one block, over all its tokens and heads."""
+        return self.num_kv_heads * self.block_tokens * self.head_dim
+
+    @property
     def slice_elements(self) -> int:
         """Elements of K and V of one layer of one block, over all its tokens and heads."""
-        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+        return (1 if self.is_latent else 2) * self.key_elements
 
     @property
     def slice_bytes(self) -> int:

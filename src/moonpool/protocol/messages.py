@@ -113,6 +113,13 @@ class MarkReplicas(Struct, frozen=True, tag=True):
     last: tuple[BlockKey, ...] = ()
 
 
+class PrefetchBlocks(Struct, frozen=True, tag=True):
+    """Load the blocks of this prefix that are on the SSD only, when nothing more urgent is to be
+    done. Not answered."""
+
+    keys: tuple[BlockKey, ...]
+
+
 class ListHot(Struct, frozen=True, tag=True):
     """List the most used prefixes, up to `num_blocks` blocks in all; answered with `HotPrefixes` of
     this number. `lost_with_it`: only prefixes that end with a block which no shared store holds."""
@@ -146,6 +153,7 @@ Command = (
     | Resync
     | SwitchRole
     | MarkReplicas
+    | PrefetchBlocks
     | ListHot
     | TakeOverPrefix
     | LeaveCluster

@@ -22,7 +22,8 @@ from moonpool.sim.metrics import Collector, Histogram
 from moonpool.trace.row import TraceRow
 from moonpool.types import RequestId, Slo
 
-TURNED_AWAY = (429, 503)
+TURNED_AWAY = (422, 429, 503)
+WORTH_RETRYING = (429, 503)
 HOPELESS = (401, 403, 404, 405)
 """Status codes that every other request would get, too."""
 
@@ -147,7 +148,7 @@ class Player:
         for attempt in range(options.retries + 1):
             receiver = CompletionReceiver(record)
             status, reason = await self._request(receiver, body)
-            if status not in TURNED_AWAY or attempt == options.retries or record.gap_runs:
+            if status not in WORTH_RETRYING or attempt == options.retries or record.gap_runs:
                 break
             self.num_resent += 1
             await asyncio.sleep(receiver.retry_after_s or 1.0)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -28,7 +29,7 @@ from moonpool.cores import (
 from moonpool.engine.builtin import model_info, model_info_without_weights, open_tokenizer
 from moonpool.engine.device import resolve_device, resolve_dtype
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.fork_server import ForkServer
 from moonpool.runtime.head import Head
@@ -184,8 +185,12 @@ def _make_head(config: Config, secret: bytes) -> tuple[Head, str]:
         read = model_info_without_weights if config.engine.kind == "vllm" else model_info
         model = read(config.model.name, config.model.dtype)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
+        if config.model.chat_template:
+            tokenizer.use_chat_template(_read_template(config.model.chat_template))
     except (ModelError, TokenizerError) as error:
         raise ClusterError(str(error)) from None
+    except ChatTemplateError as error:
+        raise ClusterError(f"{config.model.chat_template}: {error}") from None
     for note in model.notes:
         log.info("%s", note)
     longest = model.max_positions
@@ -209,13 +214,23 @@ def _make_head(config: Config, secret: bytes) -> tuple[Head, str]:
         raise ClusterError(str(error)) from None
 
 
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
+
+
 def _api_options(config: Config, tokenizer: str) -> ApiOptions:
+    template = config.model.chat_template
     keys = config.api.api_keys
     return ApiOptions(
         api_keys={key: f"key{i}" for i, key in enumerate(keys)},
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
+        allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
+        chat_template=_read_template(template) if template else "",
     )
 
 

@@ -268,8 +268,8 @@ class DomainNotice:
             return None
         self._domain = None
         return (
-            f"step times were measured for {domain.describe()}; {what} lies outside, where the"
-            " fitted formula itself takes over"
+            f"step times were measured for {domain.describe()}; beyond them, as now for {what},"
+            " the fitted formula itself goes on"
         )
 
 

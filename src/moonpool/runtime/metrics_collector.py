@@ -11,6 +11,11 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId
 
 _ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+PREFETCH_COUNTERS = {
+    "loaded": "prefetched_blocks",
+    "used": "used_prefetched_blocks",
+    "wasted": "wasted_prefetched_blocks",
+}
 
 
 class MetricsCollector:
@@ -40,6 +45,8 @@ class MetricsCollector:
                 generation_tokens=record.num_generated_tokens,
                 tpot_s=record.tpot_s,
                 stages_s=record.stages_s(),
+                phases_s=_phases_s(record),
+                max_tokens=record.max_tokens,
             )
         elif record.prefill_started_s is None and record.outcome != FinishReason.ABORT:
             metrics.observe_rejected(record.outcome)
@@ -72,6 +79,8 @@ class MetricsCollector:
             num_bytes = new(f"ssd_{direction}_bytes")
             if num_bytes:
                 self._metrics.add_ssd(direction, num_bytes, grown(f"ssd_{verb}_seconds"))
+        for state, name in PREFETCH_COUNTERS.items():
+            self._metrics.add_prefetched(state, new(name))
         self._metrics.add_ssd_failures(new("ssd_failed_operations"))
 
     def instance_lost(self, instance_id: InstanceId) -> None:
@@ -129,3 +138,12 @@ class MetricsCollector:
         self._metrics.set_learned(
             {kind: {i: each[kind] for i, each in by_instance.items()} for kind in kinds}
         )
+
+
+def _phases_s(record: RequestRecord) -> tuple[float, float, float] | None:
+    """Returns the seconds before prefill, in prefill, and from the first token on."""
+    began_s, first_s, ended_s = record.prefill_started_s, record.first_token_s, record.finished_s
+    if began_s is None or first_s is None or ended_s is None:
+        return None
+    queue_s, prefill_s = began_s - record.arrived_s, first_s - began_s
+    return max(queue_s, 0.0), max(prefill_s, 0.0), max(ended_s - first_s, 0.0)

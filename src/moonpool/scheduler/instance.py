@@ -28,6 +28,7 @@ from moonpool.protocol.messages import (
     LeaveCluster,
     ListHot,
     MarkReplicas,
+    PrefetchBlocks,
     ReserveDecode,
     Resync,
     RoleChanged,
@@ -71,6 +72,7 @@ from moonpool.scheduler.handover import KvHandover, hottest
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.prefetch import Prefetch
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler
@@ -105,6 +107,7 @@ class Instance:
         PrefixLoader       fetches, loads and look-ups of waiting requests; reads of peers
         LayerwiseOverlap   requests that compute while their prefix arrives
         Promotion          loads from the SSD       Demotion   writes to the SSD
+        Prefetch           loads ahead of the requests that need the blocks
         KvHandover         takeovers of prefixes from an instance that leaves
         ArenaTracker       lost and returning arenas (attention offload)
         Effects            the actions of the current event, and the counters
@@ -137,6 +140,7 @@ class Instance:
         self._arenas = ArenaTracker[RequestState](self._kv_cache.pool)
         self._promotion = Promotion(self._kv_cache, self._effects)
         self._demotion = Demotion(self._kv_cache, self._effects)
+        self._prefetch = Prefetch(self._kv_cache, self._promotion, self._effects, cost)
         self._overlap = LayerwiseOverlap(
             config, self._kv_cache, self._promotion, self._effects, cost
         )
@@ -177,7 +181,7 @@ class Instance:
             StepsEnded: attempts.on_steps_ended,
             StepFailed: attempts.on_step_failed,
             # Commands for one attempt
-            StartPrefill: attempts.on_start_prefill,
+            StartPrefill: self._on_start_prefill,
             ReserveDecode: attempts.on_reserve_decode,
             StartDecode: attempts.on_start_decode,
             StopReceiving: attempts.on_stop_receiving,
@@ -188,11 +192,11 @@ class Instance:
             # Prefix: from peers, for peers, from the SSD or a shared store
             FetchProgress: loader.on_fetch_progress,
             FetchEnded: self._on_fetch_ended,
-            ReadRequested: loader.on_read_requested,
+            ReadRequested: self._on_read_requested,
             ReadEnded: loader.on_read_ended,
             LookUpEnded: loader.on_look_up_ended,
             LoadProgress: loader.on_load_progress,
-            LoadEnded: loader.on_load_ended,
+            LoadEnded: self._on_load_ended,
             LoadReturned: self._promotion.on_returned,
             StoreEnded: self._demotion.on_ended,
             StoreReturned: self._demotion.on_returned,
@@ -203,6 +207,7 @@ class Instance:
             Resync: self._on_resync,
             MarkReplicas: self._kv_cache.mark_replicas,
             SwitchRole: self._on_switch_role,
+            PrefetchBlocks: self._prefetch.on_command,
             ListHot: self._on_list_hot,
             TakeOverPrefix: self._handover.begin,
             LeaveCluster: self._on_leave_cluster,
@@ -231,6 +236,7 @@ class Instance:
         return self._finish()
 
     def _finish(self) -> list[WorkerAction]:
+        self._prefetch.run()
         self._demotion.run()
         self._report_blocks()
         return self._effects.take()
@@ -242,6 +248,7 @@ class Instance:
         kv_cache.num_dropped = 0
         if changes is not None:
             self._effects.report(changes)
+            self._prefetch.note_gone((*changes.removed, *changes.demoted))
             self._demotion.publish(changes.stored)
 
     # The instance in the cluster
@@ -279,6 +286,20 @@ class Instance:
         self._arenas.bring_back(event.arena, event.named)
 
     # The SSD
+
+    def _on_start_prefill(self, command: StartPrefill) -> None:
+        self._attempts.on_start_prefill(command)
+        request = self.requests.get(command.work.attempt_id)
+        if request is not None:
+            self._prefetch.note_used(request.keys)
+
+    def _on_read_requested(self, event: ReadRequested) -> None:
+        self._prefix_loader.on_read_requested(event)
+        self._prefetch.note_used(event.keys)
+
+    def _on_load_ended(self, event: LoadEnded) -> None:
+        self._prefix_loader.on_load_ended(event)
+        self._prefetch.on_load_ended(event.load_id)
 
     def _adopt(self, stored: Sequence[tuple[int, BlockKey]]) -> None:
         void = [slot for slot, _ in stored]
@@ -367,6 +388,7 @@ class Instance:
         """Asserts the invariants that hold between any two events."""
         self.pool.validate()
         self._kv_cache.spares.validate()
+        self._prefetch.validate()
         requests, scheduler = self.requests.values(), self._scheduler
         known = {r.owner for r in requests} | {r.fetch_owner for r in requests}
         known |= self._demotion.owners | self._promotion.owners | self._handover.owners

@@ -166,7 +166,7 @@ class Collector:
         if prefill_s:
             self.wasted_prefill_s += prefill_s
             self.num_wasted += 1
-        if status in (429, 503):
+        if status in (422, 429, 503):
             self.rejected[reason] += 1
         else:
             self.num_failed += 1

@@ -150,7 +150,8 @@ def _ssd(nodes: list[Node]) -> dict[str, Any]:
     """The work of the SSD tier; all 0 without one.
 
     Dropped blocks were evicted before they could be written. Refused blocks were not admitted or
-    found no slot. Spared blocks were on the SSD already.
+    found no slot. Spared blocks were on the SSD already. Prefetched blocks were loaded ahead of a
+    request: used by one, wasted when they left DRAM before, or still waiting for one.
     """
     figures = [node.messenger.figures for node in nodes]
 
@@ -168,6 +169,9 @@ def _ssd(nodes: list[Node]) -> dict[str, Any]:
         "spared_blocks": count("spared_writes"),
         "refused_blocks": count("refused_blocks"),
         "dropped_blocks": count("dropped_blocks"),
+        "prefetched_blocks": count("prefetched_blocks"),
+        "used_prefetched_blocks": count("used_prefetched_blocks"),
+        "wasted_prefetched_blocks": count("wasted_prefetched_blocks"),
         "blocks": sum(tier.slots.num_cached for tier in tiers if tier is not None),
         "slots": sum(tier.slots.num_blocks for tier in tiers if tier is not None),
     }

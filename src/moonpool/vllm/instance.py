@@ -31,6 +31,7 @@ from moonpool.protocol.messages import (
     LeaveCluster,
     ListHot,
     MarkReplicas,
+    PrefetchBlocks,
     PrefillDone,
     PrefillStarted,
     PrefixTakenOver,
@@ -209,7 +210,7 @@ class VllmInstance:
                 self._report(PrefixTakenOver(number=event.number, num_blocks=0, error=error))
             case LeaveCluster():
                 self._actions.append(ExitProcess())
-            case StopReceiving() | MarkReplicas():
+            case StopReceiving() | MarkReplicas() | PrefetchBlocks():
                 pass  # the engine fetches and evicts by itself
         self._announce()
         actions, self._actions = self._actions, []

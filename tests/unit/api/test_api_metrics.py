@@ -12,7 +12,7 @@ def samples(metrics: ServerMetrics) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("model_name") == "tiny"
+            assert (labels.pop("model_name", "tiny"), labels.pop("engine")) == ("tiny", "0")
             found[sample.name, ",".join(f"{k}={v}" for k, v in sorted(labels.items()))] = (
                 sample.value
             )

@@ -11,13 +11,14 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_head import ScriptedHead, chat, served, spoken
+from scripted_head import ScriptedHead, chat, events_of, served, spoken
 
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
 from moonpool.api.tools import ToolCallDelta, Tools, together
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.chat_template import ChatTemplate
+from moonpool.types import FinishReason
 
 TAGGED = "{% if tools %}Say <tool_call>{}</tool_call>. {% endif %}{{ messages[0].content }}"
 PLAIN_JSON = "{% if tools %}Answer with JSON. {% endif %}{{ messages[0].content }}"
@@ -61,7 +62,7 @@ def read(template: str, *texts: str, **fields: Any) -> tuple[str, list[dict[str,
     for text in texts:
         more, found = reader.push(text)
         said, pieces = said + more, pieces + found
-    more, found = reader.flush()
+    more, found = reader.flush(cut=False)
     return said + more, together(pieces + found)
 
 
@@ -204,7 +205,43 @@ def test_what_cannot_be_meant_is_named(fields: dict[str, Any], param: str) -> No
     assert response.status_code == 400 and response.json()["error"]["param"] == param
 
 
-def test_a_call_that_is_required_goes_with_no_other_form() -> None:
+def test_a_call_that_is_required_is_the_whole_answer_whatever_its_form() -> None:
     fields = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
-    response = chat(head_saying("x"), **fields)
-    assert response.json()["error"]["param"] == "tool_choice"
+    response = chat(head_saying(f"[{LLAMA_CALL}]"), **fields)
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_is_required_needs_no_template_that_knows_tools() -> None:
+    ignorant = "{{ messages[0].content }}"
+    response = chat(head_saying(f"[{LLAMA_CALL}]", ignorant), tools=TOOLS, tool_choice="required")
+    assert response.json()["choices"][0]["message"]["tool_calls"]
+    refused = chat(head_saying("x", ignorant), tools=TOOLS)
+    assert "--chat-template" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("tail", [',\n {"name": "cl', ', {"name": "weather", "parameters": {', ","])
+@pytest.mark.parametrize("stream", [False, True])
+def test_whole_calls_at_the_front_of_a_cut_list_come_back(tail: str, stream: bool) -> None:
+    said = f"[{LLAMA_CALL}, {LLAMA_CALL}{tail}"
+    head = ScriptedHead(
+        lambda _: spoken(*said, finish=FinishReason.LENGTH), ToolTokenizer(PLAIN_JSON)
+    )
+    response = chat(head, tools=TOOLS, tool_choice="required", stream=stream)
+    if stream:
+        chunks = [event["choices"][0] for event in events_of(response)]
+        deltas = [call for c in chunks for call in c["delta"].get("tool_calls", ())]
+        assert [d["function"]["name"] for d in deltas] == ["weather", "weather"]
+        assert chunks[-1]["finish_reason"] == "length"
+        return
+    [choice] = response.json()["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [
+        '{"city":"Oslo"}'
+    ] * 2
+
+
+def test_a_cut_text_without_a_whole_call_stays_text() -> None:
+    head = ScriptedHead(
+        lambda _: spoken('[{"name', finish=FinishReason.LENGTH), ToolTokenizer(PLAIN_JSON)
+    )
+    assert chat(head, tools=TOOLS).json()["choices"][0]["message"]["content"] == '[{"name'

@@ -64,10 +64,11 @@ class Scene:
         forecast = self.reservations.forecast
         return admit(AdmissionContext(footprint, placement, budget, table, forecast, settings, 0.0))
 
-    def refuse(self, admission: Any, **known: Any) -> Rejection:
+    def refuse(self, admission: Any, *, status: int = 429, **known: Any) -> Rejection:
         refusal = self.decide(admission, **known)
         assert refusal is not None
-        assert refusal.status == 429
+        assert refusal.status == status
+        assert (refusal.retry_after_s < float("inf")) == (status == 429)
         return refusal
 
 
@@ -86,7 +87,7 @@ def test_a_late_request_is_rejected_with_the_time_to_retry(admission: str) -> No
 
 
 def test_a_prompt_too_long_for_any_instance_is_named() -> None:
-    refusal = Scene(queue_s=4.0).refuse("early", ttft_s=0.5)
+    refusal = Scene(queue_s=4.0).refuse("early", status=422, ttft_s=0.5)
     assert refusal.reason == "ttft_slo" and "shorten the prompt" in refusal.message
 
 
@@ -165,7 +166,7 @@ def test_predictive_uses_the_decode_load_at_the_end_of_the_prefill() -> None:
 
 @pytest.mark.parametrize("admission", ["early", "predictive"])
 def test_an_impossible_slo_is_named(admission: str) -> None:
-    refusal = Scene().refuse(admission, tbt_s=0.010)
+    refusal = Scene().refuse(admission, status=422, tbt_s=0.010)
     assert "even on an idle instance: raise the SLO" in refusal.message
 
 

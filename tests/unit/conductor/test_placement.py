@@ -416,7 +416,7 @@ def test_room_that_no_idle_instance_has() -> None:
 
 def test_a_prompt_longer_than_any_instance() -> None:
     refusal = rejected(demand(num_tokens=100_001, expected_tokens=1), view("p0"), view("d0"))
-    assert (refusal.status, refusal.reason) == (503, "no_prefill_capacity")
+    assert (refusal.status, refusal.reason) == (422, "no_prefill_capacity")
     assert "100001 tokens" in refusal.message and "shorten" in refusal.message
 
 

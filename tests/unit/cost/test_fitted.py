@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.cost.derived import pipelined
 from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
 from moonpool.cost.model import Chunk
 
@@ -185,3 +186,22 @@ def test_mixed_steps_without_information_leave_the_formulas_unchanged() -> None:
     prefill = PrefillSample(num_tokens=256, cached_tokens=0, seconds=0.1)
     decode = DecodeSample(batch=4, context_tokens=64, seconds=0.01)
     assert fit_cost([prefill], [decode], [sample]).mixed is None
+
+
+def test_a_fit_states_what_it_was_fitted_to() -> None:
+    prefills = [
+        PrefillSample(num_tokens=n, cached_tokens=p, seconds=0.01 + 1e-4 * (n - p))
+        for n, p in ((64, 0), (512, 384), (1024, 0))
+    ]
+    decodes = [
+        DecodeSample(batch=b, context_tokens=c, seconds=0.02 + 1e-3 * b)
+        for b, c in ((2, 90), (8, 700))
+    ]
+    domain = fit_cost(prefills, decodes).domain
+    assert domain is not None
+    assert domain.prompt_tokens == (64, 1024) and domain.cached_share == 0.75
+    assert domain.decode_batch == (2, 8) and domain.context_tokens == (90, 700)
+    assert domain.has_prompt(1024, 768) and not domain.has_prompt(1024, 769)
+    assert not domain.has_prompt(63, 0) and not domain.has_prompt(1025, 0)
+    assert domain.has_decodes(2, 90) and not domain.has_decodes(9, 700)
+    assert pipelined(fit_cost(prefills, decodes), 2).domain == domain.of_stages(2)

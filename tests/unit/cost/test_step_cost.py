@@ -133,6 +133,14 @@ def test_a_fitted_prompt_costs_the_same_however_it_is_cut(
     assert cost.step_s(pieces, 0, 0) == pytest.approx(total, rel=1e-12)
 
 
+def test_prompts_that_begin_in_a_step_share_its_constant() -> None:
+    cost = FittedCost(prefill=(0.1, 1e-4, 0.0, 0.0), decode=(0.02, 1e-3, 1e-8))
+    begins, goes_on = Chunk(256, 0, 0, True), Chunk(256, 256, 0, True)
+    assert cost.step_s([begins] * 8, 0, 0) == pytest.approx(0.1 + 8 * 0.0256)
+    assert cost.step_s([goes_on, begins], 0, 0) == pytest.approx(0.1 + 2 * 0.0256)
+    assert cost.step_s([goes_on] * 2, 0, 0) == pytest.approx(2 * 0.0256)
+
+
 def test_weights_are_read_once_for_chunks_and_decodes() -> None:
     cost = FittedCost(prefill=(0.0, 1e-4, 0.0, 0.0), decode=(0.02, 1e-3, 1e-8))
     small, large = Chunk(10, 100, 0, False), Chunk(1000, 100, 0, False)

@@ -24,7 +24,7 @@ from moonpool.engine.ops import (
     empty_cache,
 )
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.slices import read_rows, write_rows
+from moonpool.engine.slices import INNER, LATENT_INNER, read_rows, write_rows
 from moonpool.protocol.block_layout import BlockLayout
 
 pytestmark = [
@@ -113,6 +113,7 @@ def make_layout(heads: HeadShape, block_tokens: int, dtype: torch.dtype) -> Bloc
         num_layers=LAYERS,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
+        inner=LATENT_INNER if heads.latent_dim else INNER,
     )
 
 
@@ -138,7 +139,7 @@ def make_case(
         blocks = tables[s][tokens // block_tokens]
         write_rows(cache, LAYER, blocks, tokens % block_tokens, k, v)
         keys.append(k)
-        values.append(v)
+        values.append(k[..., heads.head_dim - heads.latent_dim :] if heads.latent_dim else v)
     meta = make_meta(sequences, tables)
     q = torch.randn(meta.num_rows, heads.num_heads, heads.head_dim, generator=generator).to(dtype)
     return Case(heads, cache, meta, q * 2, keys, values)
@@ -239,6 +240,21 @@ def test_windows_caps_and_sinks_match_float64_and_keep_a_rows_bits(
         part = one_sequence(case, s, first, count)
         assert torch.equal(part.attend(ops), got[rows]), (s, first, count)
         assert torch.equal(part.attend(ReferenceOps()), reference[rows]), (s, first, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads", [HeadShape(3, 1, 48, 32), HeadShape(16, 1, 80, 64), HeadShape(70, 1, 576, 512)]
+)
+def test_latents_are_keys_and_values(ops: NativeOps, heads: HeadShape, dtype: torch.dtype) -> None:
+    sequences = [(2040, 20), (0, 3), (255, 2)] if heads.num_heads < 70 else [(300, 2), (0, 1)]
+    case = make_case(heads, 32, dtype, sequences)
+    got = case.attend(ops)
+    assert got.shape == (case.meta.num_rows, heads.num_heads * heads.latent_dim)
+    assert (got.double() - exact_attention(case)).abs().max() < TOLERANCE[dtype]
+    for row in range(2):
+        alone = one_sequence(case, 0, row, 1)
+        assert torch.equal(alone.attend(ops)[0], got[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

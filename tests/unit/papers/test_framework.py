@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -202,3 +203,22 @@ def test_a_run_of_fewer_requests_has_no_verdicts() -> None:
     assert "no verdict" in finding.title
     whole = registry.run("mooncake-layer-wise", Options(seed=0))
     assert "withheld" not in {row.verdict for row in whole.rows}
+
+
+def test_a_part_of_a_trace_gets_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a file of the trace's name has too few requests, without --quick."""
+
+    def shortened(options: Options) -> Finding:
+        options.check_whole("conversation", 12_031)
+        options.check_whole("toolagent", 7)
+        return finding()
+
+    monkeypatch.setattr(
+        registry.importlib, "import_module", lambda name: SimpleNamespace(run=shortened)
+    )
+    monkeypatch.setitem(registry.EXPERIMENTS, finding().name, registry.Experiment("x", "s", "t"))
+    found = run(finding().name, Options())
+    assert "7 requests stand for the 23,608 of the toolagent trace: no verdict" in found.title
+    assert "conversation" not in found.title
+    assert {row.verdict for row in found.rows} <= {"withheld", "ours alone"}
+    assert all(check.partial for check in found.checks)

@@ -59,6 +59,7 @@ GENERATED = tuple(
         "ratio",
         "replicas",
         "v3-fig8",
+        "v3-fig13",
     )
 )
 

@@ -59,6 +59,6 @@ def test_the_first_step_beyond_the_measured_ones_is_noted_once() -> None:
     notice = DomainNotice(domain)
     assert notice.of(step(100)) is None
     said = notice.of(step(101))
-    assert said is not None and "a prompt of 101 tokens lies outside" in said
+    assert said is not None and "for a prompt of 101 tokens, the fitted formula" in said
     assert notice.of(step(101)) is None
     assert DomainNotice(None).of(step(10**6)) is None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.engine.ops import SILU, AttendArgs, Gate, Linear, QkNorm, RopeTable, StepMeta
+from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
 
 
@@ -82,6 +83,7 @@ class TorchOps:
             "partial RoPE",
             "attention sinks",
             "a mixture of experts",
+            "latent attention",
         }
     )
 
@@ -90,8 +92,8 @@ class TorchOps:
         self.arithmetic = f"torch-{torch.__version__}-{device_name(device)}"
         self._placed = StepPlacer(device)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        placed = weight.to(self.device)
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        placed = plain(weight).to(self.device)
         placed_bias = None if bias is None else bias.to(self.device)
         return lambda x: F.linear(x, placed, placed_bias)
 

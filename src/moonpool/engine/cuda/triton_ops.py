@@ -16,6 +16,7 @@ from moonpool.engine.cuda import kernels
 from moonpool.engine.cuda.linears import Linears, precision
 from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, TorchOps, device_name, gated
 from moonpool.engine.ops import SILU, AttendArgs, Gate, HeadShape, Linear, QkNorm, RopeTable
+from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
 
 ROW_TILE = 64  # rows of an attention tile: tokens times the query heads of one KV head
@@ -58,9 +59,9 @@ class TritonOps:
         properties = torch.cuda.get_device_properties(device)
         self._processors = properties.multi_processor_count
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         placed_bias = None if bias is None else bias.to(self.device)
-        return self._linears.choose(weight.to(self.device).contiguous(), placed_bias)
+        return self._linears.choose(plain(weight).to(self.device).contiguous(), placed_bias)
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self.linear(weight, bias)

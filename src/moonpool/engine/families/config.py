@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moonpool.engine.families.experts import read_experts
 from moonpool.engine.families.family import Family
+from moonpool.engine.families.latent import latent_scale, read_latent
 from moonpool.engine.families.rope import full_rope, local_rope
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.families.values import mapping, number, positive, whole_numbers
@@ -32,20 +34,17 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
     family = FAMILIES[name]
     _refuse_unsupported(config, family)
     hidden_size = positive(config, "hidden_size")
-    num_heads = positive(config, "num_attention_heads")
-    # Older configs of these leave it out.
-    all_heads = num_heads if name in ("llama", "phi3", "granite") else None
-    num_kv_heads = positive(config, "num_key_value_heads", default=all_heads)
-    if num_heads % num_kv_heads:
-        raise ModelError(
-            f"config.json: num_attention_heads {num_heads} is no multiple of "
-            f"num_key_value_heads {num_kv_heads}"
-        )
+    num_heads, num_kv_heads, head_dim = _heads(config, name, hidden_size)
     num_layers = positive(config, "num_hidden_layers")
     max_positions = positive(config, "max_position_embeddings")
-    head_dim = _head_dim(config, hidden_size // num_heads)
     windows = _windows(config, family, num_layers, max_positions)
-    rope, limit, notes = full_rope(config, family, head_dim, max_positions)
+    latent = read_latent(config) if family.latent else None
+    rotated = head_dim if latent is None else latent.rope_dim
+    rope, limit, notes = full_rope(config, family, rotated, max_positions)
+    factors = _factors(config, family, hidden_size)
+    if latent is not None:
+        rope = replace(rope, rotary_dim=latent.rope_dim)
+        factors["score_scale"] = latent_scale(latent, rope)
     # gpt-oss, which has sinks, has biases unless its config denies them.
     asks_bias = bool(config.get("attention_bias", family.sinks)) and family.biases == "option"
     return ModelSpec(
@@ -78,7 +77,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=_eos(config),
         notes=notes,
-        **_factors(config, family, hidden_size),
+        latent=latent,
+        further_layers=config.get("num_nextn_predict_layers") or 0 if family.latent else 0,
+        **factors,
     )
 
 
@@ -101,6 +102,23 @@ def _family(config: Mapping[str, Any]) -> str:
         f"unknown architecture {named}; the nearest that is served is {short[nearest]}; "
         f"served: {', '.join(served)}"
     )
+
+
+def _heads(config: Mapping[str, Any], name: str, hidden_size: int) -> tuple[int, int, int]:
+    """The heads, KV heads and elements per head, as the blocks have them."""
+    num_heads = positive(config, "num_attention_heads")
+    if FAMILIES[name].latent:
+        latent = read_latent(config)
+        return num_heads, 1, latent.rank + latent.rope_dim
+    # Older configs of these leave it out.
+    all_heads = num_heads if name in ("llama", "phi3", "granite") else None
+    num_kv_heads = positive(config, "num_key_value_heads", default=all_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {num_heads} is no multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    return num_heads, num_kv_heads, _head_dim(config, hidden_size // num_heads)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:

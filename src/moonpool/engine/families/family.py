@@ -44,5 +44,6 @@ class Family:
     root_embedding: bool = False  # embeddings times the root of the hidden size
     multipliers: bool = False  # factors of embedding, residual and logits
     sinks: bool = False  # a score per head that takes weight from all tokens
+    latent: bool = False  # attention over one latent per token (MLA)
     experts: Experts | None = None
     fused: bool = False  # stored with q, k and v in one tensor, and gate and up in another

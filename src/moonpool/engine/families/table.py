@@ -21,6 +21,11 @@ _MISTRAL = Family(
 )
 _QWEN3 = Family(architecture="Qwen3ForCausalLM", qk_norm="head", window="option")
 
+_DEEPSEEK2 = Family(
+    architecture="DeepseekV2ForCausalLM", latent=True,
+    experts=Experts(count="n_routed_experts", renormalise=False, groups="max", dense="first"),
+)  # fmt: skip
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", mlp_bias=True),
     "mistral": _MISTRAL,
@@ -54,6 +59,14 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
         _GEMMA2, architecture="Gemma3ForCausalLM", full_every=6, qk_norm="head", local_theta=1e4
+    ),
+    "deepseek_v2": _DEEPSEEK2,
+    "deepseek_v3": replace(  # Kimi K2 too
+        _DEEPSEEK2, architecture="DeepseekV3ForCausalLM",
+        experts=Experts(
+            count="n_routed_experts", scores="sigmoid", groups="top2", correction=True,
+            dense="first",
+        ),
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM", window="always", window_default=128, full_every=2,

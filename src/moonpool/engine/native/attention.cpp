@@ -35,8 +35,10 @@ struct Item {
     const int32_t* table;
     const char* keys;  // of this kv head in block 0
     const char* values;
+    int64_t value_dim;
+    T* latent;      // V of one span, of keys that are values too: [SPAN / PACK][value_dim][PACK]
     int32_t* q;     // per tile [head_dim lanes][rows of the tile]
-    float* out;     // [rows][head_dim], not yet divided by the sum
+    float* out;     // [rows][value_dim], not yet divided by the sum
     float* folded;  // the same of the segments before
     float* scores;  // [rows of a tile][SPAN]
     T* weights;     // [rows of a tile][SPAN]
@@ -167,7 +169,7 @@ template <class L, int ROWS, int VECS>
 MP_INLINE void blend(const Item<L>& it, const Rows& rows, float* out, int64_t column, int64_t begin,
                      int64_t end, int64_t ahead_step) {
     const AttendCall& c = *it.call;
-    const int64_t d = c.head_dim, bt = c.block_tokens;
+    const int64_t d = it.value_dim, bt = c.block_tokens;
     constexpr int ROW_LANES = SPAN / L::PACK;
     const int32_t* weights = (const int32_t*)it.weights;
     vf sums[ROWS][VECS];
@@ -178,9 +180,10 @@ MP_INLINE void blend(const Item<L>& it, const Rows& rows, float* out, int64_t co
             sums[r][v] = mul(load(out + r * d + column + v * W), set1(rows.rescale[r]));
     }
     for (int64_t token = begin; token < end;) {
-        const int64_t stop = least(end, (token / bt + 1) * bt);
+        const int64_t stop = c.latent ? end : least(end, (token / bt + 1) * bt);
         const char* block = it.values + it.table[token / bt] * c.block_bytes;
         const int32_t* v = (const int32_t*)block + (token % bt) / L::PACK * d + column;
+        if (c.latent) v = (const int32_t*)it.latent + column;
         const int32_t* p = weights + (token - begin) / L::PACK;
         const int64_t lanes = (stop - token) / L::PACK;
         const int64_t later = least(token + SPAN, it.context - 1) / bt;
@@ -224,12 +227,12 @@ void tile(const Item<L>& it, Rows& rows, const int32_t* q, float* out, int64_t b
     soften<L, ROWS>(it, rows, begin, width, (c.soft_cap > 0 ? 1.f : c.scale) * LOG2_E);
     int64_t column = 0;
     if (2 * ROWS <= MAX_ROWS)
-        for (; column + 4 * W <= c.head_dim; column += 4 * W)
+        for (; column + 4 * W <= it.value_dim; column += 4 * W)
             blend<L, ROWS, 2 * ROWS <= MAX_ROWS ? 4 : 2>(it, rows, out, column, begin, end,
                                                          2 * fetch_two);
-    for (; column + 2 * W <= c.head_dim; column += 2 * W)
+    for (; column + 2 * W <= it.value_dim; column += 2 * W)
         blend<L, ROWS, 2>(it, rows, out, column, begin, end, fetch_two);
-    if (column < c.head_dim) blend<L, ROWS, 1>(it, rows, out, column, begin, end, fetch_one);
+    if (column < it.value_dim) blend<L, ROWS, 1>(it, rows, out, column, begin, end, fetch_one);
 }
 
 template <class L>
@@ -258,16 +261,19 @@ public:
           end_(part.ends ? part.ends[sequence] : INT32_MAX) {
         static thread_local Scratch scratch;
         const int64_t d = c.head_dim, head_elements = d * c.block_tokens;
-        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8);
+        const int64_t kept = c.latent * SPAN * sizeof(T);
+        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8 + kept);
+        it.value_dim = c.latent ? c.latent : d;
         it.call = &c;
         it.table = c.block_tables + sequence * c.table_width;
         it.keys = c.blocks + kv_head * head_elements * sizeof(T);
-        it.values = it.keys + c.kv_heads * head_elements * sizeof(T);
+        it.values = it.keys + (c.latent ? 0 : c.kv_heads * head_elements * sizeof(T));
         it.scores = (float*)memory;
         it.weights = (T*)(memory + MAX_ROWS * SPAN * 4);
         it.out = (float*)(memory + MAX_ROWS * SPAN * 8);
         it.folded = it.out + ITEM_ROWS * d;
         it.q = (int32_t*)(it.folded + ITEM_ROWS * d);
+        it.latent = (T*)(it.q + ITEM_ROWS * d);
         it.context = 0;
         first_seen_ = INT32_MAX;
         tiles_ = ceil_div(count, MAX_ROWS);
@@ -282,9 +288,11 @@ public:
         const int64_t seen = first_seen_ / SPAN * SPAN;
         for (int64_t begin = seen > begin_ ? seen : begin_; begin < it.context; begin += SPAN) {
             if (begin && begin % SEGMENT == 0) end_segments();
+            if (c.latent) turn_span(begin);
             for (int64_t i = 0; i < tiles_; ++i)
                 tile_for<L>((int)(start_[i + 1] - start_[i]))(
-                    it, rows_[i], it.q + start_[i] * lanes, it.out + start_[i] * d, begin, i == 0);
+                    it, rows_[i], it.q + start_[i] * lanes, it.out + start_[i] * it.value_dim, begin,
+                    i == 0);
         }
         if (p.to) return leave();
         for (int64_t i = 0; i < tiles_; ++i) {
@@ -298,8 +306,25 @@ private:
         return (row0_ + row / group_) * c.heads + kv_head_ * group_ + row % group_;
     }
 
+    // Copies the latents of one span from the order of K to that of V.
+    void turn_span(int64_t begin) {
+        constexpr int P = L::PACK;
+        const int64_t dv = c.latent, bt = c.block_tokens, end = least(begin + SPAN, it.context);
+        const int64_t rope = c.head_dim - dv;
+        for (int64_t token = begin; token < end; ++token) {
+            const T* k = (const T*)(it.keys + it.table[token / bt] * c.block_bytes) + token % bt * P;
+            T* v = it.latent + (token - begin) / P * dv * P + (token - begin) % P;
+            for (int64_t j = 0; j < dv; ++j)
+                v[j * P] = k[(rope + j) / P * bt * P + (rope + j) % P];
+        }
+        if ((end - begin) % P)  // the last lane's other half
+            for (int64_t j = 0; j < dv; ++j)
+                it.latent[((end - begin) / P * dv + j) * P + P - 1] = 0;
+    }
+
     void take_rows(int64_t i) {
         const int64_t d = c.head_dim, lanes = d / L::PACK, n = start_[i + 1] - start_[i];
+        const int64_t dv = it.value_dim;
         Rows& rows = rows_[i];
         store(rows.highest, set1(EMPTY));
         for (int64_t r = 0; r < n; ++r) {
@@ -312,26 +337,26 @@ private:
             const char* from = c.q + head(at) * d * sizeof(T);
             for (int64_t k = 0; k < lanes; ++k)
                 memcpy(it.q + start_[i] * lanes + k * n + r, from + 4 * k, 4);
-            float *out = it.out + at * d, *folded = it.folded + at * d;
+            float *out = it.out + at * dv, *folded = it.folded + at * dv;
             if (p.from) {
-                const float* state = p.from + head(at) * (STATE + 2 * d);
+                const float* state = p.from + head(at) * (STATE + 2 * dv);
                 rows.highest[r] = state[0];
                 rows.folded_highest[r] = state[1];
                 rows.folded_sum[r] = state[2];
                 memcpy(rows.sums[r], state + 16, W * sizeof(float));
-                memcpy(out, state + STATE, d * sizeof(float));
-                memcpy(folded, state + STATE + d, d * sizeof(float));
+                memcpy(out, state + STATE, dv * sizeof(float));
+                memcpy(folded, state + STATE + dv, dv * sizeof(float));
             } else {
                 rows.folded_highest[r] = EMPTY;
                 rows.folded_sum[r] = 0;
                 store(rows.sums[r], zero());
-                memset(out, 0, d * sizeof(float));
+                memset(out, 0, dv * sizeof(float));
             }
         }
     }
 
     void end_segments() {
-        const int64_t d = c.head_dim;
+        const int64_t d = it.value_dim;
         for (int64_t i = 0; i < tiles_; ++i) {
             for (int64_t r = start_[i]; r < start_[i + 1]; ++r)
                 end_segment(rows_[i], r - start_[i], it.out + r * d, it.folded + r * d, d);
@@ -339,7 +364,7 @@ private:
     }
 
     void leave() {
-        const int64_t d = c.head_dim;
+        const int64_t d = it.value_dim;
         for (int64_t i = 0; i < tiles_; ++i) {
             for (int64_t at = start_[i]; at < start_[i + 1]; ++at) {
                 const int64_t r = at - start_[i];
@@ -355,7 +380,7 @@ private:
     }
 
     void give(Rows& rows, int64_t r, int64_t at) {
-        const int64_t d = c.head_dim;
+        const int64_t d = it.value_dim;
         const float* out = it.out + at * d;
         float highest = rows.highest[r], total = sum(load(rows.sums[r]));
         if (rows.folded_highest[r] > EMPTY) {

@@ -21,12 +21,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("linear.cpp", "linear_int8.cpp", "rowwise.cpp", "attention.cpp", "slices.cpp")
+SOURCES = (
+    "linear.cpp",
+    "linear_int8.cpp",
+    "linear_quantized.cpp",
+    "rowwise.cpp",
+    "attention.cpp",
+    "slices.cpp",
+)
 # Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
 # all-gather of ranks.
 PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp")
-HEADERS = ("simd.h", "panels.h", "calls.h", "ring.h")
-AVX2 = ("-mavx2", "-mfma")
+HEADERS = ("simd.h", "panels.h", "rounded.h", "calls.h", "ring.h")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISA_FLAGS = {
     "avx2": AVX2,

@@ -24,6 +24,7 @@ _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (*[_POINTER] * 4, *[_INT64] * 3, _INT),
     "linear_int8": (*[_POINTER] * 5, *[_INT64] * 3, _INT),
+    "linear_quantized": (_INT, *[_POINTER] * 4, *[_INT64] * 4, _INT, _INT),
     "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
     "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _FLOAT, _FLOAT, _INT),
@@ -36,9 +37,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "merge": (ctypes.c_char_p, _INT),
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
-ROPE_CALL = struct.Struct("@10P10qf")
+ROPE_CALL = struct.Struct("@10P11qf")
 STORE_CALL = struct.Struct("@5P7q")
-ATTEND_CALL = struct.Struct("@7P9q2f")
+ATTEND_CALL = struct.Struct("@7P10q2f")
 PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
 MERGE_CALL = struct.Struct("@4P4q")
 STATE_FLOATS = 32  # in the state of one row and head, plus two times head_dim
@@ -59,6 +60,7 @@ class Kernels:
         "glu",
         "linear",
         "linear_int8",
+        "linear_quantized",
         "merge",
         "rms_norm",
         "rope",
@@ -70,6 +72,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, kind: str, isa: str) -> None:
         self.linear = _bind(library, "linear", kind, isa)
         self.linear_int8 = _bind(library, "linear_int8", kind, isa)
+        self.linear_quantized = _bind(library, "linear_quantized", kind, isa)
         self.rms_norm = _bind(library, "rms_norm", kind, isa)
         self.add_rms_norm = _bind(library, "add_rms_norm", kind, isa)
         self.glu = _bind(library, "glu", kind, isa)
@@ -116,7 +119,7 @@ def _open(path: Path) -> tuple[ctypes.CDLL, str]:
     library.moonpool_isa.restype = ctypes.c_char_p
     best = library.moonpool_isa().decode()
     if not best:
-        raise NativeUnavailableError("this CPU has no AVX2 and FMA, which the kernels need")
+        raise NativeUnavailableError("this CPU has no AVX2, FMA and F16C, which the kernels need")
     return library, best
 
 

@@ -7,15 +7,12 @@
 //
 // A panel is [lanes of in][32][2] weights, a lane being two neighbours of `in`; the scales of all
 // panels are [panel][groups][32]. A packed tile is [lanes][rows], then [groups][rows] scales.
-#include "panels.h"
+#include "rounded.h"
 
 namespace moonpool {
 namespace {
 
-constexpr int64_t GROUP = 256;
 constexpr int64_t GROUP_LANES = GROUP / 2;
-constexpr float LARGEST = 32767.f;
-constexpr float LEAST = 1e-30f;  // of a group that counts for anything
 static_assert(GROUP * 32767 * 127 < (1ll << 31), "sums of a group fit 32 bits");
 
 template <class L>
@@ -85,22 +82,6 @@ TileFn<L> tile_for(int rows) {
         __builtin_trap();
     else
         return rows == ROWS ? tile<L, ROWS> : tile_for<L, ROWS - 1>(rows);
-}
-
-// One group of a row as 16-bit numbers; returns its scale, NaN if a number is not finite.
-template <class L>
-MP_INLINE float narrow(const typename L::T* x, int64_t n, int16_t* to) {
-    vf top = zero(), wrong = zero();
-    for (int64_t k = 0; k < n; k += W) {
-        const vf some = load_first<L>(x + k, (int)least(n - k, W));
-        top = max(top, absolute(some));
-        wrong = add(wrong, mul(some, zero()));
-    }
-    const float most = highest(top);
-    const vf inverse = set1(most > LEAST ? LARGEST / most : 0.f);
-    for (int64_t k = 0; k < n; k += W)
-        narrow_i16(to + k, mul(load_first<L>(x + k, (int)least(n - k, W)), inverse));
-    return most / LARGEST + sum(wrong);
 }
 
 template <class L>

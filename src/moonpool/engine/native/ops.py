@@ -13,6 +13,7 @@ from moonpool.config import Quantization
 from moonpool.engine.native.build import library_name
 from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Kernels, open_kernels
 from moonpool.engine.native.linear import NativeInt8Linear, NativeLinear, PackedMemory
+from moonpool.engine.native.quantized import NativeQuantizedLinear
 from moonpool.engine.ops import (
     SILU,
     AttendArgs,
@@ -25,6 +26,7 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import INNER, check_layout
 
 GATES = ("silu", "gelu_tanh", "clamped")
@@ -74,7 +76,10 @@ class NativeOps:
             seen = self._arena = (cache, heads, dtype, _Arena(cache, heads, dtype))
         return seen[3]
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedMatrix):
+            call = self._kernels[weight.dtype].linear_quantized
+            return NativeQuantizedLinear(call, weight, bias, self._memory)
         if self._quantization == "int8":
             return NativeInt8Linear(self._of(weight).linear_int8, weight, bias, self._memory)
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)
@@ -167,7 +172,7 @@ class NativeOps:
         the block tables), and the tokens per block.
         """
         d = heads.head_dim
-        _same_rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * d, meta)
+        _same_rows(qkv, heads.row_heads * d, meta)
         max_positions, half = rope.cos.shape
         if qk_norm is not None:
             _same(qk_norm.q_weight, d)
@@ -190,12 +195,13 @@ class NativeOps:
             half,
             max_positions,
             block_tokens,
+            heads.latent_dim,
             0.0 if qk_norm is None else qk_norm.eps,
         )
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         heads, meta = args.heads, args.meta
-        out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
+        out = torch.empty(meta.num_rows, heads.num_heads * heads.value_dim, dtype=q.dtype)
         q = queries_of(q, heads, meta)
         call = self._attend_call(q, out.data_ptr(), args)
         if self._of(q).attend(call, torch.get_num_threads()):
@@ -226,6 +232,7 @@ class NativeOps:
             heads.head_dim,
             arena.block_tokens,
             rule.window,
+            heads.latent_dim,
             scale,
             rule.soft_cap,
         )
@@ -270,10 +277,13 @@ class _Arena:
         check_layout(layout)
         shape = (blocks.shape[0], layout.num_layers, layout.slice_elements)
         same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
+        same = same and layout.is_latent == (heads.latent_dim > 0)
         if not same or blocks.dtype is not dtype or blocks.shape != shape or blocks.stride(2) != 1:
             raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {dtype}")
         if heads.num_heads % heads.num_kv_heads:
             raise ValueError(f"{heads}: num_heads must be a multiple of num_kv_heads")
+        if not 0 <= heads.latent_dim <= heads.head_dim or heads.latent_dim % 16:
+            raise ValueError(f"{heads}: latent_dim must be a multiple of 16 within head_dim")
         size = blocks.element_size()
         self._base = blocks.data_ptr()
         self._num_layers = layout.num_layers

@@ -131,6 +131,7 @@ struct RopeCall {
     const int32_t* block_tables;
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t heads, kv_heads, head_dim, rotary_half, max_positions, block_tokens;
+    int64_t latent;  // not 0: keys are values too, and there is no V
     float eps;
 };
 
@@ -179,7 +180,7 @@ template <class L, class PutKey>
 MP_INLINE const typename L::T* rope_heads(const RopeCall& c, int64_t row, PutKey key) {
     typedef typename L::T T;
     const int64_t d = c.head_dim, position = c.positions[row];
-    const T* x = (const T*)c.qkv + row * (c.heads + 2 * c.kv_heads) * d;
+    const T* x = (const T*)c.qkv + row * (c.heads + (c.latent ? 1 : 2) * c.kv_heads) * d;
     float turned[MAX_HEAD_DIM];
     T* q = (T*)c.q + row * c.heads * d;
     for (int64_t h = 0; h < c.heads; ++h, x += d, q += d) {
@@ -205,6 +206,7 @@ void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
     const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
         put_key<L>(keys + h * d * bt, k, d, bt);
     });
+    if (c.latent) return;
     T* values = (T*)(c.blocks + block * c.block_bytes) + c.kv_heads * d * bt;
     values += offset / L::PACK * d * L::PACK + offset % L::PACK;
     for (int64_t h = 0; h < c.kv_heads; ++h) put_value<L>(values + h * d * bt, v + h * d, d);

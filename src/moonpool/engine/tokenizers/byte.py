@@ -53,6 +53,14 @@ class ByteTokenizer:
         skipped = frozenset(_SPECIALS) if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped)
 
+    @property
+    def knows_tools(self) -> bool:
+        return self._chat.knows_tools
+
+    def use_chat_template(self, source: str) -> None:
+        self._chat = ChatTemplate(source)
+        self.tool_template = source
+
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],

@@ -75,7 +75,10 @@ class ChatTemplate:
         if taken:
             raise ChatTemplateError(f"a chat template argument may not be named {min(taken)!r}")
         if tools and not self.knows_tools:
-            raise ChatTemplateError("this model's chat template does not support tools")
+            raise ChatTemplateError(
+                "this model's chat template does not support tools; start the server with"
+                " --chat-template FILE, or require the call by 'tool_choice'"
+            )
         template = self._tool_template if tools and self._tool_template else self._template
         context = {
             **self._special_tokens,

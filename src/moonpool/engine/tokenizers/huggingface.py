@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,33 +34,57 @@ _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _RELEASE_GIL_ABOVE_CHARS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a tokenizer is made from. `source` is the text of a `tokenizer.json`.
+
+    `special_tokens` are by the names that templates use, such as `bos_token`.
+    """
+
+    where: str
+    source: str
+    special_tokens: Mapping[str, str]
+    eos_token_ids: tuple[int, ...]
+    template: str | None = None
+    tool_template: str | None = None
+
+
 class HfTokenizer:
     """The `tokenizers` library with the checkpoint's special tokens and chat template."""
 
-    def __init__(self, folder: Path):
-        """Raises `TokenizerError`."""
-        path = folder / "tokenizer.json"
-        source = _read_source(path)
-        config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(folder, config)
+    def __init__(self, source: Path | TokenizerParts):
+        """`source` is a folder, or what another file holds. Raises `TokenizerError`."""
+        parts = _folder_parts(source) if isinstance(source, Path) else source
+        self._special_tokens = dict(parts.special_tokens)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+            self._tokenizer = tokenizers.Tokenizer.from_str(parts.source)
         except Exception as error:
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
+            raise TokenizerError(
+                f"the tokenizer of {parts.where} cannot be read: {error}"
+            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(True).values(), default=-1)
-        self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, special_tokens)
-        self._bytes_of = bytes_function(json.loads(source).get("decoder"))
+        self.eos_token_ids = self._end_tokens(parts)
+        self._bytes_of = bytes_function(json.loads(parts.source).get("decoder"))
         self._bytes: dict[int, bytes] = {}
-        default, for_tools = _chat_templates(folder, config)
-        self.tool_template = for_tools or default or ROLES_TEMPLATE
+        default = parts.template or ROLES_TEMPLATE
+        self.tool_template = parts.tool_template or default
         try:
-            self._chat = ChatTemplate(default or ROLES_TEMPLATE, for_tools, special_tokens)
+            self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
         except ChatTemplateError as error:
-            raise TokenizerError(f"{folder}: {error}") from None
+            raise TokenizerError(f"{parts.where}: {error}") from None
+
+    def _end_tokens(self, parts: TokenizerParts) -> tuple[int, ...]:
+        """All end tokens: chat models often end a turn and a text with different tokens."""
+        ids = list(parts.eos_token_ids)
+        token = parts.special_tokens.get("eos_token")
+        named = self._tokenizer.token_to_id(token) if token else None
+        if named is not None:
+            ids.append(named)
+        return tuple(dict.fromkeys(ids))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) > _RELEASE_GIL_ABOVE_CHARS:
@@ -92,6 +117,14 @@ class HfTokenizer:
             return DiffTextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped)
+
+    @property
+    def knows_tools(self) -> bool:
+        return self._chat.knows_tools
+
+    def use_chat_template(self, source: str) -> None:
+        self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
+        self.tool_template = source
 
     def render_chat(
         self,
@@ -142,21 +175,27 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _eos_token_ids(
-    folder: Path, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, str]
-) -> tuple[int, ...]:
-    """All end tokens: chat models often end a turn and a text with different tokens."""
+def _folder_parts(folder: Path) -> TokenizerParts:
+    config = _read_json(folder / "tokenizer_config.json")
+    default, for_tools = _chat_templates(folder, config)
+    return TokenizerParts(
+        where=str(folder),
+        source=_read_source(folder / "tokenizer.json"),
+        special_tokens=_special_tokens(folder, config),
+        eos_token_ids=_listed_ends(folder),
+        template=default,
+        tool_template=for_tools,
+    )
+
+
+def _listed_ends(folder: Path) -> tuple[int, ...]:
     listed = _read_json(folder / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = _read_json(folder / "config.json").get("eos_token_id")
     ids = list(listed) if isinstance(listed, list) else [] if listed is None else [listed]
-    token = special_tokens.get("eos_token")
-    named = tokenizer.token_to_id(token) if token else None
-    if named is not None:
-        ids.append(named)
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
         raise TokenizerError(f"eos_token_id in {folder} must be a token id or a list of them")
-    return tuple(dict.fromkeys(ids))
+    return tuple(ids)
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -243,6 +243,16 @@ def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> Block
             head_dim=profile.token_bytes // 4,  # keys and values of two bytes
             arithmetic="simulated",
         )
+    if shape.latent is not None or shape.bytes_per_kv not in (2, 4):
+        return BlockLayout(
+            model_fingerprint=shape.name,
+            dtype="bfloat16",
+            block_tokens=config.pool.block_tokens,
+            num_layers=shape.layers,
+            num_kv_heads=1,
+            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),  # as two of two bytes
+            arithmetic="simulated",
+        )
     return BlockLayout(
         model_fingerprint=shape.name,
         dtype="bfloat16" if shape.bytes_per_kv == 2 else "float32",

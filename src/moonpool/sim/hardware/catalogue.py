@@ -34,6 +34,9 @@ from moonpool.types import Struct
 
 Entry = TypeVar("Entry", Device, ModelShape)
 MAY_BE_ZERO = {"nvlink_bytes_per_s", "launch_s", "alpha_s", "nic_latency_s", "usd_per_h"}
+MAY_BE_ZERO |= {"window", "full_every"}
+MAY_BE_ZERO |= {"experts.shared_ffn", "experts.dense_layers", "experts.bytes_per_weight"}
+MAY_BE_ZERO |= {"latent.query_rank"}
 
 
 class Catalogue(Struct, frozen=True):
@@ -160,6 +163,7 @@ def _checked(whole: dict[str, Any], kind: type[Entry], place: str) -> Entry:
 def _check_numbers(value: Any, place: str) -> None:
     """Raises ConfigError unless every figure is finite and positive, and every share at most 1."""
     key = place.rpartition(".")[2]
+    keys = {key, ".".join(place.split(".")[-2:])}
     if isinstance(value, dict):
         for name, inner in value.items():
             _check_numbers(inner, f"{place}.{name}")
@@ -167,7 +171,7 @@ def _check_numbers(value: Any, place: str) -> None:
         for inner in value:
             _check_numbers(inner, place)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or value < 0 or (value == 0 and key not in MAY_BE_ZERO):
+        if not math.isfinite(value) or value < 0 or (value == 0 and not keys & MAY_BE_ZERO):
             raise ConfigError(f"{place} must be a positive number, not {value}")
         if key.endswith("_share") and value > 1:
             raise ConfigError(f"{place} is a share: at most 1, not {value}")

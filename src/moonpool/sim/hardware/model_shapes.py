@@ -5,9 +5,43 @@ from __future__ import annotations
 from moonpool.types import Struct
 
 
+class ExpertShape(Struct, frozen=True):
+    """A mixture of experts in place of the feed-forward part: each token passes `per_token` of
+    `count` experts of width `ffn`, and a part of width `shared_ffn` that all tokens pass.
+
+    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` of the experts; 0: as
+    all others.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    bytes_per_weight: float = 0.0
+
+
+class LatentShape(Struct, frozen=True):
+    """Attention over latents (MLA): `rank` + `rope` elements per token and layer are cached, for
+    heads whose keys have `nope` + `rope` elements and whose values have `value`.
+
+    `query_rank`: of a latent of the queries; 0: none.
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int = 0
+
+
 class ModelShape(Struct, frozen=True):
     """A decoder-only transformer. `gated`: the feed-forward part has a gate and an up projection.
-    `tied`: the embedding is the LM head too."""
+    `tied`: the embedding is the LM head too.
+
+    `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
+    All KVCache is kept. With `latent`, `kv_heads` is 1 and `head_dim` its rank + rope.
+    """
 
     name: str
     layers: int
@@ -19,36 +53,96 @@ class ModelShape(Struct, frozen=True):
     vocab: int
     gated: bool = True
     tied: bool = False
+    window: int = 0
+    full_every: int = 0
+    experts: ExpertShape | None = None
+    latent: LatentShape | None = None
     bytes_per_weight: float = 2.0
     bytes_per_kv: float = 2.0
     bytes_per_activation: float = 2.0
 
     @property
+    def attention_products(self) -> tuple[tuple[str, int, int, bool], ...]:
+        """Name, inputs, outputs of each product around attention; whether heads divide it."""
+        if self.latent is None:
+            width, both = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+            return (
+                ("qkv", self.hidden, width + both, True),
+                ("output", width, self.hidden, True),
+            )
+        part = self.latent
+        queries = self.heads * (part.nope + part.rope)
+        source = part.query_rank or self.hidden
+        down = part.query_rank + part.rank + part.rope
+        return (
+            ("latents", self.hidden, down, False),
+            ("queries", source, queries, True),
+            ("keys_values", part.rank, self.heads * (part.nope + part.value), True),
+            ("output", self.heads * part.value, self.hidden, True),
+        )
+
+    @property
     def params_per_layer(self) -> int:
-        """Weights of one layer's linear maps, without norms and biases."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
+        """Weights of one dense layer's linear maps, without norms and biases."""
+        return self._attention_params + self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def _attention_params(self) -> int:
+        return sum(inputs * outputs for _, inputs, outputs, _ in self.attention_products)
 
     @property
     def params(self) -> int:
         """Weights of all layers, the embedding and the LM head."""
+        return self._params(self.experts.count) if self.experts else self._params(0)
+
+    @property
+    def active_params(self) -> int:
+        """Weights that one token passes, the LM head and the embedding included."""
+        return self._params(self.experts.per_token) if self.experts else self._params(0)
+
+    def _params(self, experts: int) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.params_per_layer + embeddings
+        mixture = self.experts
+        if mixture is None:
+            return self.layers * self.params_per_layer + embeddings
+        sparse = self.layers - mixture.dense_layers
+        width = 3 * (experts * mixture.ffn + mixture.shared_ffn) + mixture.count  # with the router
+        dense = mixture.dense_layers * self.params_per_layer
+        return dense + sparse * (self._attention_params + self.hidden * width) + embeddings
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of `params`."""
-        return self.params * self.bytes_per_weight
+        mixture = self.experts
+        if mixture is None or not mixture.bytes_per_weight:
+            return self.params * self.bytes_per_weight
+        sparse = self.layers - mixture.dense_layers
+        in_experts = sparse * 3 * self.hidden * mixture.ffn * mixture.count
+        others = (self.params - in_experts) * self.bytes_per_weight
+        return others + in_experts * mixture.bytes_per_weight
 
     @property
     def kv_bytes_per_token_per_layer(self) -> float:
-        """2 (K and V) x KV heads x head dimension x bytes of an element."""
-        return 2 * self.kv_heads * self.head_dim * self.bytes_per_kv
+        """2 (K and V; 1 with latents) x KV heads x head dimension x bytes of an element."""
+        halves = 2 if self.latent is None else 1
+        return halves * self.kv_heads * self.head_dim * self.bytes_per_kv
 
     @property
     def kv_bytes_per_token(self) -> float:
         """KVCache of one token over all layers, in bytes."""
         return self.layers * self.kv_bytes_per_token_per_layer
+
+    def kv_copies(self, num_devices: int) -> int:
+        """How often the devices of an instance hold a token's KVCache: each needs the latent."""
+        return 1 if self.latent is None else num_devices
+
+    @property
+    def windowed_share(self) -> float:
+        """The share of the layers that attend to the window only."""
+        if not self.window:
+            return 0.0
+        full = self.layers // self.full_every if self.full_every else 0
+        return (self.layers - full) / self.layers
 
     @property
     def activation_bytes_per_token(self) -> float:

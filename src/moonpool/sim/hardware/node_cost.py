@@ -62,7 +62,7 @@ class NodeCost:
         """What takes over outside `domain`."""
         if isinstance(self.cost, DomainCost):
             return f"the roofline of {self.num_devices} x {self.device.name}"
-        return "the fitted formula itself"
+        return "its own formula"
 
 
 def open_cost(
@@ -146,6 +146,11 @@ def _offloaded(node: NodeCost, pool: AttentionPool, num_batches: int) -> NodeCos
             ' layers; use hardware.cost = "roofline"'
         )
     attends = pool.device
+    if node.shape.latent is not None or node.shape.window:
+        raise ConfigError(
+            f"attention devices are not simulated for {node.shape.name}, which has latents or "
+            "windows: leave out hardware.attention_device"
+        )
     wire = OffloadNetwork.of(node.device, node.num_devices, pool)
     return replace(
         node,
@@ -162,10 +167,11 @@ def kv_capacity_tokens(
 ) -> int:
     """KVCache tokens that fit into device memory with the weights. Raises ConfigError if none fit.
 
-    capacity = (memory_share * devices * memory_bytes - weight_bytes) / kv_bytes_per_token
+    capacity = (memory_share * devices * memory_bytes - weight_bytes) / kv_bytes_per_token / copies
     """
     usable = memory_share * num_devices * device.memory_bytes
     tokens = int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)
+    tokens //= shape.kv_copies(num_devices)
     if tokens < 1:
         raise ConfigError(
             f"{shape.name} does not fit {num_devices} {device.name}: its weights need "

@@ -12,6 +12,10 @@ FLOPs and its KVCache reads, per prefill chunk, and once for all decodes togethe
     FLOPs = 4 * layers * heads * head_dim per pair of query and key
     bytes = 2 * layers * kv_heads * head_dim * bytes_per_kv per key
 
+Layers with a window count only the pairs and keys inside it, with contexts taken as equally long.
+Latents (MLA) are expanded in prefills and read as they are in decodes; each device holds all of
+them. Experts are shared out whole over the devices (`expert_cost`).
+
 Norms, rotary embedding, activation and additions move bytes at `elementwise_share` of the memory
 bandwidth; tensor parallelism divides only part of them. A layer has two all-reduces, and a step has
 the engine's own overhead. Only + - * / and sqrt are used, so every machine computes the same bits.
@@ -27,6 +31,7 @@ import msgspec
 
 from moonpool.cost.model import Chunk
 from moonpool.sim.hardware.devices import AllReduce, Device
+from moonpool.sim.hardware.expert_cost import ExpertCost
 from moonpool.sim.hardware.model_shapes import ModelShape
 
 ENGINE_OVERHEAD_S = 0.003
@@ -154,23 +159,54 @@ class RooflineCost:
 
     def _set_products(self) -> None:
         shape, tp = self.shape, self.num_devices
-        heads, kv_heads = -(-shape.heads // tp), -(-shape.kv_heads // tp)
-        ffn = -(-shape.ffn // tp)
-        hidden, width = shape.hidden, shape.head_dim * heads
-        self._products = (
+        kv_heads = -(-shape.kv_heads // tp)
+        hidden, width = shape.hidden, shape.head_dim * -(-shape.heads // tp)
+        attention: tuple[Product, ...] = (
             self._product("qkv", hidden, width + 2 * kv_heads * shape.head_dim),
             self._product("output", width, hidden),
-            self._product("gate_up", hidden, ffn * (2 if shape.gated else 1)),
-            self._product("down", ffn, hidden),
         )
+        if shape.latent is not None:
+            attention = self._latent_products()
         self._lm_head = self._product("lm_head", hidden, -(-shape.vocab // tp))
+        self._experts: ExpertCost | None = None
+        mixture = shape.experts
+        if mixture is None:
+            self._products = (*attention, *self._feed_forward(shape.ffn))
+            return
+        self._products = (*attention, self._product("router", hidden, mixture.count))
+        self._shared = self._feed_forward(mixture.shared_ffn) if mixture.shared_ffn else ()
+        self._dense = self._feed_forward(shape.ffn) if mixture.dense_layers else ()
+        each = mixture.bytes_per_weight or shape.bytes_per_weight
+        products = (
+            self._product("experts_gate_up", hidden, 2 * mixture.ffn, each),
+            self._product("experts_down", mixture.ffn, hidden, each),
+        )
+        self._experts = ExpertCost(mixture.count, mixture.per_token, tp, products)
 
-    def _product(self, name: str, k: int, n: int) -> Product:
+    def _feed_forward(self, ffn: int) -> tuple[Product, ...]:
+        own, hidden = -(-ffn // self.num_devices), self.shape.hidden
+        return (
+            self._product("gate_up", hidden, own * (2 if self.shape.gated else 1)),
+            self._product("down", own, hidden),
+        )
+
+    def _latent_products(self) -> tuple[Product, ...]:
+        """Devices share out the heads; each computes the latents."""
+        tp, products = self.num_devices, []
+        for name, inputs, outputs, divided in self.shape.attention_products:
+            if divided and name == "output":
+                inputs = -(-inputs // tp)
+            elif divided:
+                outputs = -(-outputs // tp)
+            products.append(self._product(name, inputs, outputs))
+        return tuple(products)
+
+    def _product(self, name: str, k: int, n: int, bytes_per_weight: float = 0.0) -> Product:
         gemm, shape = self.device.gemm, self.shape
         rate = gemm.bandwidth_share * self.device.memory_bytes_per_s
         return Product(
             name=name,
-            weights_s=shape.bytes_per_weight * k * n / rate,
+            weights_s=(bytes_per_weight or shape.bytes_per_weight) * k * n / rate,
             memory_s_per_row=shape.bytes_per_activation * (k + n) / rate,
             compute_s_per_row=2 * k * n / (gemm.flops_share * self.device.peak_flops_per_s),
             launch_s=gemm.launch_s,
@@ -187,15 +223,27 @@ class RooflineCost:
         kv_bytes = 2 * layers * kv_heads * shape.head_dim * shape.bytes_per_kv
         rate = attention.bandwidth_share * self.device.memory_bytes_per_s
         self._key_memory_s = kv_bytes / rate
+        decode_compute_s = self._key_compute_s
+        if shape.latent is not None:  # prefills expand keys and values, decodes read the latent
+            part, rate_flops = shape.latent, attention.flops_share * self.device.peak_flops_per_s
+            expanded = part.nope + part.rope + part.value
+            self._key_compute_s = 2 * layers * heads * expanded / rate_flops
+            decode_compute_s = 2 * layers * heads * (2 * part.rank + part.rope) / rate_flops
+            self._key_memory_s = shape.kv_bytes_per_token / rate
         # A decode has one query per key it reads, so the same limit binds at any length.
-        self._decode_key_s = max(self._key_compute_s, self._key_memory_s)
+        self._decode_key_s = max(decode_compute_s, self._key_memory_s)
+        self._decode_key_compute_s = decode_compute_s
+        self._windowed = shape.windowed_share
         self._attention_launch_s = layers * attention.launch_s
 
     def _set_rest(self) -> None:
         shape, device, tp = self.shape, self.device, self.num_devices
         sharded = 2 * (shape.heads + shape.kv_heads) * shape.head_dim  # rotary, read and written
         sharded += 4 * shape.kv_heads * shape.head_dim  # K and V to the KVCache, read and written
-        sharded += shape.ffn * (3 if shape.gated else 2)  # activation
+        ffn = shape.ffn
+        if shape.experts is not None:
+            ffn = shape.experts.per_token * shape.experts.ffn + shape.experts.shared_ffn
+        sharded += ffn * (3 if shape.gated else 2)  # activation
         everywhere = 8 * shape.hidden  # two norms with addition: 2 reads, 2 writes each
         row_bytes = shape.bytes_per_activation * (everywhere + sharded / tp)
         rate = device.elementwise_share * device.memory_bytes_per_s
@@ -230,11 +278,15 @@ class RooflineCost:
                 new, start = chunk.num_tokens, chunk.start
                 tokens += new
                 logit_rows += chunk.last
+                if self._windowed:
+                    attention_s += max(self._chunk_limits(chunk))
+                    continue
                 compute_s = key_compute_s * (new * (start + 0.5 * (new + 1)))
                 memory_s = key_memory_s * (start + new)
                 attention_s += compute_s if compute_s > memory_s else memory_s
         if decode_batch:
-            attention_s += self._attention_launch_s + self._decode_key_s * decode_context_tokens
+            keys = self._decode_keys(decode_batch, decode_context_tokens)
+            attention_s += self._attention_launch_s + self._decode_key_s * keys
         if tokens == 0:
             return 0.0
         dense_s = self._dense_memo.get(tokens)
@@ -246,8 +298,30 @@ class RooflineCost:
         return self.engine_overhead_s + dense_s + head_s + attention_s
 
     def decode_steps_s(self, batch: int, context_tokens: int, num_steps: int) -> float:
-        added = batch * (num_steps * (num_steps - 1) // 2)
+        added: float = batch * (num_steps * (num_steps - 1) // 2)
+        if self._windowed and batch:
+            first = num_steps * self._in_window(batch, context_tokens)
+            seen = self._seen_in_steps(batch, context_tokens, num_steps) - first
+            added = (1.0 - self._windowed) * added + self._windowed * seen
         return num_steps * self.step_s((), batch, context_tokens) + self._decode_key_s * added
+
+    def _in_window(self, batch: int, context_tokens: int) -> int:
+        """Keys that a layer with a window reads. Contexts are taken as equally long."""
+        return min(context_tokens, batch * self.shape.window)
+
+    def _seen_in_steps(self, batch: int, context_tokens: int, num_steps: int) -> int:
+        """The sum of `_in_window` over steps that each add a token to every context."""
+        most = batch * self.shape.window
+        below = min(max(-(-(most - context_tokens) // batch), 0), num_steps)
+        growing = below * context_tokens + batch * (below * (below - 1) // 2)
+        return growing + (num_steps - below) * most
+
+    def _decode_keys(self, batch: int, context_tokens: int) -> float:
+        """Keys that decodes read, as a mean over the layers."""
+        if not self._windowed:
+            return context_tokens
+        seen = self._in_window(batch, context_tokens)
+        return (1.0 - self._windowed) * context_tokens + self._windowed * seen
 
     def hop_s(self, num_tokens: int) -> float:
         return 0.0
@@ -285,8 +359,20 @@ class RooflineCost:
             layer_s += product.time_s(tokens)
         if len(self._dense_memo) >= MEMO_ENTRIES:
             self._dense_memo.clear()
-        self._dense_memo[tokens] = seconds = self.shape.layers * layer_s
+        seconds = self.shape.layers * layer_s + self._mixture_s(tokens)
+        self._dense_memo[tokens] = seconds
         return seconds
+
+    def _mixture_s(self, tokens: int) -> float:
+        """The feed-forward parts of all layers of a mixture; 0 for other models."""
+        experts, mixture = self._experts, self.shape.experts
+        if experts is None or mixture is None or tokens == 0:
+            return 0.0
+        layer_s = experts.launch_s + experts.time_s(tokens)
+        layer_s += sum(product.time_s(tokens) for product in self._shared)
+        dense_s = sum(product.time_s(tokens) for product in self._dense)
+        sparse = self.shape.layers - mixture.dense_layers
+        return sparse * layer_s + mixture.dense_layers * dense_s
 
     def head_s(self, logit_rows: int) -> float:
         """The LM head for `logit_rows` rows."""
@@ -313,15 +399,27 @@ class RooflineCost:
     def _chunk_limits(self, chunk: Chunk) -> tuple[float, float]:
         """Attention time by compute, and by memory."""
         new, start = chunk.num_tokens, chunk.start
-        pairs = new * (start + 0.5 * (new + 1))
-        return self._key_compute_s * pairs, self._key_memory_s * (start + new)
+        pairs: float = new * (start + 0.5 * (new + 1))
+        keys: float = start + new
+        if self._windowed:
+            window, share = self.shape.window, self._windowed
+            below = min(max(window - start, 0), new)  # tokens whose whole context is in the window
+            near = below * (start + 0.5 * (below + 1)) + (new - below) * window
+            pairs = (1.0 - share) * pairs + share * near
+            keys = (1.0 - share) * keys + share * min(start + new, window + new)
+        return self._key_compute_s * pairs, self._key_memory_s * keys
 
     def stage(self, num_stages: int) -> RooflineCost:
         """The slowest of `num_stages` stages: ceil(layers / stages) layers and the LM head."""
         layers = -(-self.shape.layers // num_stages)
+        shape = msgspec.structs.replace(self.shape, layers=layers)
+        if shape.experts is not None:  # another stage has the dense layers
+            dense = max(shape.experts.dense_layers - (self.shape.layers - layers), 0)
+            experts = msgspec.structs.replace(shape.experts, dense_layers=dense)
+            shape = msgspec.structs.replace(shape, experts=experts)
         return RooflineCost(
             self.device,
-            msgspec.structs.replace(self.shape, layers=layers),
+            shape,
             self.num_devices,
             self.num_nodes,
             self.engine_overhead_s,
@@ -337,32 +435,48 @@ class RooflineCost:
         if tokens == 0:
             return StepParts({}, 0.0, 0.0, 0.0, 0.0)
         calls = [(product, tokens, layers) for product in self._products]
+        experts, expert_limits = self._experts, [(0.0, 0.0)]
+        sparse = 0
+        if experts is not None and self.shape.experts is not None:
+            dense = self.shape.experts.dense_layers
+            sparse = layers - dense
+            calls += [(product, tokens, sparse) for product in self._shared]
+            calls += [(product, tokens, dense) for product in self._dense]
+            expert_limits = experts.limits_s(tokens)
         if rows:
             calls.append((self._lm_head, rows, 1))
-        parts = {p.name: n * (p.time_s(rows) - p.launch_s) for p, rows, n in calls}
+        parts: dict[str, float] = {}
+        for p, rows, n in calls:
+            parts[p.name] = parts.get(p.name, 0.0) + n * (p.time_s(rows) - p.launch_s)
+        if experts is not None:
+            parts["experts"] = sparse * experts.time_s(tokens)
+        keys = self._decode_keys(decode_batch, decode_context_tokens) if decode_batch else 0
         limits = [self._chunk_limits(chunk) for chunk in chunks]
         elementwise_s = layers * self._elementwise_row_s * tokens
         launch_s = layers * self._elementwise_launch_s
         launch_s += sum(n * p.launch_s for p, _, n in calls)
+        launch_s += sparse * (0.0 if experts is None else experts.launch_s)
         launch_s += self._attention_launch_s * (bool(chunks) + bool(decode_batch))
         communication_s = layers * (self._reduce_launch_s + self._reduce_row_s * tokens)
         parts["attention_prefill"] = sum(max(pair) for pair in limits)
-        parts["attention_decode"] = self._decode_key_s * decode_context_tokens
+        parts["attention_decode"] = self._decode_key_s * keys
         parts["elementwise"] = elementwise_s
         parts["all_reduce"] = communication_s
         parts["launch"] = launch_s
         parts["engine"] = self.engine_overhead_s
         compute_s = sum(n * p.compute_s(rows) for p, rows, n in calls)
+        compute_s += sparse * sum(pair[1] for pair in expert_limits)
         memory_s = sum(n * p.memory_s(rows) for p, rows, n in calls)
+        memory_s += sparse * sum(pair[0] for pair in expert_limits)
         return StepParts(
             parts=parts,
             compute_s=compute_s
             + sum(pair[0] for pair in limits)
-            + self._key_compute_s * decode_context_tokens,
+            + self._decode_key_compute_s * keys,
             memory_s=memory_s
             + elementwise_s
             + sum(pair[1] for pair in limits)
-            + self._key_memory_s * decode_context_tokens,
+            + self._key_memory_s * keys,
             launch_s=launch_s + self.engine_overhead_s,
             communication_s=communication_s,
         )

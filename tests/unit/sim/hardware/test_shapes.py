@@ -33,8 +33,31 @@ KV_BYTES_PER_TOKEN = {
 }
 
 
+# Billions of parameters in all and per token, gigabytes as published checkpoints have them, and
+# bytes of KVCache per token.
+MIXTURES = {
+    "deepseek-v3": (671, 37, 671, 70_272),
+    "kimi-k2": (1026, 32.5, 1026, 70_272),
+    "qwen3-30b-a3b": (30.5, 3.3, 61, 98_304),
+    "qwen3-235b-a22b": (235, 22, 470, 192_512),
+    "gpt-oss-20b": (20.9, 4.2, 13.8, 49_152),  # 3.6 without the embedding
+    "gpt-oss-120b": (116.8, 5.7, 65.2, 73_728),  # 5.1 without the embedding
+    "llama4-scout": (107.8, 17.2, 215.5, 196_608),  # of 109, 1.2 are for images
+    "llama4-maverick": (400.7, 17.2, 801.4, 196_608),
+}
+
+
 def test_every_shape_is_checked_and_named_once() -> None:
-    assert sorted(BILLIONS_OF_PARAMETERS) == sorted(shape.name for shape in BUILT_IN.shapes)
+    checked = [*BILLIONS_OF_PARAMETERS, *MIXTURES]
+    assert sorted(checked) == sorted(shape.name for shape in BUILT_IN.shapes)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(name: str) -> None:
+    shape = BUILT_IN.shape(name)
+    sizes = (shape.params / 1e9, shape.active_params / 1e9, shape.weight_bytes / 1e9)
+    assert sizes == pytest.approx(MIXTURES[name][:3], rel=0.02)
+    assert shape.kv_bytes_per_token == MIXTURES[name][3]
 
 
 @pytest.mark.parametrize("name", BILLIONS_OF_PARAMETERS)

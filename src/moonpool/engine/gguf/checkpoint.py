@@ -1,0 +1,138 @@
+"""A model in one GGUF file: its checked spec, its weights, and its fingerprint.
+
+Weights stay quantized. A matrix is read from the mapped file when an engine packs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.families.config import parse_config
+from moonpool.engine.gguf.config import (
+    ROPE_FACTORS,
+    SWAPPED,
+    architecture_of,
+    gguf_name,
+    hf_config,
+)
+from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
+from moonpool.engine.quantized.formats import FORMATS
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
+from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
+from moonpool.engine.tensors import tensor_shapes
+
+SAMPLE_BYTES = 4096
+SAMPLES_PER_TENSOR = 8
+NAMED_AT_MOST = 5
+UNUSED = "rope_factors_short.weight", "rope_factors_long.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A checked file; its weights are read on demand."""
+
+    spec: ModelSpec
+    weights: GgufWeights
+    fingerprint: str
+
+
+def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
+    """Opens and checks a GGUF file. Raises `ModelError`."""
+    file = read_gguf(path)
+    spec = parse_config(hf_config(file))
+    if ROPE_FACTORS in file.tensors:
+        spec = replace(spec, rope=_rope_with_factors(file, spec))
+    _check_tensors(file, spec)
+    return GgufModel(spec, GgufWeights(file, spec, dtype), _fingerprint(file, spec))
+
+
+class GgufWeights:
+    """Reads tensors of a mapped GGUF file by their Hugging Face names."""
+
+    def __init__(self, file: GgufFile, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
+        self._swapped = architecture_of(file).swapped
+
+    def load(self, name: str) -> Tensor:
+        matrix = self.matrix(name)
+        return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
+
+    def matrix(self, name: str) -> Matrix:
+        stored = gguf_name(name)
+        order = self._order(stored)
+        if self._file.tensors[stored].kind in FORMATS:
+            matrix = QuantizedMatrix((self._file.rows(stored),), self._dtype)
+            return matrix if order is None else matrix.reordered(order)
+        tensor = self._file.tensor(stored)
+        return tensor.to(self._dtype, copy=True) if order is None else tensor[order].to(self._dtype)
+
+    def _order(self, stored: str) -> Tensor | None:
+        """For q and k: the stored row of each of the model's rows."""
+        part = stored.split(".")[-2]
+        if not self._swapped or part not in SWAPPED:
+            return None
+        count = self._file.tensors[stored].shape[0]
+        # Stored are the pairs that rotate together; the model has all first elements, then all
+        # second ones, of each head.
+        rows = torch.arange(count).view(self._heads[part], -1, 2)
+        return rows.transpose(1, 2).reshape(-1)
+
+
+def _rope_with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
+    """The rotary embedding with a factor for each pair's wavelength (Llama 3.1 and later)."""
+    entry = file.tensors[ROPE_FACTORS]
+    if entry.kind != "F32" or entry.shape != (spec.head_dim // 2,):
+        raise ModelError(
+            f"{file.path}: {ROPE_FACTORS} is {entry.kind} {list(entry.shape)}, "
+            f"not F32 [{spec.head_dim // 2}]"
+        )
+    factors = file.tensor(ROPE_FACTORS).tolist()
+    if not all(0 < factor < 1e9 for factor in factors):
+        raise ModelError(f"{file.path}: {ROPE_FACTORS} must have numbers above 0")
+    return replace(spec.rope, kind="longrope", factors=tuple(factors), attention_factor=1.0)
+
+
+def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
+    shapes = {gguf_name(name): shape for name, shape in tensor_shapes(spec).items()}
+    missing = [name for name in shapes if name not in file.tensors]
+    if missing:
+        raise ModelError(f"{file.path} lacks tensors: {_listed(missing)}")
+    unexpected = [n for n in file.tensors if n not in shapes and n not in (ROPE_FACTORS, *UNUSED)]
+    if unexpected:
+        raise ModelError(f"{file.path} has tensors of no known use: {_listed(unexpected)}")
+    for name, shape in shapes.items():
+        entry = file.tensors[name]
+        if entry.shape != shape:
+            raise ModelError(
+                f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
+                f"by the metadata it must be {list(shape)}"
+            )
+        if len(shape) == 1 and entry.kind in FORMATS:
+            raise ModelError(f"{file.path}: tensor {name} is quantized ({entry.kind})")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return ", ".join(names[:NAMED_AT_MOST]) + more
+
+
+def _fingerprint(file: GgufFile, spec: ModelSpec) -> str:
+    """The identity of config and weights: names, formats, shapes, and samples of every tensor."""
+    digest = hashlib.sha256(repr(sorted(spec.computed_fields().items())).encode())
+    used: Mapping[str, TensorEntry] = file.tensors
+    for name in sorted(used):
+        entry = used[name]
+        digest.update(repr((name, entry.kind, entry.shape)).encode())
+        last = max(entry.end - entry.begin - SAMPLE_BYTES, 0)
+        for i in range(SAMPLES_PER_TENSOR):
+            begin = entry.begin + last * i // (SAMPLES_PER_TENSOR - 1)
+            digest.update(file.data[begin : min(begin + SAMPLE_BYTES, entry.end)].numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,247 @@
+"""Reads the header of a GGUF file, and maps its tensors.
+
+A file may be damaged or hostile. Every count and length is compared with the bytes that are left
+before anything of that size is made, so reading allocates no more than a few times the header.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moonpool.engine.quantized.formats import FORMATS
+from moonpool.engine.quantized.matrix import StoredRows
+from moonpool.engine.spec import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 256 << 20
+MAX_NAME_BYTES = 1 << 16
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 16
+
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_QUANTIZED = {
+    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4",
+}  # fmt: skip
+_OTHER = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: `shape` as in torch (rows first), `begin` and `end` are offsets in the file."""
+
+    kind: str  # the name of its type
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The checked header of one file. Arrays of numbers are numpy arrays, others are lists."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    data: Tensor  # [file size] uint8, mapped
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is not quantized, in its own dtype; its bytes stay in the mapped file."""
+        entry = self.tensors[name]
+        dtype = next(dtype for dtype in _PLAIN.values() if _name_of(dtype) == entry.kind)
+        return self.data[entry.begin : entry.end].view(dtype).view(entry.shape)
+
+    def rows(self, name: str) -> StoredRows:
+        """A quantized tensor's rows; their bytes stay in the mapped file."""
+        entry = self.tensors[name]
+        data = self.data[entry.begin : entry.end]
+        return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads and checks the header. Raises `ModelError` with one line."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 24:
+                raise ModelError(f"{path} is cut off: {size} bytes are no GGUF file")
+            # A private mapping is writable for torch; nothing is written to it.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ModelError(f"{path} is not readable: {error.strerror}") from None
+    header = _Header(path, mapped)
+    metadata, tensors = header.read()
+    return GgufFile(path, metadata, tensors, torch.frombuffer(mapped, dtype=torch.uint8))
+
+
+class _Header:
+    """A cursor over the header; every read is checked against the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._end = min(len(data), MAX_HEADER_BYTES)
+        self._at = 0
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        if self._take(4) != MAGIC:
+            raise self._error("does not begin with GGUF: not a GGUF file")
+        version = self._number("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
+            why = "is big-endian" if swapped in VERSIONS else f"has version {version}"
+            raise self._error(f"{why}; only little-endian versions 2 and 3 are read")
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        # A tensor's entry takes at least 24 bytes, a key's 13.
+        if num_tensors * 24 + num_keys * 13 > self._end - self._at:
+            raise self._error(
+                f"claims {num_tensors} tensors and {num_keys} keys, more than fit in it"
+            )
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._text("a key", MAX_NAME_BYTES)
+            if key in metadata:
+                raise self._error(f"has the key {key!r} twice")
+            metadata[key] = self._value(key, self._number("I"))
+        entries = self._entries(num_tensors)
+        return metadata, self._placed(entries, _alignment(self, metadata))
+
+    def _entries(self, count: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """kind, shape and offset of each tensor."""
+        entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for _ in range(count):
+            name = self._text("a tensor's name", MAX_NAME_BYTES)
+            if name in entries:
+                raise self._error(f"has the tensor {name!r} twice")
+            dimensions = self._number("I")
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
+                raise self._error(f"tensor {name!r} has {dimensions} dimensions, not 1 to 4")
+            shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+            kind = self._kind(name, self._number("I"))
+            entries[name] = (kind, shape, self._number("Q"))
+        return entries
+
+    def _kind(self, name: str, number: int) -> str:
+        if number in _PLAIN:
+            return _name_of(_PLAIN[number])
+        if number in _QUANTIZED:
+            return _QUANTIZED[number]
+        known = _OTHER.get(number, f"the unknown type {number}")
+        served = ", ".join([*map(_name_of, _PLAIN.values()), *_QUANTIZED.values()])
+        raise self._error(f"tensor {name!r} is of {known}; supported: {served}")
+
+    def _placed(
+        self, entries: dict[str, tuple[str, tuple[int, ...], int]], alignment: int
+    ) -> dict[str, TensorEntry]:
+        data_start = -(-self._at // alignment) * alignment
+        placed: dict[str, TensorEntry] = {}
+        for name, (kind, shape, offset) in entries.items():
+            group, size = (1, 4 if kind == "F32" else 2)
+            if kind in FORMATS:
+                group, size = FORMATS[kind].group, FORMATS[kind].bytes
+            if min(shape) < 1 or shape[-1] % group:
+                raise self._error(
+                    f"tensor {name!r} has the shape {list(shape)}, whose rows are no multiple of "
+                    f"{group}, as {kind} needs"
+                )
+            begin = data_start + offset
+            end = begin + prod(shape) // group * size
+            if offset % alignment or end > len(self._data):
+                raise self._error(
+                    f"tensor {name!r} lies at bytes {begin} to {end} of {len(self._data)}: "
+                    "the file is cut off or damaged"
+                )
+            placed[name] = TensorEntry(kind, shape, begin, end)
+        ordered = sorted(placed.items(), key=lambda item: item[1].begin)
+        for (first, one), (second, other) in pairwise(ordered):
+            if one.end > other.begin:
+                raise self._error(f"tensors {first!r} and {second!r} overlap")
+        return placed
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text(f"the value of {key!r}", self._end)
+        if kind == _ARRAY:
+            return self._array(key)
+        if kind not in _SCALARS:
+            raise self._error(f"the key {key!r} is of the unknown type {kind}")
+        if kind == _BOOL:
+            return self._take(1) != b"\0"
+        return self._number(_SCALARS[kind])
+
+    def _array(self, key: str) -> Any:
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _ARRAY:
+            raise self._error(f"the key {key!r} is an array of arrays, which is not supported")
+        if kind == _STRING:
+            if count * 8 > self._end - self._at:
+                raise self._error(f"the key {key!r} claims {count} texts, more than fit in it")
+            return [self._text(f"a value of {key!r}", self._end) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise self._error(f"the key {key!r} is an array of the unknown type {kind}")
+        code = "B" if kind == _BOOL else _SCALARS[kind]
+        data = self._take(count * struct.calcsize(code))
+        return np.frombuffer(data, dtype=np.dtype(code).newbyteorder("<"))
+
+    def _text(self, what: str, limit: int) -> str:
+        length = self._number("Q")
+        if length > limit:
+            raise self._error(f"{what} claims {length} bytes")
+        # Other readers accept texts that are not UTF-8, and some tokens are such.
+        return self._take(length).decode("utf-8", "replace")
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize(code)))[0]
+
+    def _take(self, count: int) -> bytes:
+        if count > self._end - self._at:
+            raise self._error(f"is cut off: its header needs {count} bytes at {self._at}")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _error(self, text: str) -> ModelError:
+        return ModelError(f"{self._path} {text}")
+
+
+def _alignment(header: _Header, metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(value, int) or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
+        raise header._error(f"has the alignment {value!r}, not a power of two")
+    if value % 4:
+        raise header._error(f"has the alignment {value}, less than a float needs")
+    return value

@@ -1,0 +1,298 @@
+"""The tokenizer of a GGUF file, as a `tokenizer.json` made from its metadata.
+
+Two kinds are read: byte-level BPE ("gpt2"), whose split of the text `tokenizer.ggml.pre` names, and
+SentencePiece BPE ("llama"), whose merges follow from the tokens' scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moonpool.engine.gguf.config import end_token_ids
+from moonpool.engine.gguf.reader import GgufFile, read_gguf
+from moonpool.engine.spec import ModelError
+from moonpool.engine.tokenizer import TokenizerError
+from moonpool.engine.tokenizers.huggingface import HfTokenizer, TokenizerParts
+
+LONGEST_TOKEN = 256
+"""Longer tokens get no merges of their own: the number of possible merges grows with the length."""
+CONTROL, USER_DEFINED = 3, 4
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
+_TEKKEN = (
+    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+)
+_SPLITS = {
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe"), _LLAMA3
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "jina-es", "jina-de")
+_DIGITS = ("smollm", "starcoder", "refact", "codeshell", "command-r")
+"""Single digits, then GPT-2's split."""
+
+
+def gguf_tokenizer(path: Path) -> HfTokenizer:
+    """The tokenizer of a GGUF file. Raises `TokenizerError`."""
+    try:
+        file = read_gguf(path)
+    except ModelError as error:
+        raise TokenizerError(str(error)) from None
+    return HfTokenizer(tokenizer_parts(file))
+
+
+def tokenizer_parts(file: GgufFile) -> TokenizerParts:
+    """Everything of the tokenizer that the file holds. Raises `TokenizerError`."""
+    words = _Words(file)
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        source = _byte_level(words)
+    elif kind == "llama":
+        source = _sentencepiece(words)
+    else:
+        raise TokenizerError(f"{file.path} has a tokenizer of kind {kind!r}, not gpt2 or llama")
+    ends = end_token_ids(file)
+    if any(not isinstance(end, int) or not 0 <= end < len(words.tokens) for end in ends):
+        raise TokenizerError(f"{file.path}: the end tokens {ends} are not in its vocabulary")
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    special = {f"{short}_token": words.token(long) for short, long in names.items()}
+    template = file.metadata.get("tokenizer.chat_template")
+    return TokenizerParts(
+        where=str(file.path),
+        source=json.dumps(source),
+        special_tokens={name: token for name, token in special.items() if token is not None},
+        eos_token_ids=tuple(ends),
+        template=template if isinstance(template, str) else None,
+        tool_template=words.text("tokenizer.chat_template.tool_use"),
+    )
+
+
+class _Words:
+    """The vocabulary in the metadata, checked."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._path = file.path
+        self._metadata: Mapping[str, Any] = file.metadata
+        self.tokens: list[str] = self._texts("tokens")
+        if not self.tokens:
+            raise TokenizerError(f"{file.path} has no tokens in its metadata")
+        self.kinds = self._numbers("token_type")
+        self.scores = self._numbers("scores")
+
+    def text(self, key: str) -> str | None:
+        value = self._metadata.get(key)
+        return value if isinstance(value, str) else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self._metadata.get(f"tokenizer.ggml.{name}", default))
+
+    def token(self, name: str) -> str | None:
+        """The token whose id the file gives under `name`."""
+        number = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
+            return None
+        return self.tokens[number]
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number, token in enumerate(self.tokens):
+            found.setdefault(token, number)
+        return found
+
+    def added(self) -> list[dict[str, Any]]:
+        """The tokens that are matched whole in a text, as in tokenizer.json."""
+        rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        vocabulary = self.vocabulary()
+        return [
+            {"id": number, "content": token, "special": kind == CONTROL, **rules}
+            for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=False))
+            if kind in (CONTROL, USER_DEFINED) and token and vocabulary[token] == number
+        ]
+
+    def merges(self) -> list[list[str]]:
+        """The merges that the file lists, of which all parts and results are tokens."""
+        vocabulary = self.vocabulary()
+        pairs = [merge.split(" ") for merge in self._texts("merges")]
+        return [
+            pair
+            for pair in pairs
+            if len(pair) == 2
+            and all(part in vocabulary for part in pair)
+            and "".join(pair) in vocabulary
+        ]
+
+    def _texts(self, name: str) -> list[str]:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", [])
+        if not isinstance(value, list):
+            raise TokenizerError(f"{self._path}: tokenizer.ggml.{name} is no list of texts")
+        return value
+
+    def _numbers(self, name: str) -> list[Any]:
+        value = self._metadata.get(f"tokenizer.ggml.{name}")
+        if value is None:
+            return []
+        if not hasattr(value, "tolist"):
+            raise TokenizerError(f"{self._path}: tokenizer.ggml.{name} is no list of numbers")
+        numbers: list[Any] = value.tolist()
+        if numbers and len(numbers) != len(self.tokens):
+            raise TokenizerError(
+                f"{self._path}: tokenizer.ggml.{name} has {len(numbers)} numbers "
+                f"for {len(self.tokens)} tokens"
+            )
+        return numbers
+
+
+def _byte_level(words: _Words) -> dict[str, Any]:
+    pre = words.text("tokenizer.ggml.pre") or "default"
+    normalizer = None
+    if pre in _SPLITS:
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": _SPLITS[pre]},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        steps = [split, _byte_level_step(use_regex=False)]
+        normalizer = {"type": "NFC"} if _SPLITS[pre] is _QWEN2 else None
+    elif pre in _DIGITS:
+        steps = [{"type": "Digits", "individual_digits": True}, _byte_level_step(use_regex=True)]
+    elif pre in _GPT2:
+        steps = [_byte_level_step(use_regex=True)]
+    else:
+        known = ", ".join(sorted([*_SPLITS, *_DIGITS, *_GPT2]))
+        raise TokenizerError(
+            f"the tokenizer splits text as {pre!r} does, which is not known; known: {known}"
+        )
+    model = _bpe(words.vocabulary(), words.merges(), byte_fallback=False)
+    model["ignore_merges"] = _SPLITS.get(pre) in (_LLAMA3, _TEKKEN)
+    return _tokenizer(
+        words,
+        model,
+        words.added(),
+        normalizer=normalizer,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+        adds_bos=words.flag("add_bos_token", default=False),
+    )
+
+
+def _byte_level_step(use_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _sentencepiece(words: _Words) -> dict[str, Any]:
+    merges = words.merges()
+    if not merges:
+        merges = _merges_by_score(words)
+    model = _bpe(words.vocabulary(), merges, byte_fallback=True)
+    model["unk_token"] = words.token("unknown")
+    space = words.flag("add_space_prefix", default=True)
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if space:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _tokenizer(
+        words,
+        model,
+        words.added(),
+        normalizer=None,
+        pre_tokenizer={
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": "first" if space else "never",
+            "split": False,
+        },
+        decoder={"type": "Sequence", "decoders": steps},
+        adds_bos=words.flag("add_bos_token", default=True),
+    )
+
+
+def _merges_by_score(words: _Words) -> list[list[str]]:
+    """All ways to make a token of two others; those of better tokens come first."""
+    if not words.scores:
+        raise TokenizerError("the tokenizer has neither merges nor scores")
+    vocabulary = words.vocabulary()
+    found: list[tuple[float, int, int, list[str]]] = []
+    for token, number in vocabulary.items():
+        score = words.scores[number]
+        if len(token) > LONGEST_TOKEN or score != score:
+            continue
+        halves = [[token[:cut], token[cut:]] for cut in range(1, len(token))]
+        known = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(score, len(pair[0]), len(pair[1]), pair) for pair in known]
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [pair for *_, pair in found]
+
+
+def _bpe(
+    vocabulary: dict[str, int], merges: list[list[str]], byte_fallback: bool
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_fallback,
+        "byte_fallback": byte_fallback,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def _tokenizer(
+    words: _Words,
+    model: dict[str, Any],
+    added: list[dict[str, Any]],
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any],
+    decoder: dict[str, Any],
+    adds_bos: bool,
+) -> dict[str, Any]:
+    bos = words.token("bos") if adds_bos else None
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None if bos is None else _begins_with(bos, words.tokens.index(bos)),
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _begins_with(token: str, number: int) -> dict[str, Any]:
+    """The post-processor that puts the token before a text."""
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    middle = {"SpecialToken": {"id": token, "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, _sequence("A", 0)],
+        "pair": [begin, _sequence("A", 0), middle, _sequence("B", 1)],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def _sequence(name: str, type_id: int) -> dict[str, Any]:
+    return {"Sequence": {"id": name, "type_id": type_id}}

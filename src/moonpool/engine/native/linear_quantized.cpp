@@ -1,0 +1,325 @@
+// y = x @ weight.T + bias with weights of 4 to 8 bits in groups, each row's bits its own.
+//
+// A weight is (number - offset) * scale + minimum, with a scale per sub-group of 16 or 32 numbers. A
+// row of x is 16-bit whole numbers, with a scale per GROUP of them (rounded.h). Sums within a
+// sub-group are whole numbers, so exact in any order. Sub-groups are added in rising order, then
+// the groups, each as a multiplication and an addition. Hence every instruction set, tile and thread
+// count gives the same bits, those of engine/quantized/linear.py.
+//
+// A panel is, for each 32 of `in`, a record of 32 outputs: words [WORDS][32] of numbers, then
+// scales [32], then minimums [32]. With whole scales the panel has, before each 8 records, the
+// float16 scales [32] and minimums [32] that they multiply.
+//
+// In a word an output has 8 numbers of 4 bits: 4w + b and 16 + 4w + b of the record in the low and
+// the high half of byte b of word w. The fifth bits are one further word, the fifth and sixth two.
+// Numbers of 8 bits take 8 words, 4w + b in byte b. Lane 2w + h of a row holds its numbers 4w + h
+// and 4w + h + 2, and meets the weights of the same two.
+#include "rounded.h"
+
+namespace moonpool {
+namespace {
+
+#if defined(MP_ISA_avx2)
+MP_INLINE vi shift_right(vi x, int n) { return _mm256_srli_epi32(x, n); }
+MP_INLINE vi shift_left(vi x, int n) { return _mm256_slli_epi32(x, n); }
+MP_INLINE vi both(vi a, vi b) { return _mm256_and_si256(a, b); }
+MP_INLINE vi either(vi a, vi b) { return _mm256_or_si256(a, b); }
+MP_INLINE vi set1i(int32_t x) { return _mm256_set1_epi32(x); }
+MP_INLINE vf load_f16(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+MP_INLINE vf load_i8(const char* p) {
+    return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+#else
+MP_INLINE vi shift_right(vi x, int n) { return _mm512_srli_epi32(x, n); }
+MP_INLINE vi shift_left(vi x, int n) { return _mm512_slli_epi32(x, n); }
+MP_INLINE vi both(vi a, vi b) { return _mm512_and_si512(a, b); }
+MP_INLINE vi either(vi a, vi b) { return _mm512_or_si512(a, b); }
+MP_INLINE vi set1i(int32_t x) { return _mm512_set1_epi32(x); }
+MP_INLINE vf load_f16(const char* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+MP_INLINE vf load_i8(const char* p) {
+    return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+#endif
+
+constexpr int BLOCK = 32;                   // of `in`, in one record
+constexpr int LANES = BLOCK / 2;            // of a row, in one record
+constexpr int64_t WORD = PANEL * 4;         // bytes of one word of all outputs
+constexpr int64_t BLOCKS = GROUP / BLOCK;   // in a group
+
+enum Scales { HALF, WIDE, WHOLE };  // float16, float32, or 8-bit times a float16 per group
+
+template <int BITS_, int SUB_, Scales SCALES_, bool MINIMUM_>
+struct Form {
+    static constexpr int BITS = BITS_, SUBS = BLOCK / SUB_;
+    static constexpr Scales SCALES = SCALES_;
+    static constexpr bool MINIMUM = MINIMUM_;
+    static constexpr int64_t SCALE = SCALES == HALF ? 2 : SCALES == WIDE ? 4 : 1;  // bytes
+    static constexpr int64_t NUMBERS = BITS * WORD;
+    static constexpr int64_t RECORD = NUMBERS + SUBS * PANEL * SCALE * (MINIMUM ? 2 : 1);
+    static constexpr int64_t HEAD = SCALES == WHOLE ? 2 * PANEL * (MINIMUM ? 2 : 1) : 0;
+    static int64_t panel_bytes(int64_t blocks) {
+        return blocks * RECORD + ceil_div(blocks, BLOCKS) * HEAD;
+    }
+};
+
+// The numbers that lane LANE of a row meets, of one vector of outputs.
+template <int BITS, int LANE>
+MP_INLINE vi numbers(const char* words) {
+    if (BITS == 8)
+        return both(shift_right(loadi(words + LANE / 2 * WORD), 8 * (LANE % 2)), set1i(0x00ff00ff));
+    const int word = LANE % 8 / 2, shift = 8 * (LANE % 2) + 4 * (LANE / 8);
+    const vi low = both(shift_right(loadi(words + word * WORD), shift), set1i(0x000f000f));
+    if (BITS == 5) {
+        const vi more = loadi(words + 4 * WORD);
+        const vi high = LANE < 4 ? shift_left(more, 4 - LANE % 4) : shift_right(more, LANE - 4);
+        return either(low, both(high, set1i(0x00100010)));
+    }
+    if (BITS == 6) {
+        const vi more = loadi(words + (4 + LANE / 8) * WORD);
+        const int at = 2 * (LANE % 8);
+        const vi high = at < 4 ? shift_left(more, 4 - at % 4) : shift_right(more, at - 4);
+        return either(low, both(high, set1i(0x00300030)));
+    }
+    return low;
+}
+
+template <int BITS, int LANE, int LAST, int ROWS>
+MP_INLINE void add_lanes(vi (&sums)[ROWS][2], const int32_t* a, const char* words) {
+    const vi first = numbers<BITS, LANE>(words), second = numbers<BITS, LANE>(words + W * 4);
+#pragma GCC unroll 14
+    for (int r = 0; r < ROWS; ++r) {
+        const vi lane = splat(a + LANE * ROWS + r);
+        sums[r][0] = dot_i16(sums[r][0], lane, first);
+        sums[r][1] = dot_i16(sums[r][1], lane, second);
+    }
+    if constexpr (LANE + 1 < LAST) add_lanes<BITS, LANE + 1, LAST, ROWS>(sums, a, words);
+}
+
+// Whole sums of lanes [FIRST, LAST) of one record, on top of `from`: 2 vectors of outputs per row.
+// Not inlined: the compiler keeps the sums in registers only where nothing else lives.
+template <int BITS, int FIRST, int LAST, int ROWS>
+__attribute__((noinline)) void record_sums(vi (&out)[ROWS][2], const int32_t* from,
+                                           const int32_t* a, const char* words) {
+    vi sums[ROWS][2];
+#pragma GCC unroll 14
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = splat(from + r);
+    add_lanes<BITS, FIRST, LAST, ROWS>(sums, a, words);
+#pragma GCC unroll 14
+    for (int r = 0; r < ROWS; ++r) {
+        out[r][0] = sums[r][0];
+        out[r][1] = sums[r][1];
+    }
+}
+
+// A packed tile of rows.
+struct Tile {
+    const int32_t* lanes;   // [blocks][LANES][rows]
+    const int32_t* sums;    // [blocks][2][rows]: of 16 numbers each
+    const float* scales;    // [groups][rows]
+    int64_t blocks;
+    int32_t offset;
+};
+
+// The scales, or the minimums, of 2 vectors of outputs.
+template <Scales SCALES>
+MP_INLINE void read_scales(vf (&to)[2], const char* at, const vf (&group)[2]) {
+    for (int v = 0; v < 2; ++v) {
+        const int64_t lane = v * W;
+        if (SCALES == HALF) to[v] = load_f16(at + 2 * lane);
+        if (SCALES == WIDE) to[v] = load((const float*)at + lane);
+        if (SCALES == WHOLE) to[v] = mul(group[v], load_i8(at + lane));
+    }
+}
+
+template <class F, int ROWS>
+void add_record(vf (&group)[ROWS][2], const Tile& t, int64_t block, const char* record,
+                const vf (&scale_of)[2], const vf (&minimum_of)[2], int64_t column) {
+    const int32_t* lanes = t.lanes + block * LANES * ROWS;
+    const int32_t* both_sums = t.sums + block * 2 * ROWS;
+    for (int s = 0; s < F::SUBS; ++s) {
+        int32_t from[ROWS], x[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            x[r] = F::SUBS == 2 ? both_sums[s * ROWS + r] : both_sums[r] + both_sums[ROWS + r];
+            from[r] = -t.offset * x[r];
+        }
+        vi whole[ROWS][2];
+        const char* words = record + column * 4;
+        if constexpr (F::SUBS == 1)
+            record_sums<F::BITS, 0, LANES, ROWS>(whole, from, lanes, words);
+        else if (s == 0)
+            record_sums<F::BITS, 0, LANES / 2, ROWS>(whole, from, lanes, words);
+        else
+            record_sums<F::BITS, LANES / 2, LANES, ROWS>(whole, from, lanes, words);
+        vf scale[2], minimum[2];
+        const char* scales = record + F::NUMBERS + (s * PANEL + column) * F::SCALE;
+        read_scales<F::SCALES>(scale, scales, scale_of);
+        if (F::MINIMUM)
+            read_scales<F::SCALES>(minimum, scales + F::SUBS * PANEL * F::SCALE, minimum_of);
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) {
+            for (int v = 0; v < 2; ++v) {
+                group[r][v] = add(group[r][v], mul(to_float(whole[r][v]), scale[v]));
+                if (F::MINIMUM)
+                    group[r][v] = add(group[r][v], mul(set1((float)x[r]), minimum[v]));
+            }
+        }
+    }
+}
+
+// 2 vectors of outputs, from `column` of the panel on, for all rows of a tile: to [ROWS][2 * W].
+template <class F, int ROWS>
+void tile(const Tile& t, const char* panel, int64_t column, float* to, const char* ahead,
+          bool fetches) {
+    vf sums[ROWS][2];
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
+    for (int64_t first = 0; first < t.blocks; first += BLOCKS) {
+        vf group[ROWS][2], scale_of[2] = {}, minimum_of[2] = {};
+        for (int r = 0; r < ROWS; ++r) group[r][0] = group[r][1] = zero();
+        for (int v = 0; v < 2 && F::SCALES == WHOLE; ++v) {
+            scale_of[v] = load_f16(panel + 2 * (column + v * W));
+            if (F::MINIMUM) minimum_of[v] = load_f16(panel + 2 * (PANEL + column + v * W));
+        }
+        panel += F::HEAD;
+        const int64_t last = least(first + BLOCKS, t.blocks);
+        for (int64_t block = first; block < last; ++block) {
+            if (fetches) {
+                for (int64_t at = 0; at < F::RECORD / HALVES; at += 64)
+                    _mm_prefetch(ahead + at, _MM_HINT_T1);
+                ahead += F::RECORD / HALVES;
+            }
+            add_record<F, ROWS>(group, t, block, panel, scale_of, minimum_of, column);
+            panel += F::RECORD;
+        }
+        const float* scales = t.scales + first / BLOCKS * ROWS;
+        for (int r = 0; r < ROWS; ++r) {
+            for (int v = 0; v < 2; ++v)
+                sums[r][v] = add(sums[r][v], mul(group[r][v], set1(scales[r])));
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        store(to + r * 2 * W, sums[r][0]);
+        store(to + r * 2 * W + W, sums[r][1]);
+    }
+}
+
+typedef void (*TileFn)(const Tile&, const char*, int64_t, float*, const char*, bool);
+
+template <class F, int ROWS = MAX_ROWS>
+TileFn tile_for(int rows) {
+    if constexpr (ROWS == 0)
+        __builtin_trap();
+    else
+        return rows == ROWS ? tile<F, ROWS> : tile_for<F, ROWS - 1>(rows);
+}
+
+// What all forms are asked. y is [rows][stride], of which `out` columns are written.
+template <class L>
+struct QuantizedCall {
+    typedef typename L::T T;
+    const T* x;
+    const char* weight;
+    const float* bias;  // padded to whole panels, or null
+    T* y;
+    int64_t rows, in, out, stride;
+    int32_t offset;
+    TileFn (*tile_fn)(int);
+    int64_t one_panel_bytes;
+
+    int64_t blocks() const { return in / BLOCK; }
+    int64_t tile_lanes() const { return blocks() * (LANES + 2) + ceil_div(in, GROUP); }
+    int64_t panel_bytes() const { return one_panel_bytes; }
+    int64_t ahead_step() const { return 1; }
+    const char* panels() const { return weight; }
+
+    void pack_rows(int64_t first, int n, int32_t* packed) const {
+        alignas(64) int16_t group[GROUP + W] = {};
+        int32_t* sums = packed + blocks() * LANES * n;
+        float* scales = (float*)(sums + blocks() * 2 * n);
+        for (int r = 0; r < n; ++r) {
+            for (int64_t from = 0; from < in; from += GROUP) {
+                const int64_t count = least(GROUP, in - from);
+                scales[from / GROUP * n + r] = narrow<L>(x + (first + r) * in + from, count, group);
+                for (int64_t k = 0; k < count; k += 4) {
+                    const int64_t lane = (from + k) / 2;
+                    const int16_t even[2] = {group[k], group[k + 2]};
+                    const int16_t odd[2] = {group[k + 1], group[k + 3]};
+                    memcpy(packed + lane * n + r, even, 4);
+                    memcpy(packed + (lane + 1) * n + r, odd, 4);
+                }
+                for (int64_t k = 0; k < count; k += 16) {
+                    int32_t sum = 0;
+                    for (int i = 0; i < 16; ++i) sum += group[k + i];
+                    sums[(from + k) / 16 * n + r] = sum;
+                }
+            }
+        }
+    }
+
+    void tile(int n, const int32_t* a, int64_t row, int64_t panel, const char* ahead,
+              int64_t step) const {
+        const int32_t* sums = a + blocks() * LANES * n;
+        const Tile t = {a, sums, (const float*)(sums + blocks() * 2 * n), blocks(), offset};
+        alignas(64) float to[MAX_ROWS * 2 * W];
+        for (int h = 0; h < HALVES; ++h) {
+            tile_fn(n)(t, weight + panel * one_panel_bytes, h * 2 * W, to, ahead, step != 0);
+            ahead += one_panel_bytes / HALVES;
+            for (int r = 0; r < n; ++r) put(to + r * 2 * W, row + r, panel * PANEL + h * 2 * W);
+        }
+    }
+
+    void put(const float* from, int64_t row, int64_t column) const {
+        for (int64_t at = column; at < least(column + 2 * W, out); at += W) {
+            vf sum = load(from + at - column);
+            if (bias) sum = add(sum, load(bias + at));
+            store_first<L>(y + row * stride + at, sum, (int)least(out - at, W));
+        }
+    }
+};
+
+template <class L, class F>
+void run_form(QuantizedCall<L> call, int threads) {
+    call.tile_fn = tile_for<F>;
+    call.one_panel_bytes = F::panel_bytes(call.blocks());
+    run(call, threads);
+}
+
+// Returns 1 for an unknown form.
+template <class L>
+int linear(int form, QuantizedCall<L> call, int threads) {
+    switch (form) {
+        case 0: run_form<L, Form<4, 32, HALF, false>>(call, threads); return 0;
+        case 1: run_form<L, Form<4, 32, HALF, true>>(call, threads); return 0;
+        case 2: run_form<L, Form<4, 32, WIDE, true>>(call, threads); return 0;
+        case 3: run_form<L, Form<4, 32, WHOLE, true>>(call, threads); return 0;
+        case 4: run_form<L, Form<5, 32, HALF, false>>(call, threads); return 0;
+        case 5: run_form<L, Form<5, 32, HALF, true>>(call, threads); return 0;
+        case 6: run_form<L, Form<5, 32, WHOLE, true>>(call, threads); return 0;
+        case 7: run_form<L, Form<6, 16, WHOLE, false>>(call, threads); return 0;
+        case 8: run_form<L, Form<8, 32, HALF, false>>(call, threads); return 0;
+        case 9: run_form<L, Form<8, 32, WIDE, false>>(call, threads); return 0;
+        case 10: run_form<L, Form<8, 32, WHOLE, false>>(call, threads); return 0;
+    }
+    return 1;
+}
+
+}  // namespace
+}  // namespace moonpool
+
+MP_EXPORT(moonpool_linear_quantized_f32)(int form, const void* x, const void* weight,
+                                         const float* bias, void* y, int64_t rows, int64_t in,
+                                         int64_t out, int64_t stride, int offset, int threads) {
+    return moonpool::linear<moonpool::F32>(
+        form, {(const float*)x, (const char*)weight, bias, (float*)y, rows, in, out, stride, offset},
+        threads);
+}
+
+MP_EXPORT(moonpool_linear_quantized_b16)(int form, const void* x, const void* weight,
+                                         const float* bias, void* y, int64_t rows, int64_t in,
+                                         int64_t out, int64_t stride, int offset, int threads) {
+    return moonpool::linear<moonpool::B16>(
+        form,
+        {(const uint16_t*)x, (const char*)weight, bias, (uint16_t*)y, rows, in, out, stride, offset},
+        threads);
+}

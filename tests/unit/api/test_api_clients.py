@@ -1,0 +1,179 @@
+"""What clients of other servers send and expect: older names, neutral values, origins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_head import ScriptedHead, call, chat, complete, events_of, spoken
+
+from moonpool.api import body_process
+from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat
+from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.structured_output import grammar_of
+from moonpool.config import parse_config
+from moonpool.engine.grammar import matches_grammar
+from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.runtime import cluster
+from moonpool.types import FinishReason, Token, TokenLogprobs
+
+ORIGIN = {"origin": "https://page.example"}
+
+
+@pytest.mark.parametrize("value", [None, {}, [], False])
+def test_an_unknown_field_without_effect_passes(value: Any) -> None:
+    assert chat(ScriptedHead(), vllm_xargs=value, lora_request=value).status_code == 200
+    assert complete(ScriptedHead(), mm_processor_kwargs=value).status_code == 200
+
+
+def test_an_unknown_field_with_a_value_is_named_beside_one_without() -> None:
+    refused = chat(ScriptedHead(), lora_request=None, temprature=0.5)
+    assert refused.json()["error"]["param"] == "temprature"
+    assert chat(ScriptedHead(), lora_request=None, temperature="x").status_code == 400
+    assert chat(ScriptedHead(), include_reasoning=True, detokenize=True).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value", "answer"),
+    [
+        ("guided_json", "json", {"type": "integer"}, "7"),
+        ("guided_regex", "regex", "a+", "aa"),
+        ("guided_choice", "choice", ["yes", "no"], "no"),
+        ("guided_grammar", "grammar", 'start: "x"', "x"),
+    ],
+)
+def test_vllms_older_names_are_the_newer_ones(old: str, new: str, value: Any, answer: str) -> None:
+    heads = [ScriptedHead(lambda _: spoken(answer)) for _ in range(2)]
+    hint = {"guided_decoding_backend": "xgrammar"}
+    assert complete(heads[0], **{old: value}, **hint).status_code == 200
+    assert complete(heads[1], structured_outputs={new: value}).status_code == 200
+    grammars = [head.requests[0].sampling.grammar for head in heads]
+    assert grammars[0] == grammars[1] != ""
+
+
+def test_only_named_origins_may_call() -> None:
+    options = ApiOptions(allowed_origins=("https://page.example",), api_keys={"k": "ann"})
+    asks = {**ORIGIN, "access-control-request-method": "POST"}
+    path = "/v1/chat/completions"
+    allowed = call(ScriptedHead(), path, method="OPTIONS", headers=asks, options=options)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+    refused = call(ScriptedHead(), path, {}, headers=ORIGIN, options=options)
+    assert refused.status_code == 401, "the page may read the error"
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"
+    other = {**asks, "origin": "https://other.example"}
+    assert call(ScriptedHead(), path, method="OPTIONS", headers=other, options=options).is_error
+    plain = call(ScriptedHead(), "/health", method="GET", headers=ORIGIN)
+    assert "access-control-allow-origin" not in plain.headers
+
+
+def test_the_document_names_every_route_and_its_schemas() -> None:
+    document = call(ScriptedHead(), "/openapi.json", method="GET").json()
+    assert document["openapi"].startswith("3.1")
+    listed = call(ScriptedHead(), "/", method="GET").text
+    for path, operations in document["paths"].items():
+        assert path.split("{")[0].rstrip("/") in listed
+        for operation in operations.values():
+            assert operation["summary"], path
+    schemas = document["components"]["schemas"]
+    references = set(_references(document))
+    assert references and all(
+        name.removeprefix("#/components/schemas/") in schemas for name in references
+    )
+    assert "messages" in schemas["ChatBody"]["properties"]
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [name for each in value.values() for name in _references(each)]
+    return [name for each in value for name in _references(each)] if isinstance(value, list) else []
+
+
+def test_the_load_counts_calls_under_way() -> None:
+    assert call(ScriptedHead(), "/load", method="GET").json() == {"server_load": 0}
+
+
+def likely(*top: tuple[int, float]) -> ScriptedHead:
+    token = Token(97, TokenLogprobs(-0.1, top))
+    return ScriptedHead(
+        lambda _: [Output(tokens=(token,)), Output(finish_reason=FinishReason.LENGTH)]
+    )
+
+
+def test_tokens_of_equal_text_are_all_listed() -> None:
+    head = likely((97, -0.1), (0xE2, -2.0), (0xF0, -3.0))  # the last two are no whole characters
+    [choice] = complete(head, logprobs=3).json()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "\ufffd": -2.0, "token_id:240": -3.0}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_written_as_ids_on_demand(stream: bool) -> None:
+    fields = {"return_tokens_as_token_ids": True, "stream": stream}
+
+    def first(response: Any) -> Any:
+        if stream:
+            return next(e["choices"][0] for e in events_of(response) if e["choices"][0]["logprobs"])
+        return response.json()["choices"][0]
+
+    found = first(complete(likely((97, -0.1)), logprobs=1, **fields))["logprobs"]
+    assert found["tokens"] == ["token_id:97"]
+    assert found["top_logprobs"] == [{"token_id:97": -0.1}]
+    found = first(chat(likely((98, -2.0)), logprobs=True, top_logprobs=1, **fields))["logprobs"]
+    assert found["content"][0]["token"] == "token_id:97"
+    assert found["content"][0]["top_logprobs"][0]["token"] == "token_id:98"
+
+
+def test_white_space_between_jsons_tokens_is_bounded() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    body = ChatBody(response_format=ResponseFormat("json_schema", JsonSchemaFormat(schema=schema)))
+    grammar = grammar_of(body, can_end=True)
+    for text in ('{"a":1}', '{"a": 1}', json.dumps({"a": 1}, indent=4), '{\r\n\t"a": 1\r\n}'):
+        assert matches_grammar(grammar, text)
+    for text in ('{   "a": 1}', '{\n\n"a": 1}', '{"a":\r\r1}', "{\n" + " " * 13 + '"a": 1}'):
+        assert not matches_grammar(grammar, text)
+
+
+def test_retry_after_is_said_only_where_waiting_can_help() -> None:
+    hopeless = complete(ScriptedHead(lambda _: [RequestRefused(422, "ttft_slo", "never")]))
+    assert hopeless.status_code == 422 and "retry-after" not in hopeless.headers
+    assert hopeless.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_chat_template_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(cluster, "Head", lambda *arguments: made.append(arguments))
+    path = tmp_path / "template.jinja"
+
+    def make() -> None:
+        cluster._make_head(
+            parse_config(f'[model]\nchat_template = "{path}"\ndtype = "float32"'), b"s"
+        )
+
+    with pytest.raises(cluster.ClusterError, match="cannot be read"):
+        make()
+    path.write_text("{% if %}")
+    with pytest.raises(cluster.ClusterError, match="does not compile"):
+        make()
+    path.write_text("<{{ messages[0].content }}>{{ tools | length if tools }}")
+    make()
+    tokenizer = made[0][2]
+    assert isinstance(tokenizer, ByteTokenizer) and tokenizer.knows_tools
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
+
+
+def test_large_bodies_are_rendered_by_the_same_template() -> None:
+    start = body_process.BodyStart(
+        parent_pid=0,
+        tokenizer="bytes",
+        chat_template="<{{ messages[0].content }}>",
+        vocab_size=259,
+        card=ScriptedHead().card,
+        served_names=(),
+        max_choices=1,
+        max_logprobs=1,
+    )
+    tokenizer = body_process._open(start)
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
