@@ -408,9 +408,10 @@ SECTIONS = (
         "Clusters that `moonpool plan` names for generated workloads, beside an exhaustive search"
         " of all arrangements up to 8 instances that cost less by more than 3 %, with chunk sizes,"
         " caches, SSD and eviction (`benchmarks/suite/cluster/plan_proof.py`). The goal is 90 % of"
-        " requests within both SLOs. In brackets: the interval of another sample, and simulated"
-        " candidates; arithmetic or a clear failure of a richer one excludes the others. The last"
-        " column says by how much the named cluster exceeds the cheapest that was found.",
+        " requests within both SLOs. In brackets: the interval of another sample, and the candidates"
+        " that neither arithmetic nor a clear failure of the richest one excludes. A sample of the"
+        " excluded was simulated, and none kept the SLOs. The last column says by how much the"
+        " named cluster exceeds the cheapest that was found.",
         ("plan",),
         (
             *("workload", "named", "USD/h", "within the SLOs", "fresh draws in the interval"),
