@@ -180,7 +180,7 @@ def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, row in found["workloads"].items():
         one = row["named"]
         if one is None:
-            yield (name, "none", *("-",) * 6)
+            yield (name, "none", *("-",) * 7)
             continue
         low, high = one["another_sample"]
         searched = row["searched"]
@@ -192,6 +192,7 @@ def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{row['fresh_within']} of {len(row['fresh'])}",
             f"{row['plan_runs']:.0f}, {row['plan_cpu_s']:.0f} s",
             f"{searched['candidates']:,} ({searched['simulated']:,})",
+            f"{row['audited_kept']} of {row['audited']}",
             "none" if row["right"] else f"{row['over_best']:.1%}",
         )
 
@@ -408,14 +409,14 @@ SECTIONS = (
         "Clusters that `moonpool plan` names for generated workloads, beside an exhaustive search"
         " of all arrangements up to 8 instances that cost less by more than 3 %, with chunk sizes,"
         " caches, SSD and eviction (`benchmarks/suite/cluster/plan_proof.py`). The goal is 90 % of"
-        " requests within both SLOs. In brackets: the interval of another sample, and the candidates"
-        " that neither arithmetic nor a clear failure of the richest one excludes. A sample of the"
-        " excluded was simulated, and none kept the SLOs. The last column says by how much the"
-        " named cluster exceeds the cheapest that was found.",
+        " requests within both SLOs. In brackets: the interval of another sample, and the"
+        " candidates that neither arithmetic nor a clear failure of the richest one excludes. The"
+        " last columns say how many of a sample of the excluded keep the SLOs after all, and by how"
+        " much the named cluster exceeds the cheapest that was found.",
         ("plan",),
         (
             *("workload", "named", "USD/h", "within the SLOs", "fresh draws in the interval"),
-            *("runs and CPU time of the plan", "cheaper candidates", "too dear by"),
+            *("runs and CPU time of the plan", "cheaper candidates", "audit", "too dear by"),
         ),
         plan_rows,
     ),
