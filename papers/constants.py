@@ -159,7 +159,7 @@ V3_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(61))
 """Requests per second, from 0.02 to 6.1: the one set of rates on which all capacities of v3's
 Figs 11 and 12 are found. The lowest is the one whose P90s the limits are multiples of."""
 
-V3_REQUESTS, V3_QUICK_REQUESTS = 400, 60
+V3_REQUESTS, V3_QUICK_REQUESTS = 400, 24
 """Of each run of Figs 11 and 12; the paper prints no number."""
 
 

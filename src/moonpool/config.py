@@ -26,7 +26,7 @@ Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
@@ -248,6 +248,9 @@ class ConductorConfig(Struct, frozen=True):
     prefetch: Annotated[
         bool, about("Load the blocks of a session from the SSD before its next turn is due.")
     ] = True
+    replicate: Annotated[
+        bool, about("Copy a hot prefix to another instance before a request needs it there.")
+    ] = False
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
     ] = True
@@ -435,6 +438,14 @@ class ApiConfig(Struct, frozen=True):
         tuple[str, ...],
         about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
     ] = ()
+    api_key_file: Annotated[
+        str,
+        about(
+            "File with a bearer key on each line, then optionally its tenant and share.",
+            "--api-key-file",
+            metavar="FILE",
+        ),
+    ] = ""
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )

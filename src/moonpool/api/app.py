@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
+from moonpool.api.keys import KeyRing
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
 
@@ -58,10 +58,14 @@ def make_app(
 
     def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        return Route(path, _Endpoint(handler, keys, memory), methods=methods or ("GET",))
+        return Route(
+            path, _Endpoint(handler, keys, options.admins, memory), methods=methods or ("GET",)
+        )
 
     def message_route(path: str, handler: Handler) -> BaseRoute:
-        endpoint = _Endpoint(handler, options.api_keys, memory, messages.error_payload)
+        endpoint = _Endpoint(
+            handler, options.api_keys, options.admins, memory, messages.error_payload
+        )
         return Route(path, endpoint, methods=["POST"])
 
     app = Starlette(
@@ -112,6 +116,7 @@ class _Endpoint:
         self,
         handler: Handler,
         api_keys: Mapping[str, str],
+        admins: frozenset[str],
         memory: BodyMemory,
         payload_of: ErrorPayload = lambda error, _: error.payload(),
     ):
@@ -119,13 +124,15 @@ class _Endpoint:
         self._handler = handler
         self._memory = memory
         self._payload_of = payload_of
-        self._keys = [(key.encode(), tenant) for key, tenant in api_keys.items()]
+        self._keys = KeyRing(api_keys)
+        self._admins = admins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = HttpContext(scope, receive, send, self._memory)
         try:
             if self._keys:
                 context.tenant = self._tenant(context)
+                context.is_admin = context.tenant in self._admins
             await self._handler(context)
         except ClientGoneError:
             return
@@ -149,14 +156,11 @@ class _Endpoint:
         await context.respond(error.status, payload, headers=error.headers)
 
     def _tenant(self, context: HttpContext) -> str:
-        """Returns the tenant of the request's key. The time is the same whichever key matches."""
+        """Returns the tenant of the request's key."""
         scheme, _, given = context.headers.get(b"authorization", b"").partition(b" ")
         if not scheme:  # as Anthropic's clients send it
             scheme, given = b"bearer", context.headers.get(b"x-api-key", b"")
-        found: str | None = None
-        for key, tenant in self._keys:
-            if hmac.compare_digest(key, given.strip()) and scheme.lower() == b"bearer":
-                found = tenant
+        found = self._keys.tenant_of(given.strip()) if scheme.lower() == b"bearer" else None
         if found is None:
             raise ApiError(
                 "The API key is missing or invalid. Send the header 'Authorization: Bearer KEY'.",

@@ -77,13 +77,19 @@ class Inspector:
         await _respond(context, {"version": installed_version()})
 
     async def server_info(self, context: HttpContext) -> None:
-        await _respond(context, self._frontend.server_info())
+        info = self._frontend.server_info()
+        if not context.is_admin:
+            slo = info.get("config", {}).get("slo")
+            info = {"model": info.get("model"), "config": {"slo": slo}}
+        await _respond(context, info)
 
     async def cluster(self, context: HttpContext) -> None:
-        await _respond(context, self._frontend.cluster())
+        tenant = None if context.is_admin else context.tenant
+        await _respond(context, self._frontend.cluster(tenant))
 
     async def hot(self, context: HttpContext) -> None:
-        """Takes `?limit=N`, the most prefixes to return."""
+        """Takes `?limit=N`, the most prefixes to return. Block keys do not tell their tenant."""
+        _check_admin(context)
         query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
         text = query.get("limit", [str(DEFAULT_HOT)])[-1]
         if not text.isdigit() or not 1 <= int(text[:9]) <= MAX_HOT:
@@ -92,6 +98,7 @@ class Inspector:
         await _respond(context, {"prefixes": found})
 
     async def beliefs(self, context: HttpContext) -> None:
+        _check_admin(context)
         await _respond(context, self._frontend.beliefs())
 
     async def explain(self, context: HttpContext) -> None:
@@ -100,8 +107,12 @@ class Inspector:
         request_id = given_id
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
-        found = self._frontend.explain(scoped_id(context.tenant, request_id))
-        if found is None or not self._may_see(context, found):
+        tenant = context.tenant
+        if context.is_admin:  # may name another tenant: `?tenant=NAME`
+            query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
+            tenant = query.get("tenant", [tenant])[-1]
+        found = self._frontend.explain(scoped_id(tenant, request_id))
+        if found is None:
             text = (
                 f"The request '{given_id[:200]}' is unknown. The server keeps recent requests only."
             )
@@ -124,13 +135,6 @@ class Inspector:
         raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
         response = await self._bodies.respond(kind, raw, context.tenant, timeout_s)
         await context.respond(200, response)
-
-    def _may_see(self, context: HttpContext, found: dict[str, Any]) -> bool:
-        """Whether the tenant may see the request: with API keys, only its own."""
-        if not self._options.api_keys:
-            return True
-        tenant = str(found.get("tenant", ""))
-        return tenant.split("/", 1)[0] == context.tenant
 
     def _model(self, name: str) -> dict[str, Any]:
         card = self._frontend.card
@@ -181,6 +185,8 @@ class Controller:
     async def drain(self, context: HttpContext) -> None:
         """Begins to drain an instance and responds at once; `/cluster` shows the progress."""
         _check_local(context)
+        _check_not_from_a_page(context)
+        _check_admin(context)
         options = self._options
         body = decode_body(
             _DRAIN, await context.read_body(options.max_body_bytes, options.body_timeout_s)
@@ -192,6 +198,42 @@ class Controller:
         if refusal:
             raise ApiError(refusal, status=409, param="instance_id", code="cannot_drain")
         await context.respond(200, msgspec.json.encode({"draining": body.instance_id}))
+
+
+def _check_admin(context: HttpContext) -> None:
+    """Raises `ApiError` for a tenant: what concerns all tenants is the operator's."""
+    if not context.is_admin:
+        text = "This endpoint needs the operator's key, because it shows or steers all tenants."
+        raise ApiError(text, status=403, code="admin_key_required")
+
+
+_LOCAL_NAMES = frozenset({"localhost", "localhost."})
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether a Host header or an origin's authority names this machine, with or without a port."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if name.lower() in _LOCAL_NAMES:
+        return True
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_not_from_a_page(context: HttpContext) -> None:
+    """Raises `ApiError` for a request that a web page in a local browser might have sent."""
+    headers = context.headers
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    origin = headers.get(b"origin", b"").decode("latin-1").partition("://")[2]
+    has_origin = b"origin" in headers
+    if not _is_local_name(host) or (has_origin and not _is_local_name(origin)):
+        text = "This endpoint takes no requests of web pages or for another host's name."
+        raise ApiError(text, status=403, code="foreign_origin")
+    content_type = headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
+    if content_type != b"application/json":
+        text = "The Content-Type of the request must be application/json."
+        raise ApiError(text, status=415, code="unsupported_media_type")
 
 
 def _check_local(context: HttpContext) -> None:

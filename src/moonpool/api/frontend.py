@@ -20,6 +20,7 @@ class ModelCard(Struct, frozen=True):
     max_model_tokens: int  # prompt and output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 
@@ -81,7 +82,9 @@ class Frontend(Protocol):
         """Returns the record of a request, or None if it is unknown."""
         ...
 
-    def cluster(self) -> dict[str, Any]: ...
+    def cluster(self, tenant: str | None = None) -> dict[str, Any]:
+        """Describes the cluster; for a tenant only what concerns it."""
+        ...
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         """Returns the most used prefixes first. Waits a moment for the instances' reports."""
@@ -116,6 +119,8 @@ class ApiOptions:
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    admins: frozenset[str] = frozenset()
+    """Tenants that see the whole cluster. Without API keys everyone does."""
     served_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all
     max_body_bytes: int = 32 << 20

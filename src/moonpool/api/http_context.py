@@ -58,7 +58,7 @@ class BodyMemory:
 
 
 class HttpContext:
-    """One HTTP request. The endpoint sets `tenant` after it has checked the API key.
+    """One HTTP request. The endpoint sets `tenant` and `is_admin` after it has checked the API key.
 
     `memory` counts the body until `close`.
     """
@@ -72,6 +72,7 @@ class HttpContext:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id_of(scope)
         self.tenant = ""
+        self.is_admin = True  # also without API keys
         self.started = False
         self._receive = receive
         self._send = send

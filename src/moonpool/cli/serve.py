@@ -65,6 +65,7 @@ _SHARED_KEYS = (
     "api.host",
     "api.port",
     "api.api_keys",
+    "api.api_key_file",
     "api.allowed_origins",
     "api.request_timeout_s",
     "api.drain_seconds",

@@ -7,6 +7,7 @@ routes the events, and owns the instances: their joins, their blocks, their depa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
@@ -27,6 +28,7 @@ from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.prefetching import Prefetching
+from moonpool.conductor.replication import Replication
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
@@ -74,10 +76,12 @@ class Conductor:
         life: str = "",
         default_slo: Slo = DEFAULT_SLO,
         policies: Policies | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         """`life`: part of all attempt ids, which tells them from those of an earlier Conductor of
         this cluster. `default_slo`: the unit of `loads`. `policies`: those that the config names by
-        module and class (see `moonpool.policy_loading`)."""
+        module and class (see `moonpool.policy_loading`). `tenant_weights`: shares of an overloaded
+        cluster by tenant, 1 for the others."""
         policies = policies or Policies()
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
@@ -93,6 +97,7 @@ class Conductor:
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
         self._prefetching = Prefetching(self.reservations) if config.prefetch else None
+        self.replication = Replication(self.reservations) if config.replicate else None
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
@@ -112,7 +117,9 @@ class Conductor:
             self.roles,
             config.max_attempts,
             self._actions,
+            tenant_weights or {},
             self._prefetching,
+            self.replication,
         )
         self._marks_replicas = config.spare_copies_first
 
@@ -145,6 +152,7 @@ class Conductor:
                 self._actions += [Send(instance_id, command) for instance_id in self.instances]
             case Tick():
                 self._on_tick(now)
+        self._lifecycle.use_room(now)
         actions = self._actions.copy()
         self._actions.clear()
         return actions
@@ -230,6 +238,8 @@ class Conductor:
                     self._actions += self.drains.on_hot(state, report, now)
             case PrefixTakenOver():
                 self._actions += self.drains.on_taken(report, now)
+                if self.replication is not None:
+                    self.replication.on_taken(report)
             case LeaveRequested():
                 why = "its process received a signal to end"
                 self._drain(instance_id, report.within_s, why, now)
@@ -257,6 +267,9 @@ class Conductor:
         if self._prefetching is not None:
             for instance_id, prefetch in self._prefetching.tick(now):
                 self._actions.append(Send(instance_id, prefetch))
+        if self.replication is not None:
+            for instance_id, copy in self.replication.tick(now):
+                self._actions.append(Send(instance_id, copy))
         if self._marks_replicas:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))

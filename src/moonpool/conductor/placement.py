@@ -130,7 +130,6 @@ class Rejection(msgspec.Struct, frozen=True):
     message: str  # for people
     retry_after_s: float  # at least; infinite if waiting cannot help
     projection: dict[str, float] | None = None  # the numbers behind it, by name and unit
-    hopeless: bool = False  # an idle cluster would reject it, too
 
 
 def place(
@@ -352,7 +351,7 @@ def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
         f"the prompt of {footprint.num_tokens} tokens is longer than the {most} tokens of KVCache"
         f" of any prefill instance: shorten it"
     )
-    return Rejection(422, "no_prefill_capacity", text, float("inf"), hopeless=True)
+    return Rejection(422, "no_prefill_capacity", text, float("inf"))
 
 
 def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
@@ -360,7 +359,7 @@ def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
     most = int(table.booked_batch.max())
     if not most:
         text += ", not even an idle one: ask for fewer tokens"
-        return Rejection(422, "no_decode_capacity", text, float("inf"), hopeless=True)
+        return Rejection(422, "no_decode_capacity", text, float("inf"))
     wait_s = footprint.answer_s / most  # their answers end one after another
     text += f"; the next answer should end within {max(wait_s, 0.1):.1f} s"
     return Rejection(503, "no_decode_capacity", text, wait_s)

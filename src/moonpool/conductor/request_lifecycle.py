@@ -11,6 +11,8 @@ attempt's prompt. Each draw is keyed by (seed, position), so the answer continue
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
+from itertools import islice
 
 import msgspec
 
@@ -25,9 +27,11 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.estimators import RunningMean
+from moonpool.conductor.fair_share import FairShare, payer_of
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.prefetching import Prefetching
+from moonpool.conductor.replication import Replication
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
@@ -52,6 +56,8 @@ from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, T
 
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
+FAIR_SHARE = "fair_share"
+"""The reason of a rejection in favour of other tenants' waiting requests."""
 REFUSED = "refused_by_engine"
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
@@ -75,10 +81,14 @@ class RequestLifecycle:
         roles: RoleSwitching,
         max_attempts: int,
         actions: list[ConductorAction],
+        tenant_weights: Mapping[str, float],
         prefetching: Prefetching | None = None,
+        replication: Replication | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
-        self.waiting = WaitingRequests()
+        self.shares = FairShare(tenant_weights)
+        self.waiting = WaitingRequests(self.shares)
+        self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
         self._retries = RetrySchedule()
@@ -91,7 +101,7 @@ class RequestLifecycle:
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
-        self._prefetching = prefetching
+        self._prefetching, self._replication = prefetching, replication
 
     # Arrival and placement
 
@@ -108,9 +118,17 @@ class RequestLifecycle:
         tracked = TrackedRequest(request, record)
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
+        tenant = payer_of(request.tenant)
+        self.shares.see(tenant, now)
+        if self.shares.must_yield(tenant, now):
+            text = "other tenants wait for their share of this cluster, and yours is used up"
+            self._reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
+            return
         self._place(tracked, now)
         if self._prefetching is not None and request.request_id in self.requests:
             self._prefetching.arrive(tracked, now)
+        if self._replication is not None and request.request_id in self.requests:
+            self._replication.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
@@ -119,6 +137,8 @@ class RequestLifecycle:
             if tracked.request.request_id not in self.waiting:
                 tracked.explanation.add(f"waits: {planned.message}")
             self.waiting.add(tracked, now)
+        elif isinstance(planned, Rejection) and self.waiting.is_owed(tracked, planned, now):
+            self.waiting.add(tracked, now, is_owed=True)
         elif isinstance(planned, Rejection):
             if planned.reason == POLICY_ERROR:
                 self._actions.append(Announce(planned.message))
@@ -130,16 +150,27 @@ class RequestLifecycle:
     def place_waiting(self, now: float) -> None:
         """Places requests that wait, as far as there are instances and room."""
         num_failures = 0
-        for tracked in self.waiting.due(now)[:MAX_PLACED_PER_TURN]:
+        self._has_room = False
+        if not self.waiting:
+            return
+        for tracked in islice(self.waiting.due(now), MAX_PLACED_PER_TURN):
             self._place(tracked, now)
             num_failures += tracked.request.request_id in self.waiting
             if num_failures >= MAX_TRIED_PER_TURN:
                 break
 
+    def use_room(self, now: float) -> None:
+        """Places waiting requests if an answer has just ended."""
+        if self._has_room:
+            self.place_waiting(now)
+
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
         self.waiting.remove(tracked.request.request_id)
+        if not tracked.num_attempts:
+            num_tokens = footprint.expected_tokens - placement.hit_tokens
+            self.shares.give(payer_of(tracked.request.tenant), num_tokens, now)
         tracked.num_attempts += 1
         tracked.attempt = attempt
         self._attempts[attempt.attempt_id] = tracked
@@ -369,6 +400,7 @@ class RequestLifecycle:
             self._learn(tracked, now)
         self._unbook(tracked, now, abort=not finished)
         self.waiting.remove(tracked.request.request_id)
+        self._has_room = True
         del self.requests[tracked.request.request_id]
         if len(self._deadlines) > 2 * len(self.requests) + 64:
             self._deadlines = [d for d in self._deadlines if d[1] in self.requests]

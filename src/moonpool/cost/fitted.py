@@ -17,8 +17,10 @@ adds to its prompt's total, with `a` in the first chunk, so every chunking of a 
 prefill(n, p). Prompts that begin in one step share one `a`. A mixed step reads the weights once,
 hence the floor e. It has f' and g' of its own where mixed steps were measured: beside a chunk that
 fills the device, a decode's row is no longer free, as it is while only reading the weights takes
-time. A step without decodes has no such floor, which would break the sum. `domain` says what was
-measured; the formulas go on beyond it.
+time. A step without decodes has no such floor, which would break the sum.
+
+`domain` says what was measured. Beyond it the formulas go on as a roofline does, at the device's
+rates. Only f may be 0 in small batches; beyond the largest measured one a row costs at least b.
 """
 
 from __future__ import annotations
@@ -130,7 +132,12 @@ class FittedCost(Struct, frozen=True):
         return self._decode_base_s(batch) + self.decode[2] * context_tokens
 
     def _decode_base_s(self, batch: int) -> float:
-        """The time of a decode step without its contexts."""
+        """The time of a decode step without its contexts. A row beyond the largest measured batch
+        takes at least what a prompt's token does: reading the weights no longer hides it."""
+        most = inf if self.domain is None else self.domain.decode_batch[1]
+        if batch > most:
+            row_s = max(self.decode[1], self.prefill[1])
+            return self._decode_base_s(int(most)) + row_s * (batch - most)
         e, f, _ = self.decode
         curve = self.decode_curve
         if not curve:

@@ -59,9 +59,11 @@ class CompletionClient:
         self,
         prompt: str | list[int],
         on_text: Callable[[str], None] | None = None,
+        request_id: str = "",
         **parameters: Any,
     ) -> ClientResponse:
-        """Streams one completion. A rejection is a response with its status and error."""
+        """Streams one completion. A rejection is a response with its status and error. The server
+        chooses the id of the request if `request_id` is empty."""
         body = {
             "prompt": prompt,
             "stream": True,
@@ -70,7 +72,10 @@ class CompletionClient:
         }
         answer = ClientResponse(request_id="")
         began_s = time.perf_counter()
-        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+        headers = {"x-request-id": request_id} if request_id else {}
+        async with self._client.stream(
+            "POST", "/v1/completions", json=body, headers=headers
+        ) as response:
             answer.status = response.status_code
             answer.request_id = response.headers.get("x-request-id", "")
             if response.status_code != 200:

@@ -17,6 +17,7 @@ TALE = (
     " turned, bells rang far out on dark water, twice, then again; Captain Ida stepped ashore,"
     " laughed aloud, and hung her lantern beside its seven sisters. "
 )
+LETTER_TOKENS = 700
 _SYLLABLES = (
     "al",
     "be",
@@ -64,6 +65,8 @@ class Conversation:
     user: str
     text: str
     turns: list[ConversationTurn] = field(default_factory=list)
+    num_asked: int = 0
+    book: dict[str, str] = field(default_factory=dict)  # of the shared text
 
 
 def make_conversations(
@@ -75,7 +78,9 @@ def make_conversations(
     book = "The harbour book. " + TALE + "".join(f"[{k}={v}] " for k, v in berths.items())
     conversations = []
     for i in range(num_users):
-        talk = Conversation(user=f"user {i + 1}", text=book + f"\nUser {i + 1} comes in.\n")
+        talk = Conversation(
+            user=f"user {i + 1}", text=book + f"\nUser {i + 1} comes in.\n", book=berths
+        )
         crates: dict[str, str] = {}
         for turn in range(num_turns):
             talk.turns.append(_make_turn(rng, turn, i, berths, crates))
@@ -89,6 +94,11 @@ def _make_turn(
     if turn == 0 and user == 0:
         begin, rest = TALE[:21], TALE[21:].rstrip()
         return ConversationTurn(f"Tell the tale: {begin}", rest, None, "the tale, go on")
+    letter = ""
+    if turn == 1 and user == 0:
+        # Too long to be computed beside decodes: it goes to an instance that prefills, and that
+        # must fetch the blocks of the tale's answer from the instance that decoded it.
+        letter = f"A letter: {filler(random.Random(user), LETTER_TOKENS)}. "
     crate, content = f"crate-{user}{turn:02d}", _name(rng)
     note = f"Note that [{crate}={content}]. "
     if turn % 2 and crates:
@@ -98,7 +108,21 @@ def _make_turn(
         key = rng.choice(sorted(berths))
         expected, what = berths[key], f"{key} (shared book)"
     crates[crate] = content
-    return ConversationTurn(f"{note}Look up [{key}=", expected, "]", what)
+    return ConversationTurn(f"{letter}{note}Look up [{key}=", expected, "]", what)
+
+
+def look_up(talk: Conversation, key: str) -> ConversationTurn:
+    """A question about the shared text."""
+    return ConversationTurn(f"Look up [{key}=", talk.book[key], "]", f"{key} (shared book)")
+
+
+def filler(rng: random.Random, num_characters: int) -> str:
+    """Words without meaning. The built-in model has one token per character."""
+    words = []
+    while num_characters > 0:
+        words.append(_name(rng))
+        num_characters -= len(words[-1]) + 1
+    return " ".join(words)
 
 
 def _name(rng: random.Random) -> str:

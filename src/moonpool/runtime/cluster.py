@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import msgspec
 from moonpool.api.app import PortError, http_server, listen, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, collect_keys
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values
 from moonpool.cores import (
@@ -39,6 +41,9 @@ from moonpool.runtime.launcher import LocalLauncher
 log = logging.getLogger("moonpool")
 
 START_S = 300.0
+KEYS_VARIABLE = "MOONPOOL_API_KEY"
+"""API keys in the environment, separated by commas or spaces."""
+ADMIN_KEY_VARIABLE = "MOONPOOL_ADMIN_KEY"
 UNKNOWN_TOKENS = 1 << 30
 """The context of a model whose files state none. The instances' pools limit it."""
 
@@ -78,7 +83,8 @@ async def running_cluster(
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
         raise ClusterError(str(error)) from None
-    head, tokenizer = _make_head(config, secret)
+    keys = read_keys(config)
+    head, tokenizer = _make_head(config, secret, keys)
     try:
         head_port = await head.start()
     except OSError as error:
@@ -86,7 +92,7 @@ async def running_cluster(
         network = config.network
         text = f"cannot listen for workers at {network.head_host}:{network.head_port}: {error}"
         raise ClusterError(text) from None
-    options = _api_options(config, tokenizer)
+    options = _api_options(config, tokenizer, keys)
     bodies = BodyReader(head, options)
     server = http_server(make_app(head, options, bodies))
     unpinned = [core.number for core in read_cores()]
@@ -179,7 +185,7 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes) -> tuple[Head, str]:
+def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
     """Returns the head, and the name of its tokenizer."""
     try:
         read = model_info_without_weights if config.engine.kind == "vllm" else model_info
@@ -206,12 +212,41 @@ def _make_head(config: Config, secret: bytes) -> tuple[Head, str]:
         max_model_tokens=wanted or longest or UNKNOWN_TOKENS,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        scores_prompts=_scores_prompts(config),
         sampling=dict(model.sampling),
     )
     try:
-        return Head(config, card, tokenizer, secret), model.tokenizer
+        head = Head(config, card, tokenizer, secret, tenant_shares=keys.shares)
+        return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
+
+
+def _scores_prompts(config: Config) -> bool:
+    """Whether each instance computes the logits in its own process."""
+    engine = config.engine
+    degrees = (
+        engine.pipeline_parallel_size,
+        engine.decode_pipeline_parallel_size,
+        engine.tensor_parallel_size,
+        engine.decode_tensor_parallel_size,
+    )
+    return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
+
+
+def read_keys(config: Config) -> ApiKeys:
+    """Reads the API keys of configuration, file and environment. Raises ClusterError."""
+    path, text = config.api.api_key_file, ""
+    try:
+        if path:
+            text = Path(path).read_text(encoding="utf-8")
+        given = (*config.api.api_keys, *os.environ.get(KEYS_VARIABLE, "").replace(",", " ").split())
+        return collect_keys(given, text, os.environ.get(ADMIN_KEY_VARIABLE, "").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read the API keys in {path}: {error}") from None
+    except KeyFileError as error:
+        where = path or f"{KEYS_VARIABLE} and {ADMIN_KEY_VARIABLE}"
+        raise ClusterError(f"API keys ({where}): {error}") from None
 
 
 def _read_template(path: str) -> str:
@@ -221,11 +256,11 @@ def _read_template(path: str) -> str:
         raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
 
 
-def _api_options(config: Config, tokenizer: str) -> ApiOptions:
+def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
     template = config.model.chat_template
-    keys = config.api.api_keys
     return ApiOptions(
-        api_keys={key: f"key{i}" for i, key in enumerate(keys)},
+        api_keys=keys.tenants,
+        admins=keys.admins,
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,

@@ -10,6 +10,7 @@ import msgspec
 
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.cost_estimator import learned_factors
+from moonpool.conductor.fair_share import payer_of
 from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
 from moonpool.request_record import RequestRecord
@@ -80,6 +81,27 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
         },
         "longest_gaps_over_mean": conductor.instance_table.tbt_tail,
         "late_ttft_over_predicted": conductor.instance_table.ttft_tail,
+    }
+
+
+def describe_to_tenant(conductor: Conductor, tenant: str) -> dict[str, Any]:
+    """Describes what a tenant may know: which instances there are, and its own requests."""
+    own = [
+        tracked
+        for tracked in conductor.requests.values()
+        if payer_of(tracked.request.tenant) == tenant
+    ]
+    return {
+        "instances": [
+            {
+                "instance_id": state.info.instance_id,
+                "role": state.info.role.value,
+                "draining": None if state.drain is None else state.drain.reason,
+            }
+            for state in conductor.instances.values()
+        ],
+        "requests_under_way": len(own),
+        "requests_waiting": sum(tracked.attempt is None for tracked in own),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from secrets import token_hex
 from typing import Any
 
@@ -57,6 +57,7 @@ from moonpool.runtime.explain import (
     describe_cluster,
     describe_hot,
     describe_record,
+    describe_to_tenant,
 )
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.response_stream import ResponseStream
@@ -86,6 +87,7 @@ class Head:
         tokenizer: Tokenizer,
         secret: bytes,
         now: Callable[[], float] = time.monotonic,
+        tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.card = card
@@ -100,6 +102,7 @@ class Head:
             life=token_hex(4),
             default_slo=self.default_slo,
             policies=load_policies(config.conductor),
+            tenant_weights=tenant_shares,
         )
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
@@ -179,7 +182,9 @@ class Head:
             return None
         return describe_record(tracked.record, tracked.explanation.lines())
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self, tenant: str | None = None) -> dict[str, Any]:
+        if tenant is not None:
+            return describe_to_tenant(self.conductor, tenant)
         described = describe_cluster(self.conductor, self.now())
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [

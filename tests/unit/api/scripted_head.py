@@ -109,8 +109,8 @@ class ScriptedHead:
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return self.explanations.get(request_id)
 
-    def cluster(self) -> dict[str, Any]:
-        return {"instances": []}
+    def cluster(self, tenant: str | None = None) -> dict[str, Any]:
+        return {"instances": []} if tenant is None else {"instances": [], "tenant": tenant}
 
     def beliefs(self) -> dict[str, Any]:
         return {"instances": [], "errors": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from moonpool.conductor.actions import (
@@ -54,8 +55,14 @@ PROMPT = tuple(range(10))
 class Desk:
     """A Conductor with its reservations checked after each event."""
 
-    def __init__(self, *names: str, num_blocks: int = 1000, **config: Any) -> None:
-        self.conductor = Conductor(ConductorConfig(**config))
+    def __init__(
+        self,
+        *names: str,
+        num_blocks: int = 1000,
+        weights: Mapping[str, float] | None = None,
+        **config: Any,
+    ) -> None:
+        self.conductor = Conductor(ConductorConfig(**config), tenant_weights=weights)
         self.now = 0.0
         self.num_blocks = num_blocks
         for name in names:

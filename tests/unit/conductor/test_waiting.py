@@ -92,8 +92,7 @@ def test_a_begun_answer_waits_for_room() -> None:
     assert desk.conductor.num_waiting == 1
     assert of(desk.ask("new", token_ids=range(16), max_tokens=9), Refuse), "it is not begun"
     assert not placed(tick(desk))
-    desk.handle(RequestCancelled(RequestId("b")))
-    actions = tick(desk)
+    actions = desk.handle(RequestCancelled(RequestId("b")))
     assert placed(actions) == ["a"]
     assert [name for name, _ in sent(actions, ReserveDecode)] == [left]
 

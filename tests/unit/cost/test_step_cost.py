@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.config import Parallelism
+from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.sim.hardware.calibrated import CALIBRATED
@@ -139,6 +140,20 @@ def test_prompts_that_begin_in_a_step_share_its_constant() -> None:
     assert cost.step_s([begins] * 8, 0, 0) == pytest.approx(0.1 + 8 * 0.0256)
     assert cost.step_s([goes_on, begins], 0, 0) == pytest.approx(0.1 + 2 * 0.0256)
     assert cost.step_s([goes_on] * 2, 0, 0) == pytest.approx(2 * 0.0256)
+
+
+def test_rows_beyond_the_measured_batches_cost_what_a_prompts_tokens_do() -> None:
+    domain = CostDomain(
+        prompt_tokens=(16, 512), cached_share=0.5, decode_batch=(1, 4), context_tokens=(64, 1024)
+    )
+    cost = FittedCost(prefill=(0.0, 1e-3, 0.0, 0.0), decode=(0.02, 0.0, 1e-8), domain=domain)
+    assert cost.decode_step_s(4, 0) == pytest.approx(0.02)
+    assert cost.decode_step_s(5, 0) == pytest.approx(0.021)
+    assert cost.decode_steps_s(9, 0, 3) == pytest.approx(
+        math.fsum(cost.step_s((), 9, 9 * i) for i in range(3))
+    )
+    steeper = FittedCost(prefill=cost.prefill, decode=(0.02, 2e-3, 1e-8), domain=domain)
+    assert steeper.decode_step_s(9, 0) == pytest.approx(0.02 + 9 * 2e-3)
 
 
 def test_weights_are_read_once_for_chunks_and_decodes() -> None:

@@ -1,0 +1,136 @@
+"""API keys: their sources, and what a tenant sees and may do beside the operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_head import ScriptedHead, call
+
+from moonpool.api.frontend import ApiOptions
+from moonpool.api.keys import ApiKeys, KeyFileError, KeyRing, collect_keys
+from moonpool.config import parse_config
+from moonpool.runtime.cluster import ClusterError, read_keys
+
+FILE = """
+# key   tenant  share
+sk-1    search  2
+sk-2
+sk-3    chat    # a comment
+"""
+OPTIONS = ApiOptions(
+    api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, admins=frozenset({"admin"})
+)
+DRAIN = {"instance_id": "prefill-1"}
+
+
+def ask(path: str, key: str, body: Any = None, **more: Any) -> Any:
+    head = more.pop("head", None) or ScriptedHead()
+    headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
+    method = "GET" if body is None else "POST"
+    return call(head, path, body, method=method, headers=headers, options=OPTIONS, **more)
+
+
+def test_keys_of_all_sources_are_joined() -> None:
+    keys = collect_keys(("flag",), FILE, "operator")
+    assert keys.tenants == {
+        "flag": "key0",
+        "sk-1": "search",
+        "sk-2": "key2",
+        "sk-3": "chat",
+        "operator": "admin",
+    }
+    assert keys.shares == {"search": 2.0}
+    assert keys.admins == {"admin"}
+
+
+def test_who_is_the_operator() -> None:
+    assert ApiKeys().admins == frozenset()
+    assert collect_keys(("one",), "", "").admins == {"key0"}, "one key is the operator's"
+    assert collect_keys(("one", "two"), "", "").admins == frozenset()
+    assert collect_keys((), "k admin\nl other", "").admins == {"admin"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("k a 0", "line 1: a share"),
+        ("k a much", "line 1: a share"),
+        ("k a nan", "line 1: a share"),
+        ("k a/b", "line 1: a tenant's name"),
+        ("k a 1 2", "line 1 must have"),
+        ("k\n\nk", "line 3 repeats"),
+        ("kéy", "ASCII"),
+    ],
+)
+def test_malformed_lines_are_named_and_the_key_is_not(text: str, words: str) -> None:
+    with pytest.raises(KeyFileError, match=words) as caught:
+        collect_keys((), text.replace("k", "s3cret"), "")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_the_server_reads_file_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    monkeypatch.setenv("MOONPOOL_API_KEY", "env-1,env-2")
+    monkeypatch.setenv("MOONPOOL_ADMIN_KEY", "op")
+    found = read_keys(parse_config("", {"api": {"api_key_file": str(path)}}))
+    assert set(found.tenants) == {"sk-1", "sk-2", "sk-3", "env-1", "env-2", "op"}
+    path.write_text("a b c d")
+    with pytest.raises(ClusterError, match="line 1 must have"):
+        read_keys(parse_config("", {"api": {"api_key_file": str(path)}}))
+    with pytest.raises(ClusterError, match="cannot read the API keys"):
+        read_keys(parse_config("", {"api": {"api_key_file": str(tmp_path / "none")}}))
+
+
+def test_a_ring_keeps_no_key() -> None:
+    ring = KeyRing({"secret-key": "ann"})
+    assert ring.tenant_of(b"secret-key") == "ann"
+    assert ring.tenant_of(b"secret-keY") is None
+    assert ring.tenant_of(b"") is None
+    assert "secret-key" not in repr(vars(ring))
+
+
+def test_a_tenant_sees_its_own_and_the_operator_sees_all() -> None:
+    assert ask("/cluster", "k-ann").json() == {"instances": [], "tenant": "ann"}
+    assert ask("/cluster", "k-op").json() == {"instances": []}
+    for path in ("/cluster/hot", "/beliefs"):
+        refused = ask(path, "k-ann")
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "admin_key_required"
+        assert ask(path, "k-op").status_code == 200
+    assert ask("/server_info", "k-ann").json() == {"model": "fake", "config": {"slo": None}}
+    assert ask("/server_info", "k-op").json() == {"model": "fake"}
+    head = ScriptedHead()
+    head.explanations["ann/r"] = {"tenant": "ann"}
+    assert ask("/explain/r", "k-ann", head=head).json()["request_id"] == "r"
+    assert ask("/explain/r", "k-bob", head=head).status_code == 404
+    assert ask("/explain/r?tenant=ann", "k-bob", head=head).status_code == 404
+    assert ask("/explain/r?tenant=ann", "k-op", head=head).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "status"),
+    [
+        ("k-op", {}, 200),
+        ("k-op", {"host": "localhost:8000"}, 200),
+        ("k-op", {"host": "[::1]:8000", "origin": "http://127.0.0.1:3000"}, 200),
+        ("k-ann", {}, 403),
+        ("k-op", {"host": "evil.example"}, 403),
+        ("k-op", {"host": "127.0.0.1.evil.example"}, 403),
+        ("k-op", {"origin": "http://evil.example"}, 403),
+        ("k-op", {"origin": "null"}, 403),
+        ("k-op", {"content-type": "text/plain"}, 415),
+        ("k-op", {"content-type": ""}, 415),
+    ],
+)
+def test_only_the_operator_drains_and_no_web_page(
+    key: str, headers: dict[str, str], status: int
+) -> None:
+    head = ScriptedHead()
+    found = ask("/cluster/drain", key, DRAIN, head=head, headers={"host": "127.0.0.1", **headers})
+    assert found.status_code == status, found.text
+    assert bool(head.drained) == (status == 200)

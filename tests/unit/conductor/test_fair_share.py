@@ -1,0 +1,103 @@
+"""Tenants that compete share an overloaded cluster by the tokens they were given."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from conductor_desk import Desk, of, sent
+
+from moonpool.conductor.actions import Refuse, RequestCancelled, Tick
+from moonpool.conductor.fair_share import ACTIVE_S, MAX_OWED_WAITING, FairShare, payer_of
+from moonpool.protocol.messages import StartPrefill
+from moonpool.types import RequestId
+
+TOKENS = tuple(range(16))
+
+
+class Market:
+    """An instance with room for 4 requests. Each tenant sends without pause; one request ends at
+    each step."""
+
+    def __init__(self, **weights: float) -> None:
+        self.desk = Desk("m0", num_blocks=24, weights=weights, admission="none")
+        self.running: list[str] = []
+        self.placed: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._number = 0
+
+    def send(self, tenant: str) -> None:
+        self._number += 1
+        name = f"{tenant}-{self._number}"
+        tokens = tuple(range(self._number * 100, self._number * 100 + 16))
+        actions = self.desk.ask(name, token_ids=tokens, tenant=tenant, max_tokens=8, ttft_s=30.0)
+        self._note(actions)
+
+    def step(self) -> None:
+        self.desk.now += 0.25
+        if self.running:
+            self._note(self.desk.handle(RequestCancelled(RequestId(self.running.pop(0)))))
+        self._note(self.desk.handle(Tick()))
+
+    def _note(self, actions: list[object]) -> None:
+        for refuse in of(actions, Refuse):  # type: ignore[type-var, arg-type]
+            self.refused[refuse.request_id.split("-")[0]] += 1
+        for _, start in sent(actions, StartPrefill):  # type: ignore[arg-type]
+            name = start.work.attempt_id.split("/")[0]
+            self.running.append(name)
+            self.placed[name.split("-")[0]] += 1
+
+
+def test_a_flood_of_one_tenant_refuses_no_small_request_of_another() -> None:
+    market = Market()
+    for turn in range(200):
+        for _ in range(10):
+            market.send("flood")
+        if turn > 20 and turn % 4 == 0:
+            market.send("small")
+        market.step()
+    assert market.refused["small"] == 0
+    assert market.placed["small"] >= 43
+    assert market.placed["flood"] > 100, "what is left is for the flood"
+
+
+@pytest.mark.parametrize(("weights", "ratio"), [({}, 1.0), ({"a": 3.0}, 3.0)])
+def test_tenants_that_all_flood_get_shares_by_weight(
+    weights: dict[str, float], ratio: float
+) -> None:
+    market = Market(**weights)
+    for _ in range(400):
+        for tenant in ("a", "b") * 3:
+            market.send(tenant)
+        market.step()
+    found = market.placed["a"] / market.placed["b"]
+    assert ratio / 1.3 < found < ratio * 1.3, market.placed
+
+
+def test_a_tenant_alone_is_refused_as_ever() -> None:
+    market = Market()
+    for _ in range(20):
+        for _ in range(10):
+            market.send("only")
+        market.step()
+    assert market.desk.conductor.num_waiting == 0
+    assert market.refused["only"] > 100
+
+
+def test_shares_know_who_competes_and_who_is_owed() -> None:
+    shares = FairShare({"big": 2.0})
+    shares.see("big", 0.0)
+    assert not shares.is_owed("big", 0.0), "there is nobody else"
+    shares.give("big", 100.0, 0.0)
+    shares.see("small", 1.0)
+    assert shares.is_owed("small", 1.0) and not shares.is_owed("big", 1.0)
+    assert shares.level("big", 0.0) == 50.0
+    shares.begin_wait("small")
+    assert shares.must_yield("big", 1.0) and not shares.must_yield("small", 1.0)
+    shares.end_wait("small")
+    assert not shares.must_yield("big", 1.0)
+    assert not shares.is_owed("small", 2.0 + ACTIVE_S), "the other one has stopped"
+    for _ in range(MAX_OWED_WAITING):
+        shares.begin_wait("small")
+    assert not shares.may_wait("small", 1.0)
+    assert payer_of("small/salt") == payer_of("small/other") == "small"
