@@ -248,6 +248,9 @@ class ConductorConfig(Struct, frozen=True):
     prefetch: Annotated[
         bool, about("Load the blocks of a session from the SSD before its next turn is due.")
     ] = True
+    replicate: Annotated[
+        bool, about("Copy a hot prefix to another instance before a request needs it there.")
+    ] = False
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
     ] = True

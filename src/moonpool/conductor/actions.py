@@ -46,6 +46,10 @@ class DrainRequested(msgspec.Struct, frozen=True):
     why: str
 
 
+class CacheDropRequested(msgspec.Struct, frozen=True):
+    """An operator wants all instances to forget the cached blocks that no request holds."""
+
+
 class HotRequested(msgspec.Struct, frozen=True):
     """The most used prefixes are requested; each instance's answer is stored in its state."""
 
@@ -64,6 +68,7 @@ ConductorEvent = (
     | Reported
     | DrainRequested
     | HotRequested
+    | CacheDropRequested
     | Tick
 )
 

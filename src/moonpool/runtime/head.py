@@ -20,6 +20,7 @@ from moonpool.api.metrics import ServerMetrics
 from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
     Announce,
+    CacheDropRequested,
     ConductorEvent,
     Deliver,
     DrainRequested,
@@ -212,6 +213,9 @@ class Head:
                 break
             await asyncio.sleep(HOT_S / 100)
         return describe_hot(self.conductor, num_prefixes)
+
+    def drop_cached_blocks(self) -> None:
+        self._post(CacheDropRequested())
 
     def drain(self, instance_id: str, within_s: float) -> str:
         refusal = self.conductor.drains.why_not(InstanceId(instance_id))

@@ -42,6 +42,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
             "left": simulation.conductor.drains.num_left,
             "handed_over_blocks": simulation.conductor.drains.num_handed_blocks,
         },
+        **_replicated(simulation),
         "bubbles": _bubbles(nodes, simulated_s),
         "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
         "cost_domain": _cost_domain(simulation, nodes),
@@ -91,6 +92,12 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
             "bias": rounded(found.ttft_bias_s / max(found.ttft_error_s.count, 1)),
         },
     }
+
+
+def _replicated(simulation: Simulation) -> dict[str, int]:
+    """Blocks copied ahead of requests, if the Conductor replicates."""
+    replication = simulation.conductor.replication
+    return {} if replication is None else {"replicated_blocks": replication.num_blocks}
 
 
 def _learned(simulation: Simulation) -> dict[str, Any]:
