@@ -52,8 +52,7 @@ class _Converted:
 
     def matrix(self, name: str) -> Matrix:
         matrix = self._convert(self._weights.matrix(name))
-        is_plain = isinstance(matrix, Tensor)
-        self.num_bytes += matrix.nbytes if is_plain else matrix.num_bytes
+        self.num_bytes += matrix.nbytes if isinstance(matrix, Tensor) else matrix.num_bytes
         return matrix
 
 
