@@ -77,6 +77,7 @@ class SamplingParams(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     grammar: str = ""  # the answer must match it (see `engine.grammar`); "": no constraint
 
 
@@ -98,10 +99,12 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Token(Struct, frozen=True, array_like=True):
-    """One generated token."""
+    """One generated token. The first one brings the logprobs of the prompt from its second token
+    on, if `SamplingParams.prompt_logprobs` asks for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    prompt: tuple[TokenLogprobs, ...] | None = None
 
 
 class Request(Struct, frozen=True):

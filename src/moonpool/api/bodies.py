@@ -74,6 +74,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     # Documented by OpenAI or vLLM, without effect here.
     include_reasoning: Any = None
     user: Any = None
@@ -90,7 +91,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: Any = None
     allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
     detokenize: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
@@ -160,7 +160,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True, False),
     "kv_transfer_params": ({},),

@@ -17,7 +17,7 @@ from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
 from moonpool.api.tools import ToolCallDelta, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.types import FinishReason, Request, Token
+from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 
 
 class Delta(NamedTuple):
@@ -45,6 +45,8 @@ class Choice:
         self.index = index
         self.request = request
         self.echo: str | None = None  # the prompt's text, if the client wants it before the output
+        self.hide_output = False  # the client asked for no tokens, the engine computed one
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # from the second token on
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -111,6 +113,11 @@ class Choice:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.timings_s = output.timings_s or self.timings_s
         tokens = output.tokens
+        if tokens and self.prompt_logprobs is None:
+            self.prompt_logprobs = tokens[0].prompt
+        if self.hide_output:
+            self.finish_reason = output.finish_reason and FinishReason.LENGTH
+            return Delta(self, "", (), self.finish_reason)
         stopped_at = len(tokens) - 1 if output.finish_reason is FinishReason.STOP else -1
         text = ""
         for position, token in enumerate(tokens):

@@ -20,6 +20,7 @@ class ModelCard(Struct, frozen=True):
     max_model_tokens: int  # prompt and output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 
@@ -87,6 +88,10 @@ class Frontend(Protocol):
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         """Returns the most used prefixes first. Waits a moment for the instances' reports."""
+        ...
+
+    def drop_cached_blocks(self) -> None:
+        """Lets all instances forget the cached blocks that no request holds."""
         ...
 
     def drain(self, instance_id: str, within_s: float) -> str:

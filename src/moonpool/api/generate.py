@@ -132,6 +132,7 @@ class Generator:
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
                 with_token_ids=bool(body.return_token_ids),
+                with_prompt_logprobs=body.prompt_logprobs is not None,
                 tokens_as_ids=bool(body.return_tokens_as_token_ids),
                 with_usage=with_usage,
                 usage_in_chunks=bool(with_usage and options and options.continuous_usage_stats),
@@ -180,9 +181,11 @@ class Generator:
                     arrived_s=call.arrived_s,
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
+                    use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                 )
                 choice = Choice(index, request, ending, tokenizer, reader() if reader else None)
                 choice.echo = prepared.echoes[number] if prepared.echoes else None
+                choice.hide_output = body.max_tokens == 0
                 choices.append(choice)
         return choices
 

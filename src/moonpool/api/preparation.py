@@ -27,7 +27,12 @@ from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.prompts import PromptReader
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
-from moonpool.api.sampling import check_logprobs, check_ranges, check_token_ids
+from moonpool.api.sampling import (
+    check_logprobs,
+    check_prompt_logprobs,
+    check_ranges,
+    check_token_ids,
+)
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
 from moonpool.engine.tokenizer import Tokenizer
@@ -152,6 +157,7 @@ class Preparer:
         check_unsupported(body)
         check_ranges(body)
         check_logprobs(body, self._options.max_logprobs)
+        check_prompt_logprobs(body, self._options.max_logprobs, self.card.scores_prompts)
         if body.stream_options is not None and not body.stream:
             text = "'stream_options' is only allowed when 'stream' is true."
             raise ApiError(text, param="stream_options")

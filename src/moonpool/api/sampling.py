@@ -25,7 +25,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("n", 1, 128),
-    ("max_tokens", 1, 2**31 - 1),
+    ("max_tokens", 0, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("seed", -(2**63), 2**63 - 1),
 )
@@ -48,7 +48,7 @@ def check_range(body: object, name: str, least: float, most: float) -> None:
     if value is not None and not least <= value <= most:
         raise ApiError(
             f"Invalid value for '{name}': {_short(value)}. "
-            f"It must be between {least:g} and {most:g}.",
+            f"It must be between {_short(least)} and {_short(most)}.",
             param=name,
         )
 
@@ -122,6 +122,7 @@ def sampling_of(
         stop_token_ids=tuple(sorted(ending.stop_token_ids)),
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         logprobs=num_logprobs(body),
+        prompt_logprobs=num_prompt_logprobs(body),
         grammar=grammar,
     )
 
@@ -152,12 +153,33 @@ def num_logprobs(body: ChatBody | CompletionBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+def num_prompt_logprobs(body: ChatBody | CompletionBody) -> int | None:
+    """Returns how many likely tokens are wanted at each token of the prompt; None: no logprobs."""
+    wanted = [body.prompt_logprobs]
+    if isinstance(body, CompletionBody) and body.echo:
+        wanted.append(body.logprobs)
+    return max((count for count in wanted if count is not None), default=None)
+
+
+def check_prompt_logprobs(body: ChatBody | CompletionBody, most: int, supported: bool) -> None:
+    check_range(body, "prompt_logprobs", 0, most)
+    if num_prompt_logprobs(body) is None:
+        return
+    param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+    if not supported:
+        text = (
+            "The engine of this server does not compute logprobs of the prompt. Leave"
+            " 'prompt_logprobs' out, and 'echo' together with 'logprobs'."
+        )
+        raise ApiError(text, param=param, code="unsupported_parameter")
+    if body.stream:
+        text = "Logprobs of the prompt are not streamed. Leave 'stream' out."
+        raise ApiError(text, param=param, code="unsupported_parameter")
+
+
 def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
     if isinstance(body, CompletionBody):
         check_range(body, "logprobs", 0, most)
-        if body.echo and body.logprobs is not None:
-            text = "'echo' together with 'logprobs' is not supported. Leave one of them out."
-            raise ApiError(text, param="echo", code="unsupported_parameter")
         return
     check_range(body, "top_logprobs", 0, most)
     if body.top_logprobs and not body.logprobs:
@@ -187,6 +209,11 @@ def max_tokens_of(body: ChatBody | CompletionBody, num_prompt_tokens: int, most:
             param=param,
             code="context_length_exceeded",
         )
+    if max_tokens == 0:
+        if not (isinstance(body, CompletionBody) and body.echo and not body.stream):
+            text = "'max_tokens' must be at least 1, except with 'echo'."
+            raise ApiError(text, param="max_tokens")
+        max_tokens = 1  # the engine's least; `hide_output` leaves it out
     if (body.min_tokens or 0) > max_tokens:
         text = f"'min_tokens' must be at most 'max_tokens' ({max_tokens})."
         raise ApiError(text, param="min_tokens")

@@ -7,12 +7,14 @@ encoded once per response and the encoded text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
+from moonpool.api.prompt_logprobs import echoed_logprobs, prompt_logprobs_field
 from moonpool.api.tools import ToolCallDelta, together
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
@@ -32,6 +34,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     num_per_prompt: int = 1
     with_logprobs: bool = False
     with_token_ids: bool = False
+    with_prompt_logprobs: bool = False
     tokens_as_ids: bool = False  # in logprobs, a token is written as token_id:N
     with_usage: bool = False
     usage_in_chunks: bool = False  # the usage so far, rather than null, in each chunk
@@ -43,6 +46,7 @@ class Shape(Protocol):
     object: str
     chunk_object: str
     id_prefix: str
+    tokenizer: Tokenizer
 
     def opening(self, choice: Choice) -> bytes:
         """Returns the fields of the first chunk of a choice, or nothing."""
@@ -97,7 +101,7 @@ class ChatShape:
     id_prefix = "chatcmpl-"
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def opening(self, choice: Choice) -> bytes:
         return b'"delta":{"role":"assistant","content":""}'
@@ -131,7 +135,7 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
-        token_bytes = self._tokenizer.token_bytes(token_id)
+        token_bytes = self.tokenizer.token_bytes(token_id)
         return {
             "token": _id_text(token_id) if as_ids else token_bytes.decode("utf-8", "replace"),
             "logprob": max(logprob, _LEAST_LOGPROB),
@@ -157,7 +161,7 @@ class CompletionShape:
     id_prefix = "cmpl-"
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def opening(self, choice: Choice) -> bytes:
         return b"" if choice.echo is None else self.text_field(choice.echo)
@@ -213,7 +217,7 @@ class CompletionShape:
         return _id_text(token_id) if as_ids else self._text(token_id)
 
     def _text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _id_text(token_id: int) -> str:
@@ -336,14 +340,19 @@ def whole_answer(
     """Returns the body of a response that is not streamed."""
     choices = []
     for choice, text, tokens, calls in results:
-        as_ids = answer.tokens_as_ids
-        logprobs = shape.logprobs(tokens, 0, as_ids) if answer.with_logprobs else None
+        write = partial(shape.logprobs, text_offset=0, as_ids=answer.tokens_as_ids)
+        logprobs = None
+        if answer.with_logprobs:
+            echoes = choice.echo is not None
+            logprobs = echoed_logprobs(choice, tokens, write) if echoes else write(tokens)
         written = {
             "index": choice.index,
             **shape.whole(choice, text, calls, logprobs),
             "finish_reason": choice.finish_word,
             "stop_reason": choice.stop_reason,
         }
+        if answer.with_prompt_logprobs:
+            written["prompt_logprobs"] = prompt_logprobs_field(choice, shape.tokenizer)
         if answer.with_token_ids:
             written["token_ids"] = [token.token_id for token in tokens]
             written["prompt_token_ids"] = choice.request.token_ids

@@ -33,7 +33,7 @@ class RetrySchedule:
         """
         at_s = max(now + max(least_s, 1.0), min(self._next_s, now + MAX_RETRY_AFTER_S))
         self._next_s = at_s + self._gap_s(now)
-        return min(at_s - now, MAX_RETRY_AFTER_S)
+        return min(max(at_s - now, 1.0), MAX_RETRY_AFTER_S)  # the difference is rounded
 
     def _gap_s(self, now: float) -> float:
         times_s = self._completed_s

@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
-from moonpool.engine.quantized.matrix import Matrix
+from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, read_scheme
+from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.tensors import StoredTensor, stored_shapes, stored_tensors
+from moonpool.engine.tensors import Shape, StoredTensor, stored_shapes, stored_tensors
 from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
@@ -31,12 +32,15 @@ INDEX_FILE = "model.safetensors.index.json"
 WORD_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges*"]
 HUB_PATTERNS = [*WORD_PATTERNS, "*.safetensors"]
 STORED_DTYPES = {"F32", "BF16", "F16"}
+QUANTIZED_DTYPES = {"F8_E4M3", "I32"}
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".safetensors"}
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 NAMED_AT_MOST = 5
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 log = logging.getLogger(__name__)
 
 
@@ -53,36 +57,61 @@ class Checkpoint:
 def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     """Opens and checks the checkpoint in folder `name`, or of the Hub id `name`."""
     folder = find_folder(name, HUB_PATTERNS)
-    spec = parse_config(read_config(folder))
+    config = read_config(folder)
+    scheme = read_scheme(config)
+    spec = parse_config({k: v for k, v in config.items() if k != "quantization_config"})
     files = _tensor_files(folder)
+    spec = replace(spec, prefix=_prefix(files))
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
-    _check_tensors(spec, files, headers)
-    weights = CheckpointWeights(files, dtype, stored_tensors(spec))
-    return Checkpoint(folder, spec, weights, _fingerprint(spec, files, headers))
+    shapes = _shapes(spec, scheme, files, headers)
+    _check_tensors(spec, shapes, files, headers, scheme is not None)
+    weights = CheckpointWeights(files, dtype, stored_tensors(spec), scheme)
+    return Checkpoint(folder, spec, weights, _fingerprint(spec, shapes, files, headers))
 
 
 class CheckpointWeights:
     """Reads tensors from mapped safetensors files and casts them to one dtype."""
 
     def __init__(
-        self, files: Mapping[str, Path], dtype: torch.dtype, places: Mapping[str, StoredTensor]
+        self,
+        files: Mapping[str, Path],
+        dtype: torch.dtype,
+        places: Mapping[str, StoredTensor],
+        scheme: Scheme | None = None,
     ) -> None:
-        """`files`: by stored name. `places`: where each of the model's tensors is stored."""
+        """`files`: by stored name. `places`: where each of the model's tensors is stored.
+        `scheme`: how linears are quantized."""
         self._files = files
         self._dtype = dtype
         self._places = places
+        self._scheme = scheme
 
     def load(self, name: str) -> Tensor:
         place = self._places[name]
-        with safe_open(self._files[place.name], framework="pt") as opened:
-            tensor: Tensor = place.take(opened.get_tensor(place.name))
+        if self._scheme is not None and len(place.shape) == 2:
+            return plain(self.matrix(name))
+        return self._plain(name, place.take(self._read(place.name)))
+
+    def matrix(self, name: str) -> Matrix:
+        place = self._places[name]
+        if self._scheme is None or len(place.shape) != 2:
+            return self.load(name)
+        stored = self._read(place.name) if place.name in self._files else None
+        if stored is not None and stored.dtype in PLAIN_DTYPES:
+            return self._plain(name, place.take(stored))
+        return self._scheme.matrix(place.name, place.shape, self._read, self._dtype)
+
+    def _read(self, name: str) -> Tensor:
+        """A tensor as it is stored. Raises KeyError."""
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    def _plain(self, name: str, tensor: Tensor) -> Tensor:
         # A choice between experts must not turn on a rounded bias.
         dtype = torch.float32 if name.endswith(".correction") else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-    def matrix(self, name: str) -> Matrix:
-        return self.load(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +232,45 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     return dict.fromkeys(_Header.read(single).tensors, single)
 
 
+def _shapes(
+    spec: ModelSpec,
+    scheme: Scheme | None,
+    files: Mapping[str, Path],
+    headers: Mapping[Path, _Header],
+) -> dict[str, Shape | None]:
+    """All tensors that the checkpoint must have; None: the shape depends on the scheme."""
+    shapes: dict[str, Shape | None] = {}
+    for name, shape in stored_shapes(spec).items():
+        entry = headers[files[name]].tensors.get(name, {}) if name in files else {}
+        is_plain = entry.get("dtype") in STORED_DTYPES
+        if scheme is None or len(shape) != 2 or is_plain or "embed" in name:
+            shapes[name] = shape
+        else:
+            shapes |= scheme.parts(name, shape, files.__contains__)
+    return shapes
+
+
+def _prefix(files: Mapping[str, Path]) -> str:
+    """What the names of a text model's tensors begin with, in a model of text and images too."""
+    inner = [p for p in TEXT_PREFIXES if any(name.startswith(p) for name in files)]
+    return inner[0] if inner else "model."
+
+
 def _check_tensors(
-    spec: ModelSpec, files: Mapping[str, Path], headers: Mapping[Path, _Header]
+    spec: ModelSpec,
+    shapes: Mapping[str, Shape | None],
+    files: Mapping[str, Path],
+    headers: Mapping[Path, _Header],
+    is_quantized: bool = False,
 ) -> None:
-    shapes = stored_shapes(spec)
+    allowed = STORED_DTYPES | QUANTIZED_DTYPES if is_quantized else STORED_DTYPES
     missing = [name for name in shapes if name not in files]
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    further = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.further_layers))
+    further = tuple(
+        f"{spec.prefix}layers.{spec.num_layers + i}." for i in range(spec.further_layers)
+    )
     unexpected = [
         name
         for name in files
@@ -219,6 +278,8 @@ def _check_tensors(
         and name not in tied
         and not IGNORED.search(name)
         and not name.startswith(further)
+        and (spec.prefix == "model." or name.startswith(spec.prefix))  # the rest sees images
+        and not name.endswith(FURTHER)
     ]
     if unexpected:
         raise ModelError(
@@ -228,14 +289,14 @@ def _check_tensors(
         entry = headers[files[name]].tensors.get(name)
         if entry is None:
             raise ModelError(f"{files[name]} lacks tensor {name}, which {INDEX_FILE} puts there")
-        if tuple(entry["shape"]) != shape:
+        if shape is not None and tuple(entry["shape"]) != shape:
             raise ModelError(
                 f"tensor {name} has shape {entry['shape']}, by config.json it must be {list(shape)}"
             )
-        if entry["dtype"] not in STORED_DTYPES:
+        if entry["dtype"] not in allowed:
             raise ModelError(
-                f"tensor {name} is stored as {entry['dtype']}: quantised checkpoints are not "
-                f"supported, only {', '.join(sorted(STORED_DTYPES))}"
+                f"tensor {name} is stored as {entry['dtype']}; by config.json only "
+                f"{', '.join(sorted(allowed))} are possible"
             )
 
 
@@ -245,7 +306,10 @@ def _listed(names: list[str]) -> str:
 
 
 def _fingerprint(
-    spec: ModelSpec, files: Mapping[str, Path], headers: Mapping[Path, _Header]
+    spec: ModelSpec,
+    names: Iterable[str],
+    files: Mapping[str, Path],
+    headers: Mapping[Path, _Header],
 ) -> str:
     """The identity of config and weights: names, shapes, and samples of every tensor.
 
@@ -256,7 +320,7 @@ def _fingerprint(
     digest = hashlib.sha256(repr(sorted(spec.computed_fields().items())).encode())
     opened = {path: path.open("rb") for path in headers}
     try:
-        for name in stored_shapes(spec):
+        for name in names:
             header = headers[files[name]]
             entry = header.tensors[name]
             begin, end = entry["data_offsets"]

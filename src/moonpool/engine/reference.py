@@ -31,6 +31,7 @@ from moonpool.engine.ops import (
 )
 from moonpool.engine.quantized.linear import QuantizedLinear
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
+from moonpool.engine.quantized.rounding import rounded_to_int4
 from moonpool.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
@@ -58,6 +59,8 @@ class ReferenceOps:
         self._quantization = quantization
 
     def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if self._quantization == "int4" and isinstance(weight, Tensor):
+            weight = rounded_to_int4(weight)
         if isinstance(weight, QuantizedMatrix):
             return QuantizedLinear(weight, bias)
         if self._quantization == "int8":

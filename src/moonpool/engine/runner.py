@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,14 +27,14 @@ from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, SplitOps
 from moonpool.engine.parallel.tensor_model import ShardedModel
 from moonpool.engine.reference import ReferenceOps, ReferenceSplitOps
-from moonpool.engine.sampler import draw_of, sample
+from moonpool.engine.sampler import draw_of, sample, score
 from moonpool.engine.slices import INNER, LATENT_INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
 from moonpool.engine.step import BeforeAttend, LayerDone, StepResult, plan_rows
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.actions import StepEntry
-from moonpool.types import Token
+from moonpool.types import Token, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,11 @@ class Engine:
             return void
 
         waits = None if before_attend is None else wait
-        logits = self._forward(entries, drawing, on_layer, waits)
+        scoring = [i for i, entry in enumerate(entries) if entry.targets]
+        if scoring:
+            logits, scored = self._forward_scoring(entries, drawing, scoring, on_layer, waits)
+        else:
+            logits, scored = self._forward(entries, drawing, on_layer, waits), {}
         if logits is not None and void:
             rows = [row for row, i in enumerate(drawing) if i not in void]
             logits, drawing = logits[rows], [drawing[row] for row in rows]
@@ -114,7 +119,8 @@ class Engine:
             ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
             for i, token in zip(drawing, sample(logits, draws, ends, self.grammars), strict=True):
                 tokens[i] = token
-        return StepResult(tokens, time.perf_counter() - began_s)
+        sound = {i: found for i, found in scored.items() if i not in void}
+        return StepResult(tokens, time.perf_counter() - began_s, sound)
 
     def logits(self, entries: Sequence[StepEntry]) -> Tensor:
         """Runs the step. Returns the logits after each sequence's last row: [S, vocab] float32."""
@@ -122,16 +128,44 @@ class Engine:
         assert logits is not None
         return logits
 
+    def _forward_scoring(
+        self,
+        entries: Sequence[StepEntry],
+        drawing: list[int],
+        scoring: list[int],
+        on_layer: LayerDone | None,
+        before_attend: BeforeAttend | None,
+    ) -> tuple[Tensor | None, dict[int, list[TokenLogprobs]]]:
+        """Returns the logits of the drawing entries' last rows, and the logprobs of targets."""
+        counts = [len(entry.new_token_ids) for entry in entries]
+        begins = np.cumsum([0, *counts])
+        rows = [int(begins[i]) + row for i in scoring for row in range(len(entries[i].targets))]
+        last = [int(begins[i + 1]) - 1 for i in drawing]
+        # In rising order: a model that is asked for all rows returns them as they are.
+        wanted = sorted({*rows, *last})
+        logits = self._forward(entries, drawing, on_layer, before_attend, wanted)
+        assert logits is not None
+        place = {row: number for number, row in enumerate(wanted)}
+        targets = [target for i in scoring for target in entries[i].targets]
+        most = [entries[i].num_logprobs for i in scoring for _ in entries[i].targets]
+        found = iter(score(logits[[place[row] for row in rows]], targets, most))
+        scored = {i: [next(found) for _ in entries[i].targets] for i in scoring}
+        return logits[[place[row] for row in last]] if last else None, scored
+
     def _forward(
         self,
         entries: Sequence[StepEntry],
         drawing: list[int],
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None = None,
+        wanted_rows: list[int] | None = None,
     ) -> Tensor | None:
+        """Returns the logits of `wanted_rows`, else of the last rows of the drawing entries."""
         rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
         wanted = None
-        if drawing:
+        if wanted_rows is not None:
+            wanted = torch.tensor(wanted_rows, dtype=torch.int64, device=self._device)
+        elif drawing:
             wanted = torch.from_numpy(rows.last[drawing]).to(self._device)
         layer_done = on_layer
         if self.host_sync is not None:

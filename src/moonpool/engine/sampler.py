@@ -79,6 +79,16 @@ def sample(
     return tokens
 
 
+def score(
+    logits: Tensor, target_ids: Sequence[int], num_logprobs: Sequence[int]
+) -> list[TokenLogprobs]:
+    """The logprob of one target per row, and of the most likely tokens. logits: [rows, vocab]."""
+    scored = []
+    for row, target_id, count in zip(logits, target_ids, num_logprobs, strict=True):
+        scored.append(_logprobs(row.cpu().numpy().astype(np.float64), target_id, count))
+    return scored
+
+
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends only on the arguments (splitmix64, applied twice)."""
     return (_mix(_mix(seed & _MASK) ^ (position & _MASK)) >> 11) / (1 << 53)

@@ -8,7 +8,7 @@ lays its tokens out as rows. It never touches a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -20,7 +20,7 @@ from moonpool.engine.ops import StepMeta
 from moonpool.engine.spec import ModelSpec
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.actions import StepEntry
-from moonpool.types import Token
+from moonpool.types import Token, TokenLogprobs
 
 LayerDone = Callable[[int], None]
 """Called in the engine's thread once a layer's K and V of the whole step are in their blocks."""
@@ -40,10 +40,12 @@ class StepError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[i]` belongs to the step's i-th entry; None where the entry draws none."""
+    """`tokens[i]` belongs to the step's i-th entry; None where the entry draws none. `scored` has
+    the logprobs of the entries' targets."""
 
     tokens: list[Token | None]
     seconds: float
+    scored: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         max_model_tokens=wanted or longest or UNKNOWN_TOKENS,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        scores_prompts=_scores_prompts(config),
         sampling=dict(model.sampling),
     )
     try:
@@ -219,6 +220,18 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
+
+
+def _scores_prompts(config: Config) -> bool:
+    """Whether each instance computes the logits in its own process."""
+    engine = config.engine
+    degrees = (
+        engine.pipeline_parallel_size,
+        engine.decode_pipeline_parallel_size,
+        engine.tensor_parallel_size,
+        engine.decode_tensor_parallel_size,
+    )
+    return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
 
 
 def read_keys(config: Config) -> ApiKeys:

@@ -91,9 +91,10 @@ class MetricsCollector:
         attempts = [t.attempt for t in conductor.requests.values() if t.attempt is not None]
         waiting = sum(a.stage is AttemptStage.PREFILL and a.started_s is None for a in attempts)
         loads = [s.load for s in conductor.instances.values() if s.load is not None]
+        running, waiting = len(attempts) - waiting, waiting + conductor.num_waiting
         held = sum(load.held_blocks for load in loads)
         blocks = sum(s.info.num_blocks for s in conductor.instances.values())
-        self._metrics.set_load(len(attempts) - waiting, waiting, held / blocks if blocks else 0.0)
+        self._metrics.set_load(running, waiting, held / blocks if blocks else 0.0)
         layouts = [s.info.layout for s in conductor.instances.values()]
         self._metrics.set_cache(layouts[0].block_tokens if layouts else 0, blocks)
         tiers = [load.ssd for load in loads if load.ssd is not None]
@@ -116,6 +117,7 @@ class MetricsCollector:
             advised={} if advice is None else {advice.role.value: advice.num_switches},
             switches={role.value: number for role, number in balance.num_switches.items()},
             given_up=balance.num_given_up,
+            wanted=_wanted(conductor),
             draining=sum(s.drain is not None for s in conductor.instances.values()),
         )
         self._cost_estimator(conductor)
@@ -138,6 +140,12 @@ class MetricsCollector:
         self._metrics.set_learned(
             {kind: {i: each[kind] for i, each in by_instance.items()} for kind in kinds}
         )
+
+
+def _wanted(conductor: Conductor) -> dict[str, int]:
+    autoscale = conductor.roles.autoscale
+    wanted = None if autoscale is None else autoscale.wanted
+    return {} if wanted is None else {"prefill": wanted.prefill, "decode": wanted.decode}
 
 
 def _phases_s(record: RequestRecord) -> tuple[float, float, float] | None:

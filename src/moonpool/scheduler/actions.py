@@ -6,13 +6,13 @@ defined here. The live worker process and the simulator both perform these actio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moonpool.protocol.messages import AttemptId, Command, Report
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
-from moonpool.types import BlockId, BlockKey, SamplingParams, Token
+from moonpool.types import BlockId, BlockKey, SamplingParams, Token, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class StepEntry(NamedTuple):
     arriving: Arriving | None = None
     prompt_ids: frozenset[int] = frozenset()
     """The distinct tokens of the prompt, if the draw needs them; otherwise empty."""
+    targets: Sequence[int] = ()
+    """The tokens of the prompt after each of the first new tokens, if their logprobs are wanted."""
+    num_logprobs: int = 0
+    """So many most likely tokens are listed beside each target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class StepEnded:
     tokens: Sequence[Token | None]
     seconds: float
     missed: tuple[int, ...] = ()
+    scored: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """Entry -> the logprobs of its `targets`."""
 
 
 @dataclass(frozen=True, slots=True)

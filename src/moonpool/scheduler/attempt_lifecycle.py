@@ -6,6 +6,8 @@ phases as a diagram.
 
 from __future__ import annotations
 
+import msgspec
+
 from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
 from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
@@ -41,7 +43,7 @@ from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState, Tokens
 from moonpool.scheduler.scheduler import Scheduler, Step
-from moonpool.types import Token
+from moonpool.types import Token, TokenLogprobs
 
 
 class AttemptLifecycle:
@@ -238,10 +240,14 @@ class AttemptLifecycle:
             if not self._overlap.on_step_ended(request, index in event.missed):
                 continue
             token = event.tokens[index]
+            if index in event.scored:
+                request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
             request.num_computed += num_tokens
             self._kv_cache.cache_full_blocks(request)
             if token is None:
                 continue
+            if request.scored:
+                token, request.scored = _with_prompt(token, request.scored), {}
             request.tokens.append(token.token_id)
             if request.target is None:
                 self._report_tokens(request, (token,), reported)
@@ -364,3 +370,9 @@ class AttemptLifecycle:
         self._pool.release(request.owner)
         self._pool.release(request.fetch_owner)
         del self._requests[request.attempt_id]
+
+
+def _with_prompt(token: Token, scored: dict[int, TokenLogprobs]) -> Token:
+    """Returns the token with the logprobs of its prompt."""
+    prompt = tuple(scored[position] for position in sorted(scored))
+    return msgspec.structs.replace(token, prompt=prompt)

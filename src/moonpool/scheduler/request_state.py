@@ -13,7 +13,7 @@ from typing import NamedTuple, overload
 from moonpool.protocol.messages import AttemptId, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import Effects
-from moonpool.types import BlockId, BlockKey, FinishReason
+from moonpool.types import BlockId, BlockKey, FinishReason, TokenLogprobs
 
 
 class RequestPhase(Enum):
@@ -179,6 +179,7 @@ class RequestState:
     fetch_eta: TransferEta = field(default_factory=TransferEta)
     has_first_token: bool = False
     kv_arrived: bool = False
+    scored: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
     stream_ended: bool = False  # no more of its KVCache will arrive
 
     @property

@@ -29,6 +29,9 @@ from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, Requ
 from moonpool.types import BlockId
 
 Step = list[Share[RequestState]]
+MAX_SCORED_TOKENS = 128
+"""Most prompt tokens of a request in a step that computes their logprobs: each needs the logits of
+the whole vocabulary."""
 
 
 class Scheduler:
@@ -297,6 +300,8 @@ class Scheduler:
             if request.num_overlap_blocks and not self._may_overlap(request):
                 continue
             decoding = num_uncomputed == 1 and request.decoding
+            if request.attempt.sampling.prompt_logprobs is not None and not decoding:
+                num_uncomputed = min(num_uncomputed, MAX_SCORED_TOKENS)
             (decodes if decoding else prefills).append((request, num_uncomputed))
         return self._micro_batch(decodes, bool(prefills)), prefills
 
@@ -381,4 +386,13 @@ class Scheduler:
             sends=sends,
             arriving=self._overlap.arriving(request) if request.num_overlap_blocks else None,
             prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
+            targets=self._targets(request, start, end),
+            num_logprobs=attempt.sampling.prompt_logprobs or 0,
         )
+
+    def _targets(self, request: RequestState, start: int, end: int) -> Sequence[int]:
+        """The prompt's tokens after those of a step, if their logprobs are wanted."""
+        attempt = request.attempt
+        if attempt.sampling.prompt_logprobs is None or start >= attempt.num_prompt_tokens:
+            return ()
+        return request.tokens.between(start + 1, min(end + 1, attempt.num_prompt_tokens))

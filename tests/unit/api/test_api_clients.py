@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from scripted_head import ScriptedHead, call, chat, complete, events_of, spoken
 
@@ -90,6 +91,13 @@ def _references(value: Any) -> list[str]:
         own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
         return own + [name for each in value.values() for name in _references(each)]
     return [name for each in value for name in _references(each)] if isinstance(value, list) else []
+
+
+def test_the_prefix_cache_is_reset_from_the_own_machine_only() -> None:
+    head = ScriptedHead()
+    assert call(head, "/reset_prefix_cache").status_code == 200
+    assert head.num_drops == 1
+    assert call(head, "/reset_prefix_cache", method="GET").status_code == 405
 
 
 def test_the_load_counts_calls_under_way() -> None:
@@ -177,3 +185,54 @@ def test_large_bodies_are_rendered_by_the_same_template() -> None:
     )
     tokenizer = body_process._open(start)
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
+
+
+def scorer(*outputs: Output) -> ScriptedHead:
+    head = ScriptedHead(lambda _: [*outputs, Output(finish_reason=FinishReason.LENGTH)])
+    head.card = msgspec.structs.replace(head.card, scores_prompts=True)
+    return head
+
+
+def test_an_echo_lists_the_logprobs_of_the_prompt_before_those_of_the_answer() -> None:
+    prompt = (TokenLogprobs(-1.0, ((98, -1.0),)), TokenLogprobs(-2.0, ((97, -0.5),)))
+    token = Token(100, TokenLogprobs(-0.25, ((100, -0.25),)), prompt)
+    [choice] = complete(
+        scorer(Output(tokens=(token,))), prompt="abc", echo=True, logprobs=1, max_tokens=1
+    ).json()["choices"]
+    assert choice["text"] == "abcd"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", "d"],
+        "token_logprobs": [None, -1.0, -2.0, -0.25],
+        "top_logprobs": [None, {"b": -1.0}, {"a": -0.5, "c": -2.0}, {"d": -0.25}],
+        "text_offset": [0, 1, 2, 3],
+    }
+
+
+def test_no_tokens_are_answered_where_none_are_wanted() -> None:
+    head = scorer(Output(tokens=(Token(100, None, (TokenLogprobs(-1.0),)),)))
+    answer = complete(head, prompt="ab", echo=True, max_tokens=0, prompt_logprobs=0).json()
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["prompt_logprobs"][1]["98"]["logprob"] == -1.0
+    assert answer["usage"]["completion_tokens"] == 0
+    [request] = head.requests
+    assert request.sampling.max_tokens == 1 and not request.use_cache
+
+
+@pytest.mark.parametrize(
+    ("head", "fields", "words"),
+    [
+        (ScriptedHead(), {"echo": True, "logprobs": 1}, "does not compute"),
+        (ScriptedHead(), {"prompt_logprobs": 1}, "does not compute"),
+        (scorer(), {"prompt_logprobs": 1, "stream": True}, "not streamed"),
+        (scorer(), {"prompt_logprobs": 21}, "between 0 and 20"),
+        (scorer(), {"max_tokens": 0}, "at least 1"),
+        (scorer(), {"max_tokens": -1}, "between 0 and 2147483647"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    head: ScriptedHead, fields: dict[str, Any], words: str
+) -> None:
+    response = complete(head, **fields)
+    assert response.status_code == 400 and words in response.json()["error"]["message"]
+    assert head.requests == []

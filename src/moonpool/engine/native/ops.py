@@ -27,6 +27,7 @@ from moonpool.engine.ops import (
     with_quantization,
 )
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
+from moonpool.engine.quantized.rounding import rounded_to_int4
 from moonpool.engine.slices import INNER, check_layout
 
 GATES = ("silu", "gelu_tanh", "clamped")
@@ -77,6 +78,8 @@ class NativeOps:
         return seen[3]
 
     def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+        if self._quantization == "int4" and isinstance(weight, Tensor):
+            weight = rounded_to_int4(weight)
         if isinstance(weight, QuantizedMatrix):
             call = self._kernels[weight.dtype].linear_quantized
             return NativeQuantizedLinear(call, weight, bias, self._memory)

@@ -1,0 +1,191 @@
+"""Quantized Hugging Face checkpoints: which tensors hold a linear, and how they become a matrix.
+
+Read are 4-bit weights of compressed-tensors ("pack-quantized"), AWQ and GPTQ, which stay 4 bits in
+memory, and FP8 weights with a scale per tensor, row or block, which are dequantized at load.
+Activations are never rounded to 8 bits, whatever the checkpoint suggests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.quantized.formats import FORMATS
+from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows
+from moonpool.engine.spec import ModelError
+
+BLOCK = 32
+Kind = Literal["awq", "gptq", "packed", "float8"]
+Shape = tuple[int, ...]
+Reader = Callable[[str], Tensor]
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ puts column i of eight in a word."""
+FLOAT8_SCALES = ("weight_scale_inv", "weight_scale")
+FLOAT8_BLOCK = 128
+FURTHER = (".input_scale", ".weight_shape", ".g_idx", ".k_scale", ".v_scale", ".weight_g_idx")
+"""Tensors that hold nothing the weights need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a checkpoint's linears are quantized. `group` inputs share a scale; 0: all of them."""
+
+    kind: Kind
+    group: int = 0
+    symmetric: bool = True
+    zero_offset: int = 0  # of stored zero points
+
+    def parts(self, name: str, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:
+        """The tensors that hold the weight `name` [out, in], with their shapes; None: any."""
+        module = name.removesuffix(".weight")
+        out, width = shape
+        groups = width // (self.group or width)
+        if self.kind == "float8":
+            scale = next((s for s in FLOAT8_SCALES if has(f"{module}.{s}")), FLOAT8_SCALES[1])
+            return {name: shape, f"{module}.{scale}": None}
+        if self.kind == "packed":
+            found: dict[str, Shape | None] = {
+                f"{module}.weight_packed": (out, width // 8),
+                f"{module}.weight_scale": (out, groups),
+            }
+            if not self.symmetric:
+                found[f"{module}.weight_zero_point"] = (out // 8, groups)
+            return found
+        packed = (width, out // 8) if self.kind == "awq" else (width // 8, out)
+        return {
+            f"{module}.qweight": packed,
+            f"{module}.qzeros": (groups, out // 8),
+            f"{module}.scales": (groups, out),
+        }
+
+    def matrix(self, name: str, shape: Shape, read: Reader, dtype: torch.dtype) -> Matrix:
+        """The weight `name` [out, in]. Raises `ModelError`."""
+        module = name.removesuffix(".weight")
+        if self.kind == "float8":
+            return _dequantized_float8(read(name), _float8_scale(module, read), name, dtype)
+        if self.kind == "packed":
+            numbers = _unpacked(read(f"{module}.weight_packed"))
+            scales = read(f"{module}.weight_scale").float()
+            zeros = torch.full_like(scales, 8.0)
+            if not self.symmetric:
+                zeros = _unpacked(read(f"{module}.weight_zero_point").T.contiguous()).T.float()
+            return _four_bits(numbers, scales, zeros, dtype)
+        words, zero_words = read(f"{module}.qweight"), read(f"{module}.qzeros")
+        scales = read(f"{module}.scales").float().T.contiguous()
+        order = AWQ_ORDER if self.kind == "awq" else range(8)
+        zeros = _unpacked(zero_words, order).T.float() + self.zero_offset
+        if self.kind == "awq":
+            return _four_bits(_unpacked(words, order).T.contiguous(), scales, zeros, dtype)
+        numbers = _unpacked(words.T.contiguous())
+        self._check_order(module, numbers.shape[1], read)
+        return _four_bits(numbers, scales, zeros, dtype)
+
+    def _check_order(self, module: str, width: int, read: Reader) -> None:
+        """Raises `ModelError` if GPTQ's groups are no neighbours (`desc_act`)."""
+        try:
+            order = read(f"{module}.g_idx")
+        except KeyError:
+            return
+        if not torch.equal(order.long(), torch.arange(width) // (self.group or width)):
+            raise ModelError(
+                f"{module} has groups of scattered inputs (desc_act), which is not supported"
+            )
+
+
+def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a parsed `config.json`; None without one. Raises `ModelError`."""
+    own = config.get("quantization_config")
+    if not own:
+        return None
+    if not isinstance(own, Mapping):
+        raise ModelError("config.json: quantization_config is not an object")
+    method = own.get("quant_method")
+    if method == "awq" and own.get("bits") == 4 and own.get("version", "gemm") == "gemm":
+        return Scheme("awq", _group(own.get("group_size")))
+    if method == "gptq" and own.get("bits") == 4:
+        offset = 0 if own.get("checkpoint_format") == "gptq_v2" else 1
+        return Scheme("gptq", _group(own.get("group_size")), zero_offset=offset)
+    is_e4m3 = own.get("fmt", "e4m3") == "e4m3"
+    blocks = own.get("weight_block_size") or [FLOAT8_BLOCK, FLOAT8_BLOCK]
+    if method == "fp8" and is_e4m3 and blocks == [FLOAT8_BLOCK, FLOAT8_BLOCK]:
+        return Scheme("float8")
+    if method == "compressed-tensors":
+        return _compressed(own)
+    raise ModelError(
+        f"the checkpoint is quantised ({method}, {own.get('bits', own.get('fmt', 'unknown'))}); "
+        "served are awq and gptq of 4 bits, fp8 (e4m3), compressed-tensors of 4 bits or fp8, "
+        "and GGUF"
+    )
+
+
+def _compressed(own: Mapping[str, Any]) -> Scheme:
+    groups = own.get("config_groups")
+    weights = [g.get("weights") for g in groups.values()] if isinstance(groups, Mapping) else []
+    layout = own.get("format")
+    if len(weights) != 1 or not isinstance(weights[0], Mapping):
+        raise ModelError("config.json: compressed-tensors must quantise all linears alike")
+    (weight,) = weights
+    if layout == "float-quantized" and weight.get("num_bits") == 8:
+        return Scheme("float8")
+    if layout == "pack-quantized" and weight.get("num_bits") == 4 and not weight.get("actorder"):
+        size = weight.get("group_size") if weight.get("strategy") == "group" else None
+        return Scheme("packed", _group(size), bool(weight.get("symmetric", True)))
+    raise ModelError(
+        f"the checkpoint is quantised (compressed-tensors, {layout}, "
+        f"{weight.get('num_bits')} bits, actorder {weight.get('actorder')}); "
+        "served are pack-quantized of 4 bits and float-quantized of 8"
+    )
+
+
+def _group(size: object) -> int:
+    if size is None or size == -1:
+        return 0
+    if not isinstance(size, int) or size < BLOCK or size % BLOCK:
+        raise ModelError(f"config.json: group_size {size!r} is no multiple of {BLOCK}")
+    return size
+
+
+def _unpacked(words: Tensor, order: Any = range(8)) -> Tensor:
+    """[n, m] int32 -> [n, 8 * m] uint8: column i of eight at nibble `order[i]`."""
+    shifts = torch.tensor([4 * place for place in order], dtype=torch.int32)
+    return ((words.unsqueeze(2) >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def _four_bits(
+    numbers: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype
+) -> QuantizedMatrix:
+    """(number - zero) * scale: numbers [out, in] of 4 bits; scales, zeros [out, groups]."""
+    out, width = numbers.shape
+    if width % BLOCK:
+        raise ModelError(f"a linear has {width} inputs, no multiple of {BLOCK}")
+    repeats = width // BLOCK // scales.shape[1]
+    parts = torch.stack((scales, -(scales * zeros)), dim=2).repeat_interleave(repeats, dim=1)
+    low, high = numbers.view(out, -1, BLOCK).chunk(2, dim=2)
+    data = torch.cat((parts.contiguous().view(torch.uint8), low | (high << 4)), dim=2)
+    return QuantizedMatrix((StoredRows(FORMATS["W4"], data.flatten(1)),), dtype)
+
+
+def _float8_scale(module: str, read: Reader) -> Tensor:
+    for scale in FLOAT8_SCALES:
+        try:
+            return read(f"{module}.{scale}").float()
+        except KeyError:
+            continue
+    raise ModelError(f"{module} is stored as FP8, but has no scale")
+
+
+def _dequantized_float8(weight: Tensor, scale: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """weight [out, in] FP8; scale of all [1], per row [out, 1], or per block of 128 x 128."""
+    out, width = weight.shape
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1)
+    elif tuple(scale.shape) == (-(-out // FLOAT8_BLOCK), -(-width // FLOAT8_BLOCK)):
+        scale = scale.repeat_interleave(FLOAT8_BLOCK, 0)[:out]
+        scale = scale.repeat_interleave(FLOAT8_BLOCK, 1)[:, :width]
+    elif tuple(scale.shape) != (out, 1):
+        raise ModelError(f"tensor {name}: its scale has shape {list(scale.shape)}")
+    return (weight.float() * scale).to(dtype)
