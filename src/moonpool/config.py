@@ -248,6 +248,9 @@ class ConductorConfig(Struct, frozen=True):
     prefetch: Annotated[
         bool, about("Load the blocks of a session from the SSD before its next turn is due.")
     ] = True
+    replicate: Annotated[
+        bool, about("Copy a hot prefix to another instance before a request needs it there.")
+    ] = False
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
     ] = True
@@ -261,6 +264,21 @@ class ConductorConfig(Struct, frozen=True):
     role_balance_window_s: Annotated[
         float, about("Seconds of load that the role balance takes into account.", ge=1, le=86_400)
     ] = 300.0
+
+    autoscale: Annotated[
+        bool, about("Say how many instances of each role the load wants (metric and webhook).")
+    ] = False
+    autoscale_load: Annotated[
+        float,
+        about(
+            "Share of its time that an instance should be busy, by which autoscale counts.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.7
+    autoscale_webhook: Annotated[
+        str, about("URL that gets the wanted numbers as JSON whenever they change.")
+    ] = ""
 
 
 class ParallelConfig(Struct, frozen=True):

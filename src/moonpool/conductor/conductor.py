@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
+    CacheDropRequested,
     ConductorAction,
     ConductorEvent,
     DrainRequested,
@@ -28,6 +29,7 @@ from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.prefetching import Prefetching
+from moonpool.conductor.replication import Replication
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
@@ -36,6 +38,7 @@ from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig, SloConfig
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
+    DropCachedBlocks,
     HotPrefixes,
     InstanceInfo,
     InstanceLoad,
@@ -96,6 +99,7 @@ class Conductor:
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
         self._prefetching = Prefetching(self.reservations) if config.prefetch else None
+        self.replication = Replication(self.reservations) if config.replicate else None
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
@@ -117,6 +121,7 @@ class Conductor:
             self._actions,
             tenant_weights or {},
             self._prefetching,
+            self.replication,
         )
         self._marks_replicas = config.spare_copies_first
 
@@ -147,6 +152,9 @@ class Conductor:
             case HotRequested():
                 command = ListHot(number=OPERATOR_LIST, num_blocks=event.num_blocks)
                 self._actions += [Send(instance_id, command) for instance_id in self.instances]
+            case CacheDropRequested():
+                drop = DropCachedBlocks()
+                self._actions += [Send(instance_id, drop) for instance_id in self.instances]
             case Tick():
                 self._on_tick(now)
         self._lifecycle.use_room(now)
@@ -235,6 +243,8 @@ class Conductor:
                     self._actions += self.drains.on_hot(state, report, now)
             case PrefixTakenOver():
                 self._actions += self.drains.on_taken(report, now)
+                if self.replication is not None:
+                    self.replication.on_taken(report)
             case LeaveRequested():
                 why = "its process received a signal to end"
                 self._drain(instance_id, report.within_s, why, now)
@@ -262,6 +272,9 @@ class Conductor:
         if self._prefetching is not None:
             for instance_id, prefetch in self._prefetching.tick(now):
                 self._actions.append(Send(instance_id, prefetch))
+        if self.replication is not None:
+            for instance_id, copy in self.replication.tick(now):
+                self._actions.append(Send(instance_id, copy))
         if self._marks_replicas:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))

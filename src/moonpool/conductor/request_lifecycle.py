@@ -31,6 +31,7 @@ from moonpool.conductor.fair_share import FairShare, payer_of
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.prefetching import Prefetching
+from moonpool.conductor.replication import Replication
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
@@ -82,6 +83,7 @@ class RequestLifecycle:
         actions: list[ConductorAction],
         tenant_weights: Mapping[str, float],
         prefetching: Prefetching | None = None,
+        replication: Replication | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.shares = FairShare(tenant_weights)
@@ -99,7 +101,7 @@ class RequestLifecycle:
         self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
-        self._prefetching = prefetching
+        self._prefetching, self._replication = prefetching, replication
 
     # Arrival and placement
 
@@ -125,6 +127,8 @@ class RequestLifecycle:
         self._place(tracked, now)
         if self._prefetching is not None and request.request_id in self.requests:
             self._prefetching.arrive(tracked, now)
+        if self._replication is not None and request.request_id in self.requests:
+            self._replication.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
