@@ -175,6 +175,28 @@ def simulator_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             )
 
 
+def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of named clusters beside an exhaustive search of cheaper ones."""
+    for name, row in found["workloads"].items():
+        one = row["named"]
+        if one is None:
+            yield (name, "none", *("-",) * 7)
+            continue
+        low, high = one["another_sample"]
+        searched = row["searched"]
+        yield (
+            name,
+            f"{one['cluster']} of {one['hardware']}",
+            f"{one['usd_per_h']:.2f}",
+            f"{one['share']:.1%} ({low:.0%} to {high:.0%})",
+            f"{row['fresh_within']} of {len(row['fresh'])}",
+            f"{row['plan_runs']:.0f}, {row['plan_cpu_s']:.0f} s",
+            f"{searched['candidates']:,} ({searched['simulated']:,})",
+            f"{row['audited_kept']} of {row['audited']}",
+            "none" if row["right"] else f"{row['over_best']:.1%}",
+        )
+
+
 def transfer_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of GB/s of blocks between two processes, by block size."""
     names = ("memcpy", "shm get", "shm get many", "tcp get", "tcp get many")
@@ -218,6 +240,16 @@ def chunk_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 _seconds(measured["tbt_p99_s"]),
                 f"{measured['within_slo']:.1%}",
             )
+
+
+def format_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Quality and speed of quantized weights."""
+    for name, speed in found["speed"].items():
+        quality = found["quality"].get(name)
+        values = ("perplexity", "dequantized_float32")
+        texts = ["-", "-"] if quality is None else [f"{quality[value]:.3f}" for value in values]
+        gains = [f"{gain:.2f} x" for gain in speed["times_bfloat16"].values()]
+        yield name, f"{speed['matrix_bytes'] / 1e6:.0f}", *texts, *gains
 
 
 def parallel_rows(tensor: dict[str, Any], pipeline: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -383,6 +415,22 @@ SECTIONS = (
         simulator_rows,
     ),
     Section(
+        "Plans",
+        "Clusters that `moonpool plan` names for generated workloads, beside an exhaustive search"
+        " of all arrangements up to 8 instances that cost less by more than 3 %, with chunk sizes,"
+        " caches, SSD and eviction (`benchmarks/suite/cluster/plan_proof.py`). The goal is 90 % of"
+        " requests within both SLOs. In brackets: the interval of another sample, and the"
+        " candidates that neither arithmetic nor a clear failure of the richest one excludes. The"
+        " last columns say how many of a sample of the excluded keep the SLOs after all, and by how"
+        " much the named cluster exceeds the cheapest that was found.",
+        ("plan",),
+        (
+            *("workload", "named", "USD/h", "within the SLOs", "fresh draws in the interval"),
+            *("runs and CPU time of the plan", "cheaper candidates", "audit", "too dear by"),
+        ),
+        plan_rows,
+    ),
+    Section(
         "Transfers",
         "GB/s of blocks between two processes of one machine, medians.",
         ("transfer",),
@@ -406,6 +454,22 @@ SECTIONS = (
         ("reuse",),
         ("", "cache", "lru", "lfu", "length-aware", "predictive", "Belady"),
         reuse_rows,
+    ),
+    Section(
+        "Quantized weights",
+        "SmolLM2-135M-Instruct in several formats, one thread. Perplexity of a text beside float32"
+        " with the same weights dequantized; CPU time over that of bfloat16 weights.",
+        ("formats-smollm2",),
+        (
+            "format",
+            "MB",
+            "perplexity",
+            "dequantized",
+            "decode, batch 1",
+            "batch 8",
+            "prefill of 512",
+        ),
+        format_rows,
     ),
     Section(
         "Ranks and stages",

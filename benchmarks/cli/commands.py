@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from benchmarks.cli.attention import attention
-from benchmarks.cli.engine import engine, pipeline, quantization, sarathi, tensor
+from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarathi, tensor
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
@@ -29,6 +29,7 @@ bench.add_command(colocated)
 bench.add_command(peers_live)
 bench.add_command(engine)
 bench.add_command(quantization)
+bench.add_command(formats)
 bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)
@@ -224,6 +225,30 @@ def role_balance(
     except RoleBalanceBenchError as error:
         fail(str(error))
     show_figures(found, json_file)
+
+
+@bench.command(name="autoscale")
+@click.option(
+    "--boot-s",
+    type=click.FloatRange(0.0, 86_400.0),
+    default=120.0,
+    show_default=True,
+    help="Seconds until an instance that is started can serve.",
+)
+@click.option(
+    "--day-s",
+    type=click.FloatRange(60.0, 86_400.0),
+    default=7_200.0,
+    show_default=True,
+    help="Seconds of the simulated day.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload.")
+@json_option
+def autoscale(boot_s: float, day_s: float, seed: int, json_file: str | None) -> None:
+    """Simulate a day on fixed numbers of instances and with autoscale. Takes minutes."""
+    from benchmarks.suite.cluster.autoscale import bench_autoscale
+
+    show_figures(bench_autoscale(boot_s, day_s, seed, click.echo), json_file)
 
 
 @bench.command()

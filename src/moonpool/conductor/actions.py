@@ -117,4 +117,12 @@ class Announce(msgspec.Struct, frozen=True):
     text: str
 
 
-ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce
+class InstancesWanted(msgspec.Struct, frozen=True):
+    """How many instances of each role the load wants (`autoscale`). Whoever starts and ends
+    instances may follow it."""
+
+    prefill: int
+    decode: int
+
+
+ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce | InstancesWanted

@@ -27,6 +27,7 @@ from moonpool.conductor.actions import (
     HotRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesWanted,
     Refuse,
     Reported,
     RequestArrived,
@@ -63,6 +64,7 @@ from moonpool.runtime.explain import (
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
 
@@ -108,6 +110,7 @@ class Head:
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
+        self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self._answers: dict[RequestId, ResponseStream] = {}
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
@@ -136,6 +139,7 @@ class Head:
         """Stops every worker, and closes the connections."""
         self._stopping = True
         self.ticker.cancel()
+        self._webhook.close()
         if self._server is not None:
             self._server.close()
         for link in list(self._open):
@@ -282,6 +286,9 @@ class Head:
                     self._on_ended(action)
                 case Announce():
                     log.info("%s", action.text)
+                case InstancesWanted():
+                    log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
+                    self._webhook.post(action)
 
     def _on_ended(self, ended: RequestEnded) -> None:
         record = ended.record
