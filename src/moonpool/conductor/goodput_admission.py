@@ -23,7 +23,7 @@ import msgspec
 from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Rejection
-from moonpool.conductor.resource_prices import Capacity, Need, ResourcePrices
+from moonpool.conductor.resource_prices import ClusterCapacity, Need, ResourcePrices
 from moonpool.conductor.slo_chances import MIXED_STEP_SHARE, TbtChances, TtftChances
 from moonpool.request_record import RequestRecord
 
@@ -223,7 +223,7 @@ class GoodputModel:
             decode *= self.lengths.relative(footprint.num_tokens)
         return Need(context.now, worth, context.placement.prefill_s, decode)
 
-    def _capacity(self, context: AdmissionContext, wait_s: float) -> Capacity:
+    def _capacity(self, context: AdmissionContext, wait_s: float) -> ClusterCapacity:
         table, slo = context.table, context.budget.slo
         row = context.placement.decoder_row
         base_s = table.decode_base_s.item(row)
@@ -232,7 +232,7 @@ class GoodputModel:
         step_s = table.tbt_s(
             row, table.total_decoding / max(num, 1), table.total_decoding_context / max(num, 1)
         )
-        return Capacity(
+        return ClusterCapacity(
             table.num_prefills,
             context.placement.queue_s,
             context.placement.ttft_s + wait_s,

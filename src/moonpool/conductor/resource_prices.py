@@ -40,7 +40,7 @@ class Need(NamedTuple):
     decode_s: float  # what it adds to each step, times its duration over the mean duration
 
 
-class Capacity(NamedTuple):
+class ClusterCapacity(NamedTuple):
     """What there is, and what is used now."""
 
     num_prefills: int
@@ -63,7 +63,7 @@ class ResourcePrices:
     def note_arrival(self, need: Need) -> None:
         self._needs.append(need)
 
-    def cost(self, need: Need, capacity: Capacity, now: float) -> tuple[float, float]:
+    def cost(self, need: Need, capacity: ClusterCapacity, now: float) -> tuple[float, float]:
         """How many effective requests the prefill and the decode of a request would displace."""
         if now - self._updated_s >= UPDATE_EVERY_S or now < self._updated_s:
             self._update(capacity, now)
@@ -75,7 +75,7 @@ class ResourcePrices:
         """Effective requests per second of prefill, and per `Need.decode_s`."""
         return self._prefill, self._decode
 
-    def _update(self, capacity: Capacity, now: float) -> None:
+    def _update(self, capacity: ClusterCapacity, now: float) -> None:
         slo_s = min(max(capacity.slo_ttft_s, 1e-3), WINDOW_S)
         while self._needs and self._needs[0].at_s < now - WINDOW_S:
             self._needs.popleft()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from moonpool.conductor.resource_prices import MIN_ARRIVALS, Capacity, Need, ResourcePrices
+from moonpool.conductor.resource_prices import MIN_ARRIVALS, ClusterCapacity, Need, ResourcePrices
 
-CAPACITY = Capacity(
+CAPACITY = ClusterCapacity(
     num_prefills=2,
     queue_s=15.0,  # as long as it should be
     wait_s=15.0,
@@ -18,7 +18,7 @@ CAPACITY = Capacity(
 FREE = 1e-9
 
 
-def admitted(needs: list[Need], capacity: Capacity = CAPACITY) -> list[Need]:
+def admitted(needs: list[Need], capacity: ClusterCapacity = CAPACITY) -> list[Need]:
     """The second half of these arrivals, so far as they are worth their cost."""
     prices, accepted = ResourcePrices(), []
     for index, need in enumerate(needs):
