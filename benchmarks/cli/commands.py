@@ -464,6 +464,47 @@ def reuse(
     show_figures(found, json_file)
 
 
+@bench.command()
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    help="Generated workload, by the name of its profile; three kinds of sessions unless given.",
+)
+@click.option("--requests", type=COUNT, default=2000, show_default=True, help="Number of requests.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0.01),
+    default=1.2,
+    show_default=True,
+    help="Requests per second.",
+)
+@click.option(
+    "--kv-tokens",
+    type=COUNT,
+    default=700_000,
+    show_default=True,
+    help="Tokens of KVCache in DRAM per instance.",
+)
+@json_option
+def prefetch(
+    workloads: tuple[str, ...], requests: int, rate: float, kv_tokens: int, json_file: str | None
+) -> None:
+    """Simulate sessions without and with prefetching from the SSD."""
+    from benchmarks.suite.pool.prefetch import WORKLOADS, bench_prefetch
+    from moonpool.trace.builtin import BUILT_IN
+    from moonpool.trace.row import TraceError
+
+    unknown = [name for name in workloads if name not in BUILT_IN]
+    if unknown:
+        fail(f"there is no workload {unknown[0]!r}; use {', '.join(BUILT_IN)}")
+    try:
+        found = bench_prefetch(workloads or WORKLOADS, requests, rate, kv_tokens, click.echo)
+    except TraceError as error:
+        fail(str(error))
+    show_figures(found, json_file)
+
+
 def _tiers_live(
     model: str, sessions: int, turns: int, sizes: tuple[int, int, int], seconds: int
 ) -> dict[str, Any]:
