@@ -175,6 +175,28 @@ def simulator_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             )
 
 
+def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of named clusters beside an exhaustive search of cheaper ones."""
+    for name, row in found["workloads"].items():
+        one = row["named"]
+        if one is None:
+            yield (name, "none", *("-",) * 7)
+            continue
+        low, high = one["another_sample"]
+        searched = row["searched"]
+        yield (
+            name,
+            f"{one['cluster']} of {one['hardware']}",
+            f"{one['usd_per_h']:.2f}",
+            f"{one['share']:.1%} ({low:.0%} to {high:.0%})",
+            f"{row['fresh_within']} of {len(row['fresh'])}",
+            f"{row['plan_runs']:.0f}, {row['plan_cpu_s']:.0f} s",
+            f"{searched['candidates']:,} ({searched['simulated']:,})",
+            f"{row['audited_kept']} of {row['audited']}",
+            "none" if row["right"] else f"{row['over_best']:.1%}",
+        )
+
+
 def transfer_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of GB/s of blocks between two processes, by block size."""
     names = ("memcpy", "shm get", "shm get many", "tcp get", "tcp get many")
@@ -395,6 +417,22 @@ SECTIONS = (
         ("simulator", "simulator-million"),
         ("instances", "requests", "wall time", "per request", "memory"),
         simulator_rows,
+    ),
+    Section(
+        "Plans",
+        "Clusters that `moonpool plan` names for generated workloads, beside an exhaustive search"
+        " of all arrangements up to 8 instances that cost less by more than 3 %, with chunk sizes,"
+        " caches, SSD and eviction (`benchmarks/suite/cluster/plan_proof.py`). The goal is 90 % of"
+        " requests within both SLOs. In brackets: the interval of another sample, and the"
+        " candidates that neither arithmetic nor a clear failure of the richest one excludes. The"
+        " last columns say how many of a sample of the excluded keep the SLOs after all, and by how"
+        " much the named cluster exceeds the cheapest that was found.",
+        ("plan",),
+        (
+            *("workload", "named", "USD/h", "within the SLOs", "fresh draws in the interval"),
+            *("runs and CPU time of the plan", "cheaper candidates", "audit", "too dear by"),
+        ),
+        plan_rows,
     ),
     Section(
         "Transfers",

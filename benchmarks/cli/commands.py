@@ -226,6 +226,30 @@ def role_balance(
     show_figures(found, json_file)
 
 
+@bench.command(name="autoscale")
+@click.option(
+    "--boot-s",
+    type=click.FloatRange(0.0, 86_400.0),
+    default=120.0,
+    show_default=True,
+    help="Seconds until an instance that is started can serve.",
+)
+@click.option(
+    "--day-s",
+    type=click.FloatRange(60.0, 86_400.0),
+    default=7_200.0,
+    show_default=True,
+    help="Seconds of the simulated day.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload.")
+@json_option
+def autoscale(boot_s: float, day_s: float, seed: int, json_file: str | None) -> None:
+    """Simulate a day on fixed numbers of instances and with autoscale. Takes minutes."""
+    from benchmarks.suite.cluster.autoscale import bench_autoscale
+
+    show_figures(bench_autoscale(boot_s, day_s, seed, click.echo), json_file)
+
+
 @bench.command()
 @click.option(
     "--size",

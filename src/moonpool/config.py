@@ -265,6 +265,21 @@ class ConductorConfig(Struct, frozen=True):
         float, about("Seconds of load that the role balance takes into account.", ge=1, le=86_400)
     ] = 300.0
 
+    autoscale: Annotated[
+        bool, about("Say how many instances of each role the load wants (metric and webhook).")
+    ] = False
+    autoscale_load: Annotated[
+        float,
+        about(
+            "Share of its time that an instance should be busy, by which autoscale counts.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.7
+    autoscale_webhook: Annotated[
+        str, about("URL that gets the wanted numbers as JSON whenever they change.")
+    ] = ""
+
 
 class ParallelConfig(Struct, frozen=True):
     """The processes of one instance: pipeline stages, or tensor-parallel ranks."""

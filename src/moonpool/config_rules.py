@@ -45,6 +45,7 @@ def check_values(config: Config) -> None:
         '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
         " become a decode instance",
     )
+    _check_autoscale(config)
     for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
         require(getattr(config.hardware, name) < inf, f"hardware.{name}", "a finite number")
     _check_attention(config)
@@ -57,6 +58,26 @@ def check_values(config: Config) -> None:
             "api.api_keys",
             "non-empty ASCII texts without spaces",
         )
+
+
+def _check_autoscale(config: Config) -> None:
+    conductor = config.conductor
+    require(
+        not conductor.autoscale or not config.cluster.mixed,
+        "conductor.autoscale",
+        "false with mixed instances: it counts prefill and decode instances",
+    )
+    require(
+        not conductor.autoscale or conductor.role_balance != "switch",
+        "conductor.role_balance",
+        '"off" or "advise" with conductor.autoscale: instances of the role that is short are added',
+    )
+    url = conductor.autoscale_webhook
+    require(
+        not url or (url.startswith(("http://", "https://")) and url.isprintable()),
+        "conductor.autoscale_webhook",
+        "an address that begins with http:// or https://",
+    )
 
 
 def _check_policies(config: Config) -> None:

@@ -37,7 +37,11 @@ FAMILIES = (
     "kimi-k2",
 )
 SHARDED = tuple(name for name in FAMILIES if name != "olmo2")
-VARIANTS = [("reference", "float32"), ("native", "float32"), ("native", "bfloat16")]
+VARIANTS = [
+    ("native", "float32"),
+    pytest.param("native", "bfloat16", marks=pytest.mark.long),
+    pytest.param("reference", "float32", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,7 @@ def test_any_chunks_and_batches_give_the_same_bits(
     check_plans(opened(folders, name, dtype), ops_name, num_shards=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_too(folders: dict[str, Path], name: str) -> None:
     model = opened(folders, name)

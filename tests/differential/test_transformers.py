@@ -7,11 +7,13 @@ error with a quarter to spare, since both round every activation to 8 bits, in a
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moonpool.engine.builtin import export_checkpoint, open_model
@@ -107,3 +109,19 @@ def test_an_exported_model_is_the_same_to_transformers(tmp_path: Path) -> None:
     assert open_model(str(tmp_path), "float32").fingerprint == (
         open_model(str(tmp_path), "bfloat16").fingerprint
     )
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_sees_images(prefix: str, tmp_path: Path) -> None:
+    model = save(CASES["gemma3"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): each for name, each in tensors.items()}
+    save_file(
+        renamed | {"vision_tower.patch.weight": torch.ones(3)}, tmp_path / "model.safetensors"
+    )
+    text = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    theirs = _theirs(model)
+    ours = _ours(tmp_path, "float32", "reference")[1]
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()

@@ -153,7 +153,7 @@ def test_what_was_learned_is_shown_and_can_be_simulated(
         body = {"prompt": list(range(start, start + 120)), **GREEDY}
         assert http.post("/v1/completions", json=body).status_code == 200
     metrics = http.get("/metrics").text
-    assert 'moonpool:predictions_total{model_name="' in metrics
+    assert 'moonpool:predictions_total{engine="' in metrics
     assert 'quantity="decoding"' in metrics
     assert 'moonpool:learned_decode_factor{instance="decode-0"' in metrics
     seen = http.get("/cluster").json()["predictions"]

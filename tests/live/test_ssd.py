@@ -174,7 +174,7 @@ def test_what_left_dram_comes_back_from_the_disk(talk: Talk, folder: Path) -> No
         x for x in metrics.splitlines() if x.startswith("moonpool:ssd_bytes_total{") and "read" in x
     ]
     assert float(line.split()[-1]) > 0
-    assert 'moonpool:tier_blocks{model_name="' in metrics
+    assert 'moonpool:tier_blocks{engine="' in metrics
     url = str(talk.http.base_url)
     for command in ("stat", "audit"):
         result = CliRunner().invoke(cli, ["pool", command, "--url", url])
@@ -205,6 +205,17 @@ def test_flipped_bits_cost_time_and_no_answer(talk: Talk, folder: Path) -> None:
     talk.round()  # which expects the first answers again
     counters = talk.wait_for_counters(ssd_corrupt_slices=1, corrupt_slices=1)
     assert counters["ssd_corrupt_slices"] > 0
+
+
+def test_a_reset_empties_memory_and_disk(talk: Talk) -> None:
+    talk.round()
+    assert talk.instance()["ssd"]["cached"] and talk.instance()["indexed_blocks"]
+    assert talk.http.post("/reset_prefix_cache").status_code == 200
+    deadline = time.monotonic() + WAIT_S
+    while (left := talk.instance())["indexed_blocks"] or left["ssd"]["cached"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert talk.ask(0) == (talk.expected[0], 0)
 
 
 def test_a_folder_that_cannot_be_had_is_said_and_served_without(tmp_path: Path) -> None:

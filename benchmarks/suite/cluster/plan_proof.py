@@ -42,7 +42,7 @@ ALIKE = 0.002
 """Difference of hit ratios below which a pool counts as endless."""
 CACHES = (125_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 SSDS = (0, 4_000_000)
-EVICTIONS = ("lru", "length-aware")
+EVICTIONS = ("predictive", "lru")
 DRAWS = 3
 """Further samples that the plan simulates, and as many and one fresh ones."""
 change = msgspec.structs.replace
@@ -150,13 +150,20 @@ class PlanProof:
         group.sort(key=lambda c: (-c.cache_tokens, c.ssd_tokens, evictions.index(c.eviction)))
         for one in group:
             plain = change(one, ssd_tokens=0, eviction=evictions[0])
-            hits = assessor.looks[plain].hit_ratio if plain in assessor.looks else 0.0
-            enough = hits >= self._endless - ALIKE and not assessor.looks[plain].gave_up
             self.counts["simulated"] += 1
-            if plain != one and plain in assessor.looks and enough:
-                continue  # the pool evicts nothing that is used again
+            if plain != one and self._evicts_nothing(assessor, plain):
+                continue
             if self._keeps(assessor, one):
                 self._found.append(one)
+
+    def _evicts_nothing(self, assessor: Assessor, plain: Candidate) -> bool:
+        """Whether the whole trace was simulated with as many hits as an endless cache has."""
+        outcome = assessor.looks.get(plain)
+        return (
+            outcome is not None
+            and not outcome.gave_up
+            and outcome.hit_ratio >= self._endless - ALIKE
+        )
 
     @property
     def _endless(self) -> float:

@@ -91,6 +91,7 @@ def make_app(
             route("/explain/{request_id}", inspector.explain),
             route("/cluster", inspector.cluster),
             route("/cluster/hot", inspector.hot),
+            route("/reset_prefix_cache", controller.reset_prefix_cache, "POST"),
             route("/cluster/drain", controller.drain, "POST"),
             route("/beliefs", inspector.beliefs),
             route("/", inspector.page, open_to_all=True),

@@ -31,7 +31,7 @@ POST /tokenize              POST /detokenize
 GET  /health   GET /ping   GET /metrics   GET /load   GET /version   GET /server_info
 GET  /live     GET /ready   GET /openapi.json
 GET  /cluster  GET /beliefs  GET /explain/{request_id}
-GET  /cluster/hot            POST /cluster/drain
+GET  /cluster/hot            POST /cluster/drain   POST /reset_prefix_cache
 """
 
 
@@ -181,6 +181,12 @@ class Controller:
     def __init__(self, frontend: Frontend, options: ApiOptions):
         self._frontend = frontend
         self._options = options
+
+    async def reset_prefix_cache(self, context: HttpContext) -> None:
+        """Empties the prefix cache, as vLLM does; instances do so a moment later."""
+        _check_local(context)
+        self._frontend.drop_cached_blocks()
+        await context.respond(200, b"", b"text/plain")
 
     async def drain(self, context: HttpContext) -> None:
         """Begins to drain an instance and responds at once; `/cluster` shows the progress."""

@@ -90,6 +90,10 @@ class Frontend(Protocol):
         """Returns the most used prefixes first. Waits a moment for the instances' reports."""
         ...
 
+    def drop_cached_blocks(self) -> None:
+        """Lets all instances forget the cached blocks that no request holds."""
+        ...
+
     def drain(self, instance_id: str, within_s: float) -> str:
         """Begins to drain an instance. Returns "", or why it cannot be drained."""
         ...

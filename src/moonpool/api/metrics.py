@@ -221,6 +221,7 @@ class ServerMetrics(Collector):
         self._draining = 0
         self._role_loads: dict[str, float] = {}
         self._advised: dict[str, int] = {}
+        self._wanted: dict[str, int] = {}
         self._switches: dict[str, int] = {}
         self._cache = (0, 0)
         self._tier_blocks: dict[str, int] = {}
@@ -350,15 +351,17 @@ class ServerMetrics(Collector):
         switches: Mapping[str, int],
         given_up: int,
         draining: int,
+        wanted: Mapping[str, int],
     ) -> None:
         """Sets the state of the role balance, by role.
 
         `loads`: demand over capacity. `advised`: additional instances that the role needs.
         `switches`: instances that have switched to the role. `given_up`: switches that were begun
-        but not completed.
+        but not completed. `wanted`: instances that autoscale wants.
         """
         self._role_loads, self._advised = dict(loads), dict(advised)
         self._switches, self._draining = dict(switches), draining
+        self._wanted = dict(wanted)
         self._totals["role_switches_given_up"] = given_up
 
     def set_predictions(self, predictions: Mapping[str, Prediction]) -> None:
@@ -410,20 +413,7 @@ class ServerMetrics(Collector):
         )
         for name, text, value in plain:
             yield self._gauge(name, text, None, {"": value})
-        by_role = (
-            ("moonpool:instances", "Number of live instances, by role.", self._instances),
-            (
-                "moonpool:role_load",
-                "Demand of a pool over its capacity, by role.",
-                self._role_loads,
-            ),
-            (
-                "moonpool:role_advised",
-                "Number of additional instances that a pool needs, by role.",
-                self._advised,
-            ),
-        )
-        for name, text, values in by_role:
+        for name, text, values in self._by_role():
             yield self._gauge(name, text, "role", values)
         yield self._gauge(
             "moonpool:tier_blocks", "Number of KVCache blocks in a tier.", "tier", self._tier_blocks
@@ -454,6 +444,26 @@ class ServerMetrics(Collector):
         for kind, factors in self._learned.items():
             text = f"Learned time of {kind} over the time in the profile, by instance."
             yield self._gauge(f"moonpool:learned_{kind}_factor", text, "instance", factors)
+
+    def _by_role(self) -> tuple[tuple[str, str, Mapping[str, float]], ...]:
+        return (
+            ("moonpool:instances", "Number of live instances, by role.", self._instances),
+            (
+                "moonpool:role_load",
+                "Demand of a pool over its capacity, by role.",
+                self._role_loads,
+            ),
+            (
+                "moonpool:role_advised",
+                "Number of additional instances that a pool needs, by role.",
+                self._advised,
+            ),
+            (
+                "moonpool:wanted_instances",
+                "Number of instances that the load wants, by role.",
+                self._wanted,
+            ),
+        )
 
     def _counters(self) -> Iterator[Metric]:
         for name, text, key in _TOTALS:

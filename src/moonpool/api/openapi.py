@@ -46,12 +46,13 @@ _SUMMARIES = {
     "/explain/{request_id}": "Where a request went and why, and where its time went.",
     "/cluster": "The instances with their pools and loads.",
     "/cluster/hot": "The most used prefixes.",
+    "/reset_prefix_cache": "Forget all cached blocks that no request holds.",
     "/cluster/drain": "Let an instance hand over its hottest blocks and leave.",
     "/beliefs": "The learned corrections of cost estimates.",
     "/openapi.json": "This document.",
 }
 _EVENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-_TEXT = frozenset({"/", "/metrics", "/health", "/ping"})
+_TEXT = frozenset({"/reset_prefix_cache", "/", "/metrics", "/health", "/ping"})
 _JSON = "application/json"
 
 

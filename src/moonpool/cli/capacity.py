@@ -91,7 +91,7 @@ def capacity(
 ) -> None:
     """Find the highest rate at which the SLOs hold, in simulation or on the server at --url.
 
-    The search bisects the speed of the trace. Each seed but 0 draws the trace's sessions again. A
+    The search bisects the speed of the trace. Each seed but 0 draws stretches of the trace. A
     rate is judged when the confidence interval of its attainment excludes --attainment. A live
     server gets one replay after another, each with tokens of its own.
     """

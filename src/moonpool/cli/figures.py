@@ -64,6 +64,8 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "busy", f"{busy}; {bubbles['count']:,} bubbles of {bubbles['mean_s']:.2f} s"
     if figures["roles"]["mode"] != "off":
         yield "roles", _roles(figures["roles"])
+    if "instance_hours" in figures:
+        yield "hours", _hours(figures)
     domain = figures["cost_domain"]
     if domain and (domain["outside_prefill_share"] or domain["outside_decode_share"]):
         yield "cost", _outside(domain, figures["config"]["hardware"]["cost"])
@@ -118,6 +120,20 @@ def replay_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 " slots; raise --concurrency, or give it a core of its own"
             ),
         )
+
+
+def _hours(figures: dict[str, Any]) -> str:
+    """Says for how long instances ran, what that costs, and how often their number changed."""
+    hours = figures["instance_hours"]
+    text = " + ".join(f"{value:.4g} {role}" for role, value in hours.items())
+    usd = figures.get("usd")
+    if usd is not None:
+        each = f", {1000 * usd / figures['effective']:.3g} per 1,000 effective requests"
+        text += f" = {usd:,.2f} USD{each if figures['effective'] else ''}"
+    scaling = figures["scaling"]
+    if scaling["wanted"]:
+        text += f"; {scaling['boots']} started, {scaling['drains']} ended"
+    return text
 
 
 def _roles(roles: dict[str, Any]) -> str:

@@ -339,7 +339,9 @@ def _workload(
     prices = parse_prices(text, catalogue)
     kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
     workload = Workload(rows, block_tokens, catalogue, profile)
-    nodes = prefill_nodes(base).nodes_per_prefill, decode_nodes(base).nodes_per_prefill
+    stages = base.engine.pipeline_parallel_size  # which each candidate counts itself
+    prefills = prefill_nodes(base).nodes_per_prefill // stages
+    nodes = prefills, decode_nodes(base).nodes_per_prefill
     return workload, Priced(prices, kv_bytes, *nodes)
 
 

@@ -29,6 +29,7 @@ from moonpool.config import Config, ConfigError, parse_config
 from moonpool.config_schema import Values
 from moonpool.gc_tuning import rare_collections
 from moonpool.sim.defaults import DEFAULTS
+from moonpool.types import Role
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -44,6 +45,8 @@ CLUSTER_KEYS = (
     "conductor.placement",
     "conductor.admission",
     "conductor.role_balance",
+    "conductor.autoscale",
+    "conductor.autoscale_load",
     "conductor.decode_prediction",
     "conductor.load_limit",
     "conductor.kvcache_balancing_threshold",
@@ -90,6 +93,7 @@ RUN_PARAMETERS = (
     "beliefs_file",
     "layer_wise",
     "capped_answers",
+    "boot_s",
     "catalogue_file",
 )
 """What a run depends on besides its configuration and seed; `--json` lists it."""
@@ -165,6 +169,13 @@ RUN_PARAMETERS = (
     is_flag=True,
     help="Let clients cap each answer at the length it has, as `replay` does.",
 )
+@click.option(
+    "--boot-s",
+    type=NumberRange(min=0, max=86_400),
+    default=120.0,
+    show_default=True,
+    help="Seconds until an instance that --autoscale starts can serve.",
+)
 @json_option
 @click.option(
     "--report",
@@ -188,6 +199,7 @@ def simulate(
     beliefs_file: str | None,
     layer_wise: bool,
     capped_answers: bool,
+    boot_s: float,
     json_file: str | None,
     report_file: str | None,
     **flags: Any,
@@ -225,6 +237,7 @@ def simulate(
             restarts=_read_instants(restart, "--restart"),
             recorded=_read_beliefs(beliefs_file),
             capped=capped_answers,
+            boot_s=boot_s,
         )
         rows = _with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
         sizes = (trace.info.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
@@ -233,15 +246,41 @@ def simulate(
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = summarise(simulation, time.perf_counter() - began_s)
-    params = click.get_current_context().params
-    of_the_run = {key: params[key] for key in RUN_PARAMETERS} | {"scale_tokens": str(scale)}
     named = {"trace": Path(trace_file).name, "trace_sha256": trace_digest(trace_file)}
-    figures["run"] = named | of_the_run
+    figures["usd"] = _usd(config, catalogue_file, figures["instance_hours"])
+    figures["run"] = named | _parameters()
     print_figures(figures, simulation)
     write_json(json_file, figures)
     if report_file is not None:
-        command = " ".join(["moonpool", *sys.argv[1:]])
-        _write_page(report_file, render_report(simulation, figures, command, Path(trace_file).name))
+        _write_page(report_file, render_report(simulation, figures, _command(), named["trace"]))
+
+
+def _parameters() -> dict[str, Any]:
+    params = click.get_current_context().params
+    named = {key: params[key] for key in RUN_PARAMETERS}
+    return named | {"scale_tokens": str(params["scale"])}
+
+
+def _command() -> str:
+    return " ".join(["moonpool", *sys.argv[1:]])
+
+
+def _usd(
+    config: Config, catalogue_file: str | None, instance_hours: dict[str, float]
+) -> float | None:
+    """The price of the instances; None where a device has none, or was measured."""
+    from moonpool.cli.inputs import open_catalogue_and_profile
+    from moonpool.sim.hardware.build import instance_usd_per_h
+    from moonpool.sim.hardware.prices import parse_prices
+
+    catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
+    if profile is not None:
+        return None
+    try:
+        prices = instance_usd_per_h(config, parse_prices("", catalogue))
+    except ConfigError:
+        return None
+    return round(sum(hours * prices[Role(role)] for role, hours in instance_hours.items()), 4)
 
 
 def _write_page(path: str, page: str) -> None:

@@ -46,6 +46,10 @@ class DrainRequested(msgspec.Struct, frozen=True):
     why: str
 
 
+class CacheDropRequested(msgspec.Struct, frozen=True):
+    """An operator wants all instances to forget the cached blocks that no request holds."""
+
+
 class HotRequested(msgspec.Struct, frozen=True):
     """The most used prefixes are requested; each instance's answer is stored in its state."""
 
@@ -64,6 +68,7 @@ ConductorEvent = (
     | Reported
     | DrainRequested
     | HotRequested
+    | CacheDropRequested
     | Tick
 )
 
@@ -112,4 +117,12 @@ class Announce(msgspec.Struct, frozen=True):
     text: str
 
 
-ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce
+class InstancesWanted(msgspec.Struct, frozen=True):
+    """How many instances of each role the load wants (`autoscale`). Whoever starts and ends
+    instances may follow it."""
+
+    prefill: int
+    decode: int
+
+
+ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce | InstancesWanted

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
+    CacheDropRequested,
     ConductorAction,
     ConductorEvent,
     DrainRequested,
@@ -37,6 +38,7 @@ from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig, SloConfig
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
+    DropCachedBlocks,
     HotPrefixes,
     InstanceInfo,
     InstanceLoad,
@@ -150,6 +152,9 @@ class Conductor:
             case HotRequested():
                 command = ListHot(number=OPERATOR_LIST, num_blocks=event.num_blocks)
                 self._actions += [Send(instance_id, command) for instance_id in self.instances]
+            case CacheDropRequested():
+                drop = DropCachedBlocks()
+                self._actions += [Send(instance_id, drop) for instance_id in self.instances]
             case Tick():
                 self._on_tick(now)
         self._lifecycle.use_room(now)

@@ -13,14 +13,21 @@ looks like a reason for the next one.
   batch B that meets the TBT SLO and fits the engine's memory.
 
 Both are linear in sums over the requests, so a few numbers yield the demand on any instance, for
-any hardware and any present cost estimate. The length of an answer is predicted from the length of
+any hardware and any present cost estimate.
+
+Demand is summed over two windows. In the long one, a ratio that does not fit counts when it has
+lasted for half of the window. The short one finds a shift at once: the ratio must not fit even if
+the pool that is short had SURE standard errors less demand, and the other pool as many more. After
+such a shift the long window forgets what was before.
+
+The length of an answer is predicted from the length of
 its prompt: long documents get short answers, and it is their mix that shifts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import fsum
+from math import fsum, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +48,11 @@ EQUAL_COST = 1.1
 """Instances are equally suitable for the other role if their costs differ by at most 10 %."""
 MIN_DECODE_SHARE = 0.1
 """Least room for decodes in a step, as a share of its base time, if the TBT SLO leaves less."""
+SHORT_WINDOW_S = 30.0
+"""The short window, at most half of the long one."""
+SHORT_LASTS = 0.4
+"""Share of the short window for which its advice must last."""
+SURE = 2.5
 LONGEST_FADE = 4096
 TINY_S = 1e-12
 
@@ -60,14 +72,20 @@ class Pools(NamedTuple):
         return Role.PREFILL if self.prefill > self.decode else Role.DECODE
 
 
-class RoleAdvice(NamedTuple):
-    """`instance_id` should become a `role` instance, the first of `num_switches`."""
+ONE = Pools(1.0, 1.0)
 
-    instance_id: InstanceId
+
+class RoleAdvice(NamedTuple):
+    """These instances should become `role` instances."""
+
+    instance_ids: tuple[InstanceId, ...]
     role: Role
-    num_switches: int
     now: Pools
     then: Pools  # after all switches
+
+    @property
+    def num_switches(self) -> int:
+        return len(self.instance_ids)
 
     def describe(self, num_prefills: int, num_decodes: int) -> str:
         more = self.num_switches if self.role is Role.PREFILL else -self.num_switches
@@ -86,20 +104,34 @@ class OfferedLoad:
         self._step_s = window_s / NUM_FADES
         self._step: int | None = None
         self.seen_s = 0.0  # time that the sums stand for; grows to the window
-        # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context.
-        self._sums = np.zeros(6)
+        # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context,
+        # squares of answers' tokens.
+        self._sums = [0.0] * 7
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
         """Adds a request (mutates)."""
         self.advance(now)
         context_tokens = new_tokens + cached_tokens + answer_tokens / 2
-        self._sums += (
+        added = (
             1.0,
             new_tokens,
             new_tokens * new_tokens,
             new_tokens * cached_tokens,
             answer_tokens,
             answer_tokens * context_tokens,
+            answer_tokens * answer_tokens,
+        )
+        self._sums = [before + more for before, more in zip(self._sums, added, strict=True)]
+
+    def adopt(self, other: OfferedLoad) -> None:
+        """Takes the sums and the time of a shorter window (mutates)."""
+        self._sums, self.seen_s = list(other._sums), other.seen_s
+
+    def errors(self) -> Pools:
+        """Relative standard errors of both demands, of requests that come by chance."""
+        _, new, new_squares, _, answers, _, answer_squares = self._sums
+        return Pools(
+            sqrt(new_squares) / max(new, TINY_S), sqrt(answer_squares) / max(answers, TINY_S)
         )
 
     def advance(self, now: float) -> None:
@@ -109,13 +141,13 @@ class OfferedLoad:
             self._step = step
         fade = 1.0 - 1.0 / NUM_FADES
         for _ in range(min(step - self._step, LONGEST_FADE)):
-            self._sums *= fade
+            self._sums = [each * fade for each in self._sums]
             self.seen_s = self.seen_s * fade + self._step_s
         self._step = step
 
     def prefill_s(self, table: InstanceTable) -> Floats:
         """Seconds of prefill per second if the instance did all of it, by row."""
-        number, new, squares, products, _, _ = self._sums.tolist()
+        number, new, squares, products = self._sums[:4]
         work_s: Floats = (
             table.prefill_base_s * number
             + table.prefill_s_per_token * new
@@ -127,7 +159,7 @@ class OfferedLoad:
     def decode_s(self, table: InstanceTable, tbt_s: float, memory_share: float) -> Floats:
         """Seconds of decode per second if the instance did all of it, by row. Batches are as large
         as SLO and memory allow."""
-        tokens, contexts = self._sums[4:].tolist()
+        tokens, contexts = self._sums[4:6]
         own_s = table.decode_s_per_sequence * tokens + table.decode_s_per_context_token * contexts
         least_s = MIN_DECODE_SHARE * table.decode_base_s + TINY_S
         room_s = np.maximum(tbt_s - table.decode_base_s, least_s)
@@ -145,10 +177,12 @@ class RoleBalance:
         self._window_s = window_s
         self._tbt_s = slo.tbt_s * load_limit
         self._load_limit = load_limit
+        self._short_s = min(SHORT_WINDOW_S, window_s / 2)
         self._offered = OfferedLoad(window_s)
+        self._lately = OfferedLoad(self._short_s)
         self._lengths = OutputLengths()
-        self._advised_role: Role | None = None
-        self._advised_since_s = 0.0
+        self._lasting = _Lasting(window_s / 2)
+        self._lasting_lately = _Lasting(SHORT_LASTS * self._short_s)
         self._paused_until_s = 0.0
 
     def note_arrival(
@@ -161,31 +195,47 @@ class RoleBalance:
             expected = self._lengths.predict(num_tokens, (), 0)
             answer_tokens = min(float(max_answer_tokens), expected) - 1.0
         cached_tokens = min(cached_tokens, num_tokens)
-        self._offered.add(num_tokens - cached_tokens, cached_tokens, max(answer_tokens, 0.0), now)
+        for offered in (self._offered, self._lately):
+            offered.add(num_tokens - cached_tokens, cached_tokens, max(answer_tokens, 0.0), now)
 
     def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
         """Learns from a complete answer."""
         self._lengths.learn(num_prompt_tokens, (), num_generated, num_generated)
 
     def pause(self, now: float) -> None:
-        """Pauses switching after an instance has switched or has failed to."""
+        """Pauses switching after an instance has failed to switch."""
         self._paused_until_s = now + self._window_s / 4
 
     def loads(self, table: InstanceTable, now: float) -> Pools:
         self._offered.advance(now)
-        return self._capacities(table).loads()
+        return self._capacities(table, self._offered).loads()
+
+    def demand(self, table: InstanceTable, now: float) -> Pools | None:
+        """Demand in instances that would always be busy, of the window in which it is higher. None
+        before enough has been seen; infinite for a pool without instances."""
+        self._offered.advance(now)
+        self._lately.advance(now)
+        if self._offered.seen_s < self._short_s / 2:
+            return None
+        long, short = (
+            self._capacities(table, each).loads() for each in (self._offered, self._lately)
+        )
+        return Pools(
+            max(long.prefill, short.prefill) * table.num_prefills,
+            max(long.decode, short.decode) * table.num_decodes,
+        )
 
     def advise(
         self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
     ) -> RoleAdvice | None:
-        """The advice, if it has been the same for half a window. `losses`: attempts under way and
-        blocks cached, by row; the instance that loses least switches first."""
+        """The advice, if it has lasted. `losses`: attempts under way and blocks cached, by row; the
+        instances that lose least switch first."""
+        sure = self._judge_lately(table, losses, now)
+        if self._lasting_lately.lasts(None if sure is None else sure.role, now):
+            self._offered.adopt(self._lately)
+            return sure
         advice = self.judge(table, losses, now)
-        role = None if advice is None else advice.role
-        if role is not self._advised_role:
-            self._advised_role, self._advised_since_s = role, now
-        lasts = now - self._advised_since_s >= self._window_s / 2
-        return advice if lasts else None
+        return advice if self._lasting.lasts(None if advice is None else advice.role, now) else None
 
     def may_switch(self, now: float) -> bool:
         return now >= self._paused_until_s
@@ -193,33 +243,71 @@ class RoleBalance:
     def judge(
         self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
     ) -> RoleAdvice | None:
-        """The advice at this moment."""
+        """The advice by the long window at this moment."""
         self._offered.advance(now)
         if self._offered.seen_s < self._window_s / 4:
             return None
-        capacities = self._capacities(table)
-        before = capacities.loads()
-        if before.worst < LOADED:
-            return None
-        role = before.short_of
-        rows = capacities.donors(role, losses)
-        best, best_number = before, 0
-        for number, row in enumerate(rows, start=1):
-            capacities.move(row, role)
-            after = capacities.loads()
-            if after.worst >= best.worst:
-                break
-            best, best_number = after, number
-            if after.worst < LOADED:
-                break
-        if not best_number or best.worst > (1.0 - MARGIN) * before.worst:
-            return None
-        return RoleAdvice(table.ids[rows[0]], role, best_number, before, best)
+        return _judge(self._capacities(table, self._offered), table, losses)
 
-    def _capacities(self, table: InstanceTable) -> _PoolCapacities:
-        offered = self._offered
+    def _judge_lately(
+        self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
+    ) -> RoleAdvice | None:
+        """The advice by the short window, if it also holds within the errors."""
+        lately = self._lately
+        lately.advance(now)
+        if lately.seen_s < self._short_s / 2:
+            return None
+        role = self._capacities(table, lately).loads().short_of
+        signs = (-SURE, SURE) if role is Role.PREFILL else (SURE, -SURE)
+        errors = lately.errors()
+        factors = Pools(*(max(1.0 + n * e, 0.0) for n, e in zip(signs, errors, strict=True)))
+        advice = _judge(self._capacities(table, lately, factors), table, losses)
+        return advice if advice is not None and advice.role is role else None
+
+    def _capacities(
+        self, table: InstanceTable, offered: OfferedLoad, factors: Pools = ONE
+    ) -> _PoolCapacities:
         decode_s = offered.decode_s(table, self._tbt_s / table.tbt_tail, self._load_limit)
-        return _PoolCapacities(table, offered.prefill_s(table), decode_s)
+        prefill_s = offered.prefill_s(table)
+        return _PoolCapacities(table, prefill_s * factors.prefill, decode_s * factors.decode)
+
+
+class _Lasting:
+    """For how long an advised role has been the same."""
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._role: Role | None = None
+        self._since_s = 0.0
+
+    def lasts(self, role: Role | None, now: float) -> bool:
+        """Whether this role has been advised for long enough (mutates)."""
+        if role is not self._role:
+            self._role, self._since_s = role, now
+        return role is not None and now - self._since_s >= self._least_s
+
+
+def _judge(
+    capacities: _PoolCapacities, table: InstanceTable, losses: Sequence[tuple[int, int]]
+) -> RoleAdvice | None:
+    """Switches for as long as each one reduces the load of the fuller pool (mutates)."""
+    before = capacities.loads()
+    if before.worst < LOADED:
+        return None
+    role = before.short_of
+    rows = capacities.donors(role, losses)
+    best, best_number = before, 0
+    for number, row in enumerate(rows, start=1):
+        capacities.move(row, role)
+        after = capacities.loads()
+        if after.worst >= best.worst:
+            break
+        best, best_number = after, number
+        if after.worst < LOADED:
+            break
+    if not best_number or best.worst > (1.0 - MARGIN) * before.worst:
+        return None
+    return RoleAdvice(tuple(table.ids[row] for row in rows[:best_number]), role, before, best)
 
 
 class _PoolCapacities:

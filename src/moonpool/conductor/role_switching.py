@@ -1,4 +1,5 @@
-"""Switches instances between prefill and decode, one at a time, as `role_balance` advises.
+"""Switches instances between prefill and decode, as `role_balance` advises: all that it names at a
+time, and no others before these have ended.
 
     serving --lasting advice--> draining --attempts over--> SwitchRole --RoleChanged--> new role
                                  \\--time is up, or a pool lost its last instance--> old role
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
+from moonpool.conductor.autoscale import Autoscale
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_balance import Pools, RoleAdvice, RoleBalance
 from moonpool.conductor.state import Drain, InstanceState
@@ -25,8 +27,9 @@ from moonpool.types import InstanceId, Role, Slo
 
 LEAST_DRAIN_S = 300.0
 """Answers may take minutes: the limit of a drain is the window, but at least this time."""
+CHECK_S = 2.0
+"""Time between checks of the ratio, at most; less where the window is short."""
 CHECKS_PER_WINDOW = 32
-"""Checks of the ratio per window."""
 
 
 class RoleReport(NamedTuple):
@@ -47,43 +50,53 @@ class RoleSwitching:
         self.num_switches: Counter[Role] = Counter()
         self.num_given_up = 0
         self.advice: RoleAdvice | None = None
+        self.autoscale: Autoscale | None = None
         self._reservations = reservations
         limit = 1.0 if config.admission == "none" else config.load_limit
         self._balance = RoleBalance(config.role_balance_window_s, slo, limit)
         self._window_s = config.role_balance_window_s
-        self._draining: InstanceState | None = None
+        self._tracks = self.mode != "off" or config.autoscale
+        if config.autoscale:
+            self.autoscale = Autoscale(self._balance, config.autoscale_load, self._window_s)
+        self._draining: dict[InstanceId, InstanceState] = {}
         self._next_check_s = 0.0
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
         """Adds an arrived request, placed or rejected."""
-        if self.mode != "off":
+        if self._tracks:
             self._balance.note_arrival(num_tokens, cached_tokens, max_answer_tokens, now)
 
     def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
-        if self.mode != "off":
+        if self._tracks:
             self._balance.note_answer(num_prompt_tokens, num_generated)
 
     def tick(self, now: float) -> list[ConductorAction]:
-        """Checks the ratio, or the drain under way."""
+        """Checks the ratio, or the drains under way, and how many instances are wanted."""
+        wanted: list[ConductorAction] = []
+        if self.autoscale is not None:
+            wanted += self.autoscale.tick(self._reservations.instance_table, now)
+        return wanted + self._tick_roles(now)
+
+    def _tick_roles(self, now: float) -> list[ConductorAction]:
         if self.mode == "off":
             return []
-        state = self._draining
-        if state is not None:
-            return self._advance(state, now)
+        if self._draining:
+            states = list(self._draining.values())
+            return [action for state in states for action in self._advance(state, now)]
         if now < self._next_check_s:
             return []
-        self._next_check_s = now + self._window_s / CHECKS_PER_WINDOW
+        self._next_check_s = now + min(self._window_s / CHECKS_PER_WINDOW, CHECK_S)
         return self._check(now)
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
-        """Drains an instance that is to become a `role` one. Only one may drain for a role."""
+        """Drains an instance that is to become a `role` one."""
         state = self._reservations.instances[instance_id]
-        assert self._draining is None and state.drain is None
+        assert state.drain is None
         until_s = now + max(self._window_s, LEAST_DRAIN_S)
         state.drain = Drain(f"becomes {role}: {why}", now, until_s, role)
-        self._draining = state
+        self._draining[instance_id] = state
         self._reservations.instance_table.set_role(state.row, prefills=False, decodes=False)
 
     def on_role_changed(self, state: InstanceState, role: Role, now: float) -> list[Announce]:
@@ -92,7 +105,7 @@ class RoleSwitching:
         state.info = msgspec.structs.replace(state.info, role=role)
         if drain is not None and drain.becomes is None:
             return []  # it leaves, whatever its role
-        self._return_to_service(state, now)
+        self._return_to_service(state)
         if drain is None or drain.becomes is not role:
             return []
         self.num_switches[role] += 1
@@ -104,16 +117,16 @@ class RoleSwitching:
     def on_lost(self, state: InstanceState, now: float) -> list[Announce]:
         """Ends the drain of a lost instance. After another loss, gives up the drain if its pool has
         no instance left."""
-        if state is self._draining:
-            self._draining = None
+        if self._draining.pop(state.info.instance_id, None) is not None:
             self.num_given_up += 1
             self._balance.pause(now)
             return [self._announce(f"{state.info.instance_id} was lost before it had switched")]
-        return self._give_up_if_needed(now)
+        given_up = (self._give_up_if_needed(each, now) for each in list(self._draining.values()))
+        return [announce for announces in given_up for announce in announces]
 
     def give_up(self, state: InstanceState, now: float) -> list[Announce]:
         """Ends the instance's drain for a role, if any, because it leaves."""
-        if state is not self._draining:
+        if state.info.instance_id not in self._draining:
             return []
         return [self._give_up(state, "it is to leave", now)]
 
@@ -137,8 +150,10 @@ class RoleSwitching:
             return [self._announce(text)] if is_new else []
         if not self._balance.may_switch(now):
             return []
-        self.begin(advice.instance_id, advice.role, text, now)
-        return [self._announce(f"{text}; {advice.instance_id} drains to become {advice.role}")]
+        for instance_id in advice.instance_ids:
+            self.begin(instance_id, advice.role, text, now)
+        names = " and ".join(advice.instance_ids)
+        return [self._announce(f"{text}; to become {advice.role}, these drain: {names}")]
 
     def _advance(self, state: InstanceState, now: float) -> list[ConductorAction]:
         drain = state.drain
@@ -149,17 +164,17 @@ class RoleSwitching:
             drain.commanded = True
             assert drain.becomes is not None
             return [Send(state.info.instance_id, SwitchRole(role=drain.becomes))]
-        given_up = self._give_up_if_needed(now)
+        given_up = self._give_up_if_needed(state, now)
         if given_up:
             return [*given_up]
         if now < drain.until_s:
             return []
         return [self._give_up(state, "its requests last too long", now)]
 
-    def _give_up_if_needed(self, now: float) -> list[Announce]:
+    def _give_up_if_needed(self, state: InstanceState, now: float) -> list[Announce]:
         """Gives up if no other instance has the draining instance's role."""
-        state, table = self._draining, self._reservations.instance_table
-        if state is None or state.drain is None or state.drain.commanded:
+        table = self._reservations.instance_table
+        if state.drain is None or state.drain.commanded:
             return []
         num_left = table.num_prefills if state.info.role is Role.PREFILL else table.num_decodes
         if num_left:
@@ -168,14 +183,13 @@ class RoleSwitching:
 
     def _give_up(self, state: InstanceState, why: str, now: float) -> Announce:
         self.num_given_up += 1
-        self._return_to_service(state, now)
+        self._balance.pause(now)
+        self._return_to_service(state)
         return self._announce(f"{state.info.instance_id} stays a {state.info.role} instance: {why}")
 
-    def _return_to_service(self, state: InstanceState, now: float) -> None:
+    def _return_to_service(self, state: InstanceState) -> None:
         state.drain = None
-        if state is self._draining:
-            self._draining = None
-            self._balance.pause(now)
+        self._draining.pop(state.info.instance_id, None)
         role = state.info.role
         self._reservations.instance_table.set_role(state.row, role.prefills, role.decodes)
 

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 NAMED_AT_MOST = 5
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 log = logging.getLogger(__name__)
 
 
@@ -60,6 +61,7 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     scheme = read_scheme(config)
     spec = parse_config({k: v for k, v in config.items() if k != "quantization_config"})
     files = _tensor_files(folder)
+    spec = replace(spec, prefix=_prefix(files))
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     shapes = _shapes(spec, scheme, files, headers)
     _check_tensors(spec, shapes, files, headers, scheme is not None)
@@ -248,6 +250,12 @@ def _shapes(
     return shapes
 
 
+def _prefix(files: Mapping[str, Path]) -> str:
+    """What the names of a text model's tensors begin with, in a model of text and images too."""
+    inner = [p for p in TEXT_PREFIXES if any(name.startswith(p) for name in files)]
+    return inner[0] if inner else "model."
+
+
 def _check_tensors(
     spec: ModelSpec,
     shapes: Mapping[str, Shape | None],
@@ -260,7 +268,9 @@ def _check_tensors(
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    further = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.further_layers))
+    further = tuple(
+        f"{spec.prefix}layers.{spec.num_layers + i}." for i in range(spec.further_layers)
+    )
     unexpected = [
         name
         for name in files
@@ -268,6 +278,7 @@ def _check_tensors(
         and name not in tied
         and not IGNORED.search(name)
         and not name.startswith(further)
+        and (spec.prefix == "model." or name.startswith(spec.prefix))  # the rest sees images
         and not name.endswith(FURTHER)
     ]
     if unexpected:

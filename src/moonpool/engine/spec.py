@@ -116,6 +116,7 @@ class ModelSpec:
     sinks: bool = False  # a score per head that takes weight from all tokens
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None  # with num_kv_heads 1 and head_dim rope_dim + rank
+    prefix: str = "model."  # of the stored names of all tensors but the LM head
     further_layers: int = 0  # of the checkpoint, which predict further tokens; not used
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -150,7 +151,7 @@ class ModelSpec:
     def computed_fields(self) -> dict[str, Any]:
         """The fields that change results. They are part of the model's fingerprint."""
         computed = asdict(self)
-        for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions"):
+        for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions", "prefix"):
             del computed[name]
         return computed
 

@@ -142,8 +142,12 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
             place = _fused(spec, name) or place
         if family.experts is not None and ".mlp." in name:
             place = _expert(spec, name, shape, family.experts.stored)
-        found[name] = place
+        found[name] = place._replace(name=_prefixed(place.name, spec.prefix))
     return found
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def stored_shapes(spec: ModelSpec) -> dict[str, Shape]:

@@ -24,11 +24,13 @@ def decode_share(misses: Mapping[str, int]) -> float:
 
 
 class Arrangement(Struct, frozen=True):
-    """Instances with the least cache, their price, and their load by arithmetic."""
+    """Instances with the least cache, their price, and their load by arithmetic. `name` orders
+    those that are alike in all else."""
 
     one: Candidate
     usd_per_h: float
     load: float
+    name: str
 
 
 def arrangements(

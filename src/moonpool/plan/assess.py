@@ -135,25 +135,24 @@ class Assessor:
         outcomes = (*self.look([candidate]), *self._run(trials))
         return self._assessed(candidate, outcomes)
 
-    def sure(self, candidate: Candidate) -> Assessment | None:
-        """Assesses the candidate; None if it does not keep the SLOs at the wanted confidence.
+    def sure(self, candidate: Candidate, seeds: Sequence[int]) -> Assessment | None:
+        """Assesses the candidate on these draws; None if it does not keep the SLOs at the wanted
+        confidence.
 
         A draw that misses shows it, and ends the simulations. Raises as `look`.
         """
         outcomes = self.look([candidate])
-        seeds = list(range(1, self.goal.num_draws + 1))
-        while outcomes[-1].share >= self.goal.wanted and seeds:
-            pair, seeds = seeds[:2], seeds[2:]
-            found = self._run([self._trial(candidate, seed, self.goal.wanted) for seed in pair])
-            outcomes += sorted(found, key=lambda one: -one.share)
-        if outcomes[-1].share < self.goal.wanted:
-            return None
+        for pair in (seeds[at : at + 2] for at in range(0, len(seeds), 2)):
+            if min(outcome.share for outcome in outcomes) < self.goal.wanted:
+                return None
+            trials = [self._trial(candidate, seed, self.goal.wanted) for seed in pair]
+            outcomes += self._run(trials)
         assessment = self._assessed(candidate, tuple(outcomes))
         assert assessment.interval is not None
         return assessment if assessment.interval.low >= self.goal.wanted else None
 
     def _assessed(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> Assessment:
-        found = sample_interval([one.share for one in outcomes], self.goal.confidence)
+        found = sample_interval([one.attainment for one in outcomes], self.goal.confidence)
         return Assessment(candidate, self.usd_per_h(candidate), outcomes, found)
 
     def known(self, candidate: Candidate) -> Assessment:

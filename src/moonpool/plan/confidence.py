@@ -72,21 +72,25 @@ def interval(runs: Sequence[Attainment], confidence: float) -> Interval:
     return Interval(max(low, 0.0), mean, min(high, 1.0))
 
 
-def sample_interval(shares: Sequence[float], confidence: float) -> Interval:
+def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
     """Returns the two-sided interval of the share of one more sample like these.
 
     It is wider than the interval of their mean: it is what one day gives, not what all days give
-    together. With one sample nothing is known.
+    together. It is at least that of as many independent requests as one sample has (Wilson).
     """
     from scipy import stats
 
-    assert shares and 0 < confidence < 1
-    number = len(shares)
-    mean = fsum(shares) / number
-    if number == 1:
-        return Interval(0.0, mean, 1.0)
-    squares = fsum((share - mean) ** 2 for share in shares)
-    half = float(stats.t.ppf((1 + confidence) / 2, number - 1)) * sqrt(
-        squares / (number - 1) * (1 + 1 / number)
-    )
-    return Interval(max(mean - half, 0.0), mean, min(mean + half, 1.0))
+    assert runs and 0 < confidence < 1
+    number = len(runs)
+    mean = fsum(run.share for run in runs) / number
+    num_requests = max(round(sum(run.num_requests for run in runs) / number), 1)
+    requests = stats.binomtest(round(mean * num_requests), num_requests)
+    wilson = requests.proportion_ci(confidence, method="wilson")
+    low, high = float(wilson.low), float(wilson.high)
+    if number > 1:
+        squares = fsum((run.share - mean) ** 2 for run in runs)
+        half = float(stats.t.ppf((1 + confidence) / 2, number - 1)) * sqrt(
+            squares / (number - 1) * (1 + 1 / number)
+        )
+        low, high = min(low, mean - half), max(high, mean + half)
+    return Interval(max(low, 0.0), mean, min(high, 1.0))

@@ -53,7 +53,7 @@ LEAST_GAIN = 0.01
 """An arrangement that can save no more than this share of the price is not simulated."""
 SEARCH_SHARE = 0.75
 """Share of the allowed runs and time for all that comes before draws."""
-SURE_CANDIDATES = 12
+SURE_CANDIDATES = 8
 SURE_DEAREST = 2.0
 FIRST_LOADS = (0.5, 1.3)
 """Loads by arithmetic at which an arrangement is expected to keep and to miss the SLOs, until some
@@ -112,7 +112,7 @@ class Planner:
         self._last_failed: Candidate | None = None
         self._settings: dict[str, Any] = {}
         self._chunks: dict[str, int] = {}  # by layout
-        self._failures: list[Failure] = []
+        self._new_failures: list[Failure] = []  # since arrangements were excluded last
         self._visited: set[Candidate] = set()
         self._open: list[Arrangement] = []
         self._loads: dict[str, tuple[float, float]] = {}  # like FIRST_LOADS, by layout
@@ -249,7 +249,7 @@ class Planner:
         cheap = (msgspec.structs.replace(one, **least) for one in listed)
         cheap = (one for one in cheap if self._price(one) < self._most)
         self._open = [
-            Arrangement(one, self._price(one), load)
+            Arrangement(one, self._price(one), load, f"{one.counts} {one.hardware}")
             for one, load in possible(cheap, self._bounds, self._wanted)
         ]
 
@@ -261,14 +261,15 @@ class Planner:
             for each in self._open
             if each.usd_per_h < most
             and each.one not in self._visited
-            and not any(failure.excludes(each.one) for failure in self._failures)
+            and not any(failure.excludes(each.one) for failure in self._new_failures)
         ]
+        self._new_failures.clear()
         if not self._open:
             return None
         # Without a best, the cheapest of those with the same chance comes first.
         top = most if self._best is not None else 1.1 * max(each.usd_per_h for each in self._open)
         return max(
-            self._open, key=lambda e: (self._chance(e) * (top - e.usd_per_h), -e.load, str(e.one))
+            self._open, key=lambda e: (self._chance(e) * (top - e.usd_per_h), -e.load, e.name)
         )
 
     def _chance(self, each: Arrangement) -> float:
@@ -304,7 +305,7 @@ class Planner:
             return False
         self._learn(found, outcome)
         if outcome.share < self._wanted:
-            self._failures.append(Failure(chosen.one, decode_share(outcome.misses)))
+            self._new_failures.append(Failure(chosen.one, decode_share(outcome.misses)))
             return False
         self._kept.append(least_cache(found, self._look, self._steps, self._wanted))
         return True
@@ -369,8 +370,10 @@ class Planner:
         ]
         wider.sort(key=lambda one: (self._price(one), str(one)))
         every = max(len(wider) // SURE_CANDIDATES, 1)
+        draws = [(outcome.share, seed) for seed, outcome in enumerate(choice.outcomes)][1:]
+        worst_first = [seed for _, seed in sorted(draws)]
         for one in wider[::every]:
-            found = self._assessor.sure(one)
+            found = self._assessor.sure(one, worst_first)
             if found is not None:
                 return found
         return None

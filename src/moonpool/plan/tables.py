@@ -38,9 +38,9 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
     for mix in plan.mixes:
         click.echo(f"  {_mix(mix)}")
     if plan.num_left:
+        why = "" if plan.stopped else "; none was expected to keep the SLOs"
         click.echo(
-            f"\n{plan.num_left} cheaper arrangements were neither simulated nor excluded; none was"
-            " expected to keep the SLOs"
+            f"\n{plan.num_left} cheaper arrangements were neither simulated nor excluded{why}"
         )
 
 

@@ -144,6 +144,10 @@ class LeaveCluster(Struct, frozen=True, tag=True):
     """End the process."""
 
 
+class DropCachedBlocks(Struct, frozen=True, tag=True):
+    """Forget all cached blocks that no request holds, in DRAM and on the SSD."""
+
+
 Command = (
     StartPrefill
     | ReserveDecode
@@ -155,6 +159,7 @@ Command = (
     | MarkReplicas
     | PrefetchBlocks
     | ListHot
+    | DropCachedBlocks
     | TakeOverPrefix
     | LeaveCluster
 )

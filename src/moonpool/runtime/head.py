@@ -20,12 +20,14 @@ from moonpool.api.metrics import ServerMetrics
 from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
     Announce,
+    CacheDropRequested,
     ConductorEvent,
     Deliver,
     DrainRequested,
     HotRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesWanted,
     Refuse,
     Reported,
     RequestArrived,
@@ -62,6 +64,7 @@ from moonpool.runtime.explain import (
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
 
@@ -107,6 +110,7 @@ class Head:
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
+        self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self._answers: dict[RequestId, ResponseStream] = {}
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
@@ -135,6 +139,7 @@ class Head:
         """Stops every worker, and closes the connections."""
         self._stopping = True
         self.ticker.cancel()
+        self._webhook.close()
         if self._server is not None:
             self._server.close()
         for link in list(self._open):
@@ -209,6 +214,9 @@ class Head:
             await asyncio.sleep(HOT_S / 100)
         return describe_hot(self.conductor, num_prefixes)
 
+    def drop_cached_blocks(self) -> None:
+        self._post(CacheDropRequested())
+
     def drain(self, instance_id: str, within_s: float) -> str:
         refusal = self.conductor.drains.why_not(InstanceId(instance_id))
         if not refusal:
@@ -278,6 +286,9 @@ class Head:
                     self._on_ended(action)
                 case Announce():
                     log.info("%s", action.text)
+                case InstancesWanted():
+                    log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
+                    self._webhook.post(action)
 
     def _on_ended(self, ended: RequestEnded) -> None:
         record = ended.record

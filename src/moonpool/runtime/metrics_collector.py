@@ -117,6 +117,7 @@ class MetricsCollector:
             advised={} if advice is None else {advice.role.value: advice.num_switches},
             switches={role.value: number for role, number in balance.num_switches.items()},
             given_up=balance.num_given_up,
+            wanted=_wanted(conductor),
             draining=sum(s.drain is not None for s in conductor.instances.values()),
         )
         self._cost_estimator(conductor)
@@ -139,6 +140,12 @@ class MetricsCollector:
         self._metrics.set_learned(
             {kind: {i: each[kind] for i, each in by_instance.items()} for kind in kinds}
         )
+
+
+def _wanted(conductor: Conductor) -> dict[str, int]:
+    autoscale = conductor.roles.autoscale
+    wanted = None if autoscale is None else autoscale.wanted
+    return {} if wanted is None else {"prefill": wanted.prefill, "decode": wanted.decode}
 
 
 def _phases_s(record: RequestRecord) -> tuple[float, float, float] | None:

@@ -23,6 +23,7 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     Abort,
     AttemptId,
+    DropCachedBlocks,
     HotPrefixes,
     InstanceLoad,
     LeaveCluster,
@@ -209,6 +210,7 @@ class Instance:
             SwitchRole: self._on_switch_role,
             PrefetchBlocks: self._prefetch.on_command,
             ListHot: self._on_list_hot,
+            DropCachedBlocks: self._on_drop_cached,
             TakeOverPrefix: self._handover.begin,
             LeaveCluster: self._on_leave_cluster,
             # Attention offload
@@ -263,6 +265,11 @@ class Instance:
     def _on_list_hot(self, command: ListHot) -> None:
         found = hottest(self._kv_cache, command.num_blocks, command.lost_with_it)
         self._effects.report(HotPrefixes(number=command.number, prefixes=found))
+
+    def _on_drop_cached(self, command: DropCachedBlocks) -> None:
+        voided = self._kv_cache.drop_cached()
+        if voided:
+            self._effects.perform(ForgetStored(tuple(voided)))
 
     def _on_leave_cluster(self, command: LeaveCluster) -> None:
         self._effects.perform(ExitProcess())

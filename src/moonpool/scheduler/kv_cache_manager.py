@@ -210,6 +210,18 @@ class KVCacheManager:
         for keys, spare in ((command.spare, True), (command.last, False)):
             self.spares.mark(self.pool.find_all(keys), spare)
 
+    def drop_cached(self) -> list[BlockId]:
+        """Forgets all cached blocks that nobody holds (mutates). Returns the SSD slots that are
+        void now."""
+        voided: list[BlockId] = []
+        if self.tier is not None and not self.tier.lost:
+            slots = self.tier.slots
+            voided = slots.withdraw("drop", slots.num_evictable)
+            slots.release("drop")
+        self.pool.withdraw("drop", self.pool.num_evictable)
+        self.pool.release("drop")
+        return voided
+
     def take_changes(self) -> BlocksChanged | None:
         """Returns the changes since the last call; None if there are none."""
         tier = self.tier

@@ -36,6 +36,8 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
             if any(role in node.role_s for node in nodes)
         },
         "roles": _roles(simulation),
+        "instance_hours": _instance_hours(simulation, nodes),
+        "scaling": _scaling(simulation),
         "drains": {
             "left": simulation.conductor.drains.num_left,
             "handed_over_blocks": simulation.conductor.drains.num_handed_blocks,
@@ -203,6 +205,29 @@ def _roles(simulation: Simulation) -> dict[str, Any]:
         "switches_to": {role.value: n for role, n in sorted(switching.num_switches.items())},
         "given_up": switching.num_given_up,
         "announced": [[rounded(at_s, 3), text] for at_s, text in simulation.announced],
+    }
+
+
+def _instance_hours(simulation: Simulation, nodes: list[Node]) -> dict[str, float]:
+    """Hours of instances by role, from their start (before they boot) to their end."""
+    hours: dict[str, float] = {}
+    for role in Role:
+        seconds = sum(node.role_s.get(role, 0.0) for node in nodes)
+        seconds += simulation.scaling.num_boots[role] * simulation.boot_s
+        if seconds:
+            hours[role.value] = rounded(seconds / 3600.0)
+    return hours
+
+
+def _scaling(simulation: Simulation) -> dict[str, Any]:
+    """What autoscale wanted, as (seconds, prefill, decode), and what it did."""
+    scaling = simulation.scaling
+    return {
+        "wanted": [
+            [rounded(at_s, 3), prefill, decode] for at_s, prefill, decode in simulation.wanted
+        ],
+        "boots": scaling.num_boots.total(),
+        "drains": scaling.num_drains.total(),
     }
 
 

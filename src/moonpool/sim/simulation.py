@@ -16,6 +16,7 @@ from moonpool.conductor.actions import (
     DrainRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesWanted,
     Refuse,
     Reported,
     RequestArrived,
@@ -39,6 +40,7 @@ from moonpool.sim.metrics import Collector, Timeline
 from moonpool.sim.network import Link, Network
 from moonpool.sim.node import Node
 from moonpool.sim.perturbation import Perturbation, StepFactor
+from moonpool.sim.scaling import Scaling
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams, Slo
@@ -78,12 +80,14 @@ class Simulation:
         recorded: CostEstimatorRecord | None = None,
         drains: Mapping[str, float] | None = None,
         restarts: Mapping[str, float] | None = None,
+        boot_s: float = 0.0,
     ) -> None:
         """For `noise`, `slow` and `recorded` see `Perturbation`.
 
         `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
         the times at which instances drain and leave; `restarts` likewise, and an empty instance of
-        the same name joins afterwards. Raises ConfigError for unknown instance names.
+        the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
+        joined. Raises ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware
@@ -101,6 +105,8 @@ class Simulation:
         self.last_arrival_s = 0.0
         self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
+        self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
+        self.boot_s = boot_s
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._perturbation = Perturbation(noise, slow, recorded)
         self._layer_wise = layer_wise
@@ -125,9 +131,10 @@ class Simulation:
             for number in range(count):
                 self._add_node(InstanceId(f"{role.value}-{number}"), role, number)
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
+        self._next_number = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+        self.scaling = Scaling(self.conductor.instances, self._boot, self._post, DRAIN_S)
         self._returning = {InstanceId(name) for name in restarts or {}}
-        for name, at_s in [*(drains or {}).items(), *(restarts or {}).items()]:
-            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name))
+        self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
@@ -142,6 +149,10 @@ class Simulation:
                 node.note_role(self.last_end_s)
 
     # Departures
+
+    def _plan_drains(self, instants: list[tuple[str, float]]) -> None:
+        for name, at_s in instants:
+            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name))
 
     def _drain(self, instance_id: InstanceId) -> None:
         refusal = self.conductor.drains.why_not(instance_id)
@@ -163,6 +174,16 @@ class Simulation:
     def _replace(self, instance_id: InstanceId, role: Role, number: int) -> None:
         self.past_nodes.append(self.nodes[instance_id])
         self._add_node(instance_id, role, number, self.nodes[instance_id].info.incarnation + 1)
+
+    def _boot(self, role: Role) -> None:
+        self.clock.after(self.boot_s, Priority.FAULT, self._booted, role)
+
+    def _booted(self, role: Role) -> None:
+        number = self._next_number[role]
+        self._next_number[role] += 1
+        self._add_node(InstanceId(f"{role.value}-{number}"), role, number)
+        self.scaling.booted(role)
+        self._keep_ticking()
 
     # Building
 
@@ -359,6 +380,9 @@ class Simulation:
                     self._end(action)
                 case Announce():
                     self.announced.append((self.clock.now, action.text))
+                case InstancesWanted():
+                    self.wanted.append((self.clock.now, action.prefill, action.decode))
+                    self.scaling.want(action)
 
     def _end(self, ended: RequestEnded) -> None:
         record = ended.record
@@ -376,7 +400,8 @@ class Simulation:
     def _keep_ticking(self) -> None:
         """Ticks only while requests or drains are pending: a trace may pause for years."""
         drains = any(state.drain for state in self.conductor.instances.values())
-        if (self._num_output_tokens or drains) and not self._ticking:
+        scales = self.config.conductor.autoscale and self._more
+        if (self._num_output_tokens or drains or scales) and not self._ticking:
             self._ticking = True
             next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
             self.clock.at(next_s, Priority.TICK, self._tick)

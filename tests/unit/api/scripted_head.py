@@ -70,10 +70,14 @@ class ScriptedHead:
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncIterator[Output]] = []
         self.is_healthy = True
+        self.num_drops = 0
         self.explanations: dict[str, dict[str, Any]] = {}
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         return [{"key": "ab", "hits": 3}] * min(num_prefixes, 5)
+
+    def drop_cached_blocks(self) -> None:
+        self.num_drops += 1
 
     def drain(self, instance_id: str, within_s: float) -> str:
         if instance_id != "prefill-1":

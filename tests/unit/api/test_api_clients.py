@@ -93,6 +93,13 @@ def _references(value: Any) -> list[str]:
     return [name for each in value for name in _references(each)] if isinstance(value, list) else []
 
 
+def test_the_prefix_cache_is_reset_from_the_own_machine_only() -> None:
+    head = ScriptedHead()
+    assert call(head, "/reset_prefix_cache").status_code == 200
+    assert head.num_drops == 1
+    assert call(head, "/reset_prefix_cache", method="GET").status_code == 405
+
+
 def test_the_load_counts_calls_under_way() -> None:
     assert call(ScriptedHead(), "/load", method="GET").json() == {"server_load": 0}
 

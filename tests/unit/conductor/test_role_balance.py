@@ -61,9 +61,11 @@ class Hall:
         )
 
     def switch(self, advice: RoleAdvice) -> None:
-        row = self.instance_table.ids.index(advice.instance_id)
+        """All that are named."""
         prefills = advice.role is Role.PREFILL
-        self.instance_table.set_role(row, prefills, not prefills)
+        for name in advice.instance_ids:
+            row = self.instance_table.ids.index(name)
+            self.instance_table.set_role(row, prefills, not prefills)
 
 
 def test_loads_are_demand_over_what_the_instances_can_do() -> None:
@@ -93,7 +95,7 @@ def test_sustained_imbalance_is_reported() -> None:
     advised = hall.offer(1.0, 100, 5 * WINDOW_S)
     assert advised
     advice = advised[-1]
-    assert advice.role is Role.DECODE and advice.instance_id.startswith("p")
+    assert advice.role is Role.DECODE and advice.instance_ids[0].startswith("p")
     assert advice.then.worst <= (1 - MARGIN) * advice.now.worst
     assert "3P+1D" in advice.describe(3, 1) and "2P+2D" in advice.describe(3, 1)
 
@@ -102,6 +104,34 @@ def test_nothing_is_reported_before_it_has_lasted() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
     assert not hall.offer(1.0, 100, 0.6 * WINDOW_S)
+
+
+def test_a_clear_shift_is_found_within_the_short_window() -> None:
+    """And all instances that the new mix needs are named at once."""
+    hall = Hall("p0", "p1", "p2", "p3", "d0", "d1")
+    hall.learn(500, 101)
+    hall.learn(50, 900)
+    assert not hall.offer(5.0, 500, 5 * WINDOW_S)
+    shift_s = hall.now
+    while hall.now < shift_s + 60.0:
+        advised = hall.offer(3.0, 50, 2.0)
+        if advised:
+            break
+    assert advised and advised[-1].role is Role.DECODE
+    assert hall.now - shift_s <= 40.0
+    hall.switch(advised[-1])
+    assert len(advised[-1].instance_ids) >= 2
+
+
+def test_chance_alone_is_no_shift() -> None:
+    """A few long prompts make up most of the demand; the short window alone would be misled."""
+    hall = Hall("p0", "p1", "p2", "p3", "d0", "d1", "d2")
+    hall.learn(100, 200)
+    hall.learn(8_000, 30)
+    rng = random.Random(5)
+    for _ in range(1_500):
+        tokens = 8_000 if rng.random() < 0.05 else 100
+        assert not hall.offer(2.0, tokens, 0.5)
 
 
 def test_a_burst_is_no_reason() -> None:
@@ -123,7 +153,7 @@ def test_the_only_instance_for_long_requests_stays() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.instance_table.capacity_tokens[0] = 200_000
     hall.learn(100, 451)
-    assert {advice.instance_id for advice in hall.offer(1.0, 100, 5 * WINDOW_S)} == {"p1"}
+    assert {advice.instance_ids[0] for advice in hall.offer(1.0, 100, 5 * WINDOW_S)} == {"p1"}
 
 
 def test_hardware_suited_to_the_other_role_switches_first() -> None:
@@ -136,10 +166,10 @@ def test_hardware_suited_to_the_other_role_switches_first() -> None:
     hall.offer(1.0, 100, 5 * WINDOW_S)
     losses = [(3, 0), (1, 9), (7, 0), (0, 0)]
     advice = hall.balance.advise(hall.instance_table, losses, hall.now)
-    assert advice is not None and advice.instance_id == "p2"
+    assert advice is not None and advice.instance_ids[0] == "p2"
     hall.instance_table.decode_base_s[2] = EVEN.decode[0]
     advice = hall.balance.advise(hall.instance_table, losses, hall.now)
-    assert advice is not None and advice.instance_id == "p1"
+    assert advice is not None and advice.instance_ids[0] == "p1"
 
 
 def test_mixed_instances_never_switch() -> None:

@@ -126,3 +126,29 @@ def test_refusals_say_what_is_wrong(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=f"(?s){says}") as caught:
         parse_config({**BASE, **change})
     assert "\n" not in str(caught.value)
+
+
+def test_a_gemma_that_sees_images_is_read_by_its_text_part() -> None:
+    """As the first Gemma 3 checkpoints have it: a text part that leaves out most sizes."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 12,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec = parse_config(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "text_config": text,
+            "vision_config": {"hidden_size": 1152},
+        }
+    )
+    sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
+    assert sizes == (8, 4, 256, 262208)
+    assert spec.eos_token_ids == (1, 106)
+    assert spec.windows == (1024,) * 5 + (0,) + (1024,) * 5 + (0,)
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.theta) == ("linear", 8.0, 1e6)
+    assert spec.local_rope is not None and spec.local_rope.theta == 1e4

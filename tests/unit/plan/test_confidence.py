@@ -59,9 +59,15 @@ def test_verdicts() -> None:
 
 def test_another_sample_is_less_certain_than_the_mean_of_samples() -> None:
     """Student's t for five degrees of freedom is 2.571."""
-    shares = [0.90, 0.91, 0.92, 0.93, 0.94, 0.95]
-    found = sample_interval(shares, 0.95)
+    number = 10**9
+    runs = [Attainment(number, round(number * (0.90 + 0.01 * i))) for i in range(6)]
+    found = sample_interval(runs, 0.95)
     deviation = 0.0187083
     assert found.mean == pytest.approx(0.925)
     assert found.high - found.mean == pytest.approx(2.571 * deviation * (7 / 6) ** 0.5, rel=1e-3)
-    assert (sample_interval([0.9], 0.95).low, sample_interval([0.9], 0.95).high) == (0.0, 1.0)
+
+
+def test_few_requests_say_little_of_another_sample() -> None:
+    one = sample_interval([Attainment(1, 1)] * 7, 0.95)
+    assert one.low < 0.3 and one.high == 1.0
+    assert sample_interval([Attainment(160, 160)] * 7, 0.95).low == pytest.approx(0.977, abs=1e-3)

@@ -65,7 +65,7 @@ def test_every_way_to_draw_is_passed_on() -> None:
     )
     sent = body(SubmitRequest(work(sampling)))
     special = {"logit_bias": {"3": -2.0}, "stop_token_ids": [9]}
-    for name in set(SamplingParams.__struct_fields__) - {"grammar"}:
+    for name in set(SamplingParams.__struct_fields__) - {"grammar", "prompt_logprobs"}:
         assert sent[name] == special.get(name, getattr(sampling, name)), name
     assert sent["prompt"] == [5, 6, 7]
     assert sent["return_token_ids"] is True

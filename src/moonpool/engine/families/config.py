@@ -32,6 +32,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of a parsed `config.json`. Raises `ModelError`."""
     name = _family(config)
     family = FAMILIES[name]
+    config = _text_config(config, family)
     _refuse_unsupported(config, family)
     hidden_size = positive(config, "hidden_size")
     num_heads, num_kv_heads, head_dim = _heads(config, name, hidden_size)
@@ -79,7 +80,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         notes=notes,
         latent=latent,
         further_layers=config.get("num_nextn_predict_layers") or 0 if family.latent else 0,
-        **factors,
+        **factors,  # type: ignore[arg-type]
     )
 
 
@@ -88,6 +89,7 @@ def _family(config: Mapping[str, Any]) -> str:
     if not isinstance(architectures, list):
         raise ModelError(f"config.json: architectures is {architectures!r}, not a list of names")
     served = {family.architecture: name for name, family in FAMILIES.items()}
+    served |= {family.inside: name for name, family in FAMILIES.items() if family.inside}
     for architecture in architectures:
         if architecture in served:
             return served[architecture]
@@ -102,6 +104,16 @@ def _family(config: Mapping[str, Any]) -> str:
         f"unknown architecture {named}; the nearest that is served is {short[nearest]}; "
         f"served: {', '.join(served)}"
     )
+
+
+def _text_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The text part of a config of text and images, with what the family's configs leave out."""
+    inner = mapping(config, "text_config") if family.inside else {}
+    if not inner:
+        return {**dict(family.defaults), **config}
+    outer = ("bos_token_id", "eos_token_id", "quantization_config")
+    own = {key: config[key] for key in outer if config.get(key) is not None}
+    return {**dict(family.defaults), **inner, **own}
 
 
 def _heads(config: Mapping[str, Any], name: str, hidden_size: int) -> tuple[int, int, int]:

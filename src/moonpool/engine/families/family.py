@@ -26,6 +26,8 @@ class Family:
     """One family. The defaults are Llama's."""
 
     architecture: str  # as `architectures` in config.json names it
+    inside: str = ""  # an architecture of text and images whose `text_config` is of this family
+    defaults: tuple[tuple[str, int], ...] = ()  # what its configs leave out
     norms: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, after them, or both
     norm_offset: float = 0.0  # added to norm weights: Gemma stores weights minus 1
     qk_norm: Literal["", "head", "all"] = ""  # of q and k: per head, or over all heads

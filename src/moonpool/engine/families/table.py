@@ -58,7 +58,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
-        _GEMMA2, architecture="Gemma3ForCausalLM", full_every=6, qk_norm="head", local_theta=1e4
+        _GEMMA2, architecture="Gemma3ForCausalLM", inside="Gemma3ForConditionalGeneration",
+        full_every=6, qk_norm="head", local_theta=1e4,
+        defaults=(
+            ("vocab_size", 262208), ("num_attention_heads", 8), ("num_key_value_heads", 4),
+            ("head_dim", 256), ("max_position_embeddings", 131072),
+        ),
     ),
     "deepseek_v2": _DEEPSEEK2,
     "deepseek_v3": replace(  # Kimi K2 too

@@ -16,6 +16,7 @@ from moonpool.scheduler.ssd_offload import reserved_blocks
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
 from moonpool.sim.hardware.node_cost import NodeCost, open_node
 from moonpool.sim.hardware.offload_cost import MeasuredOffload
+from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Role
 
 LONGEST_SAMPLE_TOKENS = 131_072
@@ -126,6 +127,19 @@ def prefill_nodes(config: Config) -> HardwareConfig:
     if degree.num_processes == 1:
         return hardware
     return _joined(hardware, degree)
+
+
+def instance_usd_per_h(config: Config, prices: Prices) -> dict[Role, float]:
+    """The price of one instance of each role, without its DRAM. Raises ConfigError where a device
+    has none."""
+    nodes = prefill_nodes(config)
+    prefill = nodes.nodes_per_prefill * prices.node_usd_per_h(nodes.device, nodes.devices_per_node)
+    nodes = decode_nodes(config)
+    decode = prices.node_usd_per_h(nodes.device, nodes.devices_per_node)
+    if nodes.attention_device:
+        decode += prices.node_usd_per_h(nodes.attention_device, nodes.attention_devices_per_node)
+    decode *= nodes.nodes_per_prefill
+    return {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: prefill}
 
 
 def attention_workers(config: Config) -> int:

@@ -1,0 +1,62 @@
+"""Starts and ends simulated instances as the Conductor wants them (`conductor.autoscale`).
+
+An instance that is started joins after its boot time, and is paid for from its start. One that is
+too many drains and leaves. Boots are not broken off: an instance that is no longer wanted when it
+joins drains again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from moonpool.conductor.actions import DrainRequested, InstancesWanted
+from moonpool.conductor.state import InstanceState
+from moonpool.types import InstanceId, Role
+
+SCALED_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+class Scaling:
+    """The instances that boot, and those that are present."""
+
+    def __init__(
+        self,
+        states: dict[InstanceId, InstanceState],
+        boot: Callable[[Role], None],
+        drain: Callable[[DrainRequested], None],
+        drain_s: float,
+    ) -> None:
+        """`states`: the Conductor's instances. `boot` is to lead to a call of `booted` later."""
+        self.num_boots: Counter[Role] = Counter()
+        self.num_drains: Counter[Role] = Counter()
+        self._states = states
+        self._boot = boot
+        self._drain = drain
+        self._drain_s = drain_s
+        self._booting: Counter[Role] = Counter()
+        self._wanted: InstancesWanted | None = None
+
+    def want(self, wanted: InstancesWanted) -> None:
+        """Starts what lacks and drains what is too many."""
+        self._wanted = wanted
+        for role, number in zip(SCALED_ROLES, (wanted.prefill, wanted.decode), strict=True):
+            self._scale(role, number)
+
+    def booted(self, role: Role) -> None:
+        """An instance has joined."""
+        self._booting[role] -= 1
+        if self._wanted is not None:
+            self.want(self._wanted)
+
+    def _scale(self, role: Role, wanted: int) -> None:
+        serving = [s for s in self._states.values() if s.info.role is role and s.drain is None]
+        present = len(serving) + self._booting[role]
+        for _ in range(wanted - present):
+            self._booting[role] += 1
+            self.num_boots[role] += 1
+            self._boot(role)
+        idlest = sorted(serving, key=lambda s: (len(s.prefills) + len(s.decodes), s.row))
+        for state in idlest[: max(min(present - wanted, len(serving) - 1), 0)]:
+            self.num_drains[role] += 1
+            self._drain(DrainRequested(state.info.instance_id, self._drain_s, "autoscale"))

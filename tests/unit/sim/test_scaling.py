@@ -1,0 +1,59 @@
+"""Simulated instances are started and ended as autoscale wants; none of their requests is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_roles import documents
+from test_simulation import assert_nothing_left, run
+
+from moonpool.config import Config, ConfigError, parse_config
+from moonpool.sim.defaults import DEFAULTS
+
+
+def settings(autoscale: bool = True, **conductor: Any) -> Config:
+    overrides: dict[str, Any] = {
+        "cluster": {"prefill": 1, "decode": 1},
+        "conductor": {
+            "autoscale": autoscale,
+            "role_balance_window_s": 60.0,
+            "admission": "none",
+            **conductor,
+        },
+        "slo": {"ttft_s": 10.0},
+    }
+    return parse_config("", overrides, DEFAULTS)
+
+
+def test_instances_boot_serve_and_leave() -> None:
+    busy, quiet = documents(80, 0.0, 1.0), documents(6, 200.0, 40.0)
+    simulation, figures = run(settings(), [*busy, *quiet], boot_s=20.0)
+    assert_nothing_left(simulation)
+    assert figures["completed"] == 86
+    most = max(prefill for _, prefill, _ in simulation.wanted)
+    assert most >= 3 and simulation.wanted[-1][1] < most
+    scaling = figures["scaling"]
+    assert scaling["boots"] >= most - 1 and scaling["drains"] >= 2
+    first_s = simulation.wanted[0][0]
+    assert first_s < 40.0
+    _, fixed = run(settings(False), [*busy, *quiet])
+    assert figures["effective"] > fixed["effective"]
+    hours = figures["instance_hours"]
+    span_s = figures["simulated_s"]
+    assert span_s / 3600 < hours["prefill"] < most * span_s / 3600
+    assert fixed["instance_hours"] == pytest.approx(
+        {"prefill": fixed["simulated_s"] / 3600, "decode": fixed["simulated_s"] / 3600}, rel=0.01
+    )
+
+
+def test_a_longer_boot_serves_fewer_in_time() -> None:
+    requests = documents(80, 0.0, 1.0)
+    _, soon = run(settings(), requests, boot_s=5.0)
+    _, late = run(settings(), requests, boot_s=60.0)
+    assert soon["effective"] > late["effective"]
+
+
+def test_it_does_not_go_with_role_switches() -> None:
+    with pytest.raises(ConfigError, match="role_balance must be"):
+        settings(role_balance="switch")
