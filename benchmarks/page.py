@@ -256,6 +256,16 @@ def chunk_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             )
 
 
+def format_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Quality and speed of quantized weights."""
+    for name, speed in found["speed"].items():
+        quality = found["quality"].get(name)
+        values = ("perplexity", "dequantized_float32")
+        texts = ["-", "-"] if quality is None else [f"{quality[value]:.3f}" for value in values]
+        gains = [f"{gain:.2f} x" for gain in speed["times_bfloat16"].values()]
+        yield name, f"{speed['matrix_bytes'] / 1e6:.0f}", *texts, *gains
+
+
 def parallel_rows(tensor: dict[str, Any], pipeline: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the speed-up of ranks and of stages over one process."""
     for row in tensor["rows"]:
@@ -468,6 +478,22 @@ SECTIONS = (
         ("prefetch",),
         ("", "prefix hits", "loaded", "mean TTFT", "prefetched blocks", "used", "wasted"),
         prefetch_rows,
+    ),
+    Section(
+        "Quantized weights",
+        "SmolLM2-135M-Instruct in several formats, one thread. Perplexity of a text beside float32"
+        " with the same weights dequantized; CPU time over that of bfloat16 weights.",
+        ("formats-smollm2",),
+        (
+            "format",
+            "MB",
+            "perplexity",
+            "dequantized",
+            "decode, batch 1",
+            "batch 8",
+            "prefill of 512",
+        ),
+        format_rows,
     ),
     Section(
         "Ranks and stages",

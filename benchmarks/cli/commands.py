@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from benchmarks.cli.attention import attention
-from benchmarks.cli.engine import engine, pipeline, quantization, sarathi, tensor
+from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarathi, tensor
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
@@ -29,6 +29,7 @@ bench.add_command(colocated)
 bench.add_command(peers_live)
 bench.add_command(engine)
 bench.add_command(quantization)
+bench.add_command(formats)
 bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)

@@ -1,6 +1,8 @@
-"""`moonpool bench engine|quantization|sarathi|pipeline|tensor`: the engine of one instance."""
+"""`moonpool bench engine|quantization|formats|sarathi|...`: the engine of one instance."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 
@@ -124,6 +126,32 @@ def quantization(
 
     try:
         found = bench_quantization(model, prompts, answer_tokens, seed, click.echo)
+    except ModelError as error:
+        fail(str(error))
+    show_figures(found, json_file)
+
+
+@click.command()
+@click.option(
+    "--model",
+    default="smollm2",
+    show_default=True,
+    help="Model: a GGUF file, a Hugging Face folder or id.",
+)
+@click.option("--tokens", type=COUNT, default=1024, show_default=True, help="Tokens of the text.")
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Text of the perplexity; default: docs/architecture.md.",
+)
+@json_option
+def formats(model: str, tokens: int, text: Path | None, json_file: str | None) -> None:
+    """Compare quantized weights with the same weights in float32, and with bfloat16 in time."""
+    from benchmarks.suite.engine.formats import bench_formats
+    from moonpool.engine.spec import ModelError
+
+    try:
+        found = bench_formats(model, tokens, text, click.echo)
     except ModelError as error:
         fail(str(error))
     show_figures(found, json_file)

@@ -68,8 +68,8 @@ NOTES = (
     ),
     (
         "With chunks the paper's vLLM takes 0.36 s more than without on conversation, 15 ms for "
-        "each chunk of 512 tokens. In our cost model a chunk costs what it adds to its prompt, and "
-        "shares the fixed part of a step with the decodes in it: ours comes out below plain vLLM."
+        "each chunk of 512 tokens. In our cost model a chunk shares the read of the weights with "
+        "the decodes in its step: ours comes out below plain vLLM."
     ),
 )
 
