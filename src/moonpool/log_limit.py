@@ -23,6 +23,10 @@ class LogLimit(logging.Filter):
         self._now = now
         self._seen: dict[str, tuple[float, int]] = {}  # text -> (begin of its interval, lines)
 
+    def forget(self) -> None:
+        """Begins anew, as if nothing had been logged."""
+        self._seen.clear()
+
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
             return True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,7 +8,16 @@ import pytest
 from messenger_harness import Node, need_nixl
 
 from moonpool.engine.native.slices import open_slices
+from moonpool.log_limit import LogLimit
 from moonpool.transfer import slice_copier as copiers
+
+
+@pytest.fixture(autouse=True)
+def every_line_is_logged() -> None:
+    """The limit on lines that are alike counts from zero in each test."""
+    for limit in logging.getLogger("moonpool.transfer.listener").filters:
+        if isinstance(limit, LogLimit):
+            limit.forget()
 
 
 @pytest.fixture(params=["shm", "tcp", "nixl"])

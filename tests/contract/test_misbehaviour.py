@@ -24,7 +24,7 @@ from moonpool.protocol.transfer_events import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.transfer import shm
+from moonpool.transfer import listener, shm
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.checksums import checksum_slice
 from moonpool.transfer.connection import Connection
@@ -364,6 +364,20 @@ def test_noise_closes_the_connection_and_nothing_else(
     node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
     ends = [node.events.get(timeout=60) for _ in range(2)]
     assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}
+
+
+def test_silent_strangers_are_few_and_do_not_keep_peers_out(
+    node: Node, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MAX_HALF_OPEN", 4)
+    strangers = [bare_socket(node.address, transport) for _ in range(20)]
+    wait_until(lambda: node.messenger.counts().refused_connections == 16)
+    node.messenger.fetch("f", node.address, keys(1), [0], 120.0)
+    node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
+    ends = [node.events.get(timeout=60) for _ in range(2)]
+    assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}
+    for stranger in strangers:
+        stranger.close()
 
 
 def _read(sock: socket.socket) -> bytes:

@@ -155,7 +155,7 @@ def test_what_was_learned_is_shown_and_can_be_simulated(
     metrics = http.get("/metrics").text
     assert 'moonpool:predictions_total{engine="' in metrics
     assert 'quantity="decoding"' in metrics
-    assert 'moonpool:learned_decode_factor{instance="decode-0"' in metrics
+    assert 'moonpool:learned_decode_factor{engine="0",instance="decode-0"' in metrics
     seen = http.get("/cluster").json()["predictions"]
     assert seen["ttft_s"]["count"] >= 30 and seen["tbt_s"]["ratio_p50"] > 0
     path = tmp_path / "beliefs.json"
@@ -170,8 +170,8 @@ def test_an_slo_that_cannot_be_met_is_refused_before_any_work(http: httpx.Client
     body = {"prompt": [8] * 400, **GREEDY}
     headers = {"x-slo-ttft-ms": "0.001", "X-Request-Id": "too-late"}
     refused = http.post("/v1/completions", json=body, headers=headers)
-    assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.status_code == 422
+    assert "retry-after" not in refused.headers  # not even an idle cluster could
     error = refused.json()["error"]
     assert error["code"] == "ttft_slo"
     assert "SLO" in error["message"]
