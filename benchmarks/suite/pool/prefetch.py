@@ -43,7 +43,7 @@ def bench_prefetch(
 def _run(
     name: str, requests: int, rate_rps: float, dram_tokens: int, prefetch: bool
 ) -> dict[str, float]:
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "cluster": {"prefill": 4, "decode": 2},
         "conductor": {"admission": "none", "prefetch": prefetch},
         "pool": {
