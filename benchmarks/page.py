@@ -229,6 +229,20 @@ def reuse_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield workload, share, *(f"{mean:.1%}" for mean in means)
 
 
+def prefetch_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of a workload without and with prefetching."""
+    for row in found["rows"]:
+        yield (
+            f"{row['workload']}, {'with' if row['prefetch'] else 'without'}",
+            f"{row['hit_ratio']:.1%}",
+            f"{row['loaded_share']:.1%}",
+            _seconds(row["mean_ttft_s"]),
+            f"{row['prefetched_blocks']:,}",
+            f"{row['used_blocks']:,}",
+            f"{row['wasted_blocks']:,}",
+        )
+
+
 def chunk_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the time between tokens of each batching policy under one load."""
     for name, row in found["load"].items():
@@ -454,6 +468,16 @@ SECTIONS = (
         ("reuse",),
         ("", "cache", "lru", "lfu", "length-aware", "predictive", "Belady"),
         reuse_rows,
+    ),
+    Section(
+        "Prefetching from the SSD",
+        "Sessions with regular pauses (jobs), and sessions whose next turn gets ever less likely,"
+        " simulated on 4 prefill and 2 decode instances. Loaded: the share of prompt tokens that"
+        " requests read from the SSD themselves. What is neither used nor wasted was still in DRAM"
+        " at the end.",
+        ("prefetch",),
+        ("", "prefix hits", "loaded", "mean TTFT", "prefetched blocks", "used", "wasted"),
+        prefetch_rows,
     ),
     Section(
         "Quantized weights",

@@ -12,6 +12,7 @@ from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarat
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
+from benchmarks.cli.reuse import prefetch, reuse
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -22,6 +23,8 @@ def bench() -> None:
     """Benchmarks of the parts."""
 
 
+bench.add_command(reuse)
+bench.add_command(prefetch)
 bench.add_command(attention)
 bench.add_command(agreement)
 bench.add_command(overload)
@@ -424,67 +427,6 @@ def tiers(
     try:
         found = bench_tiers(trace_file, *sizes, requests, click.echo)
     except (ConfigError, TraceError) as error:
-        fail(str(error))
-    show_figures(found, json_file)
-
-
-@bench.command()
-@click.option(
-    "--trace",
-    "traces",
-    multiple=True,
-    help="Trace file with block hashes to compare on, too; repeat for more.",
-)
-@click.option(
-    "--workload",
-    "workloads",
-    multiple=True,
-    help="Generated workload, by the name of its profile; five kinds unless given.",
-)
-@click.option(
-    "--seed",
-    "seeds",
-    type=int,
-    multiple=True,
-    default=(1, 2, 3),
-    show_default=True,
-    help="Seed of the generated workloads; repeat for more.",
-)
-@click.option(
-    "--share",
-    "shares",
-    type=COUNT,
-    multiple=True,
-    default=(4, 16),
-    show_default=True,
-    help="Cache of one in this many of the workload's blocks; repeat for more.",
-)
-@click.option(
-    "--hours",
-    type=click.FloatRange(min=0.01),
-    default=1.0,
-    show_default=True,
-    help="Length of a generated workload.",
-)
-@json_option
-def reuse(
-    traces: tuple[str, ...],
-    workloads: tuple[str, ...],
-    seeds: tuple[int, ...],
-    shares: tuple[int, ...],
-    hours: float,
-    json_file: str | None,
-) -> None:
-    """Compare eviction policies: what share of an unlimited cache's hits a small one keeps."""
-    from benchmarks.suite.pool.reuse import KNOWN, WORKLOADS, bench_reuse
-    from moonpool.trace.row import TraceError
-
-    unknown = [name for name in workloads if name not in KNOWN]
-    if unknown:
-        fail(f"there is no workload {unknown[0]!r}; use {', '.join(KNOWN)}")
-    try:
-        found = bench_reuse(traces, workloads or WORKLOADS, seeds, shares, hours, click.echo)
-    except TraceError as error:
         fail(str(error))
     show_figures(found, json_file)
 

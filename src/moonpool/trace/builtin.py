@@ -6,7 +6,8 @@ published, so their distributions are assumptions. The profiles with fixed lengt
 in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
 
 "agents" are sessions that grow for about twenty turns, with the gaps between turns published for
-coding agents: 2 s in the median, 11 min at P99. "hot-set" is single questions about popular
+coding agents: 2 s in the median, 11 min at P99. "jobs" are sessions that call short tools, or wait
+two minutes for a job. "hot-set" is single questions about popular
 documents. "scan" is agents among documents that are read once.
 """
 
@@ -188,6 +189,17 @@ AGENTS = GeneratorProfile(
     gap_s=_through((0, 0.3), (0.5, 2), (0.75, 6), (0.9, 40), (0.97, 240), (0.99, 660), (1, 2_400)),
     message_tokens=_through((0, 50), (0.5, 800), (0.9, 4_000), (1, 20_000)),
 )
+JOBS = GeneratorProfile(
+    name="jobs",
+    rate_rps=2.0,
+    first_tokens=_through((0, 4_000), (0.5, 12_000), (1, 30_000)),
+    output_tokens=_through((0, 50), (0.5, 200), (1, 600)),
+    max_input_tokens=126_000,
+    first_continue_share=(0.9,) * NUM_CLASSES,
+    continue_share=(0.9,),
+    gap_s=_through((0, 1), (0.5, 3), (0.6, 8), (0.62, 100), (0.9, 130), (1, 160)),
+    message_tokens=_through((0, 100), (0.5, 500), (1, 3_000)),
+)
 HOT_SET = GeneratorProfile(
     name="hot-set",
     rate_rps=6.0,
@@ -247,6 +259,6 @@ SCAN = Mix(
         for profile in (AGENTS, DOCUMENTS)
     ),
 )
-BUILT_IN |= {AGENTS.name: AGENTS, HOT_SET.name: HOT_SET}
+BUILT_IN |= {profile.name: profile for profile in (AGENTS, JOBS, HOT_SET)}
 BUILT_IN_MIXES = {SHIFTING_DAY.name: SHIFTING_DAY, SCAN.name: SCAN}
 """By name."""
