@@ -23,7 +23,7 @@ import msgspec
 from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Rejection
-from moonpool.conductor.resource_prices import ClusterCapacity, Need, ResourcePrices
+from moonpool.conductor.resource_prices import ClusterCapacity, RequestNeed, ResourcePrices
 from moonpool.conductor.slo_chances import MIXED_STEP_SHARE, TbtChances, TtftChances
 from moonpool.request_record import RequestRecord
 
@@ -215,13 +215,13 @@ class GoodputModel:
         lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
         return lacking_s / room_s * lifetime_s + lost_s
 
-    def _need(self, context: AdmissionContext, worth: float) -> Need:
+    def _need(self, context: AdmissionContext, worth: float) -> RequestNeed:
         footprint, table = context.footprint, context.table
         decode = 0.0
         if footprint.decodes:
             decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
             decode *= self.lengths.relative(footprint.num_tokens)
-        return Need(context.now, worth, context.placement.prefill_s, decode)
+        return RequestNeed(context.now, worth, context.placement.prefill_s, decode)
 
     def _capacity(self, context: AdmissionContext, wait_s: float) -> ClusterCapacity:
         table, slo = context.table, context.budget.slo

@@ -31,7 +31,7 @@ BURST_SHARE = 0.25
 """A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
 
-class Need(NamedTuple):
+class RequestNeed(NamedTuple):
     """What one request would use."""
 
     at_s: float
@@ -56,14 +56,16 @@ class ResourcePrices:
     """Learns from every arrival, admitted or not."""
 
     def __init__(self) -> None:
-        self._needs: deque[Need] = deque(maxlen=MAX_ARRIVALS)
-        self._prefill = self._decode = 0.0  # effective requests per second and per `Need.decode_s`
+        self._needs: deque[RequestNeed] = deque(maxlen=MAX_ARRIVALS)
+        self._prefill = self._decode = (
+            0.0  # effective requests per second and per `RequestNeed.decode_s`
+        )
         self._updated_s = float("-inf")
 
-    def note_arrival(self, need: Need) -> None:
+    def note_arrival(self, need: RequestNeed) -> None:
         self._needs.append(need)
 
-    def cost(self, need: Need, capacity: ClusterCapacity, now: float) -> tuple[float, float]:
+    def cost(self, need: RequestNeed, capacity: ClusterCapacity, now: float) -> tuple[float, float]:
         """How many effective requests the prefill and the decode of a request would displace."""
         if now - self._updated_s >= UPDATE_EVERY_S or now < self._updated_s:
             self._update(capacity, now)
@@ -72,7 +74,7 @@ class ResourcePrices:
 
     @property
     def prices(self) -> tuple[float, float]:
-        """Effective requests per second of prefill, and per `Need.decode_s`."""
+        """Effective requests per second of prefill, and per `RequestNeed.decode_s`."""
         return self._prefill, self._decode
 
     def _update(self, capacity: ClusterCapacity, now: float) -> None:

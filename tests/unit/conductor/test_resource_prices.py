@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-from moonpool.conductor.resource_prices import MIN_ARRIVALS, ClusterCapacity, Need, ResourcePrices
+from moonpool.conductor.resource_prices import (
+    MIN_ARRIVALS,
+    ClusterCapacity,
+    RequestNeed,
+    ResourcePrices,
+)
 
 CAPACITY = ClusterCapacity(
     num_prefills=2,
@@ -18,7 +23,7 @@ CAPACITY = ClusterCapacity(
 FREE = 1e-9
 
 
-def admitted(needs: list[Need], capacity: ClusterCapacity = CAPACITY) -> list[Need]:
+def admitted(needs: list[RequestNeed], capacity: ClusterCapacity = CAPACITY) -> list[RequestNeed]:
     """The second half of these arrivals, so far as they are worth their cost."""
     prices, accepted = ResourcePrices(), []
     for index, need in enumerate(needs):
@@ -29,11 +34,11 @@ def admitted(needs: list[Need], capacity: ClusterCapacity = CAPACITY) -> list[Ne
     return accepted
 
 
-def arrivals(rate: float, prefill_s: float, decode_s: float = FREE) -> list[Need]:
+def arrivals(rate: float, prefill_s: float, decode_s: float = FREE) -> list[RequestNeed]:
     """100 s with needs from half to one and a half of these, in means."""
     random = Random(7)
     return [
-        Need(
+        RequestNeed(
             i / rate, 1.0, prefill_s * random.uniform(0.5, 1.5), decode_s * random.uniform(0.5, 1.5)
         )
         for i in range(int(100 * rate))
@@ -76,7 +81,7 @@ def test_a_longer_queue_raises_the_price() -> None:
 
 
 def test_a_few_arrivals_have_no_price() -> None:
-    needs = [Need(0.001 * i, 1.0, 100.0, 1.0) for i in range(MIN_ARRIVALS - 1)]
+    needs = [RequestNeed(0.001 * i, 1.0, 100.0, 1.0) for i in range(MIN_ARRIVALS - 1)]
     prices = ResourcePrices()
     for need in needs:
         prices.note_arrival(need)
@@ -89,6 +94,6 @@ def test_old_arrivals_are_forgotten() -> None:
         prices.note_arrival(need)
         prices.cost(need, CAPACITY, need.at_s)
     assert prices.prices[0] > 0.0
-    late = Need(1000.0, 1.0, 2.0, FREE)
+    late = RequestNeed(1000.0, 1.0, 2.0, FREE)
     prices.note_arrival(late)
     assert prices.cost(late, CAPACITY, 1000.0) == (0.0, 0.0)
