@@ -461,6 +461,18 @@ class ApiConfig(Struct, frozen=True):
             metavar="FILE",
         ),
     ] = ""
+    ssl_certfile: Annotated[
+        str,
+        about("Serve HTTPS with this certificate chain (PEM).", "--ssl-certfile", metavar="FILE"),
+    ] = ""
+    ssl_keyfile: Annotated[
+        str,
+        about(
+            "Key of the certificate (PEM); in the certificate's file unless given.",
+            "--ssl-keyfile",
+            metavar="FILE",
+        ),
+    ] = ""
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
         32 << 20
     )

@@ -52,6 +52,11 @@ def check_values(config: Config) -> None:
     _check_stages(config)
     _check_vllm(config)
     _check_policies(config)
+    require(
+        bool(config.api.ssl_certfile) or not config.api.ssl_keyfile,
+        "api.ssl_certfile",
+        "given with api.ssl_keyfile",
+    )
     for key in config.api.api_keys:
         require(
             0 < len(key) <= 1024 and key.isascii() and key.isprintable() and " " not in key,

@@ -32,10 +32,13 @@ from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.keys import KeyRing
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
+from moonpool.api.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that the server holds at a time, unless four of the largest need more."""
+RENEWAL_TICKS = 20
+"""The server's ticks of 0.1 s from one look at the certificate's files to the next."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
@@ -192,6 +195,15 @@ class PortError(OSError):
 class HttpServer(uvicorn.Server):
     """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
 
+    def __init__(self, config: uvicorn.Config, tls: TlsFiles | None = None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._tls is not None and counter % RENEWAL_TICKS == 0:
+            self._tls.renew()
+        return await super().on_tick(counter)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -211,8 +223,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise PortError(text) from None
 
 
-def http_server(app: Starlette, drain_s: int = 5) -> HttpServer:
-    """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`."""
+def http_server(app: Starlette, drain_s: int = 5, tls: TlsFiles | None = None) -> HttpServer:
+    """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`.
+
+    With `tls` it serves HTTPS alone.
+    """
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -225,4 +240,7 @@ def http_server(app: Starlette, drain_s: int = 5) -> HttpServer:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=drain_s,
     )
-    return HttpServer(config)
+    if tls is not None:
+        config.load()
+        config.ssl = tls.context
+    return HttpServer(config, tls)

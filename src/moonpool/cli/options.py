@@ -84,6 +84,12 @@ url_option = click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
 )
 api_key_option = click.option("--api-key", help="Bearer key; OPENAI_API_KEY unless given.")
+ca_file_option = click.option(
+    "--ca-file",
+    default="",
+    type=click.Path(dir_okay=False),
+    help="Trust these certificates (PEM) over https, in place of the system's.",
+)
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
 )

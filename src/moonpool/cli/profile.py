@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from moonpool.cli.options import COUNT, POSITIVE, json_option
+from moonpool.cli.options import COUNT, POSITIVE, ca_file_option, json_option
 from moonpool.cli.output import check_folders, fail, run_measurement, write_json
 from moonpool.config import Dtype, choices
 
@@ -89,6 +89,7 @@ KINDS = ("prefill", "decode", "transfer")
     help="Measure decode steps with an attention worker, too, for `simulate --attention`.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the curve to this PNG file.")
+@ca_file_option
 @json_option
 def profile(
     model: str,
@@ -104,6 +105,7 @@ def profile(
     url: str | None,
     attention: bool,
     plot: str | None,
+    ca_file: str,
     json_file: str | None,
 ) -> None:
     """Measure prefill and decode of MODEL on this machine.
@@ -114,10 +116,10 @@ def profile(
     live cluster for its simulation; the profile then contains all overheads between two steps.
     """
     if url is not None:
-        _profile_live(url, model if attention else None, json_file)
+        _profile_live(url, model if attention else None, json_file, ca_file)
         return
     if beliefs_of is not None:
-        _record(beliefs_of, api_key, json_file)
+        _record(beliefs_of, api_key, json_file, ca_file)
         return
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from moonpool.profiling.chunk_sizes import recommend
@@ -194,15 +196,20 @@ def _print_profile(found: Profile) -> None:
         click.echo(f"{text} {beside}; a step takes {choice.step_s:.3f} s")
 
 
-def _record(url: str, api_key: str, json_file: str | None) -> None:
+def _record(url: str, api_key: str, json_file: str | None, ca_file: str) -> None:
     """Prints and writes the learned cost factors of a live Conductor, with their errors."""
     import httpx
 
+    from moonpool.api.tls import TlsError, trusting_context
     from moonpool.cost.recorded import RecordError, parse_beliefs
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/beliefs", headers=headers, timeout=30.0)
+        verify = trusting_context(ca_file) if url.startswith("https:") else True
+        place = f"{url.rstrip('/')}/beliefs"
+        answer = httpx.get(place, headers=headers, timeout=30.0, verify=verify)
+    except TlsError as error:
+        fail(str(error))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(f"no server answers at {url}: {error}; start one or correct --beliefs-of")
     if answer.status_code != 200:
@@ -227,7 +234,7 @@ def _record(url: str, api_key: str, json_file: str | None) -> None:
     write_json(json_file, msgspec.to_builtins(record))
 
 
-def _profile_live(url: str, model: str | None, json_file: str | None) -> None:
+def _profile_live(url: str, model: str | None, json_file: str | None, ca_file: str) -> None:
     """Measures a live cluster, and attention workers for `model` unless it is None."""
     from moonpool.profiling.attention_parts import measure_parts, parts_words
     from moonpool.profiling.live_cluster import LiveWorkload, measure_live, with_parts
@@ -236,7 +243,7 @@ def _profile_live(url: str, model: str | None, json_file: str | None) -> None:
     workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
 
     def measure() -> dict[str, Any]:
-        profile = measure_live(url, workload, click.echo)
+        profile = measure_live(url, workload, click.echo, ca_file)
         if model is not None:
             parts = measure_parts(model)
             click.echo(parts_words(parts))

@@ -22,6 +22,7 @@ from moonpool.cli.options import (
     COUNT,
     POSITIVE,
     api_key_option,
+    ca_file_option,
     json_option,
     requests_option,
     scale_option,
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     help="Most seconds for one answer.",
 )
 @api_key_option
+@ca_file_option
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the tokens of the prompts."
 )
@@ -113,6 +115,7 @@ def replay(
     concurrency: int,
     timeout_s: float,
     api_key: str | None,
+    ca_file: str,
     seed: int,
     json_file: str | None,
 ) -> None:
@@ -140,6 +143,7 @@ def replay(
         concurrency=concurrency,
         timeout_s=timeout_s,
         api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
+        ca_file=ca_file,
         seed=seed,
     )
     figures = _run(plan)

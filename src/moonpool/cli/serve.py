@@ -69,6 +69,8 @@ _SHARED_KEYS = (
     "api.port",
     "api.api_keys",
     "api.api_key_file",
+    "api.ssl_certfile",
+    "api.ssl_keyfile",
     "api.allowed_origins",
     "api.request_timeout_s",
     "api.drain_seconds",

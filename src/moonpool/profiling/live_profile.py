@@ -104,10 +104,11 @@ class _Receiver(CompletionReceiver):
 class LiveProfiler:
     """Measures an idle cluster; use `measure`."""
 
-    def __init__(self, url: str, longest_tokens: int) -> None:
-        """Prompts have at most `longest_tokens`. Raises ProfileError if `url` is no URL."""
+    def __init__(self, url: str, longest_tokens: int, ca_file: str = "") -> None:
+        """Prompts have at most `longest_tokens`. Raises ProfileError if `url` or `ca_file` (see
+        `HttpClient`) cannot be used."""
         try:
-            self._client = HttpClient(url)
+            self._client = HttpClient(url, ca_file=ca_file)
         except ValueError as error:
             raise ProfileError(str(error)) from None
         self._longest_tokens = longest_tokens

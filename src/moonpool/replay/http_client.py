@@ -9,13 +9,14 @@ after a whole answer, and closed after anything else.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from moonpool.api.tls import trusting_context
 
 
 class ConnectionFailedError(Exception):
@@ -117,15 +118,20 @@ class _Connection(asyncio.Protocol):
 class HttpClient:
     """Requests to the server at `url` (http or https, with or without a path)."""
 
-    def __init__(self, url: str, api_key: str = "", connect_s: float = 10.0) -> None:
-        """Raises ValueError if `url` is no URL."""
+    def __init__(
+        self, url: str, api_key: str = "", connect_s: float = 10.0, ca_file: str = ""
+    ) -> None:
+        """`ca_file` (PEM) names whom to trust over https in place of the system's authorities.
+
+        Raises ValueError if `url` is no URL, or `ca_file` holds no certificate.
+        """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http or https address of a server")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = trusting_context(ca_file) if parts.scheme == "https" else None
         self._path = parts.path.rstrip("/").removesuffix("/v1").encode()
         bearer = b"Authorization: Bearer %b\r\n" % api_key.encode() if api_key else b""
         self._common = b"Host: %b\r\nAccept: */*\r\n%b" % (parts.netloc.encode(), bearer)

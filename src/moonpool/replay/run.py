@@ -50,6 +50,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 1024
     timeout_s: float = 600.0
     api_key: str = ""
+    ca_file: str = ""
     seed: int = 0
 
 
@@ -67,7 +68,7 @@ async def run_replay(
     `on_ready` is called with a function that ends the run early; `show` with the number of ended
     requests and of all. Raises ServerUnfitError, HopelessError, TraceError, ValueError.
     """
-    client = HttpClient(plan.url, plan.api_key)
+    client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     rows, total, block_tokens = _rows(plan)
     facts = await query_server(client, plan.model)
     slo = _slo(plan, facts)

@@ -17,6 +17,7 @@ from moonpool.api.app import PortError, http_server, listen, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, collect_keys
+from moonpool.api.tls import TlsError, TlsFiles
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values
 from moonpool.cores import (
@@ -79,6 +80,7 @@ async def running_cluster(
 ) -> AsyncIterator[str]:
     """Yields the API's URL when all instances are up, or `stop` is set."""
     config = resolved(config)
+    tls = _tls(config)
     try:
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
@@ -94,7 +96,7 @@ async def running_cluster(
         raise ClusterError(text) from None
     options = _api_options(config, tokenizer, keys)
     bodies = BodyReader(head, options)
-    server = http_server(make_app(head, options, bodies))
+    server = http_server(make_app(head, options, bodies), tls=tls)
     unpinned = [core.number for core in read_cores()]
     serving: asyncio.Task[None] | None = None
     launcher: LocalLauncher | None = None
@@ -118,7 +120,7 @@ async def running_cluster(
         for task in (serving, head.ticker):
             task.add_done_callback(partial(_note_failure, broken, stop))
         host = f"[{config.api.host}]" if ":" in config.api.host else config.api.host
-        yield f"http://{host}:{sock.getsockname()[1]}"
+        yield f"{'https' if tls else 'http'}://{host}:{sock.getsockname()[1]}"
         if broken:
             raise ClusterError(broken[0])
         await drain(head, config.api.drain_seconds)
@@ -132,6 +134,14 @@ async def running_cluster(
             await launcher.stop()
         pin_thread(unpinned)
         sock.close()
+
+
+def _tls(config: Config) -> TlsFiles | None:
+    api = config.api
+    try:
+        return TlsFiles(api.ssl_certfile, api.ssl_keyfile) if api.ssl_certfile else None
+    except TlsError as error:
+        raise ClusterError(str(error)) from None
 
 
 def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:

@@ -1,0 +1,81 @@
+"""TLS of the HTTP port: reads certificate and key, and reads them again when they change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+
+log = logging.getLogger("moonpool")
+
+
+class TlsError(ValueError):
+    """Certificate or key cannot be used; one line says which file and why."""
+
+
+class TlsFiles:
+    """A certificate chain and its key (PEM). `context` serves connections with them."""
+
+    def __init__(self, certfile: str, keyfile: str = "") -> None:
+        """An empty `keyfile` means that the key is in `certfile`. Raises TlsError."""
+        self._certfile, self._keyfile = certfile, keyfile
+        self._seen = self._stamps()
+        self.context = self._load()
+
+    def renew(self) -> None:
+        """Loads changed files for new connections. Unusable ones are logged, and not taken."""
+        seen = self._stamps()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._load()  # a context of its own: half of a new pair must not be taken
+            self.context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+        except (TlsError, OSError, ValueError) as error:
+            log.warning("the former certificate stays in use: %s", error)
+        else:
+            log.info("new connections use the changed certificate %s", self._certfile)
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        """Returns inode, modification time in ns and size of each file; zeros where none is."""
+        stamps = []
+        for path in filter(None, (self._certfile, self._keyfile)):
+            try:
+                stat = os.stat(path)
+                stamps.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+            except OSError:
+                stamps.append((0, 0, 0))
+        return stamps
+
+    def _load(self) -> ssl.SSLContext:
+        for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
+            try:
+                if path:
+                    with open(path, "rb"):
+                        pass
+            except OSError as error:
+                raise TlsError(f"cannot read {flag} {path}: {error.strerror}") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+        except (OSError, ValueError) as error:
+            where = f"{self._certfile} with --ssl-keyfile {self._keyfile or self._certfile}"
+            text = f"cannot use --ssl-certfile {where}: {error}; give PEM files that fit each other"
+            raise TlsError(text) from None
+        return context
+
+
+def _no_password() -> str:
+    """Called for an encrypted key, in place of a question on the terminal."""
+    raise ValueError("the key is encrypted; store it without a passphrase")
+
+
+def trusting_context(ca_file: str = "") -> ssl.SSLContext:
+    """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's.
+
+    Raises TlsError.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file or None)
+    except OSError as error:
+        raise TlsError(f"cannot use --ca-file {ca_file}: {error.strerror or error}") from None
