@@ -25,9 +25,9 @@ MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""
 UPDATE_EVERY_S = 0.25
 
-QUEUE_SHARE = 0.5
+QUEUE_SHARE = 0.75
 """Part of the TTFT SLO that the queue of either resource is let grow to."""
-BURST_SHARE = 0.25
+BURST_SHARE = 0.5
 """A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
 
