@@ -40,7 +40,8 @@ TBT SLO, requests join at once."""
 MIN_SIMILAR = 8
 """Answers to prompts of one length, from which on their mean is used."""
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
-CROWDED_OUT = "goodput"
+OUT_OF_PREFILL, OUT_OF_DECODE = "goodput_prefill", "goodput_decode"
+"""The reasons of a rejection in favour of requests that need less of that resource."""
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True):
@@ -275,8 +276,12 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
             text += ", also on an idle instance: raise the SLO"
             return Rejection(422, TIGHT_TBT, text, inf, numbers)
         return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
-    crowded = expected.prefill_cost + expected.decode_cost >= expected.harm
-    reason = CROWDED_OUT if crowded else TIGHT_TBT
+    crowding = {
+        OUT_OF_PREFILL: expected.prefill_cost,
+        OUT_OF_DECODE: expected.decode_cost,
+        TIGHT_TBT: expected.harm,
+    }
+    reason = max(crowding, key=lambda name: crowding[name])
     wait_s = max(placement.queue_s + expected.wait_s, 1.0)
     return Rejection(429, reason, _cost_text(expected), wait_s, numbers)
 
