@@ -30,6 +30,7 @@ from moonpool.api.generate import Generator
 from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.keys import KeyRing
+from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
 
@@ -52,6 +53,7 @@ def make_app(
     generator = Generator(frontend, options, bodies)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
+    live_page = LivePage(frontend)
 
     async def openapi(context: HttpContext) -> None:
         await context.respond(200, openapi_document(app.routes))
@@ -94,7 +96,8 @@ def make_app(
             route("/reset_prefix_cache", controller.reset_prefix_cache, "POST"),
             route("/cluster/drain", controller.drain, "POST"),
             route("/beliefs", inspector.beliefs),
-            route("/", inspector.page, open_to_all=True),
+            route("/cluster/events", live_page.events),
+            route("/", live_page.page, open_to_all=True),
         ],
         exception_handlers={HTTPException: _routing_error},
     )
