@@ -7,6 +7,9 @@ import time
 from typing import Any
 
 import httpx
+from click.testing import CliRunner
+
+from moonpool.cli.status import status
 
 
 def next_frame(http: httpx.Client) -> dict[str, Any]:
@@ -38,3 +41,15 @@ def test_events_show_instances_and_the_request_just_served(http: httpx.Client) -
     assert abs(sum(again["stages_s"].values()) - again["seconds"]) < 1e-3
     assert frame["totals"]["answered"] >= 2
     assert http.get(f"/explain/{again['id']}").json()["why"]
+
+
+def test_status_has_five_lines(http: httpx.Client) -> None:
+    shown = CliRunner().invoke(status, [str(http.base_url)])
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert len(lines) == 5
+    assert lines[0] == "instances  2 prefill, 2 decode"
+    assert "blocks held" in lines[1]
+    gone = CliRunner().invoke(status, ["http://127.0.0.1:9"])
+    assert gone.exit_code != 0
+    assert gone.output.count("\n") == 1 and "no server answers" in gone.output
