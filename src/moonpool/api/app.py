@@ -103,14 +103,19 @@ def make_app(
     )
     app.router.redirect_slashes = False
     if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
-        )
+        _allow_origins(app, options.allowed_origins)
     return app
+
+
+def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
+    """Lets web pages of these origins call the API."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
+    )
 
 
 class _Endpoint:

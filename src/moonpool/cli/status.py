@@ -26,15 +26,17 @@ def status(url: str, api_key: str | None) -> None:
 def status_lines(frame: dict[str, Any]) -> list[str]:
     """Returns the five lines of a frame."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
+    ttft = _latency(totals["ttft_s"], slo["ttft_s"])
+    tbt = _latency(totals["tbt_s"], slo["tbt_s"])
+    from_cache = (
+        f"{tokens['dram']:,} from DRAM, {tokens['fetched']:,} fetched, {tokens['ssd']:,} from SSD"
+    )
     return [
         f"instances  {_roles(frame['instances'])}",
         f"load       {_load(frame)}",
         f"requests   {frame['under_way']} under way; last 10 min: {_ended(totals)}",
-        f"latency    TTFT {_latency(totals['ttft_s'], slo['ttft_s'])}; "
-        + f"TBT {_latency(totals['tbt_s'], slo['tbt_s'])}",
-        f"prompts    {sum(tokens.values()):,} tokens: {tokens['dram']:,} from DRAM, "
-        + f"{tokens['fetched']:,} fetched, {tokens['ssd']:,} from SSD, "
-        + f"{tokens['computed']:,} computed",
+        f"latency    TTFT {ttft}; TBT {tbt}",
+        f"prompts    {sum(tokens.values()):,} tokens: {from_cache}, {tokens['computed']:,} computed",
     ]
 
 
