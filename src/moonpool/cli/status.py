@@ -28,15 +28,16 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], slo["ttft_s"])
     tbt = _latency(totals["tbt_s"], slo["tbt_s"])
-    from_cache = (
-        f"{tokens['dram']:,} from DRAM, {tokens['fetched']:,} fetched, {tokens['ssd']:,} from SSD"
+    by_tier = (
+        f"{tokens['dram']:,} from DRAM, {tokens['fetched']:,} fetched,"
+        f" {tokens['ssd']:,} from SSD, {tokens['computed']:,} computed"
     )
     return [
         f"instances  {_roles(frame['instances'])}",
         f"load       {_load(frame)}",
         f"requests   {frame['under_way']} under way; last 10 min: {_ended(totals)}",
         f"latency    TTFT {ttft}; TBT {tbt}",
-        f"prompts    {sum(tokens.values()):,} tokens: {from_cache}, {tokens['computed']:,} computed",
+        f"prompts    {sum(tokens.values()):,} tokens: {by_tier}",
     ]
 
 
