@@ -106,6 +106,18 @@ def overload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield tuple(row)
 
 
+def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of simulated effective requests of each admission policy."""
+    for row in found["rows"]:
+        effective, bound = row["effective"], row["bound"]
+        yield (
+            f"{row['workload']}, {row['speed']:g} x",
+            f"{bound:,} of {row['requests']:,}",
+            *(f"{effective[name]:,}" for name in ("none", "baseline", "early", "predictive")),
+            f"{effective['goodput']:,} ({effective['goodput'] / max(bound, 1):.0%})",
+        )
+
+
 def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the goodput of 1P+1D and of two mixed instances, live and simulated."""
     for length in found["lengths"]:
@@ -398,6 +410,14 @@ SECTIONS = (
         ("overload",),
         ("", "none", "baseline", "early", "predictive"),
         overload_rows,
+    ),
+    Section(
+        "Admission, simulated",
+        "Requests within both SLOs, by workload, cluster and speed of replay. No schedule exceeds"
+        " the bound (`moonpool oracle`). In brackets: the share of the bound.",
+        ("admission",),
+        ("", "bound", "none", "baseline", "early", "predictive", "goodput"),
+        admission_rows,
     ),
     Section(
         "Disaggregated and colocated",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from benchmarks.cli.admission import admission
 from benchmarks.cli.attention import attention
 from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarathi, tensor
 from benchmarks.cli.fronts import fronts
@@ -38,6 +39,7 @@ bench.add_command(pipeline)
 bench.add_command(tensor)
 bench.add_command(fronts)
 bench.add_command(plan)
+bench.add_command(admission)
 
 
 @bench.command()

@@ -219,7 +219,7 @@ class ConductorConfig(Struct, frozen=True):
     ] = "kvcache-centric"
     admission: Annotated[
         PolicyName, about("Policy that rejects requests whose service levels would be missed.")
-    ] = "early"
+    ] = "goodput"
     kvcache_balancing_threshold: Annotated[
         float,
         about(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moonpool.engine.builtin import open_model
-from tests.differential.test_transformers import CASES, LENGTHS, PROMPT, _save
+from tests.differential.checkpoints import CASES, save
+from tests.differential.test_transformers import LENGTHS, PROMPT
 from tests.gpu.backends import BACKENDS, Bench, difference, make_ops
 
 NAMES = (
@@ -26,7 +27,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens(backend: str, name: str, tmp_path: Path) -> None:
     ops = make_ops(backend)
-    truth = _save(CASES[name], tmp_path)
+    truth = save(CASES[name], tmp_path)
     lab = Bench.of(open_model(str(tmp_path), "float32"), ops, 400)
     with torch.no_grad():
         expected = truth(torch.tensor([PROMPT])).logits[0]

@@ -108,4 +108,4 @@ def test_one_mixed_instance_is_a_cluster() -> None:
 
 
 def test_choices_for_the_command_line() -> None:
-    assert choices(Admission) == ("none", "baseline", "early", "predictive")
+    assert choices(Admission) == ("none", "baseline", "early", "predictive", "goodput")

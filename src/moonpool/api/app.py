@@ -30,6 +30,7 @@ from moonpool.api.generate import Generator
 from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.keys import KeyRing
+from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
 from moonpool.api.tls import TlsFiles
@@ -55,6 +56,7 @@ def make_app(
     generator = Generator(frontend, options, bodies)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
+    live_page = LivePage(frontend)
 
     async def openapi(context: HttpContext) -> None:
         await context.respond(200, openapi_document(app.routes))
@@ -97,20 +99,26 @@ def make_app(
             route("/reset_prefix_cache", controller.reset_prefix_cache, "POST"),
             route("/cluster/drain", controller.drain, "POST"),
             route("/beliefs", inspector.beliefs),
-            route("/", inspector.page, open_to_all=True),
+            route("/cluster/events", live_page.events),
+            route("/", live_page.page, open_to_all=True),
         ],
         exception_handlers={HTTPException: _routing_error},
     )
     app.router.redirect_slashes = False
     if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
-        )
+        _allow_origins(app, options.allowed_origins)
     return app
+
+
+def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
+    """Lets web pages of these origins call the API."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
+    )
 
 
 class _Endpoint:

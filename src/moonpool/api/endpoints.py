@@ -23,16 +23,6 @@ from moonpool.api.preparation import check_model
 DEFAULT_HOT = 20
 MAX_HOT = 1000
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-_PAGE = b"""moonpool
-
-POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   GET /v1/models
-POST /v1/messages           POST /v1/messages/count_tokens
-POST /tokenize              POST /detokenize
-GET  /health   GET /ping   GET /metrics   GET /load   GET /version   GET /server_info
-GET  /live     GET /ready   GET /openapi.json
-GET  /cluster  GET /beliefs  GET /explain/{request_id}
-GET  /cluster/hot            POST /cluster/drain   POST /reset_prefix_cache
-"""
 
 
 class Inspector:
@@ -43,9 +33,6 @@ class Inspector:
         self._options = options
         self._bodies = bodies
         self._names = options.served_names or (frontend.card.model_id,)
-
-    async def page(self, context: HttpContext) -> None:
-        await context.respond(200, _PAGE, b"text/plain; charset=utf-8")
 
     async def models(self, context: HttpContext) -> None:
         data = [self._model(name) for name in self._names]

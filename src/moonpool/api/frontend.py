@@ -86,6 +86,14 @@ class Frontend(Protocol):
         """Describes the cluster; for a tenant only what concerns it."""
         ...
 
+    def live_view(self, tenant: str | None = None) -> dict[str, Any]:
+        """Describes the cluster and its recent requests for the live page."""
+        ...
+
+    def is_stopping(self) -> bool:
+        """Whether long streams should end, because the server does."""
+        ...
+
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         """Returns the most used prefixes first. Waits a moment for the instances' reports."""
         ...

@@ -25,7 +25,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/cluster/drain": DrainBody,
 }
 _SUMMARIES = {
-    "/": "A list of the endpoints.",
+    "/": "The live page, with a list of the endpoints.",
     "/v1/chat/completions": "Answer a chat, whole or as server-sent events.",
     "/v1/completions": "Continue prompts, whole or as server-sent events.",
     "/v1/responses": "Answer in OpenAI's format of responses.",
@@ -45,6 +45,7 @@ _SUMMARIES = {
     "/server_info": "The configuration of the server.",
     "/explain/{request_id}": "Where a request went and why, and where its time went.",
     "/cluster": "The instances with their pools and loads.",
+    "/cluster/events": "A frame of the live page each second, as server-sent events.",
     "/cluster/hot": "The most used prefixes.",
     "/reset_prefix_cache": "Forget all cached blocks that no request holds.",
     "/cluster/drain": "Let an instance hand over its hottest blocks and leave.",
@@ -52,8 +53,9 @@ _SUMMARIES = {
     "/openapi.json": "This document.",
 }
 _EVENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-_TEXT = frozenset({"/reset_prefix_cache", "/", "/metrics", "/health", "/ping"})
+_TEXT = frozenset({"/reset_prefix_cache", "/metrics", "/health", "/ping"})
 _JSON = "application/json"
+_KINDS = {"/": "text/html", "/cluster/events": "text/event-stream"}
 
 
 def openapi_document(routes: Sequence[BaseRoute]) -> bytes:
@@ -109,7 +111,7 @@ _ERROR = {
 
 
 def _operation(path: str, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    kinds = ["text/plain"] if path in _TEXT else [_JSON]
+    kinds = [_KINDS.get(path, "text/plain" if path in _TEXT else _JSON)]
     if path in _EVENTS:
         kinds.append("text/event-stream")
     name = path.strip("/").translate(str.maketrans("/{}.", "____")) or "index"

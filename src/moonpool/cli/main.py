@@ -14,6 +14,7 @@ COMMANDS = {
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Show the main job end to end on a local cluster."),
+    "status": ("moonpool.cli.status", "status", "Show a running cluster in five lines."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),

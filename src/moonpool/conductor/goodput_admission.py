@@ -34,10 +34,14 @@ LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
+LONGEST_FIRST_GAP = 2.0
+"""Steps that the first gap of an answer lasts if it joins at any time. Where so many steps meet the
+TBT SLO, requests join at once."""
 MIN_SIMILAR = 8
 """Answers to prompts of one length, from which on their mean is used."""
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
-CROWDED_OUT = "goodput"
+OUT_OF_PREFILL, OUT_OF_DECODE = "goodput_prefill", "goodput_decode"
+"""The reasons of a rejection in favour of requests that need less of that resource."""
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True):
@@ -187,6 +191,8 @@ class GoodputModel:
             planned_s = MIXED_STEP_SHARE * slo_s
             with_s = max(without_s + own_s, planned_s)
             return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None)
+        if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:
+            return DecodeLoad(0.0, without_s, without_s + own_s, 0.0, None)
         # A request joins only when there is room, so it harms nobody.
         limit_s = self.limit_step_s(table, row, slo_s)
         wait_s = max(self._room_s(context, limit_s, own_s) - context.placement.ttft_s, 0.0)
@@ -270,8 +276,12 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
             text += ", also on an idle instance: raise the SLO"
             return Rejection(422, TIGHT_TBT, text, inf, numbers)
         return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
-    crowded = expected.prefill_cost + expected.decode_cost >= expected.harm
-    reason = CROWDED_OUT if crowded else TIGHT_TBT
+    crowding = {
+        OUT_OF_PREFILL: expected.prefill_cost,
+        OUT_OF_DECODE: expected.decode_cost,
+        TIGHT_TBT: expected.harm,
+    }
+    reason = max(crowding, key=lambda name: crowding[name])
     wait_s = max(placement.queue_s + expected.wait_s, 1.0)
     return Rejection(429, reason, _cost_text(expected), wait_s, numbers)
 

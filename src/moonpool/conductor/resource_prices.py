@@ -25,9 +25,12 @@ MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""
 UPDATE_EVERY_S = 0.25
 
-QUEUE_SHARE = 0.5
+QUEUE_SHARE = 0.8
 """Part of the TTFT SLO that the queue of either resource is let grow to."""
-BURST_SHARE = 0.25
+GAIN = 4.0
+"""The queue should come to that part within the SLO over `GAIN`. Rejecting early what the queue can
+hold is for nothing if the overload ends; rejecting late lets the queue fill with anything."""
+BURST_SHARE = 0.2
 """A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
 
@@ -87,15 +90,19 @@ class ResourcePrices:
         needs = np.array(self._needs)
         elapsed_s = max(now - needs.item(0, 0), BURST_SHARE * slo_s)
         worth, prefill_s, decode_s = needs[:, 1], needs[:, 2], needs[:, 3]
-        # Within one SLO's time, the queue should come to QUEUE_SHARE of the SLO.
-        pace = max(1.0 + QUEUE_SHARE - capacity.queue_s / slo_s, 0.0)
+        pace = _pace(capacity.queue_s / slo_s)
         supply_s = capacity.num_prefills * elapsed_s * pace
         self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)
-        pace = max(1.0 + QUEUE_SHARE - capacity.wait_s / slo_s, 0.0)
+        pace = _pace(capacity.wait_s / slo_s)
         turnover = elapsed_s / max(capacity.lifetime_s, 1e-3)
         unused_s = max(capacity.decode_load_s - capacity.decode_used_s, 0.0)
         supply_s = capacity.decode_load_s * turnover * pace + unused_s
         self._decode = _price(worth - self._prefill * prefill_s, decode_s, supply_s)
+
+
+def _pace(waiting: float) -> float:
+    """Work to admit per unit of capacity, with a queue of this share of the TTFT SLO."""
+    return max(1.0 + GAIN * (QUEUE_SHARE - waiting), 0.0)
 
 
 def _price(

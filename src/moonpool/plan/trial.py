@@ -110,6 +110,7 @@ class Cause(Enum):
 
 _BY_REASON = {
     "ttft_slo": Cause.PREFILL,
+    "goodput_prefill": Cause.PREFILL,
     "no_decode_capacity": Cause.DECODE_MEMORY,
     "no_prefill_capacity": Cause.POOL,
 }
@@ -170,7 +171,7 @@ class Watcher(Collector):
             return Cause.PREFILL if late and not self._waited_for_decode(record) else self._decode()
         if reason in _BY_REASON:
             return _BY_REASON[reason]
-        if reason.startswith(("decode_load", "tbt_slo")):
+        if reason.startswith(("decode_load", "tbt_slo", "ttft_slo_late", "goodput_decode")):
             return self._decode()
         return Cause.DEADLINE
 

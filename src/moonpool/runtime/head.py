@@ -61,6 +61,7 @@ from moonpool.runtime.explain import (
     describe_record,
     describe_to_tenant,
 )
+from moonpool.runtime.live_view import describe_live
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
@@ -202,6 +203,13 @@ class Head:
             for name, owner in self._attention_groups.owners().items()
         ]
         return described
+
+    def live_view(self, tenant: str | None = None) -> dict[str, Any]:
+        newest = (ended.record for ended in reversed(self._ended.values()))
+        return describe_live(self.conductor, newest, self.now(), tenant)
+
+    def is_stopping(self) -> bool:
+        return self._leaving or self._stopping
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         for state in self.conductor.instances.values():

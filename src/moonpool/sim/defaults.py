@@ -12,6 +12,5 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "pool": {"block_tokens": 256, "dram_tokens_per_instance": 3_000_000},
     # The paper says ">1000 tokens" of its prefill chunk; at 2048 the prefill rate is flat.
     "engine": {"chunk_tokens": 2048, "max_sequences": 512},
-    "conductor": {"admission": "early"},
     "api": {"request_timeout_s": 600.0},
 }

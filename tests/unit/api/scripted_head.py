@@ -71,7 +71,16 @@ class ScriptedHead:
         self._kept: list[AsyncIterator[Output]] = []
         self.is_healthy = True
         self.num_drops = 0
+        self.num_views = 0
+        self.most_views = 1
         self.explanations: dict[str, dict[str, Any]] = {}
+
+    def live_view(self, tenant: str | None = None) -> dict[str, Any]:
+        self.num_views += 1
+        return {"tenant": tenant, "view": self.num_views}
+
+    def is_stopping(self) -> bool:
+        return self.num_views >= self.most_views
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         return [{"key": "ab", "hits": 3}] * min(num_prefixes, 5)

@@ -223,7 +223,7 @@ def test_a_begun_answer_is_not_rejected_for_its_slo() -> None:
 
 
 def test_overload_is_rejected_before_any_work() -> None:
-    desk = Desk("p0", "d0")
+    desk = Desk("p0", "d0", admission="early")
     refused: list[Refuse] = []
     for number in range(40):
         prompt = tuple(range(100 * number, 100 * number + 50))

@@ -13,8 +13,8 @@ from moonpool.conductor.resource_prices import (
 
 CAPACITY = ClusterCapacity(
     num_prefills=2,
-    queue_s=15.0,  # as long as it should be
-    wait_s=15.0,
+    queue_s=24.0,  # as long as it should be
+    wait_s=24.0,
     slo_ttft_s=30.0,
     decode_load_s=0.1,
     decode_used_s=0.1,

@@ -173,7 +173,7 @@ def test_cached_prefixes_are_found_fetched_and_save_time() -> None:
 
 
 def test_estimates_do_not_change_the_ground_truth() -> None:
-    settings = config(conductor={"learning": False})
+    settings = config(conductor={"learning": False, "admission": "none"})
     wrong = build_hardware(settings, prefill_error=3.0)
     simulation = Simulation(settings, wrong)
     simulation.run(arrivals(60))

@@ -21,6 +21,9 @@ from moonpool.sim.simulation import Simulation
 MAX_WINDOWS = 120
 REASONS = {
     "ttft_slo": "the predicted TTFT exceeded the SLO",
+    "ttft_slo_late": "no decode batch had room within the TTFT SLO",
+    "goodput_prefill": "others needed less prefill time",
+    "goodput_decode": "others needed less decode time",
     "decode_load": "the decode load exceeded its limit when it arrived",
     "decode_load_predicted": "the decode load would have exceeded its limit after its prefill",
     "tbt_slo_late": "after its prefill, the decode instance could not take it within the TBT SLO",

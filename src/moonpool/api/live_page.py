@@ -1,0 +1,75 @@
+"""The live page at `/`, and the stream of server-sent events that it shows.
+
+All viewers of one tenant share a frame, which is computed at most once in `FRAME_S`, and not at all
+while nobody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+
+import msgspec
+
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import Frontend
+from moonpool.api.http_context import HttpContext
+
+FRAME_S = 1.0
+MAX_VIEWERS = 16
+_PAGE = resources.files(__package__).joinpath("live_page.html").read_bytes()
+_POLICY = (
+    b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
+    b" connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    b" frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+class LivePage:
+    """Serves the page and its events for one frontend."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._num_viewers = 0
+        self._frames: dict[str | None, tuple[float, bytes]] = {}
+
+    async def page(self, context: HttpContext) -> None:
+        await context.respond(200, _PAGE, b"text/html; charset=utf-8", _HEADERS)
+
+    async def events(self, context: HttpContext) -> None:
+        """Sends a frame each second until the client or the server ends.
+
+        Raises `ApiError` with 503 if there are too many viewers.
+        """
+        if self._num_viewers >= MAX_VIEWERS:
+            text = f"{MAX_VIEWERS} clients watch this server already. Close one of them."
+            after = ((b"retry-after", b"10"),)
+            raise ApiError(text, status=503, code="too_many_viewers", headers=after)
+        tenant = None if context.is_admin else context.tenant
+        self._num_viewers += 1
+        try:
+            async with context.watch():
+                await context.start_events()
+                while not self._frontend.is_stopping():
+                    await context.send_events(self._frame(tenant))
+                    await asyncio.sleep(FRAME_S)
+                await context.end_events(b"event: end\ndata: {}\n\n")
+        finally:
+            self._num_viewers -= 1
+            if not self._num_viewers:
+                self._frames.clear()
+
+    def _frame(self, tenant: str | None) -> bytes:
+        now = self._frontend.now()
+        made_s, frame = self._frames.get(tenant, (float("-inf"), b""))
+        if now - made_s < FRAME_S / 2:
+            return frame
+        described = self._frontend.live_view(tenant)
+        frame = b"data: %s\n\n" % msgspec.json.encode(described)
+        self._frames[tenant] = now, frame
+        return frame

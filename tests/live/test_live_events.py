@@ -1,0 +1,55 @@
+"""The live page's stream on a real cluster: instances with loads, and the requests just served."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+from click.testing import CliRunner
+
+from moonpool.cli.status import status
+
+
+def next_frame(http: httpx.Client) -> dict[str, Any]:
+    with http.stream("GET", "/cluster/events") as events:
+        for line in events.iter_lines():
+            if line.startswith("data: "):
+                found: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                return found
+    raise AssertionError("the stream ended without a frame")
+
+
+def test_events_show_instances_and_the_request_just_served(http: httpx.Client) -> None:
+    body = {"prompt": list(range(5, 105)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    for name in ("watched-1", "watched-2"):
+        answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": name})
+        assert answer.status_code == 200, answer.text
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        frame = next_frame(http)
+        found = {one["id"]: one for one in frame["requests"]}
+        if found.get("watched-2", {}).get("outcome"):
+            break
+    assert {one["role"] for one in frame["instances"]} == {"prefill", "decode"}
+    assert all(one["load"] >= 0 and one["blocks"] > 0 for one in frame["instances"])
+    again = found["watched-2"]
+    assert again["outcome"] == "length"
+    assert again["tokens"]["dram"] + again["tokens"]["fetched"] >= 80, "the prompt was cached"
+    assert sum(again["tokens"].values()) == 100
+    assert abs(sum(again["stages_s"].values()) - again["seconds"]) < 1e-3
+    assert frame["totals"]["answered"] >= 2
+    assert http.get(f"/explain/{again['id']}").json()["why"]
+
+
+def test_status_has_five_lines(http: httpx.Client) -> None:
+    shown = CliRunner().invoke(status, [str(http.base_url)])
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert len(lines) == 5
+    assert lines[0] == "instances  2 prefill, 2 decode"
+    assert "blocks held" in lines[1]
+    gone = CliRunner().invoke(status, ["http://127.0.0.1:9"])
+    assert gone.exit_code != 0
+    assert gone.output.count("\n") == 1 and "no server answers" in gone.output

@@ -1,0 +1,88 @@
+"""The frames of the live page: sums, percentiles, history and what a tenant sees."""
+
+from __future__ import annotations
+
+import json
+
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import Config
+from moonpool.request_record import RequestRecord
+from moonpool.runtime.live_view import NUM_BINS, NUM_LISTED, describe_live, percentiles
+from moonpool.types import InstanceId, RequestId, Slo
+
+SLO = Slo(ttft_s=1.0, tbt_s=0.1)
+NOW = 10_005.0
+
+
+def record(name: str, ended_s: float, **fields: object) -> RequestRecord:
+    made = RequestRecord(RequestId(name), 100, SLO, ended_s - 2.0, outcome="stop")
+    made.placed_s = made.prefill_started_s = ended_s - 1.9
+    made.prefill_done_s = made.first_token_s = made.last_token_s = ended_s - 1.5
+    made.finished_s, made.num_generated_tokens = ended_s, 10
+    made.prefill_instance = InstanceId("prefill-0")
+    for key, value in fields.items():
+        setattr(made, key, value)
+    return made
+
+
+def frame(records: list[RequestRecord], tenant: str | None = None) -> dict[str, object]:
+    conductor = Conductor(Config().conductor, life="l", default_slo=SLO)
+    found = describe_live(conductor, records, NOW, tenant)
+    decoded: dict[str, object] = json.loads(json.dumps(found))
+    return decoded
+
+
+def test_an_empty_cluster_has_a_frame() -> None:
+    found = frame([])
+    assert found["instances"] == found["requests"] == []
+    assert found["under_way"] == 0
+
+
+def test_prompt_tokens_are_split_by_tier_and_refusals_by_reason() -> None:
+    cached = record("a", NOW - 1, cached_tokens=80, fetched_tokens=30, loaded_tokens=20)
+    refused = record("b", NOW - 2, outcome="ttft_slo", prefill_done_s=None, first_token_s=None)
+    totals = frame([cached, refused])["totals"]
+    assert isinstance(totals, dict)
+    assert totals["tokens"] == {"dram": 30, "fetched": 30, "ssd": 20, "computed": 20}
+    assert totals["not_answered"] == {"ttft_slo": 1}
+    assert (totals["ended"], totals["answered"], totals["effective"]) == (2, 1, 1)
+    assert totals["ttft_s"] == {"p50": 0.5, "p90": 0.5, "p99": 0.5}
+
+
+def test_history_puts_each_request_into_its_bin_and_forgets_the_old() -> None:
+    ends = (NOW - 1, NOW - 11, NOW - 11, NOW - 10.0 * NUM_BINS - 1)
+    history = frame([record(f"r{i}", end) for i, end in enumerate(ends)])["history"]
+    assert isinstance(history, dict)
+    answered = [one["answered"] for one in history["bins"]]
+    assert answered == [0] * (NUM_BINS - 2) + [2, 1]
+
+
+def test_a_tenant_sees_its_own_requests_and_their_ids() -> None:
+    records = [
+        record("ann/r1", NOW - 1, tenant="ann"),
+        record("bob/r2", NOW - 1, tenant="bob"),
+        record("ann/r3", NOW - 1, tenant="ann/salt"),
+    ]
+    own = frame(records, "ann")
+    assert isinstance(own["requests"], list) and isinstance(own["totals"], dict)
+    assert [one["id"] for one in own["requests"]] == ["r1", "r3"]
+    assert own["totals"]["ended"] == 2
+    assert own["loads"] is None
+    assert "bob" not in json.dumps(own)
+    every = frame(records)["requests"]
+    assert isinstance(every, list)
+    assert [(one["tenant"], one["id"]) for one in every][1] == ("bob", "r2")
+
+
+def test_a_frame_lists_a_bounded_number_of_requests() -> None:
+    listed = frame([record(f"r{i}", NOW - 1) for i in range(500)])["requests"]
+    assert isinstance(listed, list)
+    assert len(listed) == NUM_LISTED
+    assert listed[0]["id"] == "r0"
+    assert sum(listed[0]["stages_s"].values()) == listed[0]["seconds"] == 2.0
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert percentiles([]) is None
+    assert percentiles([float(n) for n in range(1, 101)]) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
