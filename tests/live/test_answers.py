@@ -179,7 +179,7 @@ def test_an_slo_that_cannot_be_met_is_refused_before_any_work(http: httpx.Client
     assert explained["outcome"] == "ttft_slo"
     assert explained["prefill_instance"] is None
     refused = http.post("/v1/completions", json=body, headers={"x-slo-tpot-ms": "0.001"})
-    assert refused.json()["error"]["code"] == "decode_load"
+    assert refused.json()["error"]["code"] == "decode_load_predicted"
     assert "moonpool:requests_rejected_total" in http.get("/metrics").text
 
 
