@@ -77,12 +77,21 @@ def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer)
 
 
 def test_a_prompt_goes_where_it_has_been_computed(front: LocalServer) -> None:
-    prompts = [[(i * n + 3) % 250 for i in range(200)] for n in (11, 13, 17, 19)]
-    for prompt in prompts:
-        complete(front.url, prompt=prompt)
-    for prompt in prompts:
-        cached = complete(front.url, prompt=prompt)["usage"]["prompt_tokens_details"]
-        assert cached["cached_tokens"] >= 176
+    """A hiccup of the machine can make one engine look slower than computing a prompt again, so a
+    round may fail. By chance, one in 256 rounds would succeed."""
+    for first in range(0, 80, 16):
+        factors = range(first + 1, first + 17, 2)  # odd, so no two prompts begin alike
+        prompts = [[(i * n + 3 + first) % 250 for i in range(200)] for n in factors]
+        for prompt in prompts:
+            complete(front.url, prompt=prompt)
+        if all(num_cached(front, prompt) >= 176 for prompt in prompts):
+            return
+    raise AssertionError("no round had a hit for each prompt")
+
+
+def num_cached(front: LocalServer, prompt: list[int]) -> int:
+    usage = complete(front.url, prompt=prompt)["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_tenants_find_nothing_of_each_others(front: LocalServer) -> None:
