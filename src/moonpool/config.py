@@ -496,6 +496,14 @@ class ApiConfig(Struct, frozen=True):
             le=86_400,
         ),
     ] = 25.0
+    event_log_bytes: Annotated[
+        int,
+        about(
+            "Memory for the Conductor's last events, which `moonpool rewind` replays; 0: none.",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 32 << 20
 
 
 class Config(Struct, frozen=True):

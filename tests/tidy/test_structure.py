@@ -30,6 +30,7 @@ LEVELS = (
     {"attention_offload.pools"},
     {"scheduler", "conductor"},
     {"policy_loading"},
+    {"rewind"},
     {"transfer", "engine"},
     {"storage"},
     {"attention_offload"},
