@@ -227,8 +227,9 @@ class _Reader:
     def _fill(self, made: Any, node: list[Any]) -> None:
         match node:
             case [("dict" | "OrderedDict" | "Counter"), items]:
-                pairs = iter([self._value(each) for each in items])
-                made.update(zip(pairs, pairs, strict=True))
+                values = iter([self._value(each) for each in items])
+                for key in values:
+                    made[key] = next(values)
             case ["list" | "deque", items, *_]:
                 made.extend(self._value(each) for each in items)
             case ["set", items]:
