@@ -83,7 +83,11 @@ catalogue_option = click.option(
 url_option = click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
 )
-api_key_option = click.option("--api-key", help="Bearer key; OPENAI_API_KEY unless given.")
+api_key_option = click.option(
+    "--api-key",
+    help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
+    " unless given.",
+)
 ca_file_option = click.option(
     "--ca-file",
     default="",
