@@ -26,7 +26,8 @@ VARIABLES = (
     ("MOONPOOL_CLUSTER_SECRET", "Secret of `head` and `worker`: 64 hexadecimal digits."),
     ("VLLM_API_KEY", "API key of the vLLM servers that a worker drives."),
     ("OPENAI_API_KEY", "Key that `top`, `status`, `pool` and `replay` send, after the two above."),
-    ("MOONPOOL_LOG_LEVEL", "Level of log lines: DEBUG, INFO, WARNING or ERROR."),
+    ("MOONPOOL_LOG_LEVEL", "Least level of log lines: debug, info, warning or error."),
+    ("MOONPOOL_LOG_FORMAT", "Form of log lines: text or json."),
 )
 """Every variable of the environment that a command reads, with its meaning."""
 

@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 from setproctitle import setproctitle
 
+from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
     POLICY_KEYS,
     ConfigFlags,
@@ -23,7 +24,7 @@ from moonpool.cli.options import (
     config_option,
     read_config,
 )
-from moonpool.cli.output import fail, set_up_logging
+from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError, vllm_place
 from moonpool.config_schema import Values
 from moonpool.cores import threads_per_process
@@ -75,6 +76,9 @@ _SHARED_KEYS = (
     "api.request_timeout_s",
     "api.drain_seconds",
     "api.max_body_bytes",
+    "telemetry.log_level",
+    "telemetry.log_format",
+    "telemetry.log_requests",
 )
 SERVE_FLAGS = ConfigFlags(
     "cluster.prefill",
@@ -191,6 +195,7 @@ def _open_worker_fork_server(config: Config, secret: bytes) -> ForkServer | None
 
 
 def _run(config: Config, launch: bool, secret: bytes) -> None:
+    choose_logging(config.telemetry)
     fork_server = _open_worker_fork_server(config, secret) if launch else None
     set_up_logging("head")
     from moonpool.runtime.cluster import ClusterError, run_cluster
