@@ -30,6 +30,10 @@ Quantization = Literal["none", "int8", "int4"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
+LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
@@ -506,6 +510,22 @@ class ApiConfig(Struct, frozen=True):
     ] = 32 << 20
 
 
+class TelemetryConfig(Struct, frozen=True):
+    """What the cluster says about itself beside `/metrics`. Local workers take over the level and
+    the format of the head's log lines."""
+
+    log_level: Annotated[
+        LogLevel,
+        about("Least level of log lines; auto takes MOONPOOL_LOG_LEVEL of the environment."),
+    ] = "auto"
+    log_format: Annotated[
+        LogFormat, about("Form of log lines; auto takes MOONPOOL_LOG_FORMAT of the environment.")
+    ] = "auto"
+    log_requests: Annotated[
+        bool, about("Log one line for each ended request, with the time of each stage.")
+    ] = False
+
+
 class Config(Struct, frozen=True):
     model: ModelConfig = ModelConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -519,6 +539,7 @@ class Config(Struct, frozen=True):
     vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 def parse_config(

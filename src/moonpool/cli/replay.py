@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ import click
 import msgspec
 import uvloop
 
+from moonpool.cli.cluster_events import bearer_key
 from moonpool.cli.figures import replay_lines
 from moonpool.cli.inputs import read_text, trace_digest
 from moonpool.cli.options import (
@@ -142,7 +142,7 @@ def replay(
         retries=retries,
         concurrency=concurrency,
         timeout_s=timeout_s,
-        api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
+        api_key=bearer_key(api_key),
         ca_file=ca_file,
         seed=seed,
     )

@@ -67,6 +67,7 @@ from moonpool.runtime.explain import (
 )
 from moonpool.runtime.live_view import describe_live
 from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.request_log import RequestLog
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.webhook import WantedWebhook
@@ -109,6 +110,7 @@ class Head:
         self._tenant_weights = dict(tenant_shares or {})
         policies = load_policies(config.conductor)
         self._own_policies = own_classes(policies)
+        self._request_log = RequestLog(config.telemetry.log_requests)
         self.conductor = Conductor(
             config.conductor,
             life=self._life,
@@ -345,6 +347,7 @@ class Head:
             if record.outcome == FinishReason.ABORT and not answer.refused:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
+        self._request_log.request_ended(record)
         record.forget_gaps()
         self._ended[record.request_id] = ended
         if len(self._ended) > KEPT_RECORDS:
