@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.types import FinishReason, Request, RequestId, Slo, Struct, Token
+from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
 
 class ModelCard(Struct, frozen=True):
@@ -21,6 +21,8 @@ class ModelCard(Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
+    embedding_size: int = 0  # numbers in an embedding; 0: the engine computes none
+    pooling: Pooling = "last"
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 
@@ -67,7 +69,7 @@ class Frontend(Protocol):
     request_timeout_s: float
     now: Callable[[], float]
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """Yields outputs until one has a finish reason. May raise `RequestRefused` at any point.
 
         Closing the iterator early (client gone, stop string found) aborts the request everywhere.

@@ -33,12 +33,14 @@ from moonpool.engine.gguf.files import GGUF_SUFFIX, gguf_file
 from moonpool.engine.gguf.tokenizer import gguf_tokenizer
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.packing import Weights
+from moonpool.engine.pooling import stored_pooling
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import tensor_shapes
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.types import Pooling
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class LoadedModel:
     fingerprint: str
     tokenizer: str
     sampling: Mapping[str, float] = field(default_factory=dict)
+    pooling: Pooling = "last"  # of embeddings; "none": by a way that this engine does not compute
 
 
 def open_model(name: str, dtype: str) -> LoadedModel:
@@ -85,7 +88,15 @@ def open_model(name: str, dtype: str) -> LoadedModel:
     found = gguf_file(name)
     if found is not None:
         read = open_gguf(found, wanted)
-        return LoadedModel(name, read.spec, read.weights, dtype, read.fingerprint, str(found))
+        return LoadedModel(
+            name,
+            read.spec,
+            read.weights,
+            dtype,
+            read.fingerprint,
+            str(found),
+            pooling=read.pooling,
+        )
     checkpoint = open_checkpoint(name, wanted)
     for note in checkpoint.spec.notes:
         logger.warning("model %s: %s", name, note)
@@ -99,6 +110,7 @@ def open_model(name: str, dtype: str) -> LoadedModel:
         checkpoint.fingerprint,
         str(folder),
         sampling,
+        stored_pooling(folder),
     )
 
 
@@ -118,6 +130,8 @@ class ModelInfo:
     tokenizer: str
     sampling: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    hidden_size: int = 0
+    pooling: Pooling = "none"  # of its embeddings; "none": this engine computes none
 
 
 def model_info(name: str, dtype: str) -> ModelInfo:
@@ -131,6 +145,8 @@ def model_info(name: str, dtype: str) -> ModelInfo:
         model.tokenizer,
         model.sampling,
         tuple(spec.notes),
+        spec.hidden_size,
+        model.pooling,
     )
 
 

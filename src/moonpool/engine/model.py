@@ -229,9 +229,22 @@ class DecoderModel:
         token_ids [T] int64, wanted [W] row numbers -> [W, vocab] float32. After its KVCache is
         stored, the last layer computes only the wanted rows, since no other row is read.
         """
+        normed = self.hidden(token_ids, cache, meta, wanted, on_layer, before_attend)
+        return None if normed is None else self.logits(normed)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
+    ) -> Tensor | None:
+        """As `forward`, but returns the normed final hidden states: [W, hidden]."""
         start = self.embed(token_ids)
         done = self.advance(*start, cache, meta, wanted, on_layer, before_attend)
-        return None if done is None else self.logits(done[1])
+        return None if done is None else done[1]
 
     def advance(
         self,

@@ -41,11 +41,13 @@ class StepError(ValueError):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`tokens[i]` belongs to the step's i-th entry; None where the entry draws none. `scored` has
-    the logprobs of the entries' targets."""
+    the logprobs of the entries' targets, `pooled` what the
+    entries' next steps need as `StepEntry.pooled`."""
 
     tokens: list[Token | None]
     seconds: float
     scored: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry
+    pooled: dict[int, bytes] = field(default_factory=dict)  # by entry
 
 
 @dataclass(frozen=True, slots=True)

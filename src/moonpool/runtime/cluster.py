@@ -216,13 +216,16 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
             f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name}"
             " supports; lower it"
         )
+    embeds = _computes_here(config) and model.pooling != "none"
     card = ModelCard(
         model_id=config.model.served_name or config.model.name,
         created_s=int(time.time()),
         max_model_tokens=wanted or longest or UNKNOWN_TOKENS,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        scores_prompts=_scores_prompts(config),
+        scores_prompts=_computes_here(config),
+        embedding_size=model.hidden_size if embeds else 0,
+        pooling=model.pooling,
         sampling=dict(model.sampling),
     )
     try:
@@ -232,8 +235,8 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         raise ClusterError(str(error)) from None
 
 
-def _scores_prompts(config: Config) -> bool:
-    """Whether each instance computes the logits in its own process."""
+def _computes_here(config: Config) -> bool:
+    """Whether each instance has the final hidden states and the logits in its own process."""
     engine = config.engine
     degrees = (
         engine.pipeline_parallel_size,

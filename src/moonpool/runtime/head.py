@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from secrets import token_hex
 from typing import Any
 
@@ -155,7 +155,7 @@ class Head:
 
     # Frontend
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
