@@ -123,7 +123,8 @@ class Request(Struct, frozen=True):
     `tenant` salts the block keys: requests of different tenants never share a block.
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
-    None: they follow from the tokens.
+    None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
+    none. Block keys contain it.
     """
 
     request_id: RequestId
@@ -135,6 +136,7 @@ class Request(Struct, frozen=True):
     tenant: str = ""
     use_cache: bool = True
     keys: tuple[BlockKey, ...] | None = None
+    adapter: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -27,6 +27,7 @@ class _Limits:
     """What all requests of one call share."""
 
     tenant: str
+    adapter: str
     slo: Slo
     deadline_s: float
 
@@ -46,7 +47,7 @@ class Embedder:
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
-        self._names = options.served_names or (frontend.card.model_id,)
+        self._names = options.names(frontend.card)
         self._active = active
 
     async def embed(self, context: HttpContext) -> None:
@@ -57,7 +58,8 @@ class Embedder:
         call = await self._bodies.call("embeddings", raw, context.tenant, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
-        limits = _Limits(tenant, slo, arrived_s + timeout_s)
+        adapter = self._frontend.card.adapter_of(body.model)
+        limits = _Limits(tenant, adapter, slo, arrived_s + timeout_s)
         with self._active.begin(context) as (_, scoped):
             async with context.watch():
                 found = await self._run(scoped, call.prompts, limits)
@@ -97,6 +99,7 @@ class Embedder:
             arrived_s=frontend.now(),
             deadline_s=limits.deadline_s,
             tenant=limits.tenant,
+            adapter=limits.adapter,
             use_cache=pooling == "last",  # cached tokens have no hidden states
         )
         found: _Found | None = None

@@ -12,6 +12,14 @@ from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
 
+class AdapterCard(Struct, frozen=True):
+    """One LoRA adapter: its name for clients, the value of `Request.adapter`, and its folder."""
+
+    name: str
+    adapter: str
+    root: str
+
+
 class ModelCard(Struct, frozen=True):
     """The properties of the served model that clients may see."""
 
@@ -23,8 +31,14 @@ class ModelCard(Struct, frozen=True):
     scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
     embedding_size: int = 0  # numbers in an embedding; 0: the engine computes none
     pooling: Pooling = "last"
+    adapters: tuple[AdapterCard, ...] = ()
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
+
+    def adapter_of(self, name: str | None) -> str:
+        """Returns what `Request.adapter` is for a model's name; "" for the model itself."""
+        found = (card.adapter for card in self.adapters if card.name == name)
+        return next(found, "")
 
 
 class Output(Struct, frozen=True):
@@ -146,6 +160,10 @@ class ApiOptions:
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
     chat_template: str = ""
     """The source of a template that these processes use in place of the tokenizer's own."""
+
+    def names(self, card: ModelCard) -> tuple[str, ...]:
+        """Returns the names of models that clients may use, the model's own first."""
+        return (self.served_names or (card.model_id,)) + tuple(a.name for a in card.adapters)
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):

@@ -69,7 +69,7 @@ class Generator:
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
-        self._names = options.served_names or (frontend.card.model_id,)
+        self._names = options.names(frontend.card)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
         self._active = active
@@ -174,6 +174,7 @@ class Generator:
                     arrived_s=call.arrived_s,
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
+                    adapter=card.adapter_of(body.model),
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                 )
                 choice = Choice(index, request, ending, tokenizer, reader() if reader else None)

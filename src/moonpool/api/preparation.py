@@ -73,7 +73,7 @@ class Preparer:
     def __init__(self, tokenizer: Tokenizer, card: ModelCard, options: ApiOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._names = options.served_names or (card.model_id,)
+        self._names = options.names(card)
         self.use(card)
 
     def use(self, card: ModelCard) -> None:

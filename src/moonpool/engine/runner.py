@@ -63,6 +63,9 @@ class Engine:
         self.ops_name = ops.name
         self.num_blocks = cache.blocks.shape[0]
         num_shards = 1 if sharded is None else sharded.num_shards
+        special = sharded is not None or staggered or ops.device.type != "cpu"
+        if model.adapters and special:
+            raise ValueError("LoRA adapters need a CPU engine without ranks and attention workers")
         if sharded is not None and sharded.group.num_ranks > 1:
             self.ops_name = f"{ops.name}, {sharded.group.num_ranks} ranks"
         expected = make_layout(model, cache.layout.block_tokens, ops, num_shards)
@@ -75,6 +78,7 @@ class Engine:
         self.grammars = grammars_of(model)
         self._cache = cache
         self._device = ops.device
+        self._adapters = model.adapter_numbers
         self.host_sync = host_sync
         self._model: Model
         self._decoder: DecoderModel | None = None
@@ -82,7 +86,9 @@ class Engine:
             self._model = sharded
             return
         with torch.inference_mode():
-            decoder = self._decoder = DecoderModel(model.spec, model.weights, ops)
+            decoder = self._decoder = DecoderModel(
+                model.spec, model.weights, ops, adapters=model.adapters
+            )
             self._model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
@@ -184,7 +190,7 @@ class Engine:
     ) -> Tensor | None:
         """Returns the logits of `wanted_rows`, else of the last rows of the drawing entries. With
         `hidden`, returns the states from which the logits follow."""
-        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
+        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         wanted = None
         if wanted_rows is not None:
             wanted = torch.tensor(wanted_rows, dtype=torch.int64, device=self._device)

@@ -437,6 +437,9 @@ class Head:
             return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
+        wanted = tuple(card.adapter for card in self.card.adapters)
+        if self.config.engine.kind != "vllm" and info.adapters != wanted:
+            return "its LoRA adapters differ from the head's: give all machines the same folders"
         others = [state.info for state in self.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
             return (

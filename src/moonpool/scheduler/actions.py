@@ -50,6 +50,8 @@ class StepEntry(NamedTuple):
     """The tokens of the prompt after each of the first new tokens, if their logprobs are wanted."""
     num_logprobs: int = 0
     """So many most likely tokens are listed beside each target."""
+    adapter: str = ""
+    """The fingerprint of the request's LoRA adapter; "": none."""
     pooling: Pooling = "none"
     """What this step adds to the prompt's embedding; the entry with a `draw` completes it."""
     pooled: bytes = b""

@@ -424,6 +424,7 @@ class Scheduler:
             prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
             targets=self._targets(request, start, end),
             num_logprobs=attempt.sampling.prompt_logprobs or 0,
+            adapter=attempt.adapter,
             pooling="none" if pooling == "last" and not last else pooling,
             pooled=request.pooled,
         )
