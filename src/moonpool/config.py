@@ -70,6 +70,13 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    lora_modules: Annotated[
+        tuple[str, ...],
+        about(
+            "A LoRA adapter, which requests choose as their model; several may follow the flag.",
+            metavar="NAME=PATH...",
+        ),
+    ] = ()
     chat_template: Annotated[
         str, about("File with a chat template (Jinja) in place of the model's own.")
     ] = ""

@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute, Route
 
-from moonpool.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from moonpool.api.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    TokenizeBody,
+)
 from moonpool.api.endpoints import DrainBody, installed_version
 from moonpool.api.messages import CountTokensBody, MessagesBody
 from moonpool.api.responses import ResponsesBody
@@ -17,6 +23,7 @@ from moonpool.api.responses import ResponsesBody
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingsBody,
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
@@ -28,6 +35,7 @@ _SUMMARIES = {
     "/": "The live page, with a list of the endpoints.",
     "/v1/chat/completions": "Answer a chat, whole or as server-sent events.",
     "/v1/completions": "Continue prompts, whole or as server-sent events.",
+    "/v1/embeddings": "Convert texts to vectors.",
     "/v1/responses": "Answer in OpenAI's format of responses.",
     "/v1/messages": "Answer in Anthropic's format.",
     "/v1/messages/count_tokens": "Count the prompt tokens of a message.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -167,7 +167,7 @@ class Head:
 
     # Frontend
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
@@ -478,6 +478,9 @@ class Head:
             return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
+        wanted = tuple(card.adapter for card in self.card.adapters)
+        if self.config.engine.kind != "vllm" and info.adapters != wanted:
+            return "its LoRA adapters differ from the head's: give all machines the same folders"
         others = [state.info for state in self.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
             return (
