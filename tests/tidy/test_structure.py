@@ -42,6 +42,7 @@ LEVELS = (
     {"vllm.instance"},
     {"vllm"},
     {"replay"},
+    {"trial"},
     {"sim.report"},
     {"plan", "oracle"},
     {"demo"},

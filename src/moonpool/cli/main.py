@@ -17,6 +17,11 @@ COMMANDS = {
     "status": ("moonpool.cli.status", "status", "Show a running cluster in five lines."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
+    "trial": (
+        "moonpool.cli.trial",
+        "trial",
+        "Look for wrong answers of any OpenAI server.",
+    ),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
     "oracle": ("moonpool.cli.oracle", "oracle", "Compare policies with knowing the future."),
