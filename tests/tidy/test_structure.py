@@ -43,6 +43,7 @@ LEVELS = (
     {"vllm.instance"},
     {"vllm"},
     {"replay"},
+    {"trial"},
     {"sim.report"},
     {"plan", "oracle"},
     {"demo"},

@@ -20,6 +20,11 @@ COMMANDS = {
     "config": ("moonpool.cli.config", "config", "Check, show or write a config file."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
+    "trial": (
+        "moonpool.cli.trial",
+        "trial",
+        "Look for wrong answers of any OpenAI server.",
+    ),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
     "oracle": ("moonpool.cli.oracle", "oracle", "Compare policies with knowing the future."),
