@@ -31,7 +31,14 @@ from moonpool.engine.sampler import draw_of, sample, score
 from moonpool.engine.slices import INNER, LATENT_INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
-from moonpool.engine.step import BeforeAttend, LayerDone, StepResult, plan_rows
+from moonpool.engine.step import (
+    BeforeAttend,
+    LayerDone,
+    StepResult,
+    drawing_rows,
+    first_positions,
+    plan_rows,
+)
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token, TokenLogprobs
@@ -98,6 +105,7 @@ class Engine:
         began_s = time.perf_counter()
         drawing = [i for i, entry in enumerate(entries) if entry.draw is not None]
         tokens: list[Token | None] = [None] * len(entries)
+        further: dict[int, tuple[Token, ...]] = {}
         void: set[int] = set()
 
         def wait(layer: int) -> Collection[int]:
@@ -112,15 +120,18 @@ class Engine:
         else:
             logits, scored = self._forward(entries, drawing, on_layer, waits), {}
         if logits is not None and void:
-            rows = [row for row, i in enumerate(drawing) if i not in void]
-            logits, drawing = logits[rows], [drawing[row] for row in rows]
+            of_row = [i for i in drawing for _ in range(1 + entries[i].num_drafts)]
+            logits = logits[[row for row, i in enumerate(of_row) if i not in void]]
+            drawing = [i for i in drawing if i not in void]
         if logits is not None and drawing:
             draws = [draw_of(entries[i], self.spec.eos_token_ids) for i in drawing]
-            ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
-            for i, token in zip(drawing, sample(logits, draws, ends, self.grammars), strict=True):
-                tokens[i] = token
-        sound = {i: found for i, found in scored.items() if i not in void}
-        return StepResult(tokens, time.perf_counter() - began_s, sound)
+            drawn = sample(logits, draws, first_positions(entries, drawing), self.grammars)
+            for i, found in zip(drawing, drawn, strict=True):
+                tokens[i] = found[0]
+                if len(found) > 1:
+                    further[i] = found[1:]
+        sound = {i: each for i, each in scored.items() if i not in void}
+        return StepResult(tokens, time.perf_counter() - began_s, sound, further)
 
     def logits(self, entries: Sequence[StepEntry]) -> Tensor:
         """Runs the step. Returns the logits after each sequence's last row: [S, vocab] float32."""
@@ -136,11 +147,11 @@ class Engine:
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None,
     ) -> tuple[Tensor | None, dict[int, list[TokenLogprobs]]]:
-        """Returns the logits of the drawing entries' last rows, and the logprobs of targets."""
+        """Returns the logits of the rows to draw from, and the logprobs of targets."""
         counts = [len(entry.new_token_ids) for entry in entries]
         begins = np.cumsum([0, *counts])
         rows = [int(begins[i]) + row for i in scoring for row in range(len(entries[i].targets))]
-        last = [int(begins[i + 1]) - 1 for i in drawing]
+        last = [int(row) for row in drawing_rows(entries, drawing, begins[1:] - 1)]
         # In rising order: a model that is asked for all rows returns them as they are.
         wanted = sorted({*rows, *last})
         logits = self._forward(entries, drawing, on_layer, before_attend, wanted)
@@ -160,13 +171,13 @@ class Engine:
         before_attend: BeforeAttend | None = None,
         wanted_rows: list[int] | None = None,
     ) -> Tensor | None:
-        """Returns the logits of `wanted_rows`, else of the last rows of the drawing entries."""
+        """Returns the logits of `wanted_rows`, else of the rows that the entries draw from."""
         rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
         wanted = None
         if wanted_rows is not None:
             wanted = torch.tensor(wanted_rows, dtype=torch.int64, device=self._device)
         elif drawing:
-            wanted = torch.from_numpy(rows.last[drawing]).to(self._device)
+            wanted = torch.from_numpy(drawing_rows(entries, drawing, rows.last)).to(self._device)
         layer_done = on_layer
         if self.host_sync is not None:
             layer_done = self.host_sync.begin(rows.meta, announced=on_layer is not None)

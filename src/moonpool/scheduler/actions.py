@@ -50,6 +50,13 @@ class StepEntry(NamedTuple):
     """The tokens of the prompt after each of the first new tokens, if their logprobs are wanted."""
     num_logprobs: int = 0
     """So many most likely tokens are listed beside each target."""
+    num_drafts: int = 0
+    """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The guessed tokens."""
+        return self.new_token_ids[len(self.new_token_ids) - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,8 @@ class StepEnded:
     missed: tuple[int, ...] = ()
     scored: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Entry -> the logprobs of its `targets`."""
+    further: Mapping[int, Sequence[Token]] = field(default_factory=dict)
+    """Entry -> the tokens after its first, one for each of its drafts that was right."""
 
 
 @dataclass(frozen=True, slots=True)
