@@ -15,6 +15,7 @@ from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
 from benchmarks.cli.reuse import prefetch, reuse
+from benchmarks.cli.speculation import speculation
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -42,6 +43,7 @@ bench.add_command(tensor)
 bench.add_command(fronts)
 bench.add_command(plan)
 bench.add_command(admission)
+bench.add_command(speculation)
 
 
 @bench.command()

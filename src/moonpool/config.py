@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, get_args
 
+from msgspec import Meta
+
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, check_names, convert_tables, parse_toml
 from moonpool.config_schema import choices as choices
@@ -34,6 +36,7 @@ LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+SpeculativeMethod = Literal["ngram"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
@@ -303,6 +306,16 @@ class ParallelConfig(Struct, frozen=True):
         return self.num_stages * self.num_ranks
 
 
+class SpeculativeConfig(Struct, frozen=True):
+    """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
+    earlier in it, or in what cached blocks of the same tenant say came next."""
+
+    method: SpeculativeMethod
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 4
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+
+
 class EngineConfig(Struct, frozen=True):
     """`kind`: the engine of the instances; "vllm": running vLLM servers, each behind one instance
     (see `VllmConfig`). `device`: on "cuda", weights and KVCache are in the memory of the first GPU
@@ -330,6 +343,10 @@ class EngineConfig(Struct, frozen=True):
     staggered_decodes: Annotated[
         bool, about("Decode two half batches in turn, so that model and attention workers overlap.")
     ] = False
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        about('Verify guessed tokens, such as with {"method": "ngram"}.', metavar="JSON"),
+    ] = None
     pipeline_parallel_size: Annotated[
         int,
         about(
@@ -425,6 +442,10 @@ class HardwareConfig(Struct, frozen=True):
     parallelism: Annotated[
         Parallelism, about("How the nodes of one prefill instance share a prompt.")
     ] = "tp"
+    draft_acceptance: Annotated[
+        float,
+        about("Share of right drafts among those after right ones.", ge=0, le=1),
+    ] = 0.0
     ssd_read_bytes_per_s: Annotated[
         float,
         about(

@@ -53,6 +53,7 @@ def check_values(config: Config) -> None:
     _check_attention(config)
     _check_stages(config)
     _check_adapters(config)
+    _check_speculation(config)
     _check_vllm(config)
     _check_policies(config)
     require(
@@ -151,6 +152,23 @@ def _check_vllm(config: Config) -> None:
         "conductor.role_balance",
         '"off" or "advise" with engine.kind "vllm": a vLLM stays what it was started as',
     )
+
+
+def _check_speculation(config: Config) -> None:
+    name, speculative = "engine.speculative_config", config.engine.speculative_config
+    if speculative is None:
+        return
+    require(
+        speculative.prompt_lookup_min <= speculative.prompt_lookup_max,
+        f"{name}.prompt_lookup_min",
+        f"at most prompt_lookup_max, which is {speculative.prompt_lookup_max}",
+    )
+    require(
+        config.engine.kind == "moonpool",
+        name,
+        'left out with engine.kind "vllm": start the vLLM servers with --speculative-config',
+    )
+    require(config.engine.device == "cpu", name, 'left out unless engine.device is "cpu"')
 
 
 def _check_stages(config: Config) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isnan
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
+import msgspec
 
 from moonpool.cli.inputs import read_text
 from moonpool.cli.output import fail
@@ -40,6 +42,20 @@ class NumberRange(click.FloatRange):
 
 
 FACTOR = NumberRange(min=0.01, max=100.0)
+
+
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """A JSON object, as vLLM takes the settings of one feature."""
+
+    name = "json"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(value, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
 
 
 class _TokenShare(click.ParamType[Fraction]):
@@ -263,4 +279,6 @@ def _origin(text: str, config_file: str | None) -> str:
 
 
 def _click_type(kind: Any) -> Any:
+    if get_origin(kind) is UnionType:  # a struct, or None
+        return JsonObject()
     return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _CLICK_TYPES[kind]

@@ -66,6 +66,7 @@ _SHARED_KEYS = (
     "engine.decode_pipeline_parallel_size",
     "engine.tensor_parallel_size",
     "engine.decode_tensor_parallel_size",
+    "engine.speculative_config",
     "engine.pinning",
     "engine.device",
     "api.host",

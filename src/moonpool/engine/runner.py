@@ -14,6 +14,7 @@ from functools import partial
 from itertools import accumulate
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,15 @@ from moonpool.engine.sampler import draw_of, sample, score
 from moonpool.engine.slices import INNER, LATENT_INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
-from moonpool.engine.step import BeforeAttend, LayerDone, StepError, StepResult, plan_rows
+from moonpool.engine.step import (
+    BeforeAttend,
+    LayerDone,
+    StepError,
+    StepResult,
+    drawing_rows,
+    first_positions,
+    plan_rows,
+)
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token, TokenLogprobs
@@ -106,6 +115,7 @@ class Engine:
         began_s = time.perf_counter()
         drawing = [i for i, e in enumerate(entries) if e.draw is not None and e.pooling == "none"]
         tokens: list[Token | None] = [None] * len(entries)
+        further: dict[int, tuple[Token, ...]] = {}
         void: set[int] = set()
 
         def wait(layer: int) -> Collection[int]:
@@ -114,28 +124,31 @@ class Engine:
             return void
 
         waits = None if before_attend is None else wait
-        further = _Further(entries)
-        if further.rows:
-            logits = self._forward_further(entries, drawing, further, on_layer, waits)
+        other = _OtherRows(entries)
+        if other.rows:
+            logits = self._forward_other(entries, drawing, other, on_layer, waits)
         else:
             logits = self._forward(entries, drawing, on_layer, waits)
         if logits is not None and void:
-            rows = [row for row, i in enumerate(drawing) if i not in void]
-            logits, drawing = logits[rows], [drawing[row] for row in rows]
+            of_row = [i for i in drawing for _ in range(1 + entries[i].num_drafts)]
+            logits = logits[[row for row, i in enumerate(of_row) if i not in void]]
+            drawing = [i for i in drawing if i not in void]
         if logits is not None and drawing:
             draws = [draw_of(entries[i], self.spec.eos_token_ids) for i in drawing]
-            ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
-            for i, token in zip(drawing, sample(logits, draws, ends, self.grammars), strict=True):
-                tokens[i] = token
+            drawn = sample(logits, draws, first_positions(entries, drawing), self.grammars)
+            for i, found in zip(drawing, drawn, strict=True):
+                tokens[i] = found[0]
+                if len(found) > 1:
+                    further[i] = found[1:]
         pooled: dict[int, bytes] = {}
-        for i, states in further.states.items():
-            found = None if i in void else pool(entries[i], states)
-            if isinstance(found, Token):
-                tokens[i] = found
-            elif found is not None:
-                pooled[i] = found
-        sound = {i: found for i, found in further.scored.items() if i not in void}
-        return StepResult(tokens, time.perf_counter() - began_s, sound, pooled)
+        for i, states in other.states.items():
+            embedding = None if i in void else pool(entries[i], states)
+            if isinstance(embedding, Token):
+                tokens[i] = embedding
+            elif embedding is not None:
+                pooled[i] = embedding
+        sound = {i: each for i, each in other.scored.items() if i not in void}
+        return StepResult(tokens, time.perf_counter() - began_s, sound, pooled, further)
 
     def logits(self, entries: Sequence[StepEntry]) -> Tensor:
         """Runs the step. Returns the logits after each sequence's last row: [S, vocab] float32."""
@@ -143,30 +156,31 @@ class Engine:
         assert logits is not None
         return logits
 
-    def _forward_further(
+    def _forward_other(
         self,
         entries: Sequence[StepEntry],
         drawing: list[int],
-        further: _Further,
+        other: _OtherRows,
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None,
     ) -> Tensor | None:
-        """Returns the logits of the drawing entries' last rows, and fills `further`."""
-        last = [further.begins[i + 1] - 1 for i in drawing]
-        scoring = [row for rows in further.scoring.values() for row in rows]
+        """Returns the logits of the rows to draw from, and fills `other`."""
+        ends = np.array(other.begins[1:], dtype=np.int64) - 1
+        last = [int(row) for row in drawing_rows(entries, drawing, ends)]
+        scoring = [row for rows in other.scoring.values() for row in rows]
         # In rising order: a model that is asked for all rows returns them as they are.
-        wanted = sorted({*further.rows, *last})
+        wanted = sorted({*other.rows, *last})
         place = {row: number for number, row in enumerate(wanted)}
 
         def at(rows: Iterable[int]) -> list[int]:
             return [place[row] for row in rows]
 
-        if further.pooling:
+        if other.pooling:
             if self._decoder is None:
                 raise StepError("an engine of several shards computes no embeddings")
             states = self._forward(entries, drawing, on_layer, before_attend, wanted, True)
             assert states is not None
-            further.states = {i: states[at(rows)] for i, rows in further.pooling.items()}
+            other.states = {i: states[at(rows)] for i, rows in other.pooling.items()}
             if not (scoring or last):
                 return None
             with torch.inference_mode():
@@ -176,7 +190,7 @@ class Engine:
             found = self._forward(entries, drawing, on_layer, before_attend, wanted)
             assert found is not None
             scores, drawn = found[at(scoring)], found[at(last)]
-        further.score(entries, scores)
+        other.score(entries, scores)
         return drawn if last else None
 
     def _forward(
@@ -188,14 +202,14 @@ class Engine:
         wanted_rows: list[int] | None = None,
         hidden: bool = False,
     ) -> Tensor | None:
-        """Returns the logits of `wanted_rows`, else of the last rows of the drawing entries. With
+        """Returns the logits of `wanted_rows`, else of the rows that the entries draw from. With
         `hidden`, returns the states from which the logits follow."""
         rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         wanted = None
         if wanted_rows is not None:
             wanted = torch.tensor(wanted_rows, dtype=torch.int64, device=self._device)
         elif drawing:
-            wanted = torch.from_numpy(rows.last[drawing]).to(self._device)
+            wanted = torch.from_numpy(drawing_rows(entries, drawing, rows.last)).to(self._device)
         layer_done = on_layer
         if self.host_sync is not None:
             layer_done = self.host_sync.begin(rows.meta, announced=on_layer is not None)
@@ -208,7 +222,7 @@ class Engine:
         return logits
 
 
-class _Further:
+class _OtherRows:
     """The rows that a step's entries need besides those that draw, and what came of them."""
 
     def __init__(self, entries: Sequence[StepEntry]) -> None:

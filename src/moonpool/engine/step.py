@@ -50,6 +50,8 @@ class StepResult:
     seconds: float
     scored: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry
     pooled: dict[int, bytes] = field(default_factory=dict)  # by entry
+    further: dict[int, tuple[Token, ...]] = field(default_factory=dict)
+    """Entry -> the tokens after its first, one for each draft that was right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,27 @@ def _adapters(entries: Sequence[StepEntry], numbers: Mapping[str, int]) -> tuple
     if unknown is not None:
         raise StepError(f"the LoRA adapter {unknown[:16]} is not loaded here")
     return tuple(numbers[entry.adapter] if entry.adapter else 0 for entry in entries)
+
+
+def drawing_rows(
+    entries: Sequence[StepEntry], drawing: Sequence[int], last: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The rows that the entries `drawing` draw from, in order: of each its last row, and those
+    before its drafts. last: [S] of `Rows`."""
+    ends = last[drawing]
+    if not any(entries[i].num_drafts for i in drawing):
+        return ends
+    counts = np.array([1 + entries[i].num_drafts for i in drawing])
+    offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - 1, counts)
+    rows: NDArray[np.int64] = np.repeat(ends, counts) + offsets
+    return rows
+
+
+def first_positions(entries: Sequence[StepEntry], drawing: Sequence[int]) -> list[int]:
+    """The place in its sequence of the first token that each of these entries draws."""
+    return [
+        entries[i].start + len(entries[i].new_token_ids) - entries[i].num_drafts for i in drawing
+    ]
 
 
 def _check(

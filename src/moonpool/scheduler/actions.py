@@ -56,6 +56,13 @@ class StepEntry(NamedTuple):
     """What this step adds to the prompt's embedding; the entry with a `draw` completes it."""
     pooled: bytes = b""
     """The sum of the hidden states of the earlier steps, as the engine returned it."""
+    num_drafts: int = 0
+    """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The guessed tokens."""
+        return self.new_token_ids[len(self.new_token_ids) - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class StepEnded:
     """Entry -> the logprobs of its `targets`."""
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     """Entry -> what its next step needs as `StepEntry.pooled`."""
+    further: Mapping[int, Sequence[Token]] = field(default_factory=dict)
+    """Entry -> the tokens after its first, one for each of its drafts that was right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from moonpool.engine.parallel.stage_wire import (
 )
 from moonpool.engine.sampler import draw_of
 from moonpool.engine.step import LayerDone as OnLayer
-from moonpool.engine.step import Rows, StepResult, plan_rows
+from moonpool.engine.step import Rows, StepResult, drawing_rows, first_positions, plan_rows
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token
 
@@ -87,7 +87,7 @@ class _StepInFlight:
     on_layer: OnLayer | None
     on_end: OnEnd
     missing: int
-    tokens: Sequence[Token] = ()
+    tokens: Sequence[tuple[Token, ...]] = ()  # by draw
     error: str = ""
 
 
@@ -265,8 +265,9 @@ class PipelineEngine:
             peer.send(step)
         drawing = [i for i, entry in enumerate(entries) if entry.draw is not None]
         draws = [draw_of(entries[i], self.spec.eos_token_ids) for i in drawing]
-        ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
-        self._peers[-1].send(with_draws(step, rows.last[drawing], draws, ends))
+        wanted = drawing_rows(entries, drawing, rows.last)
+        positions = first_positions(entries, drawing)
+        self._peers[-1].send(with_draws(step, wanted, draws, positions))
 
     def _run_first(self, number: int, rows: Rows, on_layer: OnLayer | None, began_s: float) -> None:
         sync, layer_done = self.host_sync, on_layer
@@ -338,9 +339,12 @@ class PipelineEngine:
         if step.error:
             step.on_end(StageStepError(step.error))
             return
-        drawn = iter(step.tokens)
-        tokens = [None if e.draw is None else next(drawn) for e in step.entries]
-        step.on_end(StepResult(tokens, time.perf_counter() - step.began_s))
+        drawing = [i for i, entry in enumerate(step.entries) if entry.draw is not None]
+        drawn = dict(zip(drawing, step.tokens, strict=True))
+        tokens = [drawn[i][0] if i in drawn else None for i in range(len(step.entries))]
+        further = {i: found[1:] for i, found in drawn.items() if len(found) > 1}
+        seconds = time.perf_counter() - step.began_s
+        step.on_end(StepResult(tokens, seconds, further=further))
 
     def _on_peer_lost(self, message: str) -> None:
         with self._lock:

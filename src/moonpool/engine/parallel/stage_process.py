@@ -101,7 +101,7 @@ class Stage:
         self._before.read(normed)
         began_s = time.perf_counter()
         done: tuple[Tensor, Tensor] | None = None
-        tokens: tuple[Token, ...] = ()
+        tokens: tuple[tuple[Token, ...], ...] = ()
         error = ""
 
         def on_layer(layer: int) -> None:

@@ -81,12 +81,13 @@ class StageFailed(Struct, frozen=True, tag=True):
 
 
 class StageDraw(Struct, frozen=True):
-    """One `Draw` on the wire. `position` is the place of the new token in its sequence."""
+    """One `Draw` on the wire. `position` is the place of its first new token in its sequence."""
 
     params: SamplingParams
     generated: tuple[int, ...]
     position: int
     prompt_ids: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 class StageStep(Struct, frozen=True, tag=True):
@@ -122,11 +123,12 @@ class LayerDone(Struct, frozen=True, tag=True):
 
 
 class StepDone(Struct, frozen=True, tag=True):
-    """A stage has finished a step. `error` is the reason if it failed, else ""."""
+    """A stage has finished a step. `error` is the reason if it failed, else "". `tokens`: those
+    drawn, by draw."""
 
     number: int
     seconds: float
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[tuple[Token, ...], ...] = ()
     error: str = ""
 
 
@@ -215,7 +217,7 @@ def pack_step(number: int, meta: StepMeta, announced: bool) -> StageStep:
 def with_draws(
     step: StageStep, wanted: NDArray[np.int64], draws: Sequence[Draw], positions: Sequence[int]
 ) -> StageStep:
-    """The step as the last stage receives it. wanted: [draws] row numbers."""
+    """The step as the last stage receives it. wanted: the rows to draw from."""
     packed = tuple(_pack_draw(*pair) for pair in zip(draws, positions, strict=True))
     return msgspec.structs.replace(step, wanted=wanted.tobytes(), draws=packed)
 
@@ -246,7 +248,7 @@ def unpack_wanted(step: StageStep) -> Tensor | None:
 def unpack_draws(step: StageStep, eos_token_ids: Sequence[int]) -> list[Draw]:
     """The step's draws, with the end tokens of the stage's own model."""
     return [
-        Draw(draw.params, draw.generated, eos_token_ids, frozenset(draw.prompt_ids))
+        Draw(draw.params, draw.generated, eos_token_ids, frozenset(draw.prompt_ids), draw.drafts)
         for draw in step.draws
     ]
 
@@ -263,6 +265,7 @@ def _pack_draw(draw: Draw, position: int) -> StageDraw:
         generated=generated,
         position=position,
         prompt_ids=tuple(draw.prompt_ids),
+        drafts=tuple(draw.drafts),
     )
 
 
