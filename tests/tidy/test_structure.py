@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 70
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "gc_tuning", "log_limit"},
+    {"cores", "extensions", "gc_tuning", "log_limit"},
     {"kvcache", "cost"},
     {"protocol"},
     {"attention_offload.pools"},
@@ -44,6 +44,7 @@ LEVELS = (
     {"replay"},
     {"sim.report"},
     {"plan", "oracle"},
+    {"studies"},
     {"demo"},
     {"profiling"},
     {"cli"},

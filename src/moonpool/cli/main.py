@@ -18,6 +18,7 @@ COMMANDS = {
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
+    "report": ("moonpool.cli.report", "report", "Show several runs beside each other."),
     "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
     "oracle": ("moonpool.cli.oracle", "oracle", "Compare policies with knowing the future."),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),
