@@ -6,6 +6,7 @@ Command-line flags override single values. Callers read the file; this module is
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
@@ -40,6 +41,8 @@ SpeculativeMethod = Literal["ngram"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
+POLICY_KEYS = (("conductor", "placement"), ("conductor", "admission"), ("pool", "eviction"))
+"""The keys that take a `PolicyName`."""
 
 
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
@@ -571,10 +574,14 @@ class Config(Struct, frozen=True):
 
 
 def parse_config(
-    text: str, overrides: Values | None = None, defaults: Values | None = None
+    text: str,
+    overrides: Values | None = None,
+    defaults: Values | None = None,
+    own_name: Callable[[str, str], str] = lambda key, name: name,
 ) -> Config:
     """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
-    A key in neither has its value from `defaults`, else that of the tables above.
+    A key in neither has its value from `defaults`, else that of the tables above. `own_name`
+    returns the "module:Class" of a policy that a package installed under a name, by key.
 
     Raises ConfigError: bad TOML, unknown table or key (naming the nearest known one), wrong type,
     value out of range.
@@ -587,6 +594,10 @@ def parse_config(
     check_names(tables, Config)
     for table, values in (defaults or {}).items():
         tables[table] = values | tables.get(table, {})
+    for table, key in POLICY_KEYS:
+        name = tables.get(table, {}).get(key)
+        if isinstance(name, str):
+            tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
     _count_vllms(tables)
     config = convert_tables(tables, Config)
     check_values(config)

@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 70
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "gc_tuning", "log_limit"},
+    {"cores", "extensions", "gc_tuning", "log_limit"},
     {"kvcache", "cost"},
     {"protocol"},
     {"attention_offload.pools"},
@@ -46,6 +46,7 @@ LEVELS = (
     {"trial"},
     {"sim.report"},
     {"plan", "oracle"},
+    {"studies"},
     {"demo"},
     {"profiling"},
     {"cli"},

@@ -26,6 +26,7 @@ COMMANDS = {
         "Look for wrong answers of any OpenAI server.",
     ),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
+    "report": ("moonpool.cli.report", "report", "Show several runs beside each other."),
     "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
     "oracle": ("moonpool.cli.oracle", "oracle", "Compare policies with knowing the future."),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),

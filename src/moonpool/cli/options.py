@@ -20,6 +20,7 @@ from moonpool.cli.output import fail
 from moonpool.cli.policy_type import POLICY_TYPES
 from moonpool.config import Config, ConfigError, parse_config
 from moonpool.config_schema import FieldSchema, Values, schema_of
+from moonpool.extensions import own_name
 from moonpool.trace.transform import parse_share
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,6 +77,13 @@ TOKEN_SHARE = _TokenShare()
 
 TRACE_HELP = "Trace file in the format of Mooncake, Azure or BurstGPT."
 trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
+trace_format_option = click.option(
+    "--trace-format",
+    default="auto",
+    show_default=True,
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|MODULE:NAME]",
+    help="Format of the trace file; a parser of your own as MODULE:NAME.",
+)
 scale_option = click.option(
     "--scale-tokens",
     "scale",
@@ -264,7 +272,7 @@ def read_config(
     """Lays the overrides over the file, and both over `defaults`. Ends the command on a mistake."""
     text = "" if config_file is None else read_text(config_file, "the config")
     try:
-        return parse_config(text, overrides, defaults)
+        return parse_config(text, overrides, defaults, own_name)
     except ConfigError as error:
         fail(f"{_origin(text, config_file)}{error}")
 
