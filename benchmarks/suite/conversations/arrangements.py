@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import msgspec
+
 from benchmarks.suite.live.vllm_shapes import SHAPES, Shape, VllmTarget, start_peer
 from moonpool.config import Admission, ConfigError, Placement, choices
 from moonpool.demo.local_server import LocalServer
@@ -107,7 +109,7 @@ def parse_arrangement(name: str) -> Arrangement:
                 f"{name}: after / stands a placement ({', '.join(choices(Placement))}) or an"
                 f" admission ({', '.join(choices(Admission))})"
             )
-        arrangement = Arrangement(**{**_fields(arrangement), key: policy})
+        arrangement = msgspec.structs.replace(arrangement, **{key: policy})
     return arrangement
 
 
@@ -133,7 +135,3 @@ def start_arrangement(
 def _ours(cluster: LiveCluster, placement: Placement) -> Iterator[str]:
     with LocalServer([*cluster.arguments(), "--placement", placement]) as server:
         yield server.url
-
-
-def _fields(arrangement: Arrangement) -> dict[str, object]:
-    return {name: getattr(arrangement, name) for name in Arrangement.__struct_fields__}

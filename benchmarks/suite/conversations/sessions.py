@@ -72,6 +72,13 @@ def arriving_sessions(
     return found
 
 
+def sessions_at(
+    shape: SessionShape, load: float, load_1_per_s: float, seconds: float, seed: int
+) -> list[Session]:
+    """The sessions of a load. Each load has other tokens."""
+    return arriving_sessions(shape, load * load_1_per_s, seconds, seed + round(1000 * load))
+
+
 def make_session(
     shape: SessionShape, started_s: float, rng: random.Random, seed: int, think_s: float = -1.0
 ) -> Session:
