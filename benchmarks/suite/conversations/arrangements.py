@@ -49,7 +49,7 @@ class Machine(Struct, frozen=True):
     peer_eager: bool = False
 
 
-class Arrangement(Struct, frozen=True):
+class LiveArrangement(Struct, frozen=True):
     """A parsed name. `shape` "": moonpool."""
 
     name: str
@@ -80,12 +80,12 @@ class Arrangement(Struct, frozen=True):
         )
 
 
-def parse_arrangement(name: str) -> Arrangement:
+def parse_arrangement(name: str) -> LiveArrangement:
     """Raises ConfigError."""
     if name.startswith(PEER):
         shape, _, tokens = name.removeprefix(PEER).partition(":")
         if shape in SHAPES and (not tokens or tokens.isdecimal()):
-            return Arrangement(name, shape=shape, batched_tokens=int(tokens or 0))
+            return LiveArrangement(name, shape=shape, batched_tokens=int(tokens or 0))
         raise ConfigError(f"{name}: use vllm- and {', '.join(SHAPES)}, such as vllm-two:128")
     counts, *policies = name.split("/")
     found = _COUNTS.fullmatch(counts)
@@ -94,7 +94,7 @@ def parse_arrangement(name: str) -> Arrangement:
             f"{name}: an arrangement is 1P+1D, 2M, 1P+1D+1M and the like, vllm-one, or {PLANNED}"
         )
     prefill, decode, mixed = (int(found[key] or 0) for key in "pdm")
-    arrangement = Arrangement(name, prefill, decode, mixed)
+    arrangement = LiveArrangement(name, prefill, decode, mixed)
     for policy in policies:
         key = next(
             (
@@ -114,7 +114,7 @@ def parse_arrangement(name: str) -> Arrangement:
 
 
 def start_arrangement(
-    arrangement: Arrangement, machine: Machine, slo: Slo
+    arrangement: LiveArrangement, machine: Machine, slo: Slo
 ) -> AbstractContextManager[str]:
     """The URL at which it answers, in a `with` block. Raises ServerError."""
     cluster = arrangement.cluster(machine, slo)

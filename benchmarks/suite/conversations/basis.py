@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks.suite.conversations.arrangements import (
-    Arrangement,
+    LiveArrangement,
     Machine,
     parse_arrangement,
     start_arrangement,
@@ -51,7 +51,7 @@ PLANNED_REQUESTS = 120
 """At least, in the trace that is planned for."""
 RIVALS = "1P+1D", "2M"
 Say = Callable[[str], None]
-Start = Callable[[Arrangement, Machine, Slo], AbstractContextManager[str]]
+Start = Callable[[LiveArrangement, Machine, Slo], AbstractContextManager[str]]
 
 
 class SessionBasis(Struct, frozen=True):

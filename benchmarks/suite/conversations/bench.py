@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.suite.conversations.arrangements import (
     PEER,
     PLANNED,
-    Arrangement,
+    LiveArrangement,
     Machine,
     parse_arrangement,
     start_arrangement,
@@ -84,7 +84,6 @@ class ConversationPlan(msgspec.Struct, frozen=True):
     origin: dict[str, str]
     again: bool = False  # run rows that the file has, too
     aiperf_python: str = ""  # "": our own client
-    """Refusals are failures to AIPerf."""
 
     @property
     def client(self) -> str:
@@ -110,7 +109,7 @@ def bench_conversations(
             )
             runs.write(plan.origin)
         basis = runs.bases[key]
-        for arrangement in _arrangements(plan.systems, basis, machine, say):
+        for arrangement in _arrangements(plan.systems, basis, machine, plan.client == FOREIGN, say):
             loads = [
                 load
                 for load in plan.loads
@@ -137,8 +136,8 @@ def _has(rows: Iterable[dict[str, Any]], wanted: list[Any]) -> bool:
 
 
 def _arrangements(
-    systems: Sequence[str], basis: SessionBasis, machine: Machine, say: Say
-) -> Iterable[Arrangement]:
+    systems: Sequence[str], basis: SessionBasis, machine: Machine, refusals_fail: bool, say: Say
+) -> Iterable[LiveArrangement]:
     names = dict.fromkeys(basis.planned if name == PLANNED else name for name in systems)
     if PLANNED in systems:
         say(f"planned beforehand: {basis.planned or 'no arrangement of two instances'}")
@@ -146,7 +145,10 @@ def _arrangements(
         if name.startswith(PEER) and not machine.peer_python:
             say(f"{name:<22} left out: --peer-python names no vLLM")
             continue
-        yield parse_arrangement(name)
+        found = parse_arrangement(name)
+        if refusals_fail and found.shape is None and "/" not in name:
+            found = parse_arrangement(f"{name}/none")
+        yield found
 
 
 def _run(
@@ -154,7 +156,7 @@ def _run(
     machine: Machine,
     shape: SessionShape,
     basis: SessionBasis,
-    arrangement: Arrangement,
+    arrangement: LiveArrangement,
     load: float,
     plan: ConversationPlan,
 ) -> dict[str, Any]:
