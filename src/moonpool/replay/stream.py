@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moonpool.request_record import RequestRecord
+from moonpool.types import MALFORMED
 
 
 class _Choice(msgspec.Struct):
@@ -98,7 +99,7 @@ class CompletionReceiver:
             return
         try:
             event = _DECODER.decode(payload)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             self.error_code = self.error_code or "bad_event"
             self.error_message = f"the server sent an event that is no completion: {error}"
             return
@@ -125,7 +126,7 @@ class CompletionReceiver:
     def _take_error(self, body: bytes) -> None:
         try:
             self._note_error(_DECODER.decode(body))
-        except msgspec.DecodeError:
+        except MALFORMED:
             self.error_message = body[:200].decode(errors="replace")
         self.error_code = self.error_code or f"http_{self.status}"
 

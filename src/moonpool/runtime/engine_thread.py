@@ -131,7 +131,7 @@ class EngineThread:
         computed_s = result.seconds - waits.waited_s
         if gates:  # a step that draws nothing does not read the last layer
             waits.before_attend(self._engine.layout.num_layers - 1)
-        return StepEnded(result.tokens, computed_s, waits.missed, result.scored)
+        return StepEnded(result.tokens, computed_s, waits.missed, result.scored, result.pooled)
 
 
 class PipelineThread:
@@ -274,7 +274,12 @@ class DomainNotice:
 
 
 def _step_failed(step: RunStep, error: Exception) -> StepFailed:
-    log.error("a step with %d sequences failed", len(step.entries), exc_info=error)
+    log.error(
+        "a step with %d sequences failed: %s",
+        len(step.entries),
+        ", ".join(entry.attempt_id for entry in step.entries),
+        exc_info=error,
+    )
     return StepFailed(_reason(error))
 
 

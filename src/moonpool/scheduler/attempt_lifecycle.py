@@ -241,6 +241,7 @@ class AttemptLifecycle:
             token = event.tokens[index]
             if index in event.scored:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
+            request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens
             self._kv_cache.cache_full_blocks(request)
             if token is None:
