@@ -26,6 +26,11 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
     help="Value of vLLM's --max-num-batched-tokens unless its name has one, as vllm-two:128.",
 )
 @click.option(
+    "--aiperf-python",
+    default="",
+    help="Python of an AIPerf installation, which sends the sessions in place of our client.",
+)
+@click.option(
     "--workload",
     "workloads",
     multiple=True,
@@ -126,6 +131,7 @@ def conversations(
         seed=seed,
         origin=origin(),
         again=again,
+        aiperf_python=flags["aiperf_python"],
     )
     try:
         for name in systems:

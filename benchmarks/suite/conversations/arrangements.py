@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import msgspec
+
 from benchmarks.suite.live.vllm_shapes import SHAPES, Shape, VllmTarget, start_peer
 from moonpool.config import Admission, ConfigError, Placement, choices
 from moonpool.demo.local_server import LocalServer
@@ -47,7 +49,7 @@ class Machine(Struct, frozen=True):
     peer_eager: bool = False
 
 
-class Arrangement(Struct, frozen=True):
+class LiveArrangement(Struct, frozen=True):
     """A parsed name. `shape` "": moonpool."""
 
     name: str
@@ -78,12 +80,12 @@ class Arrangement(Struct, frozen=True):
         )
 
 
-def parse_arrangement(name: str) -> Arrangement:
+def parse_arrangement(name: str) -> LiveArrangement:
     """Raises ConfigError."""
     if name.startswith(PEER):
         shape, _, tokens = name.removeprefix(PEER).partition(":")
         if shape in SHAPES and (not tokens or tokens.isdecimal()):
-            return Arrangement(name, shape=shape, batched_tokens=int(tokens or 0))
+            return LiveArrangement(name, shape=shape, batched_tokens=int(tokens or 0))
         raise ConfigError(f"{name}: use vllm- and {', '.join(SHAPES)}, such as vllm-two:128")
     counts, *policies = name.split("/")
     found = _COUNTS.fullmatch(counts)
@@ -92,7 +94,7 @@ def parse_arrangement(name: str) -> Arrangement:
             f"{name}: an arrangement is 1P+1D, 2M, 1P+1D+1M and the like, vllm-one, or {PLANNED}"
         )
     prefill, decode, mixed = (int(found[key] or 0) for key in "pdm")
-    arrangement = Arrangement(name, prefill, decode, mixed)
+    arrangement = LiveArrangement(name, prefill, decode, mixed)
     for policy in policies:
         key = next(
             (
@@ -107,12 +109,12 @@ def parse_arrangement(name: str) -> Arrangement:
                 f"{name}: after / stands a placement ({', '.join(choices(Placement))}) or an"
                 f" admission ({', '.join(choices(Admission))})"
             )
-        arrangement = Arrangement(**{**_fields(arrangement), key: policy})
+        arrangement = msgspec.structs.replace(arrangement, **{key: policy})
     return arrangement
 
 
 def start_arrangement(
-    arrangement: Arrangement, machine: Machine, slo: Slo
+    arrangement: LiveArrangement, machine: Machine, slo: Slo
 ) -> AbstractContextManager[str]:
     """The URL at which it answers, in a `with` block. Raises ServerError."""
     cluster = arrangement.cluster(machine, slo)
@@ -133,7 +135,3 @@ def start_arrangement(
 def _ours(cluster: LiveCluster, placement: Placement) -> Iterator[str]:
     with LocalServer([*cluster.arguments(), "--placement", placement]) as server:
         yield server.url
-
-
-def _fields(arrangement: Arrangement) -> dict[str, object]:
-    return {name: getattr(arrangement, name) for name in Arrangement.__struct_fields__}

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks.suite.conversations.arrangements import (
-    Arrangement,
+    LiveArrangement,
     Machine,
     parse_arrangement,
     start_arrangement,
@@ -23,9 +23,9 @@ from benchmarks.suite.conversations.player import PlayedTurn, play_sessions, spr
 from benchmarks.suite.conversations.sessions import (
     Session,
     SessionShape,
-    arriving_sessions,
     make_session,
     reusable_share,
+    sessions_at,
     trace_rows,
 )
 from moonpool.profiling.live_cluster import (
@@ -47,9 +47,11 @@ USERS = 12
 IGNORED_SHARE = 0.25
 """Of the busy time: the users begin together."""
 PLANNED_LOADS = 0.6, 0.8, 1.0
+PLANNED_REQUESTS = 120
+"""At least, in the trace that is planned for."""
 RIVALS = "1P+1D", "2M"
 Say = Callable[[str], None]
-Start = Callable[[Arrangement, Machine, Slo], AbstractContextManager[str]]
+Start = Callable[[LiveArrangement, Machine, Slo], AbstractContextManager[str]]
 
 
 class SessionBasis(Struct, frozen=True):
@@ -117,16 +119,19 @@ def _foretold(
     plans: dict[str, dict[str, Any]] = {}
     simulated: dict[str, dict[str, dict[str, Any]]] = {}
     share = 0.0
-    for load in sorted({*PLANNED_LOADS, *loads}):
-        sessions = arriving_sessions(shape, load * sessions_per_s, seconds, seed)
+    for load in PLANNED_LOADS:
+        planned_s = max(seconds, PLANNED_REQUESTS / (load * sessions_per_s * shape.turns))
+        sessions = sessions_at(shape, load, sessions_per_s, planned_s, seed)
+        share = reusable_share(shape, sessions)
         rows = trace_rows(shape, sessions, unloaded.ttft_s, unloaded.tbt_s)
-        share = share or reusable_share(shape, sessions)
-        if load in PLANNED_LOADS and rows:
-            plans[f"{load:g}"] = plan = plan_for(rows, profile, slo, clusters[0])
-            say(f"  plan for load {load:g}: {plan['named'] or 'nothing'} ({plan['why']})")
-        if load in loads and rows:
-            found = simulate_arrangements(clusters, rows, profile)
-            simulated[f"{load:g}"] = found
+        plans[f"{load:g}"] = plan = plan_for(rows, profile, slo, clusters[0])
+        say(f"  plan for load {load:g}: {plan['named'] or 'nothing'} ({plan['why']})")
+    for load in loads:
+        sessions = sessions_at(shape, load, sessions_per_s, seconds, seed)
+        rows = trace_rows(shape, sessions, unloaded.ttft_s, unloaded.tbt_s)
+        rows = [row for row in rows if row.arrived_s <= seconds]
+        if rows:
+            simulated[f"{load:g}"] = found = simulate_arrangements(clusters, rows, profile)
             words = (f"{n} {one['effective']} of {one['requests']}" for n, one in found.items())
             say(f"  simulated, load {load:g}: {', '.join(words)}")
     planned = planned_for(2, (plan["named"] for plan in plans.values()))

@@ -16,19 +16,20 @@ import msgspec
 from benchmarks.suite.conversations.arrangements import (
     PEER,
     PLANNED,
-    Arrangement,
+    LiveArrangement,
     Machine,
     parse_arrangement,
     start_arrangement,
 )
 from benchmarks.suite.conversations.basis import Say, SessionBasis, Start, measure_basis
+from benchmarks.suite.conversations.foreign import run_aiperf
 from benchmarks.suite.conversations.player import play_sessions, run_figures
-from benchmarks.suite.conversations.sessions import SessionShape, arriving_sessions
+from benchmarks.suite.conversations.sessions import SessionShape, arriving_sessions, sessions_at
 from moonpool.demo.local_server import ServerError
 from moonpool.profiling.live_cluster import run_on_uvloop
 
 ROW_KEY = ("model", "workload", "system", "load", "client")
-OURS = "moonpool"
+OURS, FOREIGN = "moonpool", "aiperf"
 
 
 class ConversationsFileError(RuntimeError):
@@ -82,6 +83,11 @@ class ConversationPlan(msgspec.Struct, frozen=True):
     seed: int
     origin: dict[str, str]
     again: bool = False  # run rows that the file has, too
+    aiperf_python: str = ""  # "": our own client
+
+    @property
+    def client(self) -> str:
+        return FOREIGN if self.aiperf_python else OURS
 
 
 def bench_conversations(
@@ -103,18 +109,19 @@ def bench_conversations(
             )
             runs.write(plan.origin)
         basis = runs.bases[key]
-        for arrangement in _arrangements(plan.systems, basis, machine, say):
+        for arrangement in _arrangements(plan.systems, basis, machine, plan.client == FOREIGN, say):
             loads = [
                 load
                 for load in plan.loads
-                if plan.again or not _has(runs.rows, model, shape.name, arrangement.name, load)
+                if plan.again
+                or not _has(runs.rows, [model, shape.name, arrangement.name, load, plan.client])
             ]
             try:
                 for load in loads:
                     # A server of its own: nothing that an earlier load left is cached or learned.
                     with start(arrangement, machine, basis.slo) as url:
-                        row = _run(url, shape, basis, arrangement, load, plan)
-                    row |= {"model": model, "workload": shape.name, "client": OURS}
+                        row = _run(url, machine, shape, basis, arrangement, load, plan)
+                    row |= {"model": model, "workload": shape.name, "client": plan.client}
                     runs.add(row, plan.origin)
                     say(row_words(row))
             except ServerError as error:
@@ -124,14 +131,13 @@ def bench_conversations(
     return {"bases": msgspec.to_builtins(runs.bases), "rows": runs.rows}
 
 
-def _has(rows: Iterable[dict[str, Any]], model: str, shape: str, name: str, load: float) -> bool:
-    wanted = [model, shape, name, load, OURS]
+def _has(rows: Iterable[dict[str, Any]], wanted: list[Any]) -> bool:
     return any([row[key] for key in ROW_KEY] == wanted for row in rows)
 
 
 def _arrangements(
-    systems: Sequence[str], basis: SessionBasis, machine: Machine, say: Say
-) -> Iterable[Arrangement]:
+    systems: Sequence[str], basis: SessionBasis, machine: Machine, refusals_fail: bool, say: Say
+) -> Iterable[LiveArrangement]:
     names = dict.fromkeys(basis.planned if name == PLANNED else name for name in systems)
     if PLANNED in systems:
         say(f"planned beforehand: {basis.planned or 'no arrangement of two instances'}")
@@ -139,28 +145,35 @@ def _arrangements(
         if name.startswith(PEER) and not machine.peer_python:
             say(f"{name:<22} left out: --peer-python names no vLLM")
             continue
-        yield parse_arrangement(name)
+        found = parse_arrangement(name)
+        if refusals_fail and found.shape is None and "/" not in name:
+            found = parse_arrangement(f"{name}/none")
+        yield found
 
 
 def _run(
     url: str,
+    machine: Machine,
     shape: SessionShape,
     basis: SessionBasis,
-    arrangement: Arrangement,
+    arrangement: LiveArrangement,
     load: float,
     plan: ConversationPlan,
 ) -> dict[str, Any]:
-    # Other tokens than those that another load would have.
-    seed = plan.seed + round(1000 * load)
-    warm = arriving_sessions(shape, 2.0, 1.5, -seed)
+    head = {"system": arrangement.name, "load": load, "seconds": plan.seconds}
+    warm = arriving_sessions(shape, 2.0, 1.5, -1 - plan.seed)
     run_on_uvloop(play_sessions(url, [[one] for one in warm], basis.slo, 3.0))
-    sessions = arriving_sessions(shape, load * basis.sessions_per_s, plan.seconds, seed)
+    if plan.aiperf_python:
+        folder = machine.model
+        return head | run_aiperf(
+            plan.aiperf_python, url, folder, shape, basis, load, plan.seconds, plan.seed
+        )
+    sessions = sessions_at(shape, load, basis.sessions_per_s, plan.seconds, plan.seed)
     chains = [[session] for session in sessions]
     played = run_on_uvloop(play_sessions(url, chains, basis.slo, plan.seconds))
     figures = run_figures(played, plan.seconds)
     if not arrangement.knows_hits:
         figures["hit_ratio"] = None
-    head = {"system": arrangement.name, "load": load, "seconds": plan.seconds}
     return head | {"sessions": len(sessions)} | figures
 
 
@@ -184,9 +197,11 @@ def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list
         model, workload = key.split("/")
         own = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
         lines.append(f"{key}: planned beforehand {basis['planned'] or 'nothing of two instances'}")
-        for load in sorted({row["load"] for row in own}):
-            at = [row for row in own if row["load"] == load and row["client"] == OURS]
-            lines += verdict_at(load, at, basis["simulated"].get(f"{load:g}", {}))
+        for client in sorted({row["client"] for row in own}, reverse=True):
+            lines += [f" sent by {client}:"] if client != OURS else []
+            for load in sorted({row["load"] for row in own}):
+                at = [row for row in own if row["load"] == load and row["client"] == client]
+                lines += verdict_at(load, at, basis["simulated"].get(f"{load:g}", {}))
     return lines
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.suite.conversations.sessions import Session, Turn
+from benchmarks.suite.conversations.sessions import Session, SessionTurn
 from moonpool.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool.replay.player import TURNED_AWAY
 from moonpool.replay.server import query_server
@@ -91,7 +91,7 @@ class _Run:
     def _now_s(self) -> float:
         return monotonic() - self.began_s
 
-    async def _ask(self, prompt: Sequence[int], turn: Turn) -> list[int]:
+    async def _ask(self, prompt: Sequence[int], turn: SessionTurn) -> list[int]:
         """Returns the answer, empty unless it is whole."""
         sent_s = self._now_s()
         name = RequestId(str(len(self.played)))
@@ -118,7 +118,7 @@ class _Run:
             self.played.append(PlayedTurn(record, sent_s, status, reason, text))
         return receiver.token_ids if status == 200 else []
 
-    def _body(self, prompt: Sequence[int], turn: Turn) -> bytes:
+    def _body(self, prompt: Sequence[int], turn: SessionTurn) -> bytes:
         return msgspec.json.encode(
             {
                 "model": self._model,

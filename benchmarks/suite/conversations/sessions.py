@@ -44,7 +44,7 @@ SESSION_SHAPES = {
 """40 % and 90 % of the prompt tokens are in an earlier prompt or answer."""
 
 
-class Turn(Struct, frozen=True):
+class SessionTurn(Struct, frozen=True):
     """One request: what it adds to the prompt, and the pause before it."""
 
     new_tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ class Session(Struct, frozen=True):
     """One user. The first turn comes at `started_s`, without a pause."""
 
     started_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionTurn, ...]
 
 
 def arriving_sessions(
@@ -70,6 +70,13 @@ def arriving_sessions(
         found.append(make_session(shape, at_s, random.Random(f"{seed}/{len(found)}"), seed))
         at_s += rng.expovariate(rate_per_s)
     return found
+
+
+def sessions_at(
+    shape: SessionShape, load: float, load_1_per_s: float, seconds: float, seed: int
+) -> list[Session]:
+    """The sessions of a load. Each load has other tokens."""
+    return arriving_sessions(shape, load * load_1_per_s, seconds, seed + round(1000 * load))
 
 
 def make_session(
@@ -86,7 +93,7 @@ def make_session(
         if not number:
             new = tuple(_token(common) for _ in range(shape.shared_tokens)) + new
         wait_s = rng.expovariate(1 / pause_s) if number and pause_s else 0.0
-        turns.append(Turn(new, _length(shape.answer_tokens, rng), wait_s))
+        turns.append(SessionTurn(new, _length(shape.answer_tokens, rng), wait_s))
     return Session(started_s, tuple(turns))
 
 

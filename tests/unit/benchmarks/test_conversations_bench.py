@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_the_trace_shares_blocks_as_the_prompts_do(tmp_path: Path) -> None:
     shared = shape.shared_tokens // TRACE_BLOCK_TOKENS
     assert len({row.hash_ids[:shared] for row in rows}) == 1
     own = sorted((r for r in rows if r.session == "0"), key=lambda row: row.input_tokens)
-    for before, after in zip(own, own[1:], strict=False):
+    for before, after in pairwise(own):
         full = before.input_tokens // TRACE_BLOCK_TOKENS
         assert before.hash_ids[:full] == after.hash_ids[:full]
         assert after.arrived_s > before.arrived_s
@@ -85,7 +86,7 @@ def test_names_of_arrangements() -> None:
 
 @pytest.mark.parametrize("name", ["", "P", "2P", "vllm-three", "vllm-one:x", "2M/best", "0M"])
 def test_bad_names_say_what_is_allowed(name: str) -> None:
-    with pytest.raises(ConfigError, match="use|is|stands"):
+    with pytest.raises(ConfigError, match=r"use|is|stands"):
         parse_arrangement(name)
 
 
