@@ -11,11 +11,12 @@ import asyncio
 import re
 import secrets
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
+from moonpool.api.kept_stream import KeptStream, StreamFacts
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
@@ -57,6 +58,20 @@ class BodyMemory:
         self.taken_bytes -= num_bytes
 
 
+class KeepingConnection(Protocol):
+    """The connection of a request, if it can keep answers."""
+
+    def keep(
+        self,
+        scope: Scope,
+        body: bytes,
+        facts: StreamFacts,
+        arrived_s: float,
+        tenant: str,
+        is_admin: bool,
+    ) -> KeptStream | None: ...
+
+
 class HttpContext:
     """One HTTP request. The endpoint sets `tenant` and `is_admin` after it has checked the API key.
 
@@ -70,12 +85,23 @@ class HttpContext:
         self._num_body_bytes = 0
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.request_id = request_id_of(scope)
+        self.kept: KeptStream | None = scope.get("moonpool.kept")
+        """The log of the call, from which another head could go on, or this one does."""
+        self.request_id = (
+            request_id_of(scope) if self.kept is None else self.kept.opening.facts.request_id
+        )
         self.tenant = ""
         self.is_admin = True  # also without API keys
         self.started = False
         self._receive = receive
         self._send = send
+
+    def keep(self, body: bytes, facts: StreamFacts, arrived_s: float) -> None:
+        """Lets the answer to a call outlive this process, where that is possible."""
+        connection: KeepingConnection | None = self.scope.get("moonpool.connection")
+        if connection is not None:
+            who = self.tenant, self.is_admin
+            self.kept = connection.keep(self.scope, body, facts, arrived_s, *who)
 
     def close(self) -> None:
         """The body is no longer needed."""
