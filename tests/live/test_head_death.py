@@ -1,4 +1,4 @@
-"""The head is killed again and again: every answer goes on, whole and right, and nothing is left."""
+"""The head is killed again and again: every answer goes on, whole and right; nothing is left."""
 
 from __future__ import annotations
 
