@@ -26,8 +26,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moonpool.api.app import http_server, listen, make_app
+from moonpool.api.app import http_server, make_app
 from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.listening import listen
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
 
@@ -53,7 +54,9 @@ class InstantHead:
         self.request_timeout_s = 600.0
         self.now = time.monotonic
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
+    async def submit(
+        self, request: Request, delivered: tuple[int, ...] | None = None
+    ) -> AsyncIterator[Output]:
         output = Output(tokens=(Token(120),))
         for _ in range(request.sampling.max_tokens - 1):
             yield output

@@ -107,6 +107,10 @@ class ClusterConfig(Struct, frozen=True):
         return self.prefill + self.decode + self.mixed + self.attention
 
     @property
+    def num_instances(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         """The role of each instance, in the order in which they are started."""
         counts = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))

@@ -1,4 +1,4 @@
-"""The HTTP application and its server: routes, API keys, errors, and the listening socket.
+"""The HTTP application and its server: routes, API keys and errors.
 
 The endpoints themselves are in `generate` and `endpoints`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -29,11 +28,13 @@ from moonpool.api.errors import ApiError, ClientGoneError, from_refused, interna
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import ActiveCalls, BodyMemory, HttpContext, request_id_of
-from moonpool.api.http_protocol import limited_protocol
+from moonpool.api.http_protocol import LimitedProtocol, limited_protocol
+from moonpool.api.kept_stream import KeptStream, StreamKeeper
 from moonpool.api.keys import KeyRing
 from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
+from moonpool.api.resumption import accepted_bytes
 from moonpool.api.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,10 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = HttpContext(scope, receive, send, self._memory)
         try:
-            if self._keys:
+            if context.kept is not None:  # checked by the head that received it
+                context.tenant = context.kept.opening.tenant
+                context.is_admin = context.kept.opening.is_admin
+            elif self._keys:
                 context.tenant = self._tenant(context)
                 context.is_admin = context.tenant in self._admins
             await self._handler(context)
@@ -201,16 +205,31 @@ async def _routing_error(request: HttpRequest, error: Exception) -> Response:
     return Response(payload, error.status_code, headers, "application/json")
 
 
-class PortError(OSError):
-    """The server cannot listen on the address; the text says why and what to do."""
-
-
 class HttpServer(uvicorn.Server):
     """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
 
     def __init__(self, config: uvicorn.Config, tls: TlsFiles | None = None) -> None:
         super().__init__(config)
         self._tls = tls
+
+    async def resume(self, sock: socket.socket, kept: KeptStream) -> None:
+        """Goes on with an answer of another head over its client's connection."""
+        num_sent = accepted_bytes(sock.fileno()) - kept.opening.base
+        if num_sent < 0:  # bytes of an earlier response were lost
+            kept.drop()
+            sock.close()
+            return
+        if not self.config.loaded:
+            self.config.load()
+        loop = asyncio.get_running_loop()
+        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state={}, _loop=loop
+        )
+        assert isinstance(protocol, LimitedProtocol)
+        protocol.resume(kept, num_sent)
+        await loop.connect_accepted_socket(lambda: protocol, sock)
+        if not protocol.transport.is_closing():
+            protocol.data_received(kept.opening.request)
 
     async def on_tick(self, counter: int) -> bool:
         if self._tls is not None and counter % RENEWAL_TICKS == 0:
@@ -222,29 +241,20 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Opens the listening socket. Called early, so that a used port is reported at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        where = f"{host}:{port}"
-        if error.errno == errno.EADDRINUSE:
-            text = f"{where} is in use by another process; choose another --port"
-        else:
-            text = f"cannot listen on {where}: {error.strerror or error}"
-        raise PortError(text) from None
-
-
-def http_server(app: Starlette, drain_s: int = 5, tls: TlsFiles | None = None) -> HttpServer:
+def http_server(
+    app: Starlette,
+    drain_s: int = 5,
+    tls: TlsFiles | None = None,
+    keeper: StreamKeeper | None = None,
+) -> HttpServer:
     """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`.
 
-    With `tls` it serves HTTPS alone.
+    With `tls` it serves HTTPS alone. `keeper` holds answers that shall outlive this process.
     """
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(),
+        http=limited_protocol(keeper=keeper),
         ws="none",
         lifespan="off",
         access_log=False,

@@ -12,12 +12,15 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from moonpool.api.frontend import Frontend, Output, RequestRefused
+from moonpool.api.kept_stream import KeptStream
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
 from moonpool.api.tools import ToolCallDelta, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs
+
+NO_OUTPUT = Output()
 
 
 class Delta(NamedTuple):
@@ -28,6 +31,7 @@ class Delta(NamedTuple):
     tokens: Sequence[Token]
     finish_reason: FinishReason | None  # of this increment; the choice itself may be ahead
     calls: Sequence[ToolCallDelta] = ()
+    output: Output = NO_OUTPUT  # that it was made from
 
 
 class Choice:
@@ -52,6 +56,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
+        self.delivered: list[int] | None = None  # tokens the client has from another head
         self._tools = tools
         self._called = False
         self._structured: list[str] | None = [] if request.sampling.grammar else None
@@ -64,13 +69,11 @@ class Choice:
 
         Raises `RequestRefused`.
         """
-        outputs = frontend.submit(self.request)
+        delivered = None if self.delivered is None else tuple(self.delivered)
+        outputs = frontend.submit(self.request, delivered)
         try:
             async for output in outputs:
-                delta = self._take(output)
-                if self._structured is not None:
-                    await self._check_structure(delta)
-                yield self._read_calls(delta)
+                yield await self._delta(output)
                 if self.finish_reason is not None:
                     return
         finally:
@@ -80,6 +83,19 @@ class Choice:
             else:
                 await close()
         raise RuntimeError(f"request {self.request.request_id} ended without a finish reason")
+
+    async def replay(self, output: Output) -> Delta:
+        """Takes an output that the client has from another head."""
+        delta = await self._delta(output)
+        assert self.delivered is not None
+        self.delivered.extend([token.token_id for token in output.tokens])
+        return delta
+
+    async def _delta(self, output: Output) -> Delta:
+        delta = self._take(output)
+        if self._structured is not None:
+            await self._check_structure(delta)
+        return self._read_calls(delta)
 
     @property
     def finish_word(self) -> str | None:
@@ -110,14 +126,15 @@ class Choice:
     def _take(self, output: Output) -> Delta:
         if output.finish_reason is FinishReason.ABORT:
             raise RequestRefused(503, "aborted", "The server aborted this request. Send it again.")
-        self.cached_tokens = output.cached_tokens or self.cached_tokens
+        if not self.delivered:  # else the client was told already
+            self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.timings_s = output.timings_s or self.timings_s
         tokens = output.tokens
         if tokens and self.prompt_logprobs is None:
             self.prompt_logprobs = tokens[0].prompt
         if self.hide_output:
             self.finish_reason = output.finish_reason and FinishReason.LENGTH
-            return Delta(self, "", (), self.finish_reason)
+            return Delta(self, "", (), self.finish_reason, (), output)
         stopped_at = len(tokens) - 1 if output.finish_reason is FinishReason.STOP else -1
         text = ""
         for position, token in enumerate(tokens):
@@ -130,10 +147,11 @@ class Choice:
                     break
             text += self._pass(self._text_stream.push(token_id))
             if self.finish_reason is not None:  # a stop string: the output ends here
-                return Delta(self, text, tokens[: position + 1], self.finish_reason)
+                said = tokens[: position + 1]
+                return Delta(self, text, said, self.finish_reason, (), output)
         if output.finish_reason is not None:
             text += self._finish(output.finish_reason)
-        return Delta(self, text, tokens, self.finish_reason)
+        return Delta(self, text, tokens, self.finish_reason, (), output)
 
     def _pass(self, text: str) -> str:
         """Returns the text that passes the stop strings, which may end the output here."""
@@ -154,8 +172,39 @@ class Choice:
         return text + (self._stops.flush() if self._stops else "")
 
 
-async def run_choices(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
-    """Runs all choices of a call side by side. If one fails, all end and its error is raised."""
+async def run_choices(
+    choices: Sequence[Choice], frontend: Frontend, kept: KeptStream | None = None
+) -> AsyncGenerator[Delta, None]:
+    """Runs all choices of a call side by side. If one fails, all end and its error is raised.
+
+    Each increment is logged in `kept` first. Those that are in it already come again.
+    """
+    if kept is None:
+        async with aclosing(_run(choices, frontend)) as deltas:
+            async for delta in deltas:
+                yield delta
+        return
+    running = choices
+    if kept.is_resumed:
+        for choice in choices:
+            choice.delivered = []
+        for entry in kept.deliveries():
+            yield await choices[entry.index].replay(entry.output())
+        refused = kept.refusal()
+        if refused is not None:
+            raise refused
+        running = [choice for choice in choices if choice.finish_reason is None]
+    try:
+        async with aclosing(_run(running, frontend)) as deltas:
+            async for delta in deltas:
+                kept.note(delta.choice.index, delta.output)
+                yield delta
+    except RequestRefused as error:
+        kept.note_refused(error)
+        raise
+
+
+async def _run(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
     if len(choices) == 1:
         async with aclosing(choices[0].deltas(frontend)) as deltas:
             async for delta in deltas:

@@ -83,8 +83,12 @@ class Frontend(Protocol):
     request_timeout_s: float
     now: Callable[[], float]
 
-    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+    def submit(
+        self, request: Request, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Yields outputs until one has a finish reason. May raise `RequestRefused` at any point.
+
+        `delivered`: the tokens that the client has from another head; None: the request is new.
 
         Closing the iterator early (client gone, stop string found) aborts the request everywhere.
         """

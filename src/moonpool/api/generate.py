@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.kept_stream import StreamFacts, draw_facts
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.sampling import (
@@ -58,6 +57,7 @@ class _Call:
     arrived_s: float
     slo: Slo
     timeout_s: float
+    facts: StreamFacts
 
 
 class Generator:
@@ -85,7 +85,7 @@ class Generator:
         body = call.prepared.original
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._names[0]
-            writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0])
+            writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0], call.facts)
             await self._write(context, bool(body.stream), choices, writer)
 
     async def message(self, context: HttpContext) -> None:
@@ -101,9 +101,14 @@ class Generator:
         arrived_s = self._frontend.now()
         slo, timeout_s = limits_of(context, self._frontend)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
+        if context.kept is not None:  # another head received it
+            arrived_s, facts = context.kept.opening.arrived_s, context.kept.opening.facts
+        else:
+            facts = draw_facts(context.request_id, self._frontend.card.max_model_tokens)
+            context.keep(raw, facts, arrived_s)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
-        return _Call(context, prepared, arrived_s, slo, timeout_s)
+        return _Call(context, prepared, arrived_s, slo, timeout_s, facts)
 
     async def _write(
         self, context: HttpContext, stream: bool, choices: Sequence[Choice], writer: ItemWriter
@@ -112,7 +117,10 @@ class Generator:
         if stream:
             await self._stream(context, choices, writer)
             return
-        async with context.watch(), aclosing(run_choices(choices, self._frontend)) as deltas:
+        async with (
+            context.watch(),
+            aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
+        ):
             async for delta in deltas:
                 writer.events(delta)
         payload = msgspec.json.encode(writer.whole())
@@ -129,7 +137,7 @@ class Generator:
         async with self._begun(call) as (request_id, choices):
             answer = AnswerFormat(
                 id=shape.id_prefix + request_id,
-                created=int(time.time()),
+                created=call.facts.created_s,
                 model=body.model or self._names[0],
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
@@ -157,10 +165,10 @@ class Generator:
         reader = None if tools is None else tools.reader(tokenizer.tool_template)
         ending = ending_of(body, card)
         tenant = tenant_of(call.context.tenant, body.cache_salt)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seed = call.facts.seed if body.seed is None else body.seed
         choices: list[Choice] = []
         for number, token_ids in enumerate(prepared.prompts):
-            max_tokens = max_tokens_of(body, len(token_ids), card.max_model_tokens)
+            max_tokens = max_tokens_of(body, len(token_ids), call.facts.max_model_tokens)
             for offset in range(body.n or 1):
                 index = len(choices)
                 sampling = sampling_of(
@@ -177,7 +185,8 @@ class Generator:
                     adapter=card.adapter_of(body.model),
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                 )
-                choice = Choice(index, request, ending, tokenizer, reader() if reader else None)
+                calls = reader(call.facts.id_source(index)) if reader else None
+                choice = Choice(index, request, ending, tokenizer, calls)
                 choice.echo = prepared.echoes[number] if prepared.echoes else None
                 choice.hide_output = body.max_tokens == 0
                 choices.append(choice)
@@ -192,7 +201,7 @@ class Generator:
         keep_tokens = answer.with_logprobs or answer.with_token_ids
         async with (
             context.watch(),
-            aclosing(run_choices(choices, self._frontend)) as deltas,
+            aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
         ):
             async for delta in deltas:
                 index = delta.choice.index
@@ -210,7 +219,7 @@ class Generator:
         try:
             async with (
                 context.watch(),
-                aclosing(run_choices(choices, self._frontend)) as deltas,
+                aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
             ):
                 await _send_deltas(context, writer, deltas)
         except RequestRefused as refused:

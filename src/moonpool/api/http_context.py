@@ -13,11 +13,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
+from moonpool.api.kept_stream import KeptStream, StreamFacts
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
@@ -51,12 +52,18 @@ class ActiveCalls:
 
     @contextmanager
     def begin(self, context: HttpContext) -> Iterator[tuple[str, str]]:
-        """Yields the call's request id, and the id within the server."""
-        request_id = context.request_id
-        if scoped_id(context.tenant, request_id) in self._ids:
+        """Yields the call's request id, and the id within the server. An answer that goes on after
+        another head keeps the id that its client knows."""
+        tenant, kept = context.tenant, context.kept
+        request_id = (kept and kept.name) or context.request_id
+        scoped = scoped_id(tenant, request_id)
+        if scoped in self._ids:
             # Two calls of a tenant may share an X-Request-Id; requests may not.
-            request_id = f"{request_id}-{secrets.token_hex(8)}"
-        scoped = scoped_id(context.tenant, request_id)
+            scoped = f"{scoped}-{secrets.token_hex(8)}"
+            if kept is None or not kept.name:
+                request_id = scoped.removeprefix(f"{tenant}/")
+        if kept is not None and not kept.name:
+            kept.note_name(request_id)
         self._ids.add(scoped)
         try:
             yield request_id, scoped
@@ -83,6 +90,20 @@ class BodyMemory:
         self.taken_bytes -= num_bytes
 
 
+class KeepingConnection(Protocol):
+    """The connection of a request, if it can keep answers."""
+
+    def keep(
+        self,
+        scope: Scope,
+        body: bytes,
+        facts: StreamFacts,
+        arrived_s: float,
+        tenant: str,
+        is_admin: bool,
+    ) -> KeptStream | None: ...
+
+
 class HttpContext:
     """One HTTP request. The endpoint sets `tenant` and `is_admin` after it has checked the API key.
 
@@ -96,12 +117,23 @@ class HttpContext:
         self._num_body_bytes = 0
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.request_id = request_id_of(scope)
+        self.kept: KeptStream | None = scope.get("moonpool.kept")
+        """The log of the call, from which another head could go on, or this one does."""
+        self.request_id = (
+            request_id_of(scope) if self.kept is None else self.kept.opening.facts.request_id
+        )
         self.tenant = ""
         self.is_admin = True  # also without API keys
         self.started = False
         self._receive = receive
         self._send = send
+
+    def keep(self, body: bytes, facts: StreamFacts, arrived_s: float) -> None:
+        """Lets the answer to a call outlive this process, where that is possible."""
+        connection: KeepingConnection | None = self.scope.get("moonpool.connection")
+        if connection is not None:
+            who = self.tenant, self.is_admin
+            self.kept = connection.keep(self.scope, body, facts, arrived_s, *who)
 
     def close(self) -> None:
         """The body is no longer needed."""

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import Any, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from moonpool.api.kept_stream import (
+    MAX_KEPT_SHARE,
+    KeptStream,
+    Opening,
+    StreamFacts,
+    StreamKeeper,
+)
+from moonpool.api.resumption import ResumedTransport, accepted_bytes, request_bytes
 from moonpool.log_limit import limited_logger
 
 MAX_HEADER_BYTES = 64 << 10
 HEADER_S = 20.0
 """Seconds for the header of a request to arrive, from its first byte or the connection's start."""
+FLUSH_S = 0.05
+"""How often a complete response is looked at until the kernel has all of it."""
 _RESERVED_FILES = 192
 """Descriptors kept for workers, files and the process itself."""
 _MOST_CONNECTIONS = 16_384
@@ -48,6 +59,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """Created by uvicorn for each connection; `limit` is set by `limited_protocol`."""
 
     limit: ConnectionLimit
+    keeper: StreamKeeper | None = None
+    """Holds answers that shall outlive this process."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -55,8 +68,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = True
         self._entered = False
         self._header_timer: asyncio.TimerHandle | None = None
+        self._kept: KeptStream | None = None
+        self._resumed: tuple[KeptStream, int] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._resumed is not None:
+            resumed = ResumedTransport(transport, self._resumed[1])
+            transport = cast(asyncio.Transport, resumed)
         super().connection_made(transport)
         self._entered = self.limit.enter()
         if not self._entered:
@@ -67,6 +85,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._drop_kept()
         self.limit.idle.pop(self, None)
         if self._entered:
             self.limit.num_open -= 1
@@ -74,6 +93,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._kept is not None:
+            self._kept.note_read_ahead()
         if self._in_header and not self.transport.is_closing():
             room = MAX_HEADER_BYTES - self._header_bytes
             head, data = data[:room], data[room:]
@@ -93,7 +114,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_header = False
         self.limit.idle.pop(self, None)
+        self.scope["moonpool.connection"] = self  # type: ignore[typeddict-unknown-key]
+        resumed = self._resumed
+        if resumed is None:
+            super().on_headers_complete()
+            return
+        self._resumed, self._kept = None, resumed[0]
+        self.scope["moonpool.kept"] = self._kept  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self.cycle.default_headers = list(self._kept.opening.default_headers)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -105,12 +134,70 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._kept is not None:
+            self.loop.call_soon(self._end_kept, self._kept)
         if self.transport.is_closing() or self._responds:
             return
         if self._header_bytes:  # the next header, or the rest of this body, is on its way
             self._await_header()
         if self._in_header:
             self.limit.idle[self] = None
+
+    # Answers that outlive this process
+
+    def keep(
+        self,
+        scope: Scope,
+        body: bytes,
+        facts: StreamFacts,
+        arrived_s: float,
+        tenant: str,
+        is_admin: bool,
+    ) -> KeptStream | None:
+        """Keeps the call that is being answered. None: it cannot be kept."""
+        self._drop_kept()
+        transport = self.transport
+        if self.keeper is None or self.pipeline or transport.is_closing() or self.scheme == "https":
+            return None
+        fd = transport.get_extra_info("socket").fileno()
+        try:
+            base = accepted_bytes(fd) + transport.get_write_buffer_size()
+        except OSError:
+            return None
+        opening = Opening(
+            request=request_bytes(scope, body),
+            default_headers=tuple(self.cycle.default_headers),
+            base=base,
+            arrived_s=arrived_s,
+            tenant=tenant,
+            is_admin=is_admin,
+            facts=facts,
+        )
+        self._kept = KeptStream.begin(self.keeper, fd, opening)
+        if self._kept is not None and self._header_bytes:
+            self._kept.note_read_ahead()
+        return self._kept
+
+    def resume(self, kept: KeptStream, num_sent: int) -> None:
+        """Answers a call of another head, whose client was sent so many bytes of the response. Call
+        it before the connection is made; then pass in the call's bytes."""
+        self._resumed = kept, num_sent
+
+    def _end_kept(self, kept: KeptStream) -> None:
+        """Drops an answer once the kernel has all of it."""
+        if kept is not self._kept or self.transport.is_closing():
+            return  # the end of the connection drops it
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(FLUSH_S, self._end_kept, kept)
+            return
+        self._drop_kept()
+        if kept.has_lost_bytes:
+            self.transport.close()
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.drop()
+            self._kept = None
 
     @property
     def _responds(self) -> bool:
@@ -146,18 +233,25 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_protocol(largest: int | None = None) -> type[LimitedProtocol]:
+def limited_protocol(
+    largest: int | None = None, keeper: StreamKeeper | None = None
+) -> type[LimitedProtocol]:
     """Returns a protocol class whose connections share one limit."""
     limited_logger("uvicorn.error")
-    limit = ConnectionLimit(largest or _largest())
-    return type("LimitedProtocol", (LimitedProtocol,), {"limit": limit})
+    limit = ConnectionLimit(largest or _largest(keeper is not None))
+    return type("LimitedProtocol", (LimitedProtocol,), {"limit": limit, "keeper": keeper})
 
 
-def _largest() -> int:
-    """Returns how many connections the descriptors suffice for, after raising their limit."""
+def _largest(keeps: bool) -> int:
+    """Returns how many connections the descriptors suffice for, after raising their limit.
+
+    `keeps`: answers have logs, which take descriptors too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_CONNECTIONS + _RESERVED_FILES
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if keeps:
+        soft -= soft // MAX_KEPT_SHARE
     return max(soft - _RESERVED_FILES, min(soft // 2, 64))

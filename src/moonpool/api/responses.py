@@ -8,8 +8,6 @@ rejected. A response is a list of items: messages and tool calls.
 from __future__ import annotations
 
 import re
-import secrets
-import time
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +15,7 @@ import msgspec
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, missing_parameter
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
+from moonpool.api.kept_stream import StreamFacts
 from moonpool.api.sampling import check_range
 from moonpool.api.tools import ToolCallDelta
 from moonpool.types import FinishReason
@@ -182,12 +181,20 @@ Item = dict[str, Any]
 class ResponseWriter:
     """Writes one response: `events` for its increments, `whole` for its current state."""
 
-    def __init__(self, response_id: str, model: str, body: ResponsesBody, choice: Choice) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        body: ResponsesBody,
+        choice: Choice,
+        facts: StreamFacts,
+    ) -> None:
         self._id = response_id
         self._model = model
         self._body = body
         self._choice = choice
-        self._created_s = int(time.time())
+        self._created_s = facts.created_s
+        self._next_id = facts.id_source(-1)  # tool calls have the numbers of their choices
         self._items: list[Item] = []
         self._open = False  # the last item may grow
         self._number = 0
@@ -269,7 +276,7 @@ class ResponseWriter:
             self._close(parts)
             item: Item = {
                 "type": "message",
-                "id": f"msg_{secrets.token_hex(12)}",
+                "id": f"msg_{self._next_id()}",
                 "status": "in_progress",
                 "role": "assistant",
                 "content": [],
@@ -287,7 +294,7 @@ class ResponseWriter:
             self._close(parts)
             item: Item = {
                 "type": "function_call",
-                "id": f"fc_{secrets.token_hex(12)}",
+                "id": f"fc_{self._next_id()}",
                 "call_id": call.call_id,
                 "name": call.name,
                 "arguments": "",

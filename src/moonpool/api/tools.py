@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +34,7 @@ class ToolCallDelta(NamedTuple):
     arguments: str
 
 
+NextId = Callable[[], str]
 Read = tuple[str, list[ToolCallDelta]]
 """Text outside of calls, and increments of calls."""
 
@@ -92,29 +92,34 @@ class Tools:
         whole = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
         return whole | ({"$defs": definitions} if definitions else {})
 
-    def reader(self, template: str) -> Callable[[], ToolReader] | None:
+    def reader(self, template: str) -> Callable[[NextId], ToolReader] | None:
         """Returns a factory of parsers, one per output; None if no calls are possible.
 
-        `template` is the chat template that describes the tools to the model.
+        A parser takes the ids of its calls from what is passed to the factory. `template` is the
+        chat template that describes the tools to the model.
         """
         if self._named:
-            return lambda: _NamedCall(self._named)
+            return lambda next_id: _NamedCall(self._named, next_id)
         if self.must_call or (self._may_call and _OPEN not in template):
-            return lambda: _JsonCalls(self._functions, self._one)
-        return (lambda: _TaggedCalls(self._functions, self._one)) if self._may_call else None
+            return lambda next_id: _JsonCalls(_Calls(self._functions, self._one, next_id))
+        if not self._may_call:
+            return None
+        return lambda next_id: _TaggedCalls(_Calls(self._functions, self._one, next_id))
 
 
 class _NamedCall:
     """Parses an output that consists of one call's arguments."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, next_id: NextId) -> None:
         self._name: str | None = name
+        self._next_id = next_id
 
     def push(self, text: str) -> Read:
         if not text:
             return "", []
         name, self._name = self._name, None
-        return "", [ToolCallDelta(0, None if name is None else _new_id(), name, text)]
+        call_id = None if name is None else f"call_{self._next_id()}"
+        return "", [ToolCallDelta(0, call_id, name, text)]
 
     def flush(self, cut: bool) -> Read:
         return "", []
@@ -123,9 +128,10 @@ class _NamedCall:
 class _Calls:
     """Decodes and counts the calls of one output."""
 
-    def __init__(self, names: Collection[str], one: bool) -> None:
+    def __init__(self, names: Collection[str], one: bool, next_id: NextId) -> None:
         self._names = names
         self._one = one
+        self._next_id = next_id
         self._count = 0
 
     def read(self, source: str) -> list[ToolCallDelta] | None:
@@ -143,7 +149,8 @@ class _Calls:
             arguments = call.get("arguments", call.get("parameters", {}))
             if not isinstance(arguments, str):  # some models write them as JSON in a string
                 arguments = msgspec.json.encode(arguments).decode()
-            deltas.append(ToolCallDelta(self._count + len(deltas), _new_id(), name, arguments))
+            call_id = f"call_{self._next_id()}"
+            deltas.append(ToolCallDelta(self._count + len(deltas), call_id, name, arguments))
         if not deltas:
             return None
         if self._one:  # parallel_tool_calls is false
@@ -155,8 +162,8 @@ class _Calls:
 class _JsonCalls:
     """Parses an output that is entirely calls, or entirely text."""
 
-    def __init__(self, names: Collection[str], one: bool) -> None:
-        self._calls = _Calls(names, one)
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
         self._text = ""
         self._is_text = False
 
@@ -182,8 +189,8 @@ class _JsonCalls:
 class _TaggedCalls:
     """Parses calls between tags, with text around them."""
 
-    def __init__(self, names: Collection[str], one: bool) -> None:
-        self._calls = _Calls(names, one)
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
         self._held = ""  # from a tag on, or a possible beginning of a tag
         self._behind = False  # after a call: the line breaks that follow it are not text
 
@@ -285,7 +292,3 @@ def _named(choice: Mapping[str, Any]) -> str:
 
 def _bad_choice(text: str) -> ApiError:
     return ApiError(text, param="tool_choice")
-
-
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

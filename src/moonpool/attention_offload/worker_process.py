@@ -37,10 +37,10 @@ class AttentionWorker:
         self._service: AttentionService | None = None
         self._ready: AttentionReady | None = None
 
-    async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
+    async def run(self, head_host: str, head_port: int) -> None:
         """Serves until stopped. Raises WorkerError."""
         try:
-            await self._link.run(head_host, head_port, reconnect)
+            await self._link.run(head_host, head_port)
         finally:
             if self._service is not None:
                 await asyncio.to_thread(self._service.close)

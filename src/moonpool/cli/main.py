@@ -39,7 +39,8 @@ COMMANDS = {
     "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
     "bench": ("moonpool.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
 }
-INTERNAL = {  # workers start these
+INTERNAL = {  # the supervisor and workers start these
+    "head-process": ("moonpool.cli.head_process", "head_process"),
     "stage": ("moonpool.cli.engine_process", "stage"),
     "rank": ("moonpool.cli.engine_process", "rank"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import secrets
@@ -14,9 +13,9 @@ from typing import Any
 
 import click
 import msgspec
-import uvloop
 from setproctitle import setproctitle
 
+from moonpool.api.listening import PortError, listen
 from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
     POLICY_KEYS,
@@ -29,10 +28,10 @@ from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError, vllm_place
 from moonpool.config_schema import Values
 from moonpool.cores import threads_per_process
+from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
-from moonpool.runtime.launcher import THREAD_VARIABLES, worker_environment
-
-log = logging.getLogger("moonpool")
+from moonpool.runtime.launcher import worker_environment
+from moonpool.runtime.supervisor import Supervisor
 
 HEAD_PORT = 8001
 """Port of `moonpool head`, unless flag or file names another."""
@@ -197,38 +196,47 @@ def _model_of(place: str) -> str:
         fail(f"vLLM at {vllm_place(place).url}: {error}")
 
 
-def _open_worker_fork_server(config: Config, secret: bytes) -> ForkServer | None:
-    """Opens a fork server that has imported what a worker needs.
-
-    Thread counts are set before the imports, because torch reads them once.
-    """
+def _open_fork_server(config: Config, secret: bytes) -> ForkServer | None:
+    """Opens a fork server, which imports what head and workers need."""
     environment = worker_environment(secret, threads_per_process(config))
-    os.environ.update((name, environment[name]) for name in THREAD_VARIABLES)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
-    for module in ("runtime.worker", "attention_offload.worker_process", "runtime.cluster"):
-        import_module(f"moonpool.{module}")
-    from moonpool.cli.main import cli
 
-    def run_worker(line: list[str]) -> None:
+    def prepare() -> None:
+        """Imports with the threads of a worker: torch reads them once."""
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
+        for module in ("runtime.worker", "attention_offload.worker_process", "runtime.cluster"):
+            import_module(f"moonpool.{module}")
+
+    def run_line(line: list[str]) -> None:
+        from moonpool.cli.main import cli
+
         setproctitle(" ".join([sys.executable, "-m", "moonpool", *line]))
         cli(args=line, prog_name="moonpool")
 
-    return open_fork_server(environment, run_worker)
+    return open_fork_server(environment, run_line, prepare)
 
 
 def _run(config: Config, launch: bool, secret: bytes) -> None:
     choose_logging(config.telemetry)
-    fork_server = _open_worker_fork_server(config, secret) if launch else None
-    set_up_logging("head")
-    from moonpool.runtime.cluster import ClusterError, run_cluster
-
+    fork_server = _open_fork_server(config, secret)  # first: it must not hold our sockets
+    set_up_logging("supervisor")
+    network = config.network
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run_cluster(config, secret, launch, _signals, fork_server))
-    except ClusterError as error:
+        with (
+            listen(config.api.host, config.api.port) as http,
+            listen(network.head_host, network.head_port, "--head-port") as control,
+        ):
+            supervisor = Supervisor(config, secret, launch, http, control, fork_server)
+            asyncio.run(_supervise(supervisor))
+    except (ClusterError, PortError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+async def _supervise(supervisor: Supervisor) -> None:
+    stop = asyncio.Event()
+    _signals(stop)
+    await supervisor.run(stop)
 
 
 def _signals(stop: asyncio.Event) -> None:
@@ -237,7 +245,7 @@ def _signals(stop: asyncio.Event) -> None:
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(1)  # the kernel then ends the workers
+            os._exit(1)  # the kernel then ends head and workers
         stop.set()
 
     for sign in (signal.SIGINT, signal.SIGTERM):

@@ -101,7 +101,9 @@ def cluster_secret() -> bytes:
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
 @log_options
-@click.option("--exit-with-head", is_flag=True, help="End when the head ends.")
+@click.option(
+    "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
+)
 def worker(
     role: str,
     head_address: str,
@@ -115,7 +117,7 @@ def worker(
     other_cores: str,
     log_level: LogLevel,
     log_format: LogFormat,
-    exit_with_head: bool,
+    exit_with_parent: bool,
 ) -> None:
     """Start one instance, which takes model and settings from the head it joins."""
     head_host, _, port = head_address.rpartition(":")
@@ -126,7 +128,7 @@ def worker(
     set_up_logging(name)
     settle_threads()
     secret = cluster_secret()
-    if exit_with_head:
+    if exit_with_parent:
         end_with(os.getppid())
     from moonpool.runtime.head_link import HungError, WorkerError
 
@@ -151,7 +153,7 @@ def worker(
             own = (Role(role), InstanceId(name), machine, host, secret, share)
             running = Worker(*own, num_stages, num_ranks)
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
-        await running.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
+        await running.run(head_host.strip("[]"), int(port))
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -171,7 +173,7 @@ class DrainableWorker(Protocol):
 
     def ask_to_leave(self, within_s: float) -> bool: ...
 
-    async def run(self, head_host: str, head_port: int, reconnect: bool) -> None: ...
+    async def run(self, head_host: str, head_port: int) -> None: ...
 
 
 def _end_in_order(running: DrainableWorker | None, drain_seconds: float) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from moonpool.conductor.placement import Explanation
 from moonpool.protocol.messages import Command, InstanceInfo, Report
 from moonpool.request_record import RequestRecord
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
 
 # Events
 
@@ -24,7 +24,17 @@ class InstanceLost(msgspec.Struct, frozen=True):
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
+    """`delivered`: the tokens that its client has from an earlier head, which it outlived; None: it
+    is new."""
+
     request: Request
+    delivered: tuple[int, ...] | None = None
+
+
+class InstancesExpected(msgspec.Struct, frozen=True):
+    """An earlier head had these instances: requests may wait until they join this one."""
+
+    roles: dict[InstanceId, Role]
 
 
 class RequestCancelled(msgspec.Struct, frozen=True):
@@ -64,6 +74,7 @@ ConductorEvent = (
     InstanceJoined
     | InstanceLost
     | RequestArrived
+    | InstancesExpected
     | RequestCancelled
     | Reported
     | DrainRequested

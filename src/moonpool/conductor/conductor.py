@@ -18,6 +18,7 @@ from moonpool.conductor.actions import (
     HotRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesExpected,
     Reported,
     RequestArrived,
     RequestCancelled,
@@ -52,7 +53,7 @@ from moonpool.protocol.messages import (
     RoleChanged,
     StepTokens,
 )
-from moonpool.types import InstanceId, RequestId, Slo
+from moonpool.types import InstanceId, RequestId, Role, Slo
 
 DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
 MAX_MARKED_REPLICAS = 8192
@@ -139,14 +140,22 @@ class Conductor:
         """Requests that wait for an instance or for room."""
         return len(self._lifecycle.waiting)
 
+    @property
+    def expected(self) -> dict[InstanceId, Role]:
+        """The instances that are up or should soon be."""
+        up = {name: state.info.role for name, state in self.instances.items()}
+        return self._lifecycle.waiting.lost | up
+
     def handle(self, event: ConductorEvent, now: float) -> list[ConductorAction]:
         match event:
             case Reported():
                 self._on_report(event.instance_id, event.report, now)
             case RequestArrived():
-                self._lifecycle.arrive(event.request, now)
+                self._lifecycle.arrive(event.request, now, event.delivered)
             case RequestCancelled():
                 self._lifecycle.cancel(event.request_id, now)
+            case InstancesExpected():
+                self._lifecycle.waiting.expect(event.roles)
             case InstanceJoined():
                 self._on_instance_joined(event.info, now)
             case InstanceLost():

@@ -111,7 +111,10 @@ class RequestLifecycle:
 
     # Arrival and placement
 
-    def arrive(self, request: Request, now: float) -> None:
+    def arrive(
+        self, request: Request, now: float, delivered: tuple[int, ...] | None = None
+    ) -> None:
+        """`delivered`: as in `RequestArrived`."""
         assert request.request_id not in self.requests
         record = RequestRecord(
             request.request_id,
@@ -122,11 +125,15 @@ class RequestLifecycle:
             max_tokens=request.sampling.max_tokens,
         )
         tracked = TrackedRequest(request, record)
+        if delivered is not None:  # an earlier head admitted it and made attempts
+            tracked.generated.extend(delivered)
+            tracked.num_attempts = 1
+            tracked.has_waited = True
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
         tenant = payer_of(request.tenant)
         self.shares.see(tenant, now)
-        if self.shares.must_yield(tenant, now):
+        if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
             return

@@ -11,7 +11,7 @@ at most half of its SLO of TTFT.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.fair_share import FairShare, payer_of
@@ -48,7 +48,7 @@ class WaitingRequests:
         self._shares = shares
         self._waits: dict[RequestId, _Wait] = {}
         self._num_tokens = 0
-        self._lost: dict[InstanceId, Role] = {}
+        self.lost: dict[InstanceId, Role] = {}
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -56,22 +56,26 @@ class WaitingRequests:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._waits
 
+    def expect(self, roles: Mapping[InstanceId, Role]) -> None:
+        """An earlier Conductor had these instances."""
+        self.lost.update(roles)
+        while len(self.lost) > MAX_LOST:
+            del self.lost[next(iter(self.lost))]
+
     def note_lost(self, state: InstanceState) -> None:
         """An instance was lost. It is expected back unless it was leaving."""
         if state.drain is not None and state.drain.becomes is None:
             return
-        self._lost[state.info.instance_id] = state.info.role
-        if len(self._lost) > MAX_LOST:
-            del self._lost[next(iter(self._lost))]
+        self.expect({state.info.instance_id: state.info.role})
 
     def note_joined(self, instance_id: InstanceId) -> None:
-        self._lost.pop(instance_id, None)
+        self.lost.pop(instance_id, None)
 
     def may_wait(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
         """Whether time alone may remove the reason of this rejection."""
         if rejection.reason == "no_decode_capacity":
             return tracked.num_attempts > 0 and rejection.status != HOPELESS
-        roles = self._lost.values()
+        roles = self.lost.values()
         if rejection.reason == "no_instance":
             expected = bool(roles)
         elif rejection.reason == "no_prefill_instance":

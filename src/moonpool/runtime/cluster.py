@@ -1,4 +1,4 @@
-"""Runs one cluster from start to end: head, HTTP server and, with `launch`, local workers."""
+"""Runs one head from start to end: the Conductor's driver and the HTTP server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from moonpool.api.app import PortError, http_server, listen, make_app
+from moonpool.api.app import http_server, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
 from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
@@ -39,10 +37,10 @@ from moonpool.engine.device import resolve_device, resolve_dtype
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
 from moonpool.gc_tuning import settle_memory
-from moonpool.runtime.fork_server import ForkServer
+from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
-from moonpool.runtime.launcher import LocalLauncher
+from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 
 log = logging.getLogger("moonpool")
 
@@ -51,95 +49,67 @@ UNKNOWN_TOKENS = 1 << 30
 """The context of a model whose files state none. The instances' pools limit it."""
 
 
-class ClusterError(Exception):
-    """The cluster cannot start or continue; one line says why and what to do."""
-
-
-async def run_cluster(
-    config: Config,
-    secret: bytes,
-    launch: bool,
-    install_signals: Callable[[asyncio.Event], None],
-    fork_server: ForkServer | None = None,
-) -> None:
-    """Serves until a signal sets the stop event. Raises ClusterError."""
-    stop = asyncio.Event()
-    install_signals(stop)
-    async with running_cluster(config, secret, launch, stop, fork_server) as url:
-        if not stop.is_set():
-            log.info("serving %s at %s (Ctrl-C ends it)", config.model.name, url)
-            await stop.wait()
-        log.info("stopping")
-
-
-@asynccontextmanager
-async def running_cluster(
-    config: Config,
-    secret: bytes,
-    launch: bool,
-    stop: asyncio.Event,
-    fork_server: ForkServer | None,
-) -> AsyncIterator[str]:
-    """Yields the API's URL when all instances are up, or `stop` is set."""
-    config = resolved(config)
+async def serve_cluster(link: SupervisorLink) -> None:
+    """Serves as the head of one cluster until the supervisor ends it. Raises ClusterError."""
+    inherited = await link.inherit()
+    begin = inherited.begin
+    config = resolved(begin.config)
     tls = _tls(config)
-    try:
-        sock = listen(config.api.host, config.api.port)
-    except PortError as error:
-        raise ClusterError(str(error)) from None
     try:
         keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
     except KeyFileError as error:
-        sock.close()
         raise ClusterError(str(error)) from None
-    head, tokenizer = _make_head(config, secret, keys)
-    try:
-        head_port = await head.start()
-    except OSError as error:
-        sock.close()
-        network = config.network
-        text = f"cannot listen for workers at {network.head_host}:{network.head_port}: {error}"
-        raise ClusterError(text) from None
+    head, tokenizer = _make_head(config, begin.secret, keys)
+    head.on_silent, head.on_instances = link.kill, link.know
+    head.num_restarts = begin.num_restarts
+    await head.start(inherited.control)
+    if begin.expected:
+        head.expect(begin.expected)
     options = _api_options(config, tokenizer, keys)
     bodies = BodyReader(head, options)
-    server = http_server(make_app(head, options, bodies), tls=tls)
-    unpinned = [core.number for core in read_cores()]
-    serving: asyncio.Task[None] | None = None
-    launcher: LocalLauncher | None = None
-    try:
-        if launch:
-            shares = _shares(config)
-            threads = threads_per_process(config)
-            launcher = LocalLauncher(
-                config.cluster, head_port, secret, threads, shares, fork_server, config.vllm
-            )
-            head.on_silent = launcher.kill
-            launcher.start()
-            pin_thread(shares[0].others if shares else ())
-            await _wait_for_workers(head, launcher, stop)
-            launcher.note_started()
-        else:
-            log.info("waiting for workers at %s:%d", config.network.head_host, head_port)
-        settle_memory()
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        broken: list[str] = []
-        for task in (serving, head.ticker):
-            task.add_done_callback(partial(_note_failure, broken, stop))
+    server = http_server(make_app(head, options, bodies), tls=tls, keeper=link)
+    beat = asyncio.create_task(link.beat())
+    await _begin(link, head, config, inherited)
+    for kept, sock in inherited.answers:
+        await server.resume(sock, kept)
+    broken: list[str] = []
+    serving = asyncio.create_task(server.serve(sockets=[inherited.http]))
+    for task in (serving, head.ticker, beat):
+        task.add_done_callback(partial(_note_failure, broken, link.stop))
+    if not link.stop.is_set():
+        link.up()
+        await link.stop.wait()
+    if broken:  # the next head goes on with the workers and the answers
+        raise ClusterError(broken[0])
+    log.info("stopping")
+    await drain(head, config.api.drain_seconds)
+    link.ending()
+    server.should_exit = True
+    await asyncio.wait([serving])
+    bodies.close()
+    await head.stop()
+    beat.cancel()
+
+
+async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: Inheritance) -> None:
+    """Waits for the workers of the first head, and says where the cluster is. A further head serves
+    at once: its requests wait for the workers."""
+    begin = inherited.begin
+    shares = _shares(config) if begin.launch else []
+    link.prepared(shares, threads_per_process(config))
+    if begin.launch:
+        pin_thread(shares[0].others if shares else ())
+    if not begin.num_restarts and begin.launch:
+        await _wait_for_workers(head, config.cluster.num_instances, link.stop)
+    if not begin.num_restarts and not begin.launch:
+        log.info("waiting for workers at %s:%d", *inherited.control.getsockname()[:2])
+    settle_memory()
+    if not link.stop.is_set():
         host = f"[{config.api.host}]" if ":" in config.api.host else config.api.host
-        yield f"{'https' if tls else 'http'}://{host}:{sock.getsockname()[1]}"
-        if broken:
-            raise ClusterError(broken[0])
-        await drain(head, config.api.drain_seconds)
-    finally:
-        server.should_exit = True
-        if serving is not None:
-            await asyncio.wait([serving])
-        bodies.close()
-        await head.stop()
-        if launcher is not None:
-            await launcher.stop()
-        pin_thread(unpinned)
-        sock.close()
+        scheme = "https" if config.api.ssl_certfile else "http"
+        url = f"{scheme}://{host}:{inherited.http.getsockname()[1]}"
+        again = " again" if begin.num_restarts else ""
+        log.info("serving %s%s at %s (Ctrl-C ends it)", config.model.name, again, url)
 
 
 def _tls(config: Config) -> TlsFiles | None:
@@ -160,26 +130,19 @@ def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[Non
     stop.set()
 
 
-async def _wait_for_workers(head: Head, launcher: LocalLauncher, stop: asyncio.Event) -> None:
+async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None:
     """Waits until all workers have joined. Raises ClusterError if one fails or time runs out."""
-    joined = asyncio.create_task(head.wait_for_instances(launcher.num_instances))
+    joined = asyncio.create_task(head.wait_for_instances(count))
     failed = asyncio.create_task(head.start_failures.get())
     stopped = asyncio.create_task(stop.wait())
     tasks = {joined, failed, stopped}
     try:
-        done, _ = await asyncio.wait(
-            {*tasks, *launcher.keepers}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait(tasks, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
     if failed in done:
         raise ClusterError(failed.result())
-    for keeper in launcher.keepers:
-        if keeper.done() and not (joined in done or stopped in done):
-            error = keeper.exception()
-            text = f"cannot start a worker: {error}" if error else "a worker ended too often"
-            raise ClusterError(f"{text}; see the log above")
     if not done:
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 

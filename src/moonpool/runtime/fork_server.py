@@ -1,12 +1,14 @@
 """A process from which workers are forked in milliseconds.
 
-A new interpreter would need 1.5 to 2 s of CPU to import torch. The head forks the process after all
-imports and before any thread. It has one thread and receives command lines. It forks each worker
-twice, so that the worker becomes the head's child (`PR_SET_CHILD_SUBREAPER`): if the fork server
-dies, the workers live on, and further workers start as new interpreters.
+A new interpreter would need 1.5 to 2 s of CPU to import torch. The supervisor forks the process
+first, before any thread. It then imports what head and workers need, keeps to one thread, and
+receives command lines. It forks each process twice, so that this becomes the supervisor's child
+(`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers live on, and further ones
+start as new interpreters.
 
 `multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
-the head, and end with it. It also pickles what it starts (see docs/decisions/005-fork-server.md).
+the supervisor, and end with it. It also pickles what it starts (see
+docs/decisions/005-fork-server.md).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from moonpool.transfer.parent import end_with
 
 PR_SET_CHILD_SUBREAPER = 36
 FORK_S = 20.0
+IMPORT_S = 100.0
 ADOPTED_S = 5.0
 END_S = 3.0
 MAX_LINE_BYTES = 1 << 16
@@ -70,7 +73,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The head's side of the fork server. Made by `open_fork_server`."""
+    """The supervisor's side of the fork server. Made by `open_fork_server`."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid = pid
@@ -79,16 +82,18 @@ class ForkServer:
         self._one_at_a_time = asyncio.Lock()
         self._process: ForkedProcess | None = None
         self._closed = False
+        self._limit_s = IMPORT_S + FORK_S  # the first answer comes after the imports
 
-    async def fork(self, arguments: Sequence[str]) -> ForkedProcess:
-        """Forks a worker with this command line. Raises ForkServerError."""
+    async def fork(self, arguments: Sequence[str], fd: int | None = None) -> ForkedProcess:
+        """Forks a process with this command line. `fd` is passed on: its number there is the last
+        word of the line. Raises ForkServerError."""
         async with self._one_at_a_time:
             if self._closed:
                 raise ForkServerError("the fork server is closed")
             if self._process is None:
                 self._process = ForkedProcess(self.pid)
             try:
-                pid = await self._ask(msgspec.json.encode(list(arguments)))
+                pid = await self._ask(msgspec.json.encode(list(arguments)), fd)
             except (OSError, TimeoutError) as error:
                 self._shut()
                 raise ForkServerError(
@@ -100,7 +105,7 @@ class ForkServer:
             return ForkedProcess(pid)
 
     async def close(self) -> None:
-        """Ends the fork server. Its workers stay."""
+        """Ends the fork server. What it forked stays."""
         self._shut()
         process = self._process or ForkedProcess(self.pid)
         try:
@@ -109,12 +114,13 @@ class ForkServer:
             process.kill()
             await process.wait()
 
-    async def _ask(self, line: bytes) -> int:
+    async def _ask(self, line: bytes, fd: int | None) -> int:
         loop = asyncio.get_running_loop()
         adopt_orphans(True)  # only now: no code here waits for orphans of other processes
+        limit_s, self._limit_s = self._limit_s, FORK_S
         try:
-            async with asyncio.timeout(FORK_S):
-                await loop.sock_sendall(self._control, line)
+            async with asyncio.timeout(limit_s):
+                socket.send_fds(self._control, [line], [] if fd is None else [fd])
                 answer = await loop.sock_recv(self._control, MAX_LINE_BYTES)
         finally:
             adopt_orphans(False)
@@ -129,18 +135,20 @@ class ForkServer:
 
 
 def open_fork_server(
-    environment: Mapping[str, str], run_worker: Callable[[list[str]], object]
+    environment: Mapping[str, str],
+    run_line: Callable[[list[str]], object],
+    prepare: Callable[[], object] = lambda: None,
 ) -> ForkServer | None:
-    """Forks the fork server. Each worker calls `run_worker` with its command line, then ends.
+    """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
-    Must be called before there are threads or an event loop, and after importing all modules that a
-    worker needs. Returns None if the system does not support it, or if there are threads: a fork
-    would copy only one.
+    The fork server first calls `prepare`, which imports what those need. Must be called before
+    there are threads or an event loop. Returns None if the system does not support it, or if there
+    are threads: a fork would copy only one.
     """
     if not _may_fork():
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    head_pid = os.getpid()
+    parent_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -148,11 +156,12 @@ def open_fork_server(
         theirs.close()
         return ForkServer(pid, ours)
     ours.close()
-    os.setsid()  # Ctrl-C must reach only the head
-    end_with(head_pid)
+    os.setsid()  # Ctrl-C must reach only the supervisor
+    end_with(parent_pid)
     os.environ.update(environment)
-    line = _serve_forks(theirs, head_pid)
-    run_worker(line)
+    prepare()
+    line = _serve_forks(theirs, parent_pid)
+    run_line(line)
     raise SystemExit(0)
 
 
@@ -167,8 +176,9 @@ def _may_fork() -> bool:
         return False
 
 
-def _serve_forks(control: socket.socket, head_pid: int) -> list[str]:
-    """Forks workers until the head closes. Returns only in workers, with the command line."""
+def _serve_forks(control: socket.socket, parent_pid: int) -> list[str]:
+    """Forks until the supervisor closes. Returns only in forked processes, with their command
+    line."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -176,12 +186,17 @@ def _serve_forks(control: socket.socket, head_pid: int) -> list[str]:
     gc.collect()
     gc.freeze()  # a collection would write to all pages, and so copy them
     try:
-        while line := control.recv(MAX_LINE_BYTES):
+        while True:
+            line, fds, _, _ = socket.recv_fds(control, MAX_LINE_BYTES, 1)
+            if not line:
+                break
             if _fork_twice(control):
-                _be_adopted(control, head_pid)
-                return msgspec.json.decode(line, type=list[str])
+                _be_adopted(control, parent_pid)
+                return [*msgspec.json.decode(line, type=list[str]), *map(str, fds)]
+            for fd in fds:
+                os.close(fd)
     except ConnectionError:
-        pass  # the head ended before it read the last reply
+        pass  # the supervisor ended before it read the last reply
     os._exit(0)
 
 
@@ -201,12 +216,12 @@ def _fork_twice(control: socket.socket) -> bool:
     os._exit(0)
 
 
-def _be_adopted(control: socket.socket, head_pid: int) -> None:
-    """Waits until the head is the parent, which is when the process in between has ended."""
+def _be_adopted(control: socket.socket, parent_pid: int) -> None:
+    """Waits until the supervisor is the parent, which is when the process in between has ended."""
     by_s = time.monotonic() + ADOPTED_S
-    while os.getppid() != head_pid:
+    while os.getppid() != parent_pid:
         if time.monotonic() > by_s:
-            control.send(b"the head did not become the parent of the worker")
+            control.send(b"the supervisor did not become the parent of the process")
             os._exit(1)
         time.sleep(0.0005)
     os.setsid()

@@ -7,6 +7,8 @@ It owns the sockets, the clock and the response streams; it decides nothing. It 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -29,6 +31,7 @@ from moonpool.conductor.actions import (
     HotRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesExpected,
     InstancesWanted,
     Refuse,
     Reported,
@@ -82,6 +85,8 @@ MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
 """Connections of workers that have not proved the secret. A further one ends the oldest."""
 STOPPING_RETRY_S = 5.0
+LAST_LOOKS, LAST_LOOK_S = 100, 0.01
+"""Time for a stop to reach the workers."""
 HOT_S = 2.0
 """An instance that does not report its hot prefixes within this time is left out."""
 
@@ -137,19 +142,23 @@ class Head:
         self._stopping = False
         self._leaving = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
+        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _remember_nothing
+        """Called with the instances that are up or should soon be, whenever they change."""
+        self.num_restarts = 0
+        """Earlier heads of this cluster that died."""
 
-    async def start(self) -> int:
-        """Listens for workers; returns the port. Raises OSError if it is in use."""
-        network = self.config.network
-        self._server = await asyncio.get_running_loop().create_server(
-            self._new_link, network.head_host, network.head_port
-        )
+    async def start(self, listener: socket.socket) -> None:
+        """Accepts workers."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._new_link, sock=listener)
         self.ticker = asyncio.create_task(self._tick_forever())
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+
+    def expect(self, roles: dict[InstanceId, Role]) -> None:
+        """An earlier head had these instances. Requests wait for them."""
+        self._post(InstancesExpected(roles))
 
     async def stop(self) -> None:
-        """Stops every worker, and closes the connections."""
+        """Stops every worker, and closes the connections. Returns when the workers were told."""
         self._stopping = True
         self.ticker.cancel()
         self._webhook.close()
@@ -158,6 +167,9 @@ class Head:
         for link in list(self._open):
             link.channel.send(Stop())
             link.channel.close()
+        for _ in range(LAST_LOOKS):
+            if self._open:
+                await asyncio.sleep(LAST_LOOK_S)
 
     async def wait_for_instances(self, count: int) -> None:
         """Returns when `count` instances have joined."""
@@ -167,7 +179,9 @@ class Head:
 
     # Frontend
 
-    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+    async def submit(
+        self, request: Request, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
@@ -177,7 +191,7 @@ class Head:
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
         try:
-            self._post(RequestArrived(request))
+            self._post(RequestArrived(request, delivered))
             while True:
                 output = await answer.next_output()
                 yield output
@@ -204,6 +218,7 @@ class Head:
         if tenant is not None:
             return describe_to_tenant(self.conductor, tenant)
         described = describe_cluster(self.conductor, self.now())
+        described["head"] = {"pid": os.getpid(), "restarts": self.num_restarts}
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [
             {
@@ -386,6 +401,7 @@ class Head:
             )
             self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
         self._post(InstanceJoined(info))
+        self.on_instances(self.conductor.expected)
         self._joined.set()
         return None
 
@@ -460,6 +476,7 @@ class Head:
             del self._links[link.instance_id]
             self._observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
+            self.on_instances(self.conductor.expected)
 
     def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
         """Drops the old connection of a process that reconnects before the head saw its end."""
@@ -522,6 +539,10 @@ class Head:
 
 def _leave_alone(instance_id: InstanceId) -> None:
     """Does nothing: the head cannot restart a worker that it has not launched."""
+
+
+def _remember_nothing(roles: dict[InstanceId, Role]) -> None:
+    """Does nothing: without a supervisor, no other head follows."""
 
 
 def _attention_each(config: Config) -> int:

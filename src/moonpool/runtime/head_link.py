@@ -35,6 +35,8 @@ log = logging.getLogger("moonpool.worker")
 RECONNECT_S = 60.0
 """How long a worker tries to reach a lost head before it ends."""
 RETRY_S = 1.0
+AGAIN_S = 0.02
+"""Time until the first try after a connection was lost."""
 
 HeadChannel = Channel[DownFrame, UpFrame]
 
@@ -95,7 +97,7 @@ class HeadLink:
         self.fatal = message
         self._hang_up(reason)
 
-    async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
+    async def run(self, head_host: str, head_port: int) -> None:
         """Serves until `stop` or the head ends it. Raises WorkerError."""
         where = f"{head_host}:{head_port}"
         heard_s = time.monotonic()
@@ -108,10 +110,11 @@ class HeadLink:
                 return
             now_s = time.monotonic()
             heard_s = now_s if was_there else heard_s
-            if not reconnect or now_s - heard_s > RECONNECT_S:
+            if now_s - heard_s > RECONNECT_S:
                 raise WorkerError(f"the head at {where} is gone: {reason}")
             log.warning("no connection to the head at %s: %s; trying again", where, reason)
-            await asyncio.sleep(RETRY_S)
+            # A supervisor keeps the port open, and has another head soon.
+            await asyncio.sleep(AGAIN_S if was_there else RETRY_S)
             if self._is_over():
                 return
 

@@ -1,9 +1,9 @@
-"""Starts a cluster's workers as processes of this machine, and ends them with the head.
+"""Starts a cluster's workers as processes of this machine, and ends them with the supervisor.
 
 A worker receives the cluster's secret through its environment, never on its command line. It runs
-in a session of its own, so that Ctrl-C reaches only the head, which then ends the workers in order.
-If the head dies, the kernel ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous memory, so nothing
-is left.
+in a session of its own, so that Ctrl-C reaches only the supervisor; the head then ends the workers
+in order. If the head dies, they stay and wait for the next one. If the supervisor dies, the kernel
+ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous memory, so nothing is left.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WorkerProcess = ForkedProcess | asyncio.subprocess.Process
 
 
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
-    """Returns the variables that a worker's environment has in addition to the head's."""
+    """Returns the variables that a worker's environment has in addition to its parent's."""
     return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
@@ -91,6 +91,14 @@ class LocalLauncher:
         for role, instance_id in self._wanted:
             self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
 
+    @property
+    def is_ending(self) -> bool:
+        return self._stopping
+
+    def expect_end(self) -> None:
+        """The head stops the workers: no further one is started."""
+        self._stopping = True
+
     def note_started(self) -> None:
         """The cluster is up: from now on no worker is given up."""
         self._started = True
@@ -122,8 +130,6 @@ class LocalLauncher:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         await asyncio.gather(*waits)
-        if self._fork_server is not None:
-            await self._fork_server.close()
 
     async def _keep(self, role: str, instance_id: str) -> None:
         restarts = 0
@@ -159,7 +165,7 @@ class LocalLauncher:
 
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
-        line += ["--exit-with-head", *self._cores.get(instance_id, ())]
+        line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
         line += self._places.get(instance_id, ())
         if self._fork_server is not None:
             try:

@@ -101,11 +101,11 @@ class Worker(InstanceProcess):
         self._joining: asyncio.Task[None] | None = None
         self._boot_lock = asyncio.Lock()
 
-    async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
+    async def run(self, head_host: str, head_port: int) -> None:
         """Serves until the head stops this worker. Raises WorkerError."""
         heartbeat = asyncio.create_task(self._beat())
         try:
-            await self._link.run(head_host, head_port, reconnect)
+            await self._link.run(head_host, head_port)
         except WorkerError as error:
             if self._hung:
                 raise HungError(str(error)) from None

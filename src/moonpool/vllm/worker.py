@@ -99,7 +99,7 @@ class VllmWorker(InstanceProcess):
         self._join_lock = asyncio.Lock()
         self._gone = False
 
-    async def run(self, head_host: str, head_port: int, reconnect: bool) -> None:
+    async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
         try:
             while True:
@@ -108,7 +108,7 @@ class VllmWorker(InstanceProcess):
                 self._link = HeadLink(self.instance_id, self._secret, self)
                 self._spawn(self._beat())
                 try:
-                    await self._link.run(head_host, head_port, reconnect)
+                    await self._link.run(head_host, head_port)
                 finally:
                     self._joined = False
                     await self._end_tasks()

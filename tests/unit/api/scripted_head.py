@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import uvloop
 
-from moonpool.api.app import http_server, listen, make_app
+from moonpool.api.app import http_server, make_app
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
+from moonpool.api.listening import listen
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
@@ -66,6 +67,7 @@ class ScriptedHead:
         self.now = time.monotonic
         self.script: Script = script or (lambda request: spoken("Hello"))
         self.requests: list[Request] = []
+        self.delivered: list[tuple[int, ...] | None] = []
         self.aborted: list[str] = []
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
@@ -94,7 +96,10 @@ class ScriptedHead:
         self.drained.append((instance_id, within_s))
         return ""
 
-    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+    def submit(
+        self, request: Request, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        self.delivered.append(delivered)
         outputs = self._outputs(request)
         self._kept.append(outputs)  # so that only an explicit close ends it, never the collector
         return outputs

@@ -58,7 +58,7 @@ def read(template: str, *texts: str, **fields: Any) -> tuple[str, list[dict[str,
     body = msgspec.convert({"messages": [], "tools": TOOLS} | fields, ChatBody)
     make = Tools(body).reader(template)
     assert make is not None
-    reader, said, pieces = make(), "", list[ToolCallDelta]()
+    reader, said, pieces = make(lambda: "1"), "", list[ToolCallDelta]()
     for text in texts:
         more, found = reader.push(text)
         said, pieces = said + more, pieces + found

@@ -66,7 +66,7 @@ def test_the_time_of_a_header_does_not_count_while_a_response_runs(
 
 
 def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "limited_protocol", lambda: limited_protocol(4))
+    monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(4))
     head = ScriptedHead(lambda _: [*spoken("a", finish=None), 3600.0])
     with served(head) as url:
         waiting = [connected(url) for _ in range(20)]

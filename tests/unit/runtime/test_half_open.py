@@ -8,6 +8,7 @@ import logging
 import pytest
 import uvloop
 
+from moonpool.api.listening import listen
 from moonpool.log_limit import MAX_LINES
 from moonpool.runtime import head as head_module
 from moonpool.transfer.auth import ClientHandshake, Identity
@@ -22,7 +23,9 @@ def test_half_open_connections_are_few_and_do_not_keep_workers_out(
 
     async def run() -> None:
         head = make_head()
-        port = await head.start()
+        listener = listen("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        await head.start(listener)
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
         while len(head._open) != 8:  # the others were ended
             await asyncio.sleep(0.01)

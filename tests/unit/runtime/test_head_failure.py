@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
+from moonpool.api.listening import listen
 from moonpool.conductor.actions import Tick
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import parse_config
-from moonpool.demo.local_server import free_port
-from moonpool.runtime.cluster import ClusterError, run_cluster
+from moonpool.protocol.supervision import FromHead, HeadBegin, HeadUp, TakeNoMore, ToHead
+from moonpool.runtime.cluster import serve_cluster
+from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.packets import PacketSocket, packet_pair
+from moonpool.runtime.supervisor_link import SupervisorLink
 
 
-def test_a_conductor_that_raises_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conductor_that_raises_ends_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Conductor.handle
 
     def breaks(self: Conductor, event: Any, now: float) -> Any:
@@ -23,10 +29,29 @@ def test_a_conductor_that_raises_ends_the_cluster(monkeypatch: pytest.MonkeyPatc
         return handle(self, event, now)
 
     monkeypatch.setattr(Conductor, "handle", breaks)
-    config = parse_config("", {"api": {"port": free_port()}})
+    said: list[FromHead] = []
+
+    def hear(packet: FromHead, fds: Sequence[int]) -> None:
+        said.append(packet)
 
     async def run() -> None:
-        await asyncio.wait_for(run_cluster(config, b"s" * 32, False, lambda stop: None), 60)
+        ours, theirs = packet_pair()
+        supervisor: PacketSocket[FromHead, ToHead] = PacketSocket(
+            ours, msgspec.msgpack.Decoder(FromHead), hear, lambda: None
+        )
+        begin = HeadBegin(
+            config=parse_config(""), secret=b"s" * 32, launch=False, num_restarts=0, expected={}
+        )
+        with listen("127.0.0.1", 0) as http, listen("127.0.0.1", 0) as control:
+            supervisor.send(begin, (http.fileno(), control.fileno()))
+            supervisor.send(TakeNoMore(next_number=0))
+            link = SupervisorLink(theirs)
+            try:
+                await asyncio.wait_for(serve_cluster(link), 60)
+            finally:
+                supervisor.close()
+                link.close()
 
     with pytest.raises(ClusterError, match="RuntimeError: a defect"):
         asyncio.run(run())
+    assert HeadUp() in said

@@ -74,7 +74,7 @@ class Follower:
         self.heard.append("lost")
 
 
-def follow(head: FakeHead, reconnect: bool = True) -> tuple[list[str], str]:
+def follow(head: FakeHead) -> tuple[list[str], str]:
     """What the follower heard, and the error `run` ended with."""
 
     async def run() -> tuple[list[str], str]:
@@ -84,7 +84,7 @@ def follow(head: FakeHead, reconnect: bool = True) -> tuple[list[str], str]:
         link = HeadLink(InstanceId("p0"), SECRET, follower)
         try:
             async with asyncio.timeout(60):
-                await link.run("127.0.0.1", port, reconnect)
+                await link.run("127.0.0.1", port)
         except WorkerError as error:
             return follower.heard, str(error).replace(str(port), "PORT")
         finally:
@@ -118,12 +118,6 @@ def test_a_lost_head_is_sought_until_it_is_back_and_says_stop() -> None:
     )
 
 
-def test_a_worker_that_ends_with_its_head_does_not_seek_it() -> None:
-    heard, error = follow(FakeHead([vanish, stop]), reconnect=False)
-    assert heard == ["head", "lost"]
-    assert error.startswith("the head at 127.0.0.1:PORT is gone: ")
-
-
 def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_link, "RECONNECT_S", 0.1)
 
@@ -134,7 +128,7 @@ def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch)
         await server.wait_closed()
         follower = Follower()
         with pytest.raises(WorkerError, match="is gone"):
-            await HeadLink(InstanceId("p0"), SECRET, follower).run("127.0.0.1", port, True)
+            await HeadLink(InstanceId("p0"), SECRET, follower).run("127.0.0.1", port)
         assert set(follower.heard) == {"lost"} and len(follower.heard) > 2
 
     uvloop.run(run())

@@ -10,25 +10,17 @@ from typing import Any
 import pytest
 import uvloop
 
-from moonpool.config import ClusterConfig
+from moonpool.api.listening import listen
+from moonpool.config import ClusterConfig, parse_config
 from moonpool.cores import CoreShare
 from moonpool.demo.local_server import is_alive
+from moonpool.protocol.supervision import HeadPrepared
 from moonpool.runtime import launcher as launcher_module
-from moonpool.runtime.cluster import ClusterError, _wait_for_workers
 from moonpool.runtime.launcher import LocalLauncher
+from moonpool.runtime.supervisor import Supervisor
 from moonpool.types import Role
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
-
-
-class NobodyJoins:
-    """As much of a head as waiting for workers needs."""
-
-    def __init__(self) -> None:
-        self.start_failures: asyncio.Queue[str] = asyncio.Queue()
-
-    async def wait_for_instances(self, count: int) -> None:
-        await asyncio.sleep(60)
 
 
 def make_launcher() -> LocalLauncher:
@@ -48,12 +40,15 @@ def test_workers_that_cannot_be_kept_up_end_the_start(
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
 
     async def run() -> None:
-        launcher, head = make_launcher(), NobodyJoins()
-        launcher.start()
-        says = "ended too often" if dies else "no more processes"
-        with pytest.raises(ClusterError, match=says):
-            await asyncio.wait_for(_wait_for_workers(head, launcher, asyncio.Event()), 60)  # type: ignore[arg-type]
-        await launcher.stop()
+        config = parse_config("", {"cluster": {"prefill": 1, "decode": 0, "mixed": 1}})
+        with listen("127.0.0.1", 0) as http, listen("127.0.0.1", 0) as control:
+            supervisor = Supervisor(config, b"secret", True, http, control, None)
+            supervisor._start_workers(HeadPrepared(cores=(), threads=1))
+            async with asyncio.timeout(60):
+                while not supervisor._fatal:
+                    await asyncio.sleep(0.01)
+            assert ("ended too often" if dies else "no more processes") in supervisor._fatal
+            await supervisor._end()
 
     uvloop.run(run())
 

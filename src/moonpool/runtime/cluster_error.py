@@ -1,0 +1,5 @@
+"""The error that ends a cluster."""
+
+
+class ClusterError(Exception):
+    """The cluster cannot start or continue; one line says why and what to do."""

@@ -1,0 +1,125 @@
+"""Packets with file descriptors between the supervisor and its head."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+MAX_PACKET_BYTES = 1 << 17
+MAX_FDS = 2
+MAX_PENDING = 1 << 14
+
+
+def packet_pair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_PACKET_BYTES)
+    return ours, theirs
+
+
+class PacketSocket(Generic[In, Out]):
+    """Receives `In`, sends `Out` (both unions of tagged structs), on the running loop.
+
+    `on_packet` gets each packet with its file descriptors, which it owns. `on_end` is called once.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: msgspec.msgpack.Decoder[In],
+        on_packet: Callable[[In, Sequence[int]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._decoder = incoming
+        self._encoder = msgspec.msgpack.Encoder()
+        self._on_packet = on_packet
+        self._on_end = on_end
+        self._pending: deque[tuple[bytes, list[int]]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._is_open = True
+        self._loop.add_reader(sock.fileno(), self._read)
+
+    def send(self, message: Out, fds: Sequence[int] = ()) -> bool:
+        """Sends a packet, at once or as soon as the peer reads. Returns False if that is hopeless:
+        the connection has ended, or too many packets wait."""
+        if not self._is_open or len(self._pending) >= MAX_PENDING:
+            return False
+        body = self._encoder.encode(message)
+        if not self._pending and self._sent(body, fds):
+            return True
+        if not self._is_open:
+            return False
+        if not self._pending:
+            self._loop.add_writer(self._sock.fileno(), self._write)
+        self._pending.append((body, [os.dup(fd) for fd in fds]))
+        return True
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        for _, fds in self._pending:
+            _close(fds)
+        self._pending.clear()
+
+    def _sent(self, body: bytes, fds: Sequence[int]) -> bool:
+        try:
+            control: list[Any] = []
+            if fds:
+                control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            self._sock.sendmsg([body], control)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._end()
+            return False
+        return True
+
+    def _write(self) -> None:
+        while self._pending:
+            body, fds = self._pending[0]
+            if not self._sent(body, fds):
+                return
+            self._pending.popleft()
+            _close(fds)
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _read(self) -> None:
+        while self._is_open:
+            try:
+                body, fds, _, _ = socket.recv_fds(
+                    self._sock, MAX_PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except OSError:
+                body, fds = b"", []
+            if not body:
+                self._end()
+                return
+            self._on_packet(self._decoder.decode(body), fds)
+
+    def _end(self) -> None:
+        if self._is_open:
+            self.close()
+            self._on_end()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,315 @@
+"""The supervisor: a small process that outlives the head.
+
+It owns the listening sockets, so that connections wait while there is no head, and the workers. It
+holds the sockets and the logs of answers under way, and gives them to the next head. It decides
+nothing about requests, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from moonpool.config import Config
+from moonpool.cores import CoreShare
+from moonpool.protocol.supervision import (
+    DropAnswer,
+    FinishHead,
+    FromHead,
+    HeadBeat,
+    HeadBegin,
+    HeadEnding,
+    HeadFailed,
+    HeadPrepared,
+    HeadUp,
+    InstancesKnown,
+    KeepAnswer,
+    KillWorker,
+    TakeAnswer,
+    TakeNoMore,
+    ToHead,
+)
+from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.fork_server import ForkServer, ForkServerError
+from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
+from moonpool.runtime.packets import PacketSocket, packet_pair
+from moonpool.runtime.silence import ListeningClock
+from moonpool.types import InstanceId, Role
+
+log = logging.getLogger("moonpool.supervisor")
+
+RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
+"""Delay after the first, second, ... death of a head in short succession."""
+STEADY_S = 10.0
+"""A head that served this long had started well."""
+HUNG_S = 30.0
+"""A head whose loop does not turn for this long is killed. One that is stopped is not hung."""
+WATCH_S = 1.0
+FINISH_S = 30.0
+"""How long a head may take to end, in addition to its drain."""
+LAST_PACKETS_S = 5.0
+MAX_FILES = 16_384
+
+
+class Supervisor:
+    """`run` serves until `stop` is set. Made before the loop runs; owns the listening sockets."""
+
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        launch: bool,
+        http: socket.socket,
+        control: socket.socket,
+        fork_server: ForkServer | None,
+    ) -> None:
+        """`launch`: start the workers of the configuration. Without `fork_server`, head and workers
+        start as new interpreters."""
+        self._config = config
+        self._secret = secret
+        self._launch = launch
+        self._http = http
+        self._control = control
+        self._fork_server = fork_server
+        self._launcher: LocalLauncher | None = None
+        self._packets: PacketSocket[FromHead, ToHead] | None = None
+        self._head: WorkerProcess | None = None
+        self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
+        self._next_number = 0
+        self._expected: dict[InstanceId, Role] = {}
+        self._num_restarts = 0
+        self._was_up = False
+        self._up_s: float | None = None  # when the present head began to serve
+        self._fatal = ""
+        self._clock = ListeningClock(time.monotonic())
+        self._heard_s: float | None = None  # on the clock of listening
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Raises ClusterError if the cluster cannot start."""
+        _raise_file_limit()
+        watch = asyncio.create_task(self._watch())
+        try:
+            await self._keep_head(stop)
+        finally:
+            watch.cancel()
+            await self._end()
+
+    async def _keep_head(self, stop: asyncio.Event) -> None:
+        num_deaths = 0
+        while not stop.is_set():
+            code = await self._run_head(stop)
+            if self._fatal:
+                raise ClusterError(self._fatal)
+            if stop.is_set():
+                return
+            if not self._was_up:
+                text = f"the head ended with code {code} while it started; see the log above"
+                raise ClusterError(text)
+            if self._up_s is not None and time.monotonic() - self._up_s > STEADY_S:
+                num_deaths = 0
+            delay_s = RESTART_DELAYS_S[min(num_deaths, len(RESTART_DELAYS_S) - 1)]
+            num_deaths += 1
+            self._num_restarts += 1
+            log.warning(
+                "the head ended with code %s; the next one starts in %g s, and goes on with %d"
+                " answers",
+                code,
+                delay_s,
+                len(self._answers),
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), delay_s)
+
+    async def _run_head(self, stop: asyncio.Event) -> int | None:
+        """Runs one head to its end. Returns its exit status; None: it could not be started."""
+        ours, theirs = packet_pair()
+        silent = asyncio.Event()
+        decoder = msgspec.msgpack.Decoder(FromHead)
+        packets: PacketSocket[FromHead, ToHead] = PacketSocket(
+            ours, decoder, self._on_packet, silent.set
+        )
+        self._packets, self._up_s, self._heard_s = packets, None, None
+        self._bequeath(packets)
+        stopped = asyncio.create_task(stop.wait())
+        spawned = asyncio.create_task(self._spawn(theirs))
+        try:
+            await asyncio.wait({spawned, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not spawned.done():
+                return None
+            head = self._head = spawned.result()
+            theirs.close()  # so that ours ends with the head
+            ended = asyncio.create_task(head.wait())
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                packets.send(FinishHead())
+                limit_s = self._config.api.drain_seconds + FINISH_S
+                await asyncio.wait({ended}, timeout=limit_s)
+                _kill(head)
+            code = await ended
+            with contextlib.suppress(TimeoutError):  # what it has still sent
+                await asyncio.wait_for(silent.wait(), LAST_PACKETS_S)
+            return code
+        except OSError as error:
+            log.error("cannot start a head: %s", error)
+            return None
+        finally:
+            theirs.close()
+            packets.close()
+            self._head = None
+            for task in (spawned, stopped):
+                task.cancel()
+            await asyncio.gather(spawned, stopped, return_exceptions=True)
+
+    def _bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
+        begin = HeadBegin(
+            config=self._config,
+            secret=self._secret,
+            launch=self._launch,
+            num_restarts=self._num_restarts,
+            expected=self._expected,
+        )
+        packets.send(begin, (self._http.fileno(), self._control.fileno()))
+        for number, fds in self._answers.items():
+            packets.send(TakeAnswer(number=number), fds)
+        packets.send(TakeNoMore(next_number=self._next_number))
+
+    async def _spawn(self, theirs: socket.socket) -> WorkerProcess:
+        line, fd = ["head-process", "--fd"], theirs.fileno()
+        if self._fork_server is not None:
+            try:
+                return await self._fork_server.fork(line, fd)
+            except ForkServerError as error:
+                log.debug("the head starts as a new interpreter: %s", error)
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "moonpool",
+            *line,
+            str(fd),
+            env=os.environ | worker_environment(self._secret, self._config.engine.threads or 1),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(fd,),
+        )
+
+    # Packets of the head
+
+    def _on_packet(self, packet: FromHead, fds: Sequence[int]) -> None:
+        match packet:
+            case KeepAnswer():
+                self._answers[packet.number] = (fds[0], fds[1])
+                self._next_number = packet.number + 1
+            case DropAnswer():
+                for fd in self._answers.pop(packet.number, ()):
+                    os.close(fd)
+            case HeadBeat():
+                self._heard_s = self._clock.listened_s
+            case InstancesKnown():
+                self._expected = packet.roles
+            case KillWorker():
+                if self._launcher is not None:
+                    self._launcher.kill(packet.instance_id)
+            case HeadPrepared():
+                if self._launch and self._launcher is None:
+                    self._start_workers(packet)
+            case HeadUp():
+                self._was_up = True
+                self._up_s = time.monotonic()
+                if self._launcher is not None:
+                    self._launcher.note_started()
+            case HeadFailed():
+                self._on_failed(packet.message)
+            case HeadEnding():
+                if self._launcher is not None:
+                    self._launcher.expect_end()
+
+    def _on_failed(self, message: str) -> None:
+        if self._was_up:
+            log.error("%s", message)
+        else:
+            self._fatal = self._fatal or message
+
+    def _start_workers(self, prepared: HeadPrepared) -> None:
+        self._launcher = LocalLauncher(
+            self._config.cluster,
+            self._control.getsockname()[1],
+            self._secret,
+            prepared.threads,
+            [CoreShare(engine, others) for engine, others in prepared.cores],
+            self._fork_server,
+            self._config.vllm,
+        )
+        self._launcher.start()
+        for keeper in self._launcher.keepers:
+            keeper.add_done_callback(self._on_given_up)
+
+    def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
+        """A worker has ended for good, which is right only once the cluster is up."""
+        if self._was_up or keeper.cancelled() or self._launcher is None or self._launcher.is_ending:
+            return
+        error = keeper.exception()
+        text = f"cannot start a worker: {error}" if error else "a worker ended too often"
+        self._fatal = self._fatal or f"{text}; see the log above"
+        if self._head is not None:
+            _kill(self._head)
+
+    # The head's health, and the end
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._clock.tick(time.monotonic())
+            if self._head is None or self._heard_s is None:
+                continue
+            if _is_stopped(self._head.pid):
+                self._heard_s = self._clock.listened_s
+            elif self._clock.listened_s - self._heard_s > HUNG_S:
+                log.error("the head has not responded for %.0f s; killing it", HUNG_S)
+                self._heard_s = None
+                _kill(self._head)
+
+    async def _end(self) -> None:
+        if self._launcher is not None:
+            await self._launcher.stop()
+        if self._fork_server is not None:
+            await self._fork_server.close()
+        for fds in self._answers.values():
+            for fd in fds:
+                os.close(fd)
+        self._answers.clear()
+        self._http.close()
+        self._control.close()
+
+
+def _kill(process: WorkerProcess) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _raise_file_limit() -> None:
+    """Each answer takes two file descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

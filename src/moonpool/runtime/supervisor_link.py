@@ -1,0 +1,162 @@
+"""The head's end of its connection to the supervisor, which holds what shall outlive the head."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from moonpool.api.kept_stream import MAX_KEPT_SHARE, KeptStream
+from moonpool.cores import CoreShare
+from moonpool.log_limit import limited_logger
+from moonpool.protocol.supervision import (
+    DropAnswer,
+    FinishHead,
+    FromHead,
+    HeadBeat,
+    HeadBegin,
+    HeadEnding,
+    HeadFailed,
+    HeadPrepared,
+    HeadUp,
+    InstancesKnown,
+    KeepAnswer,
+    KillWorker,
+    TakeAnswer,
+    TakeNoMore,
+    ToHead,
+)
+from moonpool.runtime.packets import PacketSocket
+from moonpool.types import InstanceId, Role
+
+log = limited_logger("moonpool.head")
+
+BEAT_S = 1.0
+MAX_KEPT = 4096
+MAX_LOG_BYTES = 512 << 20
+"""Most bytes of the logs of all answers."""
+
+
+@dataclass
+class Inheritance:
+    """What the supervisor gives to a head."""
+
+    begin: HeadBegin
+    http: socket.socket
+    control: socket.socket
+    answers: list[tuple[KeptStream, socket.socket]] = field(default_factory=list)
+
+
+class SupervisorLink:
+    """Made on the running loop. `stop` is set when the head shall end in order."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.stop = asyncio.Event()
+        self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
+        self._inheritance: Inheritance | None = None
+        self._next_number = 0
+        self._kept: set[int] = set()
+        self._num_log_bytes = 0
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        self._most_kept = MAX_KEPT
+        if hard_limit != resource.RLIM_INFINITY:
+            self._most_kept = min(MAX_KEPT, hard_limit // MAX_KEPT_SHARE)
+        self._packets: PacketSocket[ToHead, FromHead] = PacketSocket(
+            sock, msgspec.msgpack.Decoder(ToHead), self._on_packet, self._on_end
+        )
+
+    async def inherit(self) -> Inheritance:
+        """Waits for what an earlier head has left."""
+        return await self._inherited
+
+    def prepared(self, shares: Sequence[CoreShare], threads: int) -> None:
+        cores = tuple((share.engine, share.others) for share in shares)
+        self._packets.send(HeadPrepared(cores=cores, threads=threads))
+
+    def up(self) -> None:
+        self._packets.send(HeadUp())
+
+    def failed(self, message: str) -> None:
+        self._packets.send(HeadFailed(message=message))
+
+    def ending(self) -> None:
+        self._packets.send(HeadEnding())
+
+    def kill(self, instance_id: InstanceId) -> None:
+        self._packets.send(KillWorker(instance_id=instance_id))
+
+    def know(self, roles: dict[InstanceId, Role]) -> None:
+        """Tells which instances a further head should wait for."""
+        self._packets.send(InstancesKnown(roles=roles))
+
+    async def beat(self) -> None:
+        """Lets the supervisor know that this loop turns, until it is cancelled."""
+        while True:
+            self._packets.send(HeadBeat())
+            await asyncio.sleep(BEAT_S)
+
+    def close(self) -> None:
+        self._packets.close()
+
+    # The keeper of streams
+
+    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+        if len(self._kept) >= self._most_kept:
+            log.warning("more than %d answers at a time: some would end with the head", MAX_KEPT)
+            return None
+        number = self._next_number
+        self._next_number += 1
+        if not self._packets.send(KeepAnswer(number=number), (socket_fd, log_fd)):
+            return None
+        self._kept.add(number)
+        return number
+
+    def drop(self, number: int) -> None:
+        self._kept.discard(number)
+        self._packets.send(DropAnswer(number=number))
+
+    def take_memory(self, num_bytes: int) -> bool:
+        if self._num_log_bytes + num_bytes > MAX_LOG_BYTES:
+            return False
+        self._num_log_bytes += num_bytes
+        return True
+
+    def release_memory(self, num_bytes: int) -> None:
+        self._num_log_bytes -= num_bytes
+
+    # Packets
+
+    def _on_packet(self, packet: ToHead, fds: Sequence[int]) -> None:
+        match packet:
+            case HeadBegin():
+                http, control = (socket.socket(fileno=fd) for fd in fds)
+                self._inheritance = Inheritance(packet, http, control)
+            case TakeAnswer():
+                self._take(packet.number, *fds)
+            case TakeNoMore():
+                assert self._inheritance is not None
+                self._next_number = packet.next_number
+                self._inherited.set_result(self._inheritance)
+            case FinishHead():
+                self.stop.set()
+
+    def _take(self, number: int, socket_fd: int, log_fd: int) -> None:
+        assert self._inheritance is not None
+        self._kept.add(number)
+        try:
+            kept = KeptStream.take_over(self, number, log_fd)
+        except (ValueError, OSError) as error:
+            log.warning("an answer cannot go on: %s", error)
+            self.drop(number)
+            os.close(log_fd)
+            os.close(socket_fd)
+            return
+        self._inheritance.answers.append((kept, socket.socket(fileno=socket_fd)))
+
+    def _on_end(self) -> None:
+        os._exit(1)  # the supervisor is gone, and with it everything that could go on

@@ -1,0 +1,214 @@
+"""The head is killed again and again: every answer goes on, whole and right; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.demo.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+from tests.live.test_faults import (
+    children_of,
+    command_of,
+    shared_memory_names,
+    wait_for_instances,
+    wait_until_gone,
+)
+
+NUM_STREAMS = 16
+NUM_KILLS = 5
+CLIENT_S = 240.0
+Body = dict[str, Any]
+
+
+def bodies() -> list[tuple[str, Body]]:
+    """Streams of all endpoints, greedy and sampled, and answers that come at once."""
+    drawn = random.Random(11)
+    found: list[tuple[str, Body]] = []
+    for number in range(NUM_STREAMS):
+        tokens = [drawn.randrange(3, 250) for _ in range(drawn.randrange(40, 300))]
+        sampling: Body = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
+        shared = {**sampling, "max_tokens": drawn.randrange(120, 240), "stream": True}
+        text = "".join(chr(97 + token % 26) for token in tokens)
+        chat = {"messages": [{"role": "user", "content": text}], **shared}
+        match number % 8:
+            case 0:
+                found.append(("/v1/completions", {"prompt": tokens, **shared, "stream": False}))
+            case 1:
+                found.append(("/v1/chat/completions", chat | {"logprobs": True}))
+            case 2:
+                chat = {name: chat[name] for name in ("messages", "max_tokens", "stream")}
+                found.append(("/v1/messages", chat | {"temperature": 0}))
+            case 3:
+                del shared["max_tokens"]
+                found.append(("/v1/responses", {"input": text, **shared, "max_output_tokens": 120}))
+            case 4:
+                found.append(("/v1/completions", {"prompt": tokens, **shared, "n": 2}))
+            case _:
+                found.append(("/v1/completions", {"prompt": tokens, **shared}))
+        if "completions" in found[-1][0]:
+            found[-1][1]["ignore_eos"] = True
+    return found
+
+
+def ask(
+    url: str, path: str, body: Body, note: Callable[[int], None] = lambda size: None
+) -> dict[Any, str]:
+    """Sends a call, and returns its texts by choice. Fails unless the response is whole."""
+    with httpx.stream("POST", url + path, json=body, timeout=CLIENT_S) as response:
+        raw = b""
+        for part in response.iter_raw():  # raises if the chunks do not fit together
+            raw += part
+            note(len(part))
+    assert response.status_code == 200, raw
+    if not body.get("stream"):
+        return {c["index"]: c["text"] for c in json.loads(raw)["choices"]}
+    blocks = raw.decode().split("\n\n")
+    assert blocks.pop() == ""
+    if "completions" in path:
+        assert blocks.pop() == "data: [DONE]"
+    events = [json.loads(block.split("data: ", 1)[1]) for block in blocks]
+    texts: dict[Any, str] = {}
+    for event in events:
+        assert "error" not in event, event
+        for choice in event.get("choices", ()):
+            text = choice.get("text", choice.get("delta", {}).get("content", ""))
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            for token in (choice["logprobs"] or {}).get("content", ()):
+                texts["logprobs"] = texts.get("logprobs", "") + f"{token['logprob']} "
+        if event.get("type") == "content_block_delta":
+            texts[0] = texts.get(0, "") + event["delta"]["text"]
+        if event.get("type") == "response.output_text.delta":
+            texts[0] = texts.get(0, "") + event["delta"]
+    if path == "/v1/responses":
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    if path == "/v1/messages":
+        assert events[-1]["type"] == "message_stop"
+    return texts
+
+
+def head_of(server: LocalServer) -> int:
+    """Waits until there is a head, and returns its process."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for pid in children_of(server.pid):
+            try:
+                if "head-process" in command_of(pid):
+                    return pid
+            except OSError:
+                continue
+        time.sleep(0.01)
+    raise AssertionError("there is no head")
+
+
+class Streams:
+    """Calls that run side by side, and the bytes that they have received."""
+
+    def __init__(self, url: str, calls: list[tuple[str, Body]]) -> None:
+        self.num_bytes = 0
+        self.begun: set[int] = set()  # those that have received something
+        self.got: dict[int, dict[Any, str]] = {}
+        self.errors: list[str] = []
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, url, *call))
+            for number, call in enumerate(calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int, url: str, path: str, body: Body) -> None:
+        try:
+            self.got[number] = ask(url, path, body, partial(self._note, number))
+        except Exception as error:
+            self.errors.append(f"{number} {path}: {error!r}")
+
+    def _note(self, number: int, size: int) -> None:
+        with self._lock:
+            self.num_bytes += size
+            self.begun.add(number)
+
+    @property
+    def are_running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(CLIENT_S)
+
+
+def cached_tokens(url: str, prompt: list[int]) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    usage = httpx.post(f"{url}/v1/completions", json=body, timeout=CLIENT_S).json()["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "arrangement",
+    [["--prefill", "1", "--decode", "1"], ["--mixed", "2"]],
+    ids=["1P+1D", "2M"],
+)
+def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
+    before = shared_memory_names()
+    with LocalServer([MODEL, *arrangement, *SMALL, "--admission", "none"]) as server:
+        calls = bodies()
+        expected = [ask(server.url, path, body) for path, body in calls]
+        workers = sorted(server.worker_pids())
+        all_pids = children_of(server.pid)
+        drawn, num_streamed = random.Random(5), sum(body["stream"] for _, body in calls)
+        streams = Streams(server.url, calls)
+        num_kills, next_bytes = 0, 0
+        while streams.are_running and num_kills < NUM_KILLS:
+            if streams.num_bytes < next_bytes or len(streams.begun) < num_streamed:
+                time.sleep(0.005)
+                continue
+            head = head_of(server)
+            os.kill(head, signal.SIGKILL)
+            num_kills += 1
+            next_bytes = streams.num_bytes + drawn.randrange(2_000, 30_000)
+            if num_kills % 2:  # a call while there is no head
+                assert ask(server.url, *calls[0]) == expected[0]
+            wait_until_gone([head])
+        streams.join()
+        assert streams.errors == []
+        assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
+        assert num_kills >= 2
+        cluster = httpx.get(f"{server.url}/cluster", timeout=60).json()
+        assert cluster["head"]["restarts"] == num_kills
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            assert wait_for_instances(client, 2)
+        assert sorted(server.worker_pids()) == workers
+        prompt = calls[5][1]["prompt"]
+        assert cached_tokens(server.url, prompt) >= len(prompt) - 32
+        all_pids += [*children_of(server.pid), server.pid]
+        assert server.stop() == 0
+    assert wait_until_gone(all_pids) == []
+    assert shared_memory_names() == before
+
+
+def test_a_head_that_stands_still_is_not_replaced() -> None:
+    with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
+        calls = bodies()[4:8]
+        expected = [ask(server.url, path, body) for path, body in calls]
+        streams = Streams(server.url, calls)
+        while not streams.num_bytes:
+            time.sleep(0.005)
+        head = head_of(server)
+        os.kill(head, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(head, signal.SIGCONT)
+        streams.join()
+        assert streams.errors == []
+        assert [streams.got[number] for number in range(len(calls))] == expected
+        assert head_of(server) == head
