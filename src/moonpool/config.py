@@ -516,6 +516,13 @@ class TelemetryConfig(Struct, frozen=True):
     log_requests: Annotated[
         bool, about("Log one line for each ended request, with the time of each stage.")
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str,
+        about(
+            "Send the spans of each request to this OpenTelemetry collector (OTLP over HTTP).",
+            metavar="URL",
+        ),
+    ] = ""
 
 
 class Config(Struct, frozen=True):

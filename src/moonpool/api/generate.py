@@ -44,6 +44,7 @@ from moonpool.api.shapes import (
     whole_answer,
 )
 from moonpool.api.tools import ToolCallDelta
+from moonpool.api.trace_context import beside, read_traceparent
 from moonpool.types import Request, RequestId, Slo, Token
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,8 @@ class Generator:
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         choices: list[Choice] = []
+        header = call.context.headers.get(b"traceparent", b"")
+        trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
             max_tokens = max_tokens_of(body, len(token_ids), card.max_model_tokens)
             for offset in range(body.n or 1):
@@ -182,6 +185,7 @@ class Generator:
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
+                    trace=trace if trace is None or not index else beside(trace),
                 )
                 choice = Choice(index, request, ending, tokenizer, reader() if reader else None)
                 choice.echo = prepared.echoes[number] if prepared.echoes else None

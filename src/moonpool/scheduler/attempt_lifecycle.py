@@ -241,6 +241,8 @@ class AttemptLifecycle:
             token = event.tokens[index]
             if index in event.scored:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
+            if request.num_computed < len(request.attempt.token_ids):
+                request.report_span(self._effects, "prefill_chunk", event.seconds, num_tokens)
             request.num_computed += num_tokens
             self._kv_cache.cache_full_blocks(request)
             if token is None:
