@@ -30,6 +30,7 @@ LEVELS = (
     {"attention_offload.pools"},
     {"scheduler", "conductor"},
     {"policy_loading"},
+    {"rewind"},
     {"transfer", "engine"},
     {"storage"},
     {"attention_offload"},
@@ -50,7 +51,7 @@ LEVELS = (
     {"benchmarks", "papers"},
     {"__main__"},
 )
-ROOMS_OF_FILES = {"config_schema": "config", "config_rules": "config"}
+ROOMS_OF_FILES = {"config_schema": "config", "config_rules": "config", "config_telemetry": "config"}
 """Modules beside a room's main module that belong to that room."""
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Show the main job end to end on a local cluster."),
     "status": ("moonpool.cli.status", "status", "Show a running cluster in five lines."),
+    "rewind": ("moonpool.cli.rewind", "rewind", "Replay what a server's Conductor decided."),
     "top": ("moonpool.cli.top", "top", "Watch a running cluster in the terminal."),
     "config": ("moonpool.cli.config", "config", "Check, show or write a config file."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),

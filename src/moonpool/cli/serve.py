@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -44,6 +45,7 @@ _SHARED_KEYS = (
     "model.served_name",
     "model.max_model_tokens",
     "model.chat_template",
+    "model.lora_modules",
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
@@ -101,7 +103,26 @@ HEAD_FLAGS = ConfigFlags(
 )
 
 
-@click.command(cls=SectionedCommand)
+LORA_FLAG = "--lora-modules"
+_LORA_MODULE = re.compile(r"[\w./-]+=.+", re.DOTALL)
+
+
+class _ServingCommand(SectionedCommand):
+    """A command whose flag for LoRA adapters takes several values, as vLLM's does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        listing = False
+        for arg in args:
+            is_module = listing and not arg.startswith("-") and _LORA_MODULE.fullmatch(arg)
+            if is_module and spread[-1] != LORA_FLAG:
+                spread.append(LORA_FLAG)
+            listing = arg == LORA_FLAG or bool(is_module)
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=_ServingCommand)
 @click.argument("model", required=False)
 @config_option
 @SERVE_FLAGS.options(Config(), hidden=("network.head_port",))
@@ -123,7 +144,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     _run(config, launch=True, secret=secrets.token_bytes(32))
 
 
-@click.command(cls=SectionedCommand)
+@click.command(cls=_ServingCommand)
 @click.argument("model", required=False)
 @config_option
 @HEAD_FLAGS.options(Config())

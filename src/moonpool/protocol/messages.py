@@ -50,6 +50,7 @@ class AttemptSpec(Struct, frozen=True):
     max_step_s: float | None = None
     traceparent: str = ""
     is_traced: bool = False
+    adapter: str = ""  # as in `Request`
 
 
 class PrefixSource(Struct, frozen=True):
@@ -190,6 +191,7 @@ class InstanceInfo(Struct, frozen=True):
     num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
     num_ranks: int = 1  # tensor-parallel ranks
     largest_blocks: int = 0  # most blocks of one request, if less than all; 0: all
+    adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):

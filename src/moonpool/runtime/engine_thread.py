@@ -131,7 +131,7 @@ class EngineThread:
         computed_s = result.seconds - waits.waited_s
         if gates:  # a step that draws nothing does not read the last layer
             waits.before_attend(self._engine.layout.num_layers - 1)
-        return StepEnded(result.tokens, computed_s, waits.missed, result.scored)
+        return StepEnded(result.tokens, computed_s, waits.missed, result.scored, result.pooled)
 
 
 class PipelineThread:

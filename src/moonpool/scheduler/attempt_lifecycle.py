@@ -243,6 +243,7 @@ class AttemptLifecycle:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
             if request.num_computed < len(request.attempt.token_ids):
                 request.report_span(self._effects, "prefill_chunk", event.seconds, num_tokens)
+            request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens
             self._kv_cache.cache_full_blocks(request)
             if token is None:

@@ -129,7 +129,8 @@ class KVCacheManager:
             self._extend_keys(request)
 
     def _extend_keys(self, request: RequestState) -> None:
-        root = root_key(self.layout.fingerprint, request.attempt.tenant)
+        attempt = request.attempt
+        root = root_key(self.layout.fingerprint, attempt.tenant, attempt.adapter)
         extend_keys(request.keys, request.tokens, self.layout.block_tokens, root)
 
     def max_cached_blocks(self, request: RequestState) -> int:

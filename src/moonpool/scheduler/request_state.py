@@ -180,6 +180,7 @@ class RequestState:
     has_first_token: bool = False
     kv_arrived: bool = False
     scored: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
+    pooled: bytes = b""  # the engine's sum of the hidden states of the computed tokens
     stream_ended: bool = False  # no more of its KVCache will arrive
 
     @property

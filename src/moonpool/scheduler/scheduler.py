@@ -402,6 +402,7 @@ class Scheduler:
         start, end = request.num_scheduled, request.num_scheduled + num_tokens
         last = end == tokens.size
         needs_prompt_ids = last and attempt.sampling.repetition_penalty != 1
+        pooling = attempt.sampling.pooling
         request.num_scheduled = end
         request.steps_pending += 1
         sends: tuple[tuple[int, BlockId], ...] = ()
@@ -423,6 +424,9 @@ class Scheduler:
             prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
             targets=self._targets(request, start, end),
             num_logprobs=attempt.sampling.prompt_logprobs or 0,
+            adapter=attempt.adapter,
+            pooling="none" if pooling == "last" and not last else pooling,
+            pooled=request.pooled,
         )
 
     def _targets(self, request: RequestState, start: int, end: int) -> Sequence[int]:

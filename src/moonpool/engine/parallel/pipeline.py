@@ -145,6 +145,7 @@ class PipelineEngine:
         self.times = StageTimes([0.0] * num_stages)
         self._cache = cache
         self._dtype = DTYPES[model.dtype]
+        self._adapters = model.adapter_numbers
         self._device = ops.device
         self._on_lost = on_lost
         self._lock = threading.Lock()  # guards the next four fields
@@ -165,6 +166,7 @@ class PipelineEngine:
             cores=(),
             slot_bytes=SLOT_BYTES,
             num_slots=_num_slots(options.chunk_tokens, model),
+            lora_modules=model.lora_modules,
         )
         own = [
             StagePlace(layers[k], options.cores_of(k), stage_device(options.device, k))
@@ -179,7 +181,9 @@ class PipelineEngine:
                 self.host_sync = make_host_sync(cache, ops.device, layers[0])
                 self._cache = self.host_sync.cache
             with torch.inference_mode():
-                self._model = DecoderModel(model.spec, model.weights, ops, layers[0])
+                self._model = DecoderModel(
+                    model.spec, model.weights, ops, layers[0], adapters=model.adapters
+                )
             for peer in self._peers:
                 peer.wait_until_ready()
         except BaseException:
@@ -199,7 +203,7 @@ class PipelineEngine:
         `on_layer(i)` is called, from this thread or another, once layer i of the whole step is in
         the arena; `on_end` is called after all layers. Raises StepError, StageLostError.
         """
-        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
+        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         began_s = time.perf_counter()
         with self._lock:
             if self._lost:

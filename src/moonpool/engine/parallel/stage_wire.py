@@ -49,6 +49,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     cores: tuple[int, ...]  # (): any
     slot_bytes: int
     num_slots: int
+    lora_modules: tuple[str, ...] = ()
     device: str = "cpu"  # on a GPU the stage computes in GPU blocks and copies them to the arena
 
 
@@ -102,6 +103,7 @@ class StageStep(Struct, frozen=True, tag=True):
     context_starts: bytes
     block_tables: bytes
     announced: bool
+    adapters: tuple[int, ...] = ()
     wanted: bytes = b""
     draws: tuple[StageDraw, ...] = ()
 
@@ -206,6 +208,7 @@ def pack_step(number: int, meta: StepMeta, announced: bool) -> StageStep:
         context_starts=_raw(meta.context_starts),
         block_tables=_raw(meta.block_tables),
         announced=announced,
+        adapters=meta.adapters,
     )
 
 
@@ -229,6 +232,7 @@ def unpack_meta(step: StageStep) -> StepMeta:
         block_tables=_int32(step.block_tables).view(num_sequences, -1),
         num_rows=len(positions),
         num_sequences=num_sequences,
+        adapters=step.adapters,
     )
 
 
