@@ -14,6 +14,11 @@ from msgspec import Meta
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, check_names, convert_tables, parse_toml
 from moonpool.config_schema import choices as choices
+from moonpool.config_telemetry import LOG_FORMATS as LOG_FORMATS
+from moonpool.config_telemetry import LOG_LEVELS as LOG_LEVELS
+from moonpool.config_telemetry import LogFormat as LogFormat
+from moonpool.config_telemetry import LogLevel as LogLevel
+from moonpool.config_telemetry import TelemetryConfig as TelemetryConfig
 from moonpool.types import Role, Struct
 
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
@@ -33,10 +38,6 @@ Quantization = Literal["none", "int8", "int4"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
-LogLevel = Literal["auto", "debug", "info", "warning", "error"]
-LogFormat = Literal["auto", "text", "json"]
-LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
-LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 SpeculativeMethod = Literal["ngram"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
@@ -543,22 +544,6 @@ class ApiConfig(Struct, frozen=True):
             le=1 << 30,
         ),
     ] = 32 << 20
-
-
-class TelemetryConfig(Struct, frozen=True):
-    """What the cluster says about itself beside `/metrics`. Local workers take over the level and
-    the format of the head's log lines."""
-
-    log_level: Annotated[
-        LogLevel,
-        about("Least level of log lines; auto takes MOONPOOL_LOG_LEVEL of the environment."),
-    ] = "auto"
-    log_format: Annotated[
-        LogFormat, about("Form of log lines; auto takes MOONPOOL_LOG_FORMAT of the environment.")
-    ] = "auto"
-    log_requests: Annotated[
-        bool, about("Log one line for each ended request, with the time of each stage.")
-    ] = False
 
 
 class Config(Struct, frozen=True):

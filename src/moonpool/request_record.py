@@ -9,8 +9,9 @@ Live serving and the simulator fill the same record; metrics, `/explain` and rep
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from moonpool.types import InstanceId, RequestId, Slo
+from moonpool.types import InstanceId, RequestId, Slo, TraceContext
 
 STAGES = (
     ("placement", "arrived", "placed"),
@@ -21,6 +22,21 @@ STAGES = (
 )
 """The stages of a request, as (name, begin, end). They are consecutive, so they sum to its whole
 time. The KVCache transfer overlaps prefill and handover; its end is `transfer_done_s`."""
+
+
+MAX_SPANS = 256
+"""Most parts of a traced request that its record keeps; a long prompt has many chunks."""
+
+
+class RecordedSpan(NamedTuple):
+    """A part of a traced request on one instance, between two instants of the driver's clock."""
+
+    name: str
+    instance_id: str
+    begin_s: float
+    end_s: float
+    num_tokens: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -57,6 +73,9 @@ class RequestRecord:
     tenant: str = ""
     max_tokens: int = 0
     kept_tbt_top10_mean_s: float | None = None
+    trace: TraceContext | None = None
+    spans: list[RecordedSpan] = field(default_factory=list)  # of a traced request only
+    num_lost_spans: int = 0
 
     @property
     def ttft_s(self) -> float | None:
@@ -100,6 +119,13 @@ class RequestRecord:
         if self.outcome not in ("stop", "length") or self.ttft_s is None:
             return False
         return self.ttft_s <= self.slo.ttft_s and (self.tbt_top10_mean_s or 0.0) <= self.slo.tbt_s
+
+    def note_span(self, span: RecordedSpan) -> None:
+        """Keeps a part of a traced request, or counts it as lost (mutates)."""
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        else:
+            self.num_lost_spans += 1
 
     def note_tokens(self, count: int, now: float, gap_s: float = 0.0) -> None:
         """Adds `count` tokens that became visible `gap_s` apart, the last one at `now` (mutates).

@@ -121,6 +121,25 @@ class Token(Struct, frozen=True, array_like=True):
     embedding: bytes = b""
 
 
+class TraceContext(Struct, frozen=True):
+    """The place of a request in a distributed trace (W3C Trace Context, ids in hexadecimal).
+
+    `span_id` is this server's own span, and `parent_id` the client's; "": it sent none. `exported`:
+    this server sends the spans of the request to a collector.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    sampled: bool = True
+    exported: bool = False
+
+    @property
+    def traceparent(self) -> str:
+        """The header for whatever works for this request."""
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
+
+
 class Request(Struct, frozen=True):
     """A prompt and its parameters. `arrived_s` and `deadline_s` are on the driver's clock.
 
@@ -140,6 +159,7 @@ class Request(Struct, frozen=True):
     tenant: str = ""
     use_cache: bool = True
     keys: tuple[BlockKey, ...] | None = None
+    trace: TraceContext | None = None
     adapter: str = ""
 
     @property

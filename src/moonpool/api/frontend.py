@@ -166,6 +166,7 @@ class ApiOptions:
     body_timeout_s: float = 30.0
     tokenizer: str = ""
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
+    exports_traces: bool = False
     chat_template: str = ""
     """The source of a template that these processes use in place of the tokenizer's own."""
 

@@ -43,6 +43,7 @@ from moonpool.api.shapes import (
     whole_answer,
 )
 from moonpool.api.tools import ToolCallDelta
+from moonpool.api.trace_context import beside, read_traceparent
 from moonpool.types import Request, RequestId, Slo, Token
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,8 @@ class Generator:
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = call.facts.seed if body.seed is None else body.seed
         choices: list[Choice] = []
+        header = call.context.headers.get(b"traceparent", b"")
+        trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
             max_tokens = max_tokens_of(body, len(token_ids), call.facts.max_model_tokens)
             for offset in range(body.n or 1):
@@ -184,6 +187,7 @@ class Generator:
                     tenant=tenant,
                     adapter=card.adapter_of(body.model),
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
+                    trace=trace if trace is None or not index else beside(trace),
                 )
                 calls = reader(call.facts.id_source(index)) if reader else None
                 choice = Choice(index, request, ending, tokenizer, calls)

@@ -72,6 +72,12 @@ _TOTALS = (
         "Number of tokens recomputed because a block was lost or corrupt.",
         "recomputed_tokens",
     ),
+    ("moonpool:trace_spans", "Number of spans that a collector accepted.", "trace_spans"),
+    (
+        "moonpool:lost_trace_spans",
+        "Number of spans that were lost: the queue was full, or the collector failed.",
+        "lost_trace_spans",
+    ),
     ("moonpool:ssd_failures", "Number of failed reads and writes of the SSD tier.", "ssd_failures"),
     (
         "moonpool:fetched_tokens",
@@ -335,6 +341,11 @@ class ServerMetrics(Collector):
     def add_ssd_failures(self, count: int) -> None:
         """Counts failed disk operations. A damaged block is not a failed operation."""
         self._totals["ssd_failures"] += count
+
+    def set_trace_spans(self, num_sent: int, num_lost: int) -> None:
+        """Takes over the exporter's totals."""
+        self._totals["trace_spans"] = num_sent
+        self._totals["lost_trace_spans"] = num_lost
 
     def set_cache(self, block_tokens: int, num_blocks: int) -> None:
         """Sets the KVCache size of all instances, which vLLM reports as well."""

@@ -81,6 +81,7 @@ _SHARED_KEYS = (
     "telemetry.log_level",
     "telemetry.log_format",
     "telemetry.log_requests",
+    "telemetry.otlp_traces_endpoint",
 )
 SERVE_FLAGS = ConfigFlags(
     "cluster.prefill",

@@ -267,6 +267,8 @@ def _spec(
         keys=request.keys,
         tolerance=tolerance,
         max_step_s=planned.placement.max_step_s,
+        traceparent="" if request.trace is None else request.trace.traceparent,
+        is_traced=request.trace is not None and request.trace.exported,
         adapter=request.adapter,
     )
 

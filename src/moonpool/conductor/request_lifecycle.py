@@ -42,6 +42,7 @@ from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
     AttemptId,
+    AttemptSpan,
     Command,
     DecodeAccepted,
     PrefillDone,
@@ -52,7 +53,7 @@ from moonpool.protocol.messages import (
     StreamBroken,
     TransferDone,
 )
-from moonpool.request_record import RequestRecord
+from moonpool.request_record import RecordedSpan, RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
 
 TBT_SLO_LATE = "tbt_slo_late"
@@ -68,7 +69,13 @@ MAX_TRIED_PER_TURN = 8
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
 AttemptReport = (
-    PrefillStarted | PrefillDone | DecodeAccepted | TransferDone | StreamBroken | AttemptFailed
+    PrefillStarted
+    | PrefillDone
+    | DecodeAccepted
+    | TransferDone
+    | AttemptSpan
+    | StreamBroken
+    | AttemptFailed
 )
 
 
@@ -123,6 +130,7 @@ class RequestLifecycle:
             request.arrived_s,
             tenant=request.tenant,
             max_tokens=request.sampling.max_tokens,
+            trace=request.trace,
         )
         tracked = TrackedRequest(request, record)
         if delivered is not None:  # an earlier head admitted it and made attempts
@@ -224,12 +232,30 @@ class RequestLifecycle:
             case TransferDone():
                 record.transfer_done_s = now
                 record.corrupt_blocks += report.corrupt_blocks
+                if record.trace is not None and record.trace.exported:
+                    self._note_span(record, "kvcache_transfer", instance_id, report, now)
+            case AttemptSpan():
+                self._note_span(record, report.name, instance_id, report, now, report.num_tokens)
             case StreamBroken():
                 if attempt.decode is not None:
                     tracked.explanation.add(f"{instance_id}: {report.error}")
                     self._send(attempt.decode, StopReceiving(attempt_id=attempt.attempt_id))
             case AttemptFailed():
                 self._on_failed(tracked, report, instance_id, now)
+
+    def _note_span(
+        self,
+        record: RequestRecord,
+        name: str,
+        instance_id: InstanceId,
+        report: AttemptSpan | TransferDone,
+        now: float,
+        num_tokens: int = 0,
+    ) -> None:
+        begin_s = max(now - report.seconds, record.arrived_s)
+        record.note_span(
+            RecordedSpan(name, instance_id, begin_s, now, num_tokens, report.num_bytes)
+        )
 
     def _start_prefill(
         self, tracked: TrackedRequest, attempt: Attempt, report: PrefillStarted, now: float

@@ -33,7 +33,8 @@ class AttemptSpec(Struct, frozen=True):
     before a fault and are not generated again. `keys`: as in `Request`; blocks past the last key
     are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
     `max_step_s`: instead of that check, the request waits to join the batch until a step of all
-    decodes should take no longer than this; None: it does not wait.
+    decodes should take no longer than this; None: it does not wait. `traceparent` goes to an engine
+    that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part.
     """
 
     attempt_id: AttemptId
@@ -47,6 +48,8 @@ class AttemptSpec(Struct, frozen=True):
     keys: tuple[BlockKey, ...] | None = None
     tolerance: float = 1.0
     max_step_s: float | None = None
+    traceparent: str = ""
+    is_traced: bool = False
     adapter: str = ""  # as in `Request`
 
 
@@ -236,6 +239,16 @@ class TransferDone(Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class AttemptSpan(Struct, frozen=True, tag=True):
+    """A part of a traced attempt that has ended now, after `seconds`."""
+
+    attempt_id: AttemptId
+    name: str  # fetch | ssd_load | prefill_chunk
+    seconds: float
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+
 class StreamBroken(Struct, frozen=True, tag=True):
     """The sender's layer stream failed; the receiver may not know of the stream at all."""
 
@@ -356,6 +369,7 @@ Report = (
     | PrefillDone
     | DecodeAccepted
     | TransferDone
+    | AttemptSpan
     | StreamBroken
     | AttemptFailed
     | StepTokens

@@ -246,6 +246,7 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
+        exports_traces=bool(config.telemetry.otlp_traces_endpoint),
         chat_template=_read_template(template) if template else "",
     )
 

@@ -73,6 +73,7 @@ from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.request_log import RequestLog
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.trace_export import open_exporter
 from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
@@ -116,6 +117,7 @@ class Head:
         policies = load_policies(config.conductor)
         self._own_policies = own_classes(policies)
         self._request_log = RequestLog(config.telemetry.log_requests)
+        self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self.conductor = Conductor(
             config.conductor,
             life=self._life,
@@ -162,6 +164,8 @@ class Head:
         self._stopping = True
         self.ticker.cancel()
         self._webhook.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         if self._server is not None:
             self._server.close()
         for link in list(self._open):
@@ -321,6 +325,8 @@ class Head:
 
     def metrics_text(self) -> bytes:
         self._observer.gauges(self.conductor, self.now())
+        if self._traces is not None:
+            self._metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
         return self._metrics.text()
 
     # The Conductor's actions
@@ -363,6 +369,8 @@ class Head:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
         self._request_log.request_ended(record)
+        if self._traces is not None:
+            self._traces.request_ended(record, self.now())
         record.forget_gaps()
         self._ended[record.request_id] = ended
         if len(self._ended) > KEPT_RECORDS:

@@ -246,6 +246,8 @@ class AttemptLifecycle:
             token = event.tokens[index]
             if index in event.scored:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
+            if request.num_computed < len(request.attempt.token_ids):
+                request.report_span(self._effects, "prefill_chunk", event.seconds, num_tokens)
             request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
             tokens = () if token is None else (token, *event.further.get(index, ()))

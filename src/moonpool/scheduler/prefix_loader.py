@@ -223,6 +223,8 @@ class PrefixLoader:
         request.num_fetched_tokens = event.num_blocks * self._kv_cache.layout.block_tokens
         request.corrupt_slices += event.corrupt_slices
         request.fetch_s = event.seconds
+        num_tokens = request.num_fetched_tokens
+        request.report_span(self._effects, "fetch", event.seconds, num_tokens, event.num_bytes)
         if not request.closing:
             self._acquire_arrived(request)
 
@@ -263,6 +265,7 @@ class PrefixLoader:
             lacking = len(missing.intersection(request.keys)) if missing else 0
             request.num_loaded_tokens -= lacking * self._kv_cache.layout.block_tokens
             request.corrupt_slices += event.corrupt_slices
+            request.report_span(self._effects, "ssd_load", event.seconds, 0, event.num_bytes)
             if request.overlapping:
                 overlapping.append(request)
             elif not request.closing:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from moonpool.protocol.messages import AttemptId, AttemptSpec, PrefillStarted
+from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import Effects
 from moonpool.scheduler.drafts import DraftState
@@ -174,6 +174,20 @@ class RequestState:
                 early=self.overlapping,
             )
         )
+
+    def report_span(
+        self, effects: Effects, name: str, seconds: float, num_tokens: int, num_bytes: int = 0
+    ) -> None:
+        """Reports a part of a traced attempt that has ended now."""
+        if self.attempt.is_traced:
+            span = AttemptSpan(
+                attempt_id=self.attempt_id,
+                name=name,
+                seconds=seconds,
+                num_tokens=num_tokens,
+                num_bytes=num_bytes,
+            )
+            effects.report(span)
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""

@@ -86,15 +86,21 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise VllmError(_why(error)) from None
 
-    async def answer(self, body: bytes, streamed: bool) -> AsyncGenerator[bytes]:
+    async def answer(
+        self, body: bytes, streamed: bool, traceparent: str = ""
+    ) -> AsyncGenerator[bytes]:
         """Yields the events of a completion, or the whole of it. Raises VllmError.
 
+        `traceparent` makes the server's own spans part of the request's trace.
         Closing the iterator early also aborts the request at the server. Reading to the end keeps
         the connection for the next request.
         """
         done = False
         try:
-            async with self._http.stream("POST", "/v1/completions", content=body) as response:
+            headers = {"traceparent": traceparent} if traceparent else {}
+            async with self._http.stream(
+                "POST", "/v1/completions", content=body, headers=headers
+            ) as response:
                 if response.status_code != 200 or not streamed:
                     whole = await _read(response, MAX_EVENT_BYTES)
                     _check(response, whole)

@@ -280,7 +280,7 @@ class VllmWorker(InstanceProcess):
         assert engine is not None
         assert engine.layout is not None
         body = completion_body(submit, engine.facts.model_id, engine.layout.fingerprint)
-        answer = self._client.answer(body, streamed=not submit.hands_over)
+        answer = self._client.answer(body, not submit.hands_over, submit.work.traceparent)
         async with contextlib.aclosing(answer):
             async for event in answer:
                 yield read_output(submit.work, event)
