@@ -27,6 +27,7 @@ MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8", "int4"]
+KvCacheDtype = Literal["auto", "fp8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
@@ -52,6 +53,9 @@ class ModelConfig(Struct, frozen=True):
     quantization: Annotated[Quantization, about("Quantize the weights while they are loaded.")] = (
         "none"
     )
+    kv_cache_dtype: Annotated[
+        KvCacheDtype, about("Number format of KVCache; fp8 halves its bytes, auto takes dtype.")
+    ] = "auto"
     served_name: Annotated[
         str,
         about(

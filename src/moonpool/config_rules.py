@@ -53,6 +53,7 @@ def check_values(config: Config) -> None:
     _check_attention(config)
     _check_stages(config)
     _check_adapters(config)
+    _check_kv_dtype(config)
     _check_vllm(config)
     _check_policies(config)
     require(
@@ -94,6 +95,15 @@ def _check_adapters(config: Config) -> None:
     require(config.engine.num_shards == 1, name, "empty with tensor-parallel ranks")
     require(not config.cluster.attention, name, "empty with attention workers")
     require(config.engine.device != "cuda", name, 'empty while engine.device is "cuda"')
+
+
+def _check_kv_dtype(config: Config) -> None:
+    if config.model.kv_cache_dtype == "auto":
+        return
+    name = "model.kv_cache_dtype"
+    require(config.engine.kind != "vllm", name, '"auto" with vLLM servers: they set their own')
+    require(not config.cluster.attention, name, '"auto" with attention workers')
+    require(config.engine.device != "cuda", name, '"auto" while engine.device is "cuda"')
 
 
 def _check_autoscale(config: Config) -> None:

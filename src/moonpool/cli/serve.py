@@ -35,6 +35,7 @@ MAX_LOCAL_INSTANCES = 64
 _SHARED_KEYS = (
     "model.dtype",
     "model.quantization",
+    "model.kv_cache_dtype",
     "model.served_name",
     "model.max_model_tokens",
     "model.chat_template",
