@@ -277,6 +277,9 @@ def empty_cache(
 
 def block_dtype(layout: BlockLayout) -> torch.dtype:
     """The dtype of `KvCache.blocks`: the layout's, or bytes if they hold fp8."""
-    if layout.is_fp8:
-        return torch.uint8
+    return torch.uint8 if layout.is_fp8 else compute_dtype(layout)
+
+
+def compute_dtype(layout: BlockLayout) -> torch.dtype:
+    """The dtype of activations, whatever K and V are stored in."""
     return torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32

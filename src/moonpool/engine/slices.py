@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moonpool.engine.ops import KvCache
+from moonpool.engine.ops import KvCache, compute_dtype
 from moonpool.protocol.block_layout import DTYPE_BYTES, LATENT, BlockLayout
 
 INNER = "paired-v1"
@@ -174,7 +174,7 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def _from_fp8(data: Tensor, scales: Tensor, layout: BlockLayout) -> Tensor:
     wide = data.view(torch.float8_e4m3fn).float()
     found = torch.ldexp(wide, scales.int().unsqueeze(-1) - 127)
-    return found.to(torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32)
+    return found.to(compute_dtype(layout))
 
 
 def key_rows(cache: KvCache, layer: int) -> Tensor:
