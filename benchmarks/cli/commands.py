@@ -9,6 +9,7 @@ import click
 
 from benchmarks.cli.admission import admission
 from benchmarks.cli.attention import attention
+from benchmarks.cli.conversations import conversations
 from benchmarks.cli.engine import (
     engine,
     formats,
@@ -39,6 +40,7 @@ bench.add_command(agreement)
 bench.add_command(overload)
 bench.add_command(colocated)
 bench.add_command(peers_live)
+bench.add_command(conversations)
 bench.add_command(engine)
 bench.add_command(quantization)
 bench.add_command(formats)

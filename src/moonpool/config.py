@@ -31,12 +31,15 @@ KvCacheDtype = Literal["auto", "fp8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
+LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
 
 
-_WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 _OWN_POLICY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 ATTENTION_SEGMENT_TOKENS = 2048
@@ -507,6 +510,30 @@ class ApiConfig(Struct, frozen=True):
             le=86_400,
         ),
     ] = 25.0
+    event_log_bytes: Annotated[
+        int,
+        about(
+            "Memory for the Conductor's last events, which `moonpool rewind` replays; 0: none.",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 32 << 20
+
+
+class TelemetryConfig(Struct, frozen=True):
+    """What the cluster says about itself beside `/metrics`. Local workers take over the level and
+    the format of the head's log lines."""
+
+    log_level: Annotated[
+        LogLevel,
+        about("Least level of log lines; auto takes MOONPOOL_LOG_LEVEL of the environment."),
+    ] = "auto"
+    log_format: Annotated[
+        LogFormat, about("Form of log lines; auto takes MOONPOOL_LOG_FORMAT of the environment.")
+    ] = "auto"
+    log_requests: Annotated[
+        bool, about("Log one line for each ended request, with the time of each stage.")
+    ] = False
 
 
 class Config(Struct, frozen=True):
@@ -522,6 +549,7 @@ class Config(Struct, frozen=True):
     vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 def parse_config(
@@ -545,24 +573,6 @@ def parse_config(
     config = convert_tables(tables, Config)
     check_values(config)
     return config
-
-
-def vllm_place(text: str) -> VllmAddress:
-    """Parses "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
-    url, *others = text.split(",")
-    web = _WEB.fullmatch(url)
-    if (
-        not web
-        or int((web[2] or ":0")[1:]) > 65535
-        or len(others) > 2
-        or not all(o.startswith(("tcp://", "ipc://")) for o in others)
-    ):
-        raise ConfigError(
-            f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
-            " where it publishes KV events and repeats them, such as"
-            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
-        )
-    return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))
 
 
 def _count_vllms(tables: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from moonpool.config import (
     PLACEMENTS,
     Config,
     ConfigError,
+    VllmAddress,
     is_own_policy,
-    vllm_place,
 )
 from moonpool.config_schema import check_ranges, require
 
@@ -69,6 +69,7 @@ def check_values(config: Config) -> None:
         )
 
 
+_WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 _LORA_MODULE = re.compile(r"([A-Za-z0-9][\w./:-]{0,199})=(.+)", re.ASCII)
 
 
@@ -275,3 +276,21 @@ def _check_attention_workers(config: Config) -> None:
         "1 with attention workers (and pipeline_parallel_size of mixed instances): stages keep"
         " their own KVCache",
     )
+
+
+def vllm_place(text: str) -> VllmAddress:
+    """Parses "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
+    url, *others = text.split(",")
+    web = _WEB.fullmatch(url)
+    if (
+        not web
+        or int((web[2] or ":0")[1:]) > 65535
+        or len(others) > 2
+        or not all(o.startswith(("tcp://", "ipc://")) for o in others)
+    ):
+        raise ConfigError(
+            f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
+            " where it publishes KV events and repeats them, such as"
+            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
+        )
+    return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))

@@ -19,6 +19,10 @@ BlockKey = NewType("BlockKey", bytes)
 BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
 
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message: their text may be no UTF-8, or they nest too
+deeply."""
+
 
 class Role(StrEnum):
     """The part of a request that an instance serves. A mixed instance serves both."""

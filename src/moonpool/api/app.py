@@ -104,6 +104,7 @@ def make_app(
             route("/cluster/drain", controller.drain, "POST"),
             route("/beliefs", inspector.beliefs),
             route("/cluster/events", live_page.events),
+            route("/cluster/event_log", inspector.event_log),
             route("/", live_page.page, open_to_all=True),
         ],
         exception_handlers={HTTPException: _routing_error},

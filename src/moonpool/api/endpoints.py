@@ -88,6 +88,11 @@ class Inspector:
         _check_admin(context)
         await _respond(context, self._frontend.beliefs())
 
+    async def event_log(self, context: HttpContext) -> None:
+        """The log holds the token ids of all tenants' prompts and answers."""
+        _check_admin(context)
+        await context.respond(200, self._frontend.event_log(), b"application/octet-stream")
+
     async def explain(self, context: HttpContext) -> None:
         """Takes a request id or the id of a response."""
         given_id = context.scope["path_params"]["request_id"]

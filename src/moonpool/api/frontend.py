@@ -126,6 +126,10 @@ class Frontend(Protocol):
         """Returns the learned cost corrections, which `simulate --beliefs` reads."""
         ...
 
+    def event_log(self) -> bytes:
+        """Returns the Conductor's last events, as `moonpool rewind` reads them."""
+        ...
+
     def server_info(self) -> dict[str, Any]: ...
 
     def not_ready(self) -> str:

@@ -54,6 +54,7 @@ _SUMMARIES = {
     "/explain/{request_id}": "Where a request went and why, and where its time went.",
     "/cluster": "The instances with their pools and loads.",
     "/cluster/events": "A frame of the live page each second, as server-sent events.",
+    "/cluster/event_log": "The last events of the Conductor, for `moonpool rewind`.",
     "/cluster/hot": "The most used prefixes.",
     "/reset_prefix_cache": "Forget all cached blocks that no request holds.",
     "/cluster/drain": "Let an instance hand over its hottest blocks and leave.",
@@ -63,7 +64,11 @@ _SUMMARIES = {
 _EVENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _TEXT = frozenset({"/reset_prefix_cache", "/metrics", "/health", "/ping"})
 _JSON = "application/json"
-_KINDS = {"/": "text/html", "/cluster/events": "text/event-stream"}
+_KINDS = {
+    "/": "text/html",
+    "/cluster/events": "text/event-stream",
+    "/cluster/event_log": "application/octet-stream",
+}
 
 
 def openapi_document(routes: Sequence[BaseRoute]) -> bytes:

@@ -83,7 +83,11 @@ catalogue_option = click.option(
 url_option = click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
 )
-api_key_option = click.option("--api-key", help="Bearer key; OPENAI_API_KEY unless given.")
+api_key_option = click.option(
+    "--api-key",
+    help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
+    " unless given.",
+)
 ca_file_option = click.option(
     "--ca-file",
     default="",
@@ -123,6 +127,29 @@ first_seed_option = click.option(
 processes_option = click.option(
     "--processes", type=COUNT, help="Processes that simulate; one per core unless given."
 )
+
+POLICY_KEYS = (
+    "conductor.placement",
+    "conductor.admission",
+    "conductor.kvcache_balancing_threshold",
+    "conductor.load_limit",
+    "conductor.decode_prediction",
+    "conductor.inline_prefill",
+    "conductor.prefetch",
+    "conductor.replicate",
+    "conductor.spare_copies_first",
+    "conductor.max_attempts",
+    "conductor.learning",
+    "conductor.role_balance",
+    "conductor.role_balance_window_s",
+    "conductor.autoscale",
+    "conductor.autoscale_load",
+    "pool.ssd_admission",
+    "pool.eviction",
+    "pool.prefix_caching",
+    "engine.batching",
+)
+"""What decides, and so is the same in service and in a simulation."""
 
 _CLICK_TYPES: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 
@@ -164,6 +191,7 @@ class ConfigFlags:
         types: Mapping[str, click.ParamType[Any]] | None = None,
         helps: Mapping[str, str] | None = None,
     ) -> None:
+        self.keys = frozenset(keys)
         self._fields = tuple(schema_of(Config)[key] for key in keys)
         self._types = types or {}
         self._helps = helps or {}
@@ -222,7 +250,16 @@ def read_config(
     try:
         return parse_config(text, overrides, defaults)
     except ConfigError as error:
-        fail(str(error))
+        fail(f"{_origin(text, config_file)}{error}")
+
+
+def _origin(text: str, config_file: str | None) -> str:
+    """Names the file if its own text is wrong; "" where a flag is."""
+    try:
+        parse_config(text)
+    except ConfigError:
+        return f"{config_file}: "
+    return ""
 
 
 def _click_type(kind: Any) -> Any:

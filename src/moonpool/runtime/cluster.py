@@ -16,7 +16,7 @@ import msgspec
 from moonpool.api.app import PortError, http_server, listen, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
-from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, collect_keys
+from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
 from moonpool.api.tls import TlsError, TlsFiles
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values, lora_module
@@ -47,9 +47,6 @@ from moonpool.runtime.launcher import LocalLauncher
 log = logging.getLogger("moonpool")
 
 START_S = 300.0
-KEYS_VARIABLE = "MOONPOOL_API_KEY"
-"""API keys in the environment, separated by commas or spaces."""
-ADMIN_KEY_VARIABLE = "MOONPOOL_ADMIN_KEY"
 UNKNOWN_TOKENS = 1 << 30
 """The context of a model whose files state none. The instances' pools limit it."""
 
@@ -90,7 +87,11 @@ async def running_cluster(
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
         raise ClusterError(str(error)) from None
-    keys = read_keys(config)
+    try:
+        keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
+    except KeyFileError as error:
+        sock.close()
+        raise ClusterError(str(error)) from None
     head, tokenizer = _make_head(config, secret, keys)
     try:
         head_port = await head.start()
@@ -264,21 +265,6 @@ def _computes_here(config: Config) -> bool:
         engine.decode_tensor_parallel_size,
     )
     return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
-
-
-def read_keys(config: Config) -> ApiKeys:
-    """Reads the API keys of configuration, file and environment. Raises ClusterError."""
-    path, text = config.api.api_key_file, ""
-    try:
-        if path:
-            text = Path(path).read_text(encoding="utf-8")
-        given = (*config.api.api_keys, *os.environ.get(KEYS_VARIABLE, "").replace(",", " ").split())
-        return collect_keys(given, text, os.environ.get(ADMIN_KEY_VARIABLE, "").strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cannot read the API keys in {path}: {error}") from None
-    except KeyFileError as error:
-        where = path or f"{KEYS_VARIABLE} and {ADMIN_KEY_VARIABLE}"
-        raise ClusterError(f"API keys ({where}): {error}") from None
 
 
 def _read_template(path: str) -> str:

@@ -274,7 +274,12 @@ class DomainNotice:
 
 
 def _step_failed(step: RunStep, error: Exception) -> StepFailed:
-    log.error("a step with %d sequences failed", len(step.entries), exc_info=error)
+    log.error(
+        "a step with %d sequences failed: %s",
+        len(step.entries),
+        ", ".join(entry.attempt_id for entry in step.entries),
+        exc_info=error,
+    )
     return StepFailed(_reason(error))
 
 

@@ -125,6 +125,9 @@ class ScriptedHead:
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         return {"instances": []} if tenant is None else {"instances": [], "tenant": tenant}
 
+    def event_log(self) -> bytes:
+        return b"events"
+
     def beliefs(self) -> dict[str, Any]:
         return {"instances": [], "errors": {}}
 
