@@ -10,7 +10,15 @@ import click
 from benchmarks.cli.admission import admission
 from benchmarks.cli.attention import attention
 from benchmarks.cli.conversations import conversations
-from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarathi, tensor
+from benchmarks.cli.engine import (
+    engine,
+    formats,
+    kv_formats,
+    pipeline,
+    quantization,
+    sarathi,
+    tensor,
+)
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
@@ -37,6 +45,7 @@ bench.add_command(conversations)
 bench.add_command(engine)
 bench.add_command(quantization)
 bench.add_command(formats)
+bench.add_command(kv_formats)
 bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)

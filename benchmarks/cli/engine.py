@@ -157,6 +157,32 @@ def formats(model: str, tokens: int, text: Path | None, json_file: str | None) -
     show_figures(found, json_file)
 
 
+@click.command("kv-formats")
+@click.option(
+    "--model",
+    default="smollm2",
+    show_default=True,
+    help="Model: a GGUF file, a Hugging Face folder or id.",
+)
+@click.option("--tokens", type=COUNT, default=1024, show_default=True, help="Tokens of the text.")
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Text of the perplexity; default: docs/architecture.md.",
+)
+@json_option
+def kv_formats(model: str, tokens: int, text: Path | None, json_file: str | None) -> None:
+    """Compare KVCache in fp8 with KVCache in the model's own number format."""
+    from benchmarks.suite.engine.kv_formats import bench_kv_formats
+    from moonpool.engine.spec import ModelError
+
+    try:
+        found = bench_kv_formats(model, tokens, text, click.echo)
+    except ModelError as error:
+        fail(str(error))
+    show_figures(found, json_file)
+
+
 @click.command()
 @click.option(
     "--model",

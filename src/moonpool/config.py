@@ -35,6 +35,7 @@ MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8", "int4"]
+KvCacheDtype = Literal["auto", "fp8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
@@ -46,7 +47,6 @@ POLICY_KEYS = (("conductor", "placement"), ("conductor", "admission"), ("pool", 
 """The keys that take a `PolicyName`."""
 
 
-_WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 _OWN_POLICY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 ATTENTION_SEGMENT_TOKENS = 2048
@@ -63,6 +63,9 @@ class ModelConfig(Struct, frozen=True):
     quantization: Annotated[Quantization, about("Quantize the weights while they are loaded.")] = (
         "none"
     )
+    kv_cache_dtype: Annotated[
+        KvCacheDtype, about("Number format of KVCache; fp8 halves its bytes, auto takes dtype.")
+    ] = "auto"
     served_name: Annotated[
         str,
         about(
@@ -591,24 +594,6 @@ def parse_config(
     config = convert_tables(tables, Config)
     check_values(config)
     return config
-
-
-def vllm_place(text: str) -> VllmAddress:
-    """Parses "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
-    url, *others = text.split(",")
-    web = _WEB.fullmatch(url)
-    if (
-        not web
-        or int((web[2] or ":0")[1:]) > 65535
-        or len(others) > 2
-        or not all(o.startswith(("tcp://", "ipc://")) for o in others)
-    ):
-        raise ConfigError(
-            f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
-            " where it publishes KV events and repeats them, such as"
-            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
-        )
-    return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))
 
 
 def _count_vllms(tables: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from moonpool.config import (
     PLACEMENTS,
     Config,
     ConfigError,
+    VllmAddress,
     is_own_policy,
-    vllm_place,
 )
 from moonpool.config_schema import check_ranges, require
 
@@ -54,6 +54,7 @@ def check_values(config: Config) -> None:
     _check_stages(config)
     _check_adapters(config)
     _check_speculation(config)
+    _check_kv_dtype(config)
     _check_vllm(config)
     _check_policies(config)
     require(
@@ -69,6 +70,7 @@ def check_values(config: Config) -> None:
         )
 
 
+_WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 _LORA_MODULE = re.compile(r"([A-Za-z0-9][\w./:-]{0,199})=(.+)", re.ASCII)
 
 
@@ -95,6 +97,15 @@ def _check_adapters(config: Config) -> None:
     require(config.engine.num_shards == 1, name, "empty with tensor-parallel ranks")
     require(not config.cluster.attention, name, "empty with attention workers")
     require(config.engine.device != "cuda", name, 'empty while engine.device is "cuda"')
+
+
+def _check_kv_dtype(config: Config) -> None:
+    if config.model.kv_cache_dtype == "auto":
+        return
+    name = "model.kv_cache_dtype"
+    require(config.engine.kind != "vllm", name, '"auto" with vLLM servers: they set their own')
+    require(not config.cluster.attention, name, '"auto" with attention workers')
+    require(config.engine.device != "cuda", name, '"auto" while engine.device is "cuda"')
 
 
 def _check_autoscale(config: Config) -> None:
@@ -283,3 +294,21 @@ def _check_attention_workers(config: Config) -> None:
         "1 with attention workers (and pipeline_parallel_size of mixed instances): stages keep"
         " their own KVCache",
     )
+
+
+def vllm_place(text: str) -> VllmAddress:
+    """Parses "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
+    url, *others = text.split(",")
+    web = _WEB.fullmatch(url)
+    if (
+        not web
+        or int((web[2] or ":0")[1:]) > 65535
+        or len(others) > 2
+        or not all(o.startswith(("tcp://", "ipc://")) for o in others)
+    ):
+        raise ConfigError(
+            f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
+            " where it publishes KV events and repeats them, such as"
+            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
+        )
+    return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))

@@ -41,7 +41,7 @@ def make_ops(ops_name: str) -> Ops:
 
 
 class Lab:
-    """An engine over blocks full of NaN, handed out in random order."""
+    """An engine over blocks full of NaN (in fp8: the bytes of NaN), handed out in random order."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Lab:
         layout = make_layout(model, block_tokens, None, num_shards)
         num_blocks = layout.blocks_for(num_tokens) + 40
         self.cache: KvCache = empty_cache(layout, num_blocks)
-        self.cache.blocks.fill_(torch.nan)
+        self._junk = 255 if layout.is_fp8 else torch.nan
+        self.cache.blocks.fill_(self._junk)
         self.engine = (
             Engine(model, ops, self.cache)
             if num_shards == 1
@@ -72,7 +73,7 @@ class Lab:
         """Logits after `prompt`, computed alone and in one step, in fresh blocks."""
         blocks = self.take_blocks(len(prompt))
         logits = self.engine.logits([StepEntry(AttemptId("alone"), prompt, 0, blocks, None)])
-        self.cache.blocks[blocks] = torch.nan
+        self.cache.blocks[blocks] = self._junk
         self._free += blocks
         return logits[0]
 

@@ -25,7 +25,8 @@ from moonpool.cli.options import (
     read_config,
 )
 from moonpool.cli.output import fail
-from moonpool.config import Config, ConfigError, vllm_place
+from moonpool.config import Config, ConfigError
+from moonpool.config_rules import vllm_place
 from moonpool.config_schema import Values
 from moonpool.cores import threads_per_process
 from moonpool.runtime.cluster_error import ClusterError
@@ -41,6 +42,7 @@ MAX_LOCAL_INSTANCES = 64
 _SHARED_KEYS = (
     "model.dtype",
     "model.quantization",
+    "model.kv_cache_dtype",
     "model.served_name",
     "model.max_model_tokens",
     "model.chat_template",

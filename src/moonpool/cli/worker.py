@@ -21,8 +21,8 @@ from moonpool.config import (
     LogLevel,
     TelemetryConfig,
     VllmAddress,
-    vllm_place,
 )
+from moonpool.config_rules import vllm_place
 from moonpool.gc_tuning import settle_threads
 from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role

@@ -69,6 +69,7 @@ class LoadedModel:
     sampling: Mapping[str, float] = field(default_factory=dict)
     pooling: Pooling = "last"  # of embeddings; "none": by a way that this engine does not compute
     adapters: tuple[Adapter, ...] = ()
+    kv_dtype: str = "auto"  # as in `BlockLayout`
     lora_modules: tuple[str, ...] = ()  # as given, so that another process opens the same adapters
 
     @property
@@ -77,13 +78,15 @@ class LoadedModel:
         return {adapter.fingerprint: number for number, adapter in enumerate(self.adapters, 1)}
 
 
-def open_model(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> LoadedModel:
+def open_model(
+    name: str, dtype: str, lora_modules: tuple[str, ...] = (), kv_dtype: str = "auto"
+) -> LoadedModel:
     """Opens a built-in model, a checkpoint folder or a Hugging Face id. Raises `ModelError`.
 
     dtype: "float32" or "bfloat16". Weights are read or made only when an engine packs them.
-    lora_modules: adapters, as NAME=PATH.
+    lora_modules: adapters, as NAME=PATH. kv_dtype: "fp8", or "auto" for KVCache in `dtype`.
     """
-    model = _open_base(name, dtype)
+    model = replace(_open_base(name, dtype), kv_dtype=kv_dtype)
     if not lora_modules:
         return model
     adapters = open_adapters(lora_modules, model.spec, DTYPES[dtype])

@@ -58,7 +58,7 @@ class KvCache:
     """The block arena: `blocks[b, layer - first_layer]` is one contiguous slice. It has all layers,
     except on a GPU in a pipeline stage.
 
-    blocks: [num_blocks, num_layers, slice_elements], of the layout's dtype.
+    blocks: [num_blocks, num_layers, slice_elements], of `block_dtype`.
     """
 
     blocks: Tensor
@@ -270,6 +270,16 @@ def empty_cache(
 ) -> KvCache:
     """Zeroed blocks in the engine's own memory, by default on the CPU and with all layers."""
     layers = range(layout.num_layers) if layers is None else layers
-    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
     shape = (num_blocks, len(layers), layout.slice_elements)
-    return KvCache(torch.zeros(shape, dtype=dtype, device=device), layout, layers.start)
+    blocks = torch.zeros(shape, dtype=block_dtype(layout), device=device)
+    return KvCache(blocks, layout, layers.start)
+
+
+def block_dtype(layout: BlockLayout) -> torch.dtype:
+    """The dtype of `KvCache.blocks`: the layout's, or bytes if they hold fp8."""
+    return torch.uint8 if layout.is_fp8 else compute_dtype(layout)
+
+
+def compute_dtype(layout: BlockLayout) -> torch.dtype:
+    """The dtype of activations, whatever K and V are stored in."""
+    return torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32

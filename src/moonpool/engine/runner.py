@@ -282,6 +282,7 @@ def make_layout(
         head_dim=model.spec.head_dim,
         inner=sharded_inner(inner, num_shards),
         arithmetic=arithmetic,
+        kv_dtype=model.kv_dtype,
     )
     check_layout(layout)
     return layout

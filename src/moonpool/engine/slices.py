@@ -16,6 +16,9 @@ share of the KV heads. A shard's part is therefore contiguous.
 "latent-v1" has no V: a value is the last elements of its key (MLA). Shards do not divide it: each
 of them writes the same keys.
 
+In fp8 the elements have the same order and one byte each. After K and V, a slice then has a power
+of two for each token and head, as its exponent plus 127: [K, V][kv_heads][block_tokens].
+
 "rows-v1" has whole rows, as GPU attention reads them: K, then V, each
 [block_tokens][kv_heads][head_dim].
 """
@@ -23,15 +26,17 @@ of them writes the same keys.
 from __future__ import annotations
 
 import msgspec
+import torch
 from torch import Tensor
 
-from moonpool.engine.ops import KvCache
+from moonpool.engine.ops import KvCache, compute_dtype
 from moonpool.protocol.block_layout import DTYPE_BYTES, LATENT, BlockLayout
 
 INNER = "paired-v1"
 ROWS_INNER = "rows-v1"
 LATENT_INNER = LATENT
 LANE_BYTES = 4
+MOST_E4M3 = 448.0
 
 
 def pack(layout: BlockLayout) -> int:
@@ -98,7 +103,7 @@ def value_view(cache: KvCache, layer: int) -> Tensor:
     """A view of V in all blocks: [num_blocks, kv_heads, block_tokens / pack, head_dim, pack]."""
     own = cache.layout
     lanes = pack(own)
-    values = cache.blocks[:, layer, own.key_elements :]
+    values = cache.blocks[:, layer, own.key_elements : 2 * own.key_elements]
     shape = (own.num_kv_heads, own.block_tokens // lanes, own.head_dim, lanes)
     view: Tensor = values.unflatten(1, shape)
     return view
@@ -110,6 +115,11 @@ def write_rows(
     """Stores row t at token `offsets[t]` of block `block_ids[t]`. k, v: [T, kv_heads, head_dim]."""
     lanes = pack(cache.layout)
     block_ids, offsets = block_ids.long(), offsets.long()
+    if cache.layout.is_fp8:
+        scales = scale_view(cache, layer)
+        k, scales[block_ids, 0, :, offsets] = to_fp8(k)
+        if not cache.layout.is_latent:
+            v, scales[block_ids, 1, :, offsets] = to_fp8(v)
     # Index tensors that are not adjacent move the row dimension first: [T, kv_heads, ...].
     key_view(cache, layer)[block_ids, :, :, offsets, :] = k.unflatten(2, (-1, lanes))
     if cache.layout.is_latent:
@@ -128,10 +138,43 @@ def read_rows(
     table = block_table[: own.blocks_for(num_tokens)].long()
     shape = (-1, own.num_kv_heads, own.head_dim)
     keys = key_view(cache, layer)[table].permute(0, 3, 1, 2, 4).reshape(shape)
+    if own.is_fp8:
+        scales = scale_view(cache, layer)[table].permute(1, 0, 3, 2).flatten(1, 2)
+        keys = _from_fp8(keys, scales[0], own)
     if own.is_latent:
         return keys[:num_tokens], keys[:num_tokens, :, own.head_dim - value_dim :]
     values = value_view(cache, layer)[table].permute(0, 2, 4, 1, 3).reshape(shape)
+    if own.is_fp8:
+        values = _from_fp8(values, scales[1], own)
     return keys[:num_tokens], values[:num_tokens]
+
+
+def scale_view(cache: KvCache, layer: int) -> Tensor:
+    """A view of the scales in all fp8 blocks: [num_blocks, K and V, kv_heads, block_tokens]."""
+    own = cache.layout
+    sides = 1 if own.is_latent else 2
+    scales = cache.blocks[:, layer, sides * own.key_elements :]
+    view: Tensor = scales.unflatten(1, (sides, own.num_kv_heads, own.block_tokens))
+    return view
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., head_dim] as e4m3 bytes, and their scales [...] as exponents plus 127.
+
+    The largest element of a row becomes at most 448, the largest e4m3.
+    """
+    wide = x.float()
+    mantissa, exponent = torch.frexp(wide.abs().amax(-1) / MOST_E4M3)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-126, 126)
+    exponent = torch.where(mantissa == 0, 0, exponent)
+    scaled = torch.ldexp(wide, -exponent.unsqueeze(-1))
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), (exponent + 127).to(torch.uint8)
+
+
+def _from_fp8(data: Tensor, scales: Tensor, layout: BlockLayout) -> Tensor:
+    wide = data.view(torch.float8_e4m3fn).float()
+    found = torch.ldexp(wide, scales.int().unsqueeze(-1) - 127)
+    return found.to(compute_dtype(layout))
 
 
 def key_rows(cache: KvCache, layer: int) -> Tensor:

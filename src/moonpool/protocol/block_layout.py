@@ -13,6 +13,7 @@ from functools import lru_cache
 from moonpool.types import Struct
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FP8 = "fp8"
 LATENT = "latent-v1"
 """The `inner` of blocks without V: what attention reads as a value is a part of its key (MLA)."""
 
@@ -29,11 +30,17 @@ class BlockLayout(Struct, frozen=True):
     head_dim: int
     inner: str = "paired-v1"
     arithmetic: str = ""
+    kv_dtype: str = "auto"  # of K and V: "fp8", or "auto" for `dtype`
 
     @property
     def is_latent(self) -> bool:
         """Whether keys contain their values."""
         return self.inner == LATENT
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether K and V are e4m3, with one byte of scale for each token and head."""
+        return self.kv_dtype == FP8
 
     @property
     def key_elements(self) -> int:
@@ -42,12 +49,14 @@ class BlockLayout(Struct, frozen=True):
 
     @property
     def slice_elements(self) -> int:
-        """Elements of K and V of one layer of one block, over all its tokens and heads."""
-        return (1 if self.is_latent else 2) * self.key_elements
+        """Elements of K and V of one layer of one block, over all its tokens and heads; in fp8 the
+        scales count as elements too."""
+        scales = self.num_kv_heads * self.block_tokens if self.is_fp8 else 0
+        return (1 if self.is_latent else 2) * (self.key_elements + scales)
 
     @property
     def slice_bytes(self) -> int:
-        return self.slice_elements * DTYPE_BYTES[self.dtype]
+        return self.slice_elements * (1 if self.is_fp8 else DTYPE_BYTES[self.dtype])
 
     @property
     def block_bytes(self) -> int:
@@ -79,6 +88,7 @@ class BlockLayout(Struct, frozen=True):
                 self.head_dim,
                 self.inner,
                 self.arithmetic,
+                *((self.kv_dtype,) if self.kv_dtype != "auto" else ()),
             )
         )
         return hashlib.sha256(fields.encode()).digest()

@@ -21,7 +21,7 @@ from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.calibrate import measure_samples
 from moonpool.engine.cuda.host_sync import make_host_sync
 from moonpool.engine.device import check_device, free_bytes, stages_of_fullest
-from moonpool.engine.ops import KvCache, Ops
+from moonpool.engine.ops import KvCache, Ops, block_dtype
 from moonpool.engine.parallel.pipeline import PipelineEngine, StageOptions
 from moonpool.engine.parallel.process_group import StageLostError
 from moonpool.engine.parallel.tensor_ranks import RankOptions, Ranks, check_ranks, sharded_engine
@@ -78,7 +78,8 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
         raise BootError(str(error)) from None
     threads = _settle_threads(setup, place)
     try:
-        model = open_model(setup.model.name, setup.model.dtype, setup.model.lora_modules)
+        own = setup.model
+        model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
         check_device(setup.engine.device)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
         if setup.attention:
@@ -225,8 +226,7 @@ def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel, num_stage
 
 def _cache_over(arena: Arena, layout: BlockLayout) -> KvCache:
     """Returns the arena's bytes as the engine's tensor: the same memory, no copy."""
-    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
-    flat = torch.frombuffer(arena.buffer, dtype=dtype)
+    flat = torch.frombuffer(arena.buffer, dtype=block_dtype(layout))
     shape = (arena.num_blocks, layout.num_layers, layout.slice_elements)
     return KvCache(flat.view(shape), layout)
 

@@ -65,7 +65,7 @@ def test_every_way_to_draw_is_passed_on() -> None:
     )
     sent = body(SubmitRequest(work(sampling)))
     special = {"logit_bias": {"3": -2.0}, "stop_token_ids": [9]}
-    for name in set(SamplingParams.__struct_fields__) - {"grammar", "prompt_logprobs"}:
+    for name in set(SamplingParams.__struct_fields__) - {"grammar", "prompt_logprobs", "pooling"}:
         assert sent[name] == special.get(name, getattr(sampling, name)), name
     assert sent["prompt"] == [5, 6, 7]
     assert sent["return_token_ids"] is True
@@ -231,3 +231,9 @@ def test_what_is_no_vllm_is_one_line(models: Any, metrics: str, says: str) -> No
 )
 def test_a_model_is_known_by_its_name_or_where_it_lies(wanted: str, same: bool) -> None:
     assert same_model(wanted, facts()) is same
+
+
+def test_an_adapter_is_the_model_and_has_a_salt_of_its_own() -> None:
+    plain, adapted = (body(SubmitRequest(work(adapter=name))) for name in ("", "poet"))
+    assert plain["model"] == "m" and "cache_salt" not in plain
+    assert adapted["model"] == "poet" and adapted["cache_salt"]

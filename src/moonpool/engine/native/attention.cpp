@@ -15,6 +15,7 @@
 // Beyond a row's context: scores are replaced, not multiplied, so NaN there is harmless; V is not
 // read past the last context of the tile, and half of the last lane is cut off where that is odd.
 #include "calls.h"
+#include "fp8.h"
 #include "simd.h"
 
 namespace moonpool {
@@ -255,14 +256,16 @@ class Work {
 public:
     Work(const AttendCall& call, const Part& part, int64_t sequence, int64_t kv_head, int64_t first,
          int64_t count)
-        : c(call), p(part), kv_head_(kv_head), first_(first), count_(count),
+        : own_(widened(call)), c(own_), from_(call), p(part), kv_head_(kv_head), first_(first), count_(count),
           group_(call.heads / call.kv_heads), row0_(call.row_starts[sequence]),
           begin_(part.begins ? part.begins[sequence] : 0),
           end_(part.ends ? part.ends[sequence] : INT32_MAX) {
         static thread_local Scratch scratch;
         const int64_t d = c.head_dim, head_elements = d * c.block_tokens;
-        const int64_t kept = c.latent * SPAN * sizeof(T);
-        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8 + kept);
+        const int64_t kept = c.latent * SPAN * sizeof(T), wide = d * SPAN * sizeof(T);
+        const int64_t spans = call.table_width * call.block_tokens / SPAN + 2;
+        const int64_t eight = call.fp8 ? 2 * wide + 2 * SPAN * 8 + spans * 4 : 0;
+        char* memory = scratch.take(ITEM_ROWS * d * 12 + MAX_ROWS * SPAN * 8 + kept + eight);
         it.value_dim = c.latent ? c.latent : d;
         it.call = &c;
         it.table = c.block_tables + sequence * c.table_width;
@@ -274,6 +277,14 @@ public:
         it.folded = it.out + ITEM_ROWS * d;
         it.q = (int32_t*)(it.folded + ITEM_ROWS * d);
         it.latent = (T*)(it.q + ITEM_ROWS * d);
+        if (call.fp8) {
+            char* after = (char*)it.latent + kept;
+            table_ = it.table;
+            it.keys = after;
+            it.values = c.latent ? it.keys : after + wide;
+            factors_ = (float*)(after + 2 * wide);
+            it.table = (const int32_t*)memset((char*)factors_ + 2 * SPAN * 8, 0, spans * 4);
+        }
         it.context = 0;
         first_seen_ = INT32_MAX;
         tiles_ = ceil_div(count, MAX_ROWS);
@@ -288,6 +299,7 @@ public:
         const int64_t seen = first_seen_ / SPAN * SPAN;
         for (int64_t begin = seen > begin_ ? seen : begin_; begin < it.context; begin += SPAN) {
             if (begin && begin % SEGMENT == 0) end_segments();
+            if (c.fp8) widen_span(begin);
             if (c.latent) turn_span(begin);
             for (int64_t i = 0; i < tiles_; ++i)
                 tile_for<L>((int)(start_[i + 1] - start_[i]))(
@@ -304,6 +316,49 @@ private:
     int64_t head(int64_t r) const {  // its number among all heads of all rows
         const int64_t row = first_ + r;
         return (row0_ + row / group_) * c.heads + kv_head_ * group_ + row % group_;
+    }
+
+    // The call as it is for blocks that hold one span each, all at the same address.
+    static AttendCall widened(AttendCall call) {
+        if (call.fp8) call.block_tokens = SPAN, call.block_bytes = 0;
+        return call;
+    }
+
+    // Widens K and V of one span from 8 bits into memory of this thread, in the same order. Tokens
+    // are taken by 16, as blocks are: those past the context are not read later.
+    void widen_span(int64_t begin) {
+        constexpr int P = L::PACK;
+        const int64_t d = c.head_dim, bt = from_.block_tokens, side = c.kv_heads * d * bt;
+        const int64_t end = least(begin + SPAN, it.context);
+        for (int64_t token = begin; token < end; token = (token / bt + 1) * bt) {
+            const int64_t at = token - begin, offset = token % bt;
+            const int64_t n = ceil_div(least(end - token, bt - offset), 16) * 16;
+            const uint8_t* block =
+                (const uint8_t*)from_.blocks + table_[token / bt] * from_.block_bytes;
+            const uint8_t* powers =
+                block + (c.latent ? 1 : 2) * side + kv_head_ * bt + offset;
+            for (int64_t i = 0; i < n * P; ++i)
+                factors_[i] = power_of(powers[i / P]) * WIDENED;
+            const uint8_t* k = block + kv_head_ * d * bt + offset * P;
+            for (int64_t lane = 0; lane < d / P; ++lane) {
+                T* to = (T*)it.keys + (lane * SPAN + at) * P;
+                widen(to, k + lane * bt * P, factors_, n * P, W);
+            }
+            if (c.latent) continue;
+            powers += c.kv_heads * bt;
+            const uint8_t* v = block + side + kv_head_ * d * bt + offset / P * d * P;
+            for (int64_t i = 0; i < n; i += P) {
+                float pair[W];
+                for (int j = 0; j < W; ++j) pair[j] = power_of(powers[i + j % P]) * WIDENED;
+                widen((T*)it.values + (at + i) * d, v + i * d, pair, d * P, 0);
+            }
+        }
+    }
+
+    // to[i] = from[i] * factors[i], or with a step of 0 the same W factors for all.
+    static void widen(T* to, const uint8_t* from, const float* factors, int64_t n, int64_t step) {
+        for (int64_t i = 0; i < n; i += W, factors += step)
+            L::store(to + i, mul(widen_e4m3(from + i), load(factors)));
     }
 
     // Copies the latents of one span from the order of K to that of V.
@@ -416,8 +471,12 @@ public:
     }
 
 private:
+    const AttendCall own_;
     const AttendCall& c;
+    const AttendCall& from_;  // as it was given
     const Part& p;
+    const int32_t* table_ = nullptr;  // of the blocks in 8 bits
+    float* factors_ = nullptr;        // of the tokens of one block
     const int64_t kv_head_, first_, count_, group_, row0_, begin_, end_;
     Item<L> it;
     int64_t tiles_, first_seen_;

@@ -16,6 +16,7 @@ struct AttendCall {
     int64_t heads, kv_heads, head_dim, block_tokens;
     int64_t window;  // tokens that a row sees, its own included; 0: all
     int64_t latent;  // the last elements of a key that are its value too (MLA); 0: V is apart
+    int64_t fp8;     // 1: blocks hold e4m3, then a power of two for each token and head (fp8.h)
     float scale;
     float soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
 };

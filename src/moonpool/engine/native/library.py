@@ -37,9 +37,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "merge": (ctypes.c_char_p, _INT),
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
-ROPE_CALL = struct.Struct("@10P11qf")
+ROPE_CALL = struct.Struct("@10P12qf")
 STORE_CALL = struct.Struct("@5P7q")
-ATTEND_CALL = struct.Struct("@7P10q2f")
+ATTEND_CALL = struct.Struct("@7P11q2f")
 PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
 MERGE_CALL = struct.Struct("@4P4q")
 STATE_FLOATS = 32  # in the state of one row and head, plus two times head_dim

@@ -24,6 +24,7 @@ from moonpool.engine.ops import (
     QkNorm,
     RopeTable,
     StepMeta,
+    block_dtype,
     with_quantization,
 )
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
@@ -153,7 +154,7 @@ class NativeOps:
         arena = self._arena_of(cache, heads, qkv.dtype)
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
         blocks = (arena.block_bytes, arena.num_blocks, meta.block_tables.shape[1])
-        where = (arena.slice_address(layer), blocks, arena.block_tokens)
+        where = (arena.slice_address(layer), blocks, arena.block_tokens, arena.fp8)
         call = self._rope_call(qkv, q, heads, rope, qk_norm, meta, where)
         if self._of(qkv).rope_store(call, torch.get_num_threads()):
             raise IndexError("rope_store: a row's position lies outside its block table or rope")
@@ -167,12 +168,12 @@ class NativeOps:
         rope: RopeTable,
         qk_norm: QkNorm | None,
         meta: StepMeta,
-        where: tuple[int, tuple[int, int, int], int],
+        where: tuple[int, tuple[int, int, int], int, bool],
     ) -> bytes:
         """Packs the arguments of `rope_store` and `rope`.
 
         `where` is the target of K and V: its address, (bytes per block, number of blocks, width of
-        the block tables), and the tokens per block.
+        the block tables), the tokens per block, and whether blocks hold 8 bits.
         """
         d = heads.head_dim
         _same_rows(qkv, heads.row_heads * d, meta)
@@ -180,7 +181,7 @@ class NativeOps:
         if qk_norm is not None:
             _same(qk_norm.q_weight, d)
             _same(qk_norm.k_weight, d)
-        address, blocks, block_tokens = where
+        address, blocks, block_tokens, fp8 = where
         return ROPE_CALL.pack(
             qkv.data_ptr(),
             q.data_ptr(),
@@ -199,6 +200,7 @@ class NativeOps:
             max_positions,
             block_tokens,
             heads.latent_dim,
+            fp8,
             0.0 if qk_norm is None else qk_norm.eps,
         )
 
@@ -236,6 +238,7 @@ class NativeOps:
             arena.block_tokens,
             rule.window,
             heads.latent_dim,
+            arena.fp8,
             scale,
             rule.soft_cap,
         )
@@ -272,6 +275,7 @@ class _Arena:
         "_slice_stride",
         "block_bytes",
         "block_tokens",
+        "fp8",
         "num_blocks",
     )
 
@@ -281,13 +285,16 @@ class _Arena:
         shape = (blocks.shape[0], layout.num_layers, layout.slice_elements)
         same = layout.num_kv_heads == heads.num_kv_heads and layout.head_dim == heads.head_dim
         same = same and layout.is_latent == (heads.latent_dim > 0)
-        if not same or blocks.dtype is not dtype or blocks.shape != shape or blocks.stride(2) != 1:
+        same = same and layout.dtype == str(dtype).removeprefix("torch.")
+        same = same and blocks.dtype is block_dtype(layout) and blocks.stride(2) == 1
+        if not same or blocks.shape != shape:
             raise ValueError(f"the KVCache ({layout}) does not fit {heads} in {dtype}")
         if heads.num_heads % heads.num_kv_heads:
             raise ValueError(f"{heads}: num_heads must be a multiple of num_kv_heads")
         if not 0 <= heads.latent_dim <= heads.head_dim or heads.latent_dim % 16:
             raise ValueError(f"{heads}: latent_dim must be a multiple of 16 within head_dim")
         size = blocks.element_size()
+        self.fp8 = layout.is_fp8
         self._base = blocks.data_ptr()
         self._num_layers = layout.num_layers
         self._slice_stride = blocks.stride(1) * size

@@ -4,6 +4,7 @@
 // A row's arithmetic depends on the row's width only. Inputs are widened to float, and rounded
 // once, when the result is stored.
 #include "calls.h"
+#include "fp8.h"
 #include "simd.h"
 
 namespace moonpool {
@@ -132,6 +133,7 @@ struct RopeCall {
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t heads, kv_heads, head_dim, rotary_half, max_positions, block_tokens;
     int64_t latent;  // not 0: keys are values too, and there is no V
+    int64_t fp8;     // 1: see fp8.h
     float eps;
 };
 
@@ -194,6 +196,32 @@ MP_INLINE const typename L::T* rope_heads(const RopeCall& c, int64_t row, PutKey
         key(h, narrow);
     }
     return x;  // V
+}
+
+// The same as rope_row into blocks of 8 bits.
+template <class L>
+void rope_row_fp8(const RopeCall& c, int64_t row, int64_t sequence) {
+    typedef typename L::T T;
+    constexpr int P = L::PACK;
+    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
+    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
+    const int64_t offset = position % bt, side = c.kv_heads * d * bt;
+    uint8_t* keys = (uint8_t*)c.blocks + block * c.block_bytes;
+    uint8_t* values = keys + side;
+    uint8_t* powers = keys + (c.latent ? 1 : 2) * side + offset;
+    float wide[MAX_HEAD_DIM];
+    uint8_t bytes[MAX_HEAD_DIM];
+    const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
+        powers[h * bt] = narrow_head<L>(k, d, wide, bytes);
+        uint8_t* to = keys + h * d * bt + offset * P;
+        for (int64_t i = 0; i < d / P; ++i) memcpy(to + i * bt * P, bytes + i * P, P);
+    });
+    if (c.latent) return;
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+        powers[(c.kv_heads + h) * bt] = narrow_head<L>(v + h * d, d, wide, bytes);
+        uint8_t* to = values + h * d * bt + offset / P * d * P + offset % P;
+        for (int64_t i = 0; i < d; ++i) to[i * P] = bytes[i];
+    }
 }
 
 template <class L>
@@ -272,7 +300,7 @@ int rope_store(const RopeCall& c, int threads) {
     for (int64_t s = 0; s < c.sequences; ++s) {
 #pragma omp for schedule(static) nowait
         for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row)
-            rope_row<L>(c, row, s);
+            c.fp8 ? rope_row_fp8<L>(c, row, s) : rope_row<L>(c, row, s);
     }
     return 0;
 }

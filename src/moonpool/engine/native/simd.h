@@ -65,6 +65,13 @@ MP_INLINE void narrow_bf16(uint16_t* p, vf x) {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(top, top), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+// W e4m3 as fp16 of the same bits are 2^-8 of their value, also below the least normal number.
+MP_INLINE vf widen_e4m3(const uint8_t* p) {
+    const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    const __m128i size = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+    return _mm256_cvtph_ps(_mm_or_si128(size, sign));
+}
 MP_INLINE float sum(vf x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -148,6 +155,12 @@ MP_INLINE void narrow_bf16(uint16_t* p, vf x) {
     const vi top = _mm512_srli_epi32(_mm512_mask_mov_epi32(up, is_nan, nan), 16);
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(top));
 #endif
+}
+MP_INLINE vf widen_e4m3(const uint8_t* p) {
+    const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+    const __m256i size = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+    return _mm512_cvtph_ps(_mm256_or_si256(size, sign));
 }
 MP_INLINE float sum(vf x) { return _mm512_reduce_add_ps(x); }
 MP_INLINE float highest(vf x) { return _mm512_reduce_max_ps(x); }

@@ -47,7 +47,7 @@ class NativeSplitOps(NativeOps):
         qkv = qkv.contiguous()
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
         kv = torch.empty(meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim, dtype=qkv.dtype)
-        where = (kv.data_ptr(), (0, 0, 0), 1)
+        where = (kv.data_ptr(), (0, 0, 0), 1, False)
         call = self._rope_call(qkv, q, heads, rope, qk_norm, meta, where)
         if self._of(qkv).rope(call, torch.get_num_threads()):
             raise IndexError("rope: a row's position lies outside the table of angles")
@@ -65,6 +65,8 @@ class NativeSplitOps(NativeOps):
         if tuple(kv.shape) != expected or not kv.is_contiguous():
             raise ValueError(f"K and V must be contiguous {list(expected)}, got {list(kv.shape)}")
         arena = self._arena_of(cache, heads, kv.dtype)
+        if arena.fp8:
+            raise ValueError("attention workers hold no KVCache in fp8")
         return STORE_CALL.pack(
             kv.data_ptr(),
             arena.slice_address(layer),

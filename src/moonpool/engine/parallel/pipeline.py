@@ -157,6 +157,7 @@ class PipelineEngine:
             model=model.name,
             dtype=model.dtype,
             quantization=options.quantization,
+            kv_dtype=model.kv_dtype,
             block_tokens=cache.layout.block_tokens,
             num_blocks=self.num_blocks,
             fingerprint=cache.layout.fingerprint,

@@ -26,8 +26,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import torch
 
-from moonpool.engine.builtin import DTYPES
-from moonpool.engine.ops import KvCache
+from moonpool.engine.ops import KvCache, block_dtype
 from moonpool.engine.parallel.stage_ring import RingSize, create_ring
 from moonpool.engine.parallel.stage_wire import (
     FromFirst,
@@ -241,12 +240,12 @@ def pin(cores: tuple[int, ...]) -> None:
 def map_arena(fd: int, layout: BlockLayout, num_blocks: int) -> KvCache:
     """Maps the first process's arena and closes `fd`.
 
-    blocks: [num_blocks, num_layers, slice_elements], of the layout's dtype.
+    blocks: [num_blocks, num_layers, slice_elements], of `block_dtype`.
     """
     try:
         mapping = mmap.mmap(fd, num_blocks * layout.block_bytes)
     finally:
         os.close(fd)
     shape = (num_blocks, layout.num_layers, layout.slice_elements)
-    flat = torch.frombuffer(mapping, dtype=DTYPES[layout.dtype])
+    flat = torch.frombuffer(mapping, dtype=block_dtype(layout))
     return KvCache(flat.view(shape), layout)

@@ -51,7 +51,7 @@ class Stage:
     def __init__(self, setup: StageSetup, fds: list[int], control: socket.socket) -> None:
         pin(setup.cores)
         torch.set_num_threads(setup.threads)
-        model = open_model(setup.model, setup.dtype, setup.lora_modules)
+        model = open_model(setup.model, setup.dtype, setup.lora_modules, setup.kv_dtype)
         ops = choose_ops(model.dtype, setup.device, setup.quantization)
         layout = make_layout(model, setup.block_tokens, ops)
         if layout.fingerprint != setup.fingerprint:

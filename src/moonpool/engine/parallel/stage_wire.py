@@ -40,6 +40,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     model: str
     dtype: str
     quantization: Quantization
+    kv_dtype: str
     block_tokens: int
     num_blocks: int
     fingerprint: bytes  # of the first stage's block layout
@@ -59,6 +60,7 @@ class RankSetup(Struct, frozen=True, tag=True):
     model: str
     dtype: str
     quantization: Quantization
+    kv_dtype: str
     block_tokens: int
     num_blocks: int
     fingerprint: bytes  # of the first rank's block layout

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from moonpool.engine.model import DecoderModel
-from moonpool.engine.ops import KvCache, Ops, StepMeta
+from moonpool.engine.ops import KvCache, Ops, StepMeta, compute_dtype
 from moonpool.engine.packing import Weights
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
@@ -203,7 +204,7 @@ class ShardedModel:
     def follow(self, cache: KvCache, meta: StepMeta, wanted: Tensor | None) -> None:
         """Computes a step that rank 0 has announced. Raises RankLostError."""
         hidden = self._shards[0].spec.hidden_size
-        residual = cache.blocks.new_empty(meta.num_rows, hidden)
+        residual = torch.empty(meta.num_rows, hidden, dtype=compute_dtype(cache.layout))
         self.group.broadcast(residual)
         normed = self._shards[0].enter(residual)
         self._advance(residual, normed, cache, meta, wanted, None, None)

@@ -36,7 +36,7 @@ class _Rank:
     def __init__(self, setup: RankSetup, fds: list[int]) -> None:
         pin(setup.cores)
         torch.set_num_threads(setup.threads)
-        model = open_model(setup.model, setup.dtype)
+        model = open_model(setup.model, setup.dtype, kv_dtype=setup.kv_dtype)
         ops = choose_ops(model.dtype, quantization=setup.quantization)
         layout = make_layout(model, setup.block_tokens, ops, setup.num_shards)
         if layout.fingerprint != setup.fingerprint:

@@ -199,6 +199,7 @@ def _setup(
         model=model.name,
         dtype=model.dtype,
         quantization=options.quantization,
+        kv_dtype=model.kv_dtype,
         block_tokens=cache.layout.block_tokens,
         num_blocks=cache.blocks.shape[0],
         fingerprint=cache.layout.fingerprint,
