@@ -23,7 +23,11 @@ from benchmarks.suite.engine.engine_rows import (
     prefill_bytes,
     prefill_flops,
 )
-from benchmarks.suite.engine.machine_limits import gemm_flops_per_s, read_bytes_per_s
+from benchmarks.suite.engine.machine_limits import (
+    gemm_flops_per_s,
+    has_bf16_products,
+    read_bytes_per_s,
+)
 from benchmarks.suite.engine.single_instance import SoloInstance
 from moonpool.engine.spec import ModelSpec
 
@@ -70,9 +74,11 @@ def bench_engine(
 
 
 def machine_limits() -> dict[str, float]:
-    """Of one thread, now: what is slow at one end of the run was slowed by something else."""
+    """Of one thread, now: what is slow at one end of the run was slowed by something else. The
+    GEMM is of float32 where the CPU cannot multiply bfloat16: there kernels multiply float32."""
+    dtype = torch.bfloat16 if has_bf16_products() else torch.float32
     return {
-        "gemm_flops_per_s": gemm_flops_per_s(torch.bfloat16),
+        "gemm_flops_per_s": gemm_flops_per_s(dtype),
         "read_bytes_per_s": read_bytes_per_s(),
     }
 
@@ -116,9 +122,10 @@ def row_lines(figures: Mapping[str, Any]) -> list[str]:
     peers = {n: f for n, f in figures.get("peers", {}).items() if "error" not in f}
     names = "".join(f"{name:>11}" for name in peers)
     limits = figures["limits"]
+    product = "bf16" if has_bf16_products() else "float32"
     lines = [
         (
-            f"GEMM {limits['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s bf16, memory read"
+            f"GEMM {limits['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s {product}, memory read"
             f" {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, one thread"
         ),
         f"{'tokens/s':<24}{'moonpool':>11}{names}  of GEMM  of memory  ours / best peer",

@@ -9,6 +9,12 @@ import numpy as np
 import torch
 
 
+def has_bf16_products() -> bool:
+    """Whether torch multiplies bfloat16 matrices by instructions. It emulates them without AVX-512,
+    a hundred times slower than its float32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def gemm_flops_per_s(dtype: torch.dtype, size: int = 2048, repeats: int = 6) -> float:
     """The best rate of a square matrix product by torch (oneDNN or MKL), with torch's threads."""
     a = torch.randn(size, size).to(dtype)

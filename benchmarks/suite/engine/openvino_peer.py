@@ -29,6 +29,12 @@ def converted(folder: str, into: str) -> None:
     model.save_pretrained(into)
 
 
+def precision() -> str:
+    """OpenVINO computes in bfloat16 on AVX-512 only, and else insists on a float32 KVCache."""
+    with open("/proc/cpuinfo") as info:
+        return "bf16" if "avx512" in info.read() else "f32"
+
+
 def main() -> None:
     folder, plan = sys.argv[1], json.loads(sys.argv[2])
     import numpy as np
@@ -43,8 +49,8 @@ def main() -> None:
     scheduler.max_num_seqs = 64
     options = {
         "INFERENCE_NUM_THREADS": 1,
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
+        "INFERENCE_PRECISION_HINT": precision(),
+        "KV_CACHE_PRECISION": precision(),
     }
     with tempfile.TemporaryDirectory() as into:
         converted(folder, into)

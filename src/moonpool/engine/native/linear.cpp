@@ -8,6 +8,9 @@
 namespace moonpool {
 namespace {
 
+// Rows for which 4 sums each, and the lanes of b and a, fit the 16 registers of AVX2.
+constexpr int WHOLE_PANEL_ROWS = 2;
+
 template <class L>
 struct LinearCall;
 
@@ -15,6 +18,25 @@ template <class L, int ROWS>
 void tile(const LinearCall<L>& c, const int32_t* a, int64_t row, int64_t panel, const char* ahead,
           int64_t ahead_step) {
     const int32_t* b = c.weight + panel * PANEL * c.lanes;
+    // A few rows leave registers for the whole panel: one pass reads it in order, and the chains of
+    // twice as many sums hide the latency of each other's products.
+    if constexpr (HALVES == 2 && ROWS <= WHOLE_PANEL_ROWS) {
+        vf sums[ROWS][4];
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r)
+            sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = zero();
+        accumulate<L, ROWS, 4, 1, ROWS, 2>(sums, a, b, PANEL, c.lanes, ahead, 2 * ahead_step);
+        for (int h = 0; h < 2; ++h) {
+            vf half[ROWS][2];
+#pragma GCC unroll 14
+            for (int r = 0; r < ROWS; ++r) {
+                half[r][0] = sums[r][2 * h];
+                half[r][1] = sums[r][2 * h + 1];
+            }
+            finish<L, ROWS>(c.y, c.out, c.bias, half, row, panel * PANEL + h * 2 * W);
+        }
+        return;
+    }
     for (int h = 0; h < HALVES; ++h) {
         vf sums[ROWS][2];
 #pragma GCC unroll 14
