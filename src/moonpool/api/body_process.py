@@ -33,7 +33,7 @@ from moonpool.types import Struct
 Kind = Literal[
     "chat", "completion", "responses", "messages", "count_tokens", "tokenize", "detokenize"
 ]
-BYTE_TOKENIZER = "bytes"  # as in `engine.builtin`, which would import torch
+BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
 LENGTH = struct.Struct("<I")

@@ -172,7 +172,9 @@ def _open_worker_fork_server(config: Config, secret: bytes) -> ForkServer | None
     environment = worker_environment(secret, threads_per_process(config))
     os.environ.update((name, environment[name]) for name in THREAD_VARIABLES)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
-    for module in ("runtime.worker", "attention_offload.worker_process", "runtime.cluster"):
+    own = ("runtime.worker", "attention_offload.worker_process", "runtime.cluster")
+    modules = ("vllm.worker", "runtime.cluster") if config.engine.kind == "vllm" else own
+    for module in modules:
         import_module(f"moonpool.{module}")
     from moonpool.cli.main import cli
 
