@@ -16,7 +16,9 @@ $(VENV)/.installed: requirements.lock pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -r requirements.lock
+	@echo "1 of 2: packages of requirements.lock (about a minute where they are not cached)"
+	$(PIP) install -r requirements.lock
+	@echo "2 of 2: moonpool and its kernels (about half a minute)"
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -48,7 +48,7 @@ Kind = Literal[
     "tokenize",
     "detokenize",
 ]
-BYTE_TOKENIZER = "bytes"  # as in `engine.builtin`, which would import torch
+BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
 LENGTH = struct.Struct("<I")

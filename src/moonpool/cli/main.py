@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import click
@@ -76,5 +77,27 @@ def cli() -> None:
     """KVCache-centric, disaggregated LLM serving."""
 
 
+EXTRA_OF = {
+    "torch": "engine",
+    "safetensors": "engine",
+    "scipy": "plan",
+    "matplotlib": "plan",
+    "zmq": "vllm",
+}
+"""The extra of moonpool that installs a package which not every command needs."""
+
+
 def main(**arguments: Any) -> None:
-    cli(**arguments)
+    """Runs the command. A package that is absent is one line on stderr and status 1."""
+    try:
+        cli(**arguments)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        extra = EXTRA_OF[package]
+        sys.stderr.write(
+            f"moonpool: this needs {package}, which is not installed: pip install"
+            f" 'moonpool[{extra}]', or from a checkout: pip install '.[{extra}]'\n"
+        )
+        raise SystemExit(1) from None

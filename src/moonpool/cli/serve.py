@@ -206,7 +206,9 @@ def _open_fork_server(config: Config, secret: bytes) -> ForkServer | None:
     def prepare() -> None:
         """Imports with the threads of a worker: torch reads them once."""
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
-        for module in ("runtime.worker", "attention_offload.worker_process", "runtime.cluster"):
+        own = ("runtime.worker", "attention_offload.worker_process", "runtime.cluster")
+        external = ("vllm.worker", "runtime.cluster")  # needs no torch
+        for module in external if config.engine.kind == "vllm" else own:
             import_module(f"moonpool.{module}")
 
     def run_line(line: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Models by name: `open_model`, `model_info` and `open_tokenizer`.
+"""Models by name: `open_model` and `model_info`.
 
 Built in are `moonpool/induction` (the default, `engine.induction`) and `random:...`
 (`engine.random_weights`). Any other name is a folder or a Hugging Face id (`engine.checkpoint`).
@@ -12,41 +12,31 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import torch
 from safetensors.torch import save_file
 
 from moonpool.engine import induction
-from moonpool.engine.checkpoint import (
-    SINGLE_FILE,
-    WORD_PATTERNS,
-    as_list,
-    find_folder,
-    open_checkpoint,
-    read_config,
-    sampling_defaults,
-)
+from moonpool.engine.checkpoint import SINGLE_FILE, open_checkpoint
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.gguf.checkpoint import open_gguf
-from moonpool.engine.gguf.files import GGUF_SUFFIX, gguf_file
-from moonpool.engine.gguf.tokenizer import gguf_tokenizer
+from moonpool.engine.gguf.files import gguf_file
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.lora.adapter import Adapter, open_adapters
+from moonpool.engine.model_folder import sampling_defaults
+from moonpool.engine.model_info import BYTE_TOKENIZER as BYTE_TOKENIZER
+from moonpool.engine.model_info import ModelInfo as ModelInfo
+from moonpool.engine.model_info import open_tokenizer as open_tokenizer
 from moonpool.engine.packing import Weights
 from moonpool.engine.pooling import stored_pooling
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import tensor_shapes
-from moonpool.engine.tokenizer import Tokenizer
-from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.types import Pooling
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = induction.NAME
-BYTE_TOKENIZER = "bytes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -134,27 +124,6 @@ def _open_base(name: str, dtype: str) -> LoadedModel:
     )
 
 
-MAX_VOCAB = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the API needs of a model: vocabulary, end tokens, context length, tokenizer.
-
-    `tokenizer` is as in `LoadedModel`. `max_positions` 0 means unknown.
-    """
-
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_positions: int
-    tokenizer: str
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    hidden_size: int = 0
-    pooling: Pooling = "none"  # of its embeddings; "none": this engine computes none
-    adapters: tuple[Adapter, ...] = ()
-
-
 def model_info(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> ModelInfo:
     """The info of a model that this engine computes. Raises `ModelError`."""
     model = open_model(name, dtype, lora_modules)
@@ -170,36 +139,6 @@ def model_info(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> Mod
         model.pooling,
         model.adapters,
     )
-
-
-def model_info_without_weights(name: str, dtype: str) -> ModelInfo:
-    """The info of a model that external engines compute, read without its weights.
-
-    Any architecture works. Raises `ModelError`.
-    """
-    if name == DEFAULT_MODEL or name.startswith(PREFIX):
-        return model_info(name, dtype)
-    folder = find_folder(name, WORD_PATTERNS)
-    config = read_config(folder)
-    inner = config.get("text_config")  # multimodal models
-    words = config | inner if isinstance(inner, dict) else config
-    vocab_size = words.get("vocab_size")
-    if not _is_count(vocab_size) or not 0 < vocab_size <= MAX_VOCAB:
-        raise ModelError(
-            f"{folder / 'config.json'}: vocab_size {vocab_size!r} is not a valid vocabulary size"
-        )
-    ends = [*as_list(config.get("eos_token_id")), *as_list(words.get("eos_token_id"))]
-    return ModelInfo(
-        vocab_size,
-        tuple(end for end in dict.fromkeys(ends) if _is_count(end) and 0 <= end < vocab_size),
-        0,  # the external engine reports it: RoPE scaling extends the number in config.json
-        str(folder),
-        sampling_defaults(folder),
-    )
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def export_checkpoint(model: LoadedModel, folder: Path) -> None:
@@ -240,11 +179,3 @@ def _config(spec: ModelSpec, dtype: str) -> dict[str, object]:
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(spec.eos_token_ids) or None,
     }
-
-
-def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
-    """Opens the tokenizer named by `LoadedModel.tokenizer`. Raises `TokenizerError`."""
-    if source == BYTE_TOKENIZER:
-        return ByteTokenizer(vocab_size)
-    path = Path(source)
-    return gguf_tokenizer(path) if path.suffix == GGUF_SUFFIX else HfTokenizer(path)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.model_folder import WORD_PATTERNS, find_folder, read_config, read_json
 from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, read_scheme
 from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import Shape, StoredTensor, stored_shapes, stored_tensors
-from moonpool.types import SAMPLING_RANGES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-WORD_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges*"]
 HUB_PATTERNS = [*WORD_PATTERNS, "*.safetensors"]
 STORED_DTYPES = {"F32", "BF16", "F16"}
 QUANTIZED_DTYPES = {"F8_E4M3", "I32"}
@@ -136,85 +135,10 @@ class _Header:
         return cls(path, tensors, 8 + length)
 
 
-def find_folder(name: str, patterns: Sequence[str]) -> Path:
-    """A local folder, or the files of Hub id `name` that match. Raises `ModelError`."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelError(f"{name} is a file: give the folder that holds config.json")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise ModelError(f"model folder {name} does not exist")
-    return _download(name, patterns)
-
-
-def _download(name: str, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ModelError(
-            f"model {name!r} is no local folder and cannot be loaded from the Hugging Face Hub "
-            f"({reason}); give a folder, or download it first on a machine with network access"
-        ) from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}: not a checkpoint folder") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return value
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the further end tokens of generation_config.json (chat models)."""
-    config = _json(folder / "config.json")
-    if (folder / "generation_config.json").exists():
-        eos = _json(folder / "generation_config.json").get("eos_token_id")
-        ends = [*as_list(eos), *as_list(config.get("eos_token_id"))]
-        config["eos_token_id"] = list(dict.fromkeys(ends))
-    return config
-
-
-def sampling_defaults(folder: Path) -> dict[str, float]:
-    """The model's own sampling defaults, read from generation_config.json as vLLM does.
-
-    Values that are not numbers in their range are left out with a warning.
-    """
-    if not (folder / "generation_config.json").exists():
-        return {}
-    found: dict[str, float] = {}
-    for name, value in _json(folder / "generation_config.json").items():
-        if name not in SAMPLING_RANGES or value is None:
-            continue
-        least, most = SAMPLING_RANGES[name]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and least <= value <= most and (name != "top_k" or value == int(value)):
-            found[name] = value
-        else:
-            log.warning("generation_config.json: %s %r is left out", name, value)
-    return found
-
-
-def as_list(ids: object) -> list[object]:
-    """A config's value that may be missing, one id or a list of ids, as a list."""
-    if ids is None:
-        return []
-    return ids if isinstance(ids, list) else [ids]
-
-
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by name."""
     if (folder / INDEX_FILE).exists():
-        weight_map = _json(folder / INDEX_FILE).get("weight_map")
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{folder / INDEX_FILE} has no weight_map")
         absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})

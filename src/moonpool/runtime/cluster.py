@@ -27,13 +27,7 @@ from moonpool.cores import (
     threads_per_process,
     usable_cores,
 )
-from moonpool.engine.builtin import (
-    ModelInfo,
-    model_info,
-    model_info_without_weights,
-    open_tokenizer,
-)
-from moonpool.engine.device import resolve_device, resolve_dtype
+from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
 from moonpool.gc_tuning import settle_memory
@@ -147,14 +141,28 @@ async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 
 
+def _model_info(config: Config) -> ModelInfo:
+    """Raises ModelError."""
+    if config.engine.kind == "vllm":
+        return model_info_without_weights(config.model.name, config.model.dtype)
+    from moonpool.engine.builtin import model_info  # needs torch
+
+    return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
+
+
 def resolved(config: Config) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
     Raises ClusterError if other settings do not fit the device that was found.
     """
-    device = resolve_device(config.engine.device)
+    if config.engine.kind == "vllm":  # its servers choose both
+        device, dtype = "cpu", "float32"
+    else:
+        from moonpool.engine.device import resolve_device, resolve_dtype  # needs torch
+
+        device = resolve_device(config.engine.device)
+        dtype = resolve_dtype(config.model.dtype, device)
     engine = msgspec.structs.replace(config.engine, device=device)
-    dtype = resolve_dtype(config.model.dtype, device)
     model = msgspec.structs.replace(config.model, dtype=dtype)
     settled = msgspec.structs.replace(config, model=model, engine=engine)
     try:
@@ -167,11 +175,7 @@ def resolved(config: Config) -> Config:
 def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
     """Returns the head, and the name of its tokenizer."""
     try:
-        own = config.model
-        if config.engine.kind == "vllm":
-            model = model_info_without_weights(own.name, own.dtype)
-        else:
-            model = model_info(own.name, own.dtype, own.lora_modules)
+        model = _model_info(config)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
         if config.model.chat_template:
             tokenizer.use_chat_template(_read_template(config.model.chat_template))

@@ -132,10 +132,8 @@ class Simulation:
         self._ticking = False
         self._add_nodes()
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
-        self._next_number = {
-            Role.PREFILL: config.cluster.prefill,
-            Role.DECODE: config.cluster.decode,
-        }
+        count = config.cluster
+        self._next_number = {Role.PREFILL: count.prefill, Role.DECODE: count.decode}
         self.scaling = Scaling(self.conductor.instances, self._boot, self._post, DRAIN_S)
         self._returning = {InstanceId(name) for name in restarts or {}}
         self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.builtin import model_info, model_info_without_weights
+from moonpool.engine.builtin import model_info
+from moonpool.engine.model_info import model_info_without_weights
 from moonpool.engine.spec import ModelError
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.config_rules import lora_module
-from moonpool.engine.checkpoint import find_folder
+from moonpool.engine.model_folder import find_folder
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import StoredTensor, stored_tensors
 

@@ -1,0 +1,93 @@
+"""What the API needs of a model: vocabulary, end tokens, tokenizer. Needs no torch for a model that
+external engines compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from moonpool.engine.gguf.files import GGUF_SUFFIX
+from moonpool.engine.model_folder import (
+    WORD_PATTERNS,
+    as_list,
+    find_folder,
+    read_config,
+    sampling_defaults,
+)
+from moonpool.engine.spec import ModelError
+from moonpool.engine.tokenizer import Tokenizer
+from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.types import Pooling
+
+if TYPE_CHECKING:
+    from moonpool.engine.lora.adapter import Adapter
+
+BYTE_TOKENIZER = "bytes"
+BUILT_IN = ("moonpool/induction", "random:")
+"""How the names of models begin that have no files."""
+MAX_VOCAB = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the API needs of a model: vocabulary, end tokens, context length, tokenizer.
+
+    `tokenizer` is as in `LoadedModel`. `max_positions` 0 means unknown.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_positions: int
+    tokenizer: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    hidden_size: int = 0
+    pooling: Pooling = "none"  # of its embeddings; "none": this engine computes none
+    adapters: tuple[Adapter, ...] = ()
+
+
+def model_info_without_weights(name: str, dtype: str) -> ModelInfo:
+    """The info of a model that external engines compute, read without its weights.
+
+    Any architecture works. Raises `ModelError`.
+    """
+    if name.startswith(BUILT_IN):
+        from moonpool.engine.builtin import model_info  # needs torch
+
+        return model_info(name, dtype)
+    folder = find_folder(name, WORD_PATTERNS)
+    config = read_config(folder)
+    inner = config.get("text_config")  # multimodal models
+    words = config | inner if isinstance(inner, dict) else config
+    vocab_size = words.get("vocab_size")
+    if not _is_count(vocab_size) or not 0 < vocab_size <= MAX_VOCAB:
+        raise ModelError(
+            f"{folder / 'config.json'}: vocab_size {vocab_size!r} is not a valid vocabulary size"
+        )
+    ends = [*as_list(config.get("eos_token_id")), *as_list(words.get("eos_token_id"))]
+    return ModelInfo(
+        vocab_size,
+        tuple(end for end in dict.fromkeys(ends) if _is_count(end) and 0 <= end < vocab_size),
+        0,  # the external engine reports it: RoPE scaling extends the number in config.json
+        str(folder),
+        sampling_defaults(folder),
+    )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
+    """Opens the tokenizer named by `LoadedModel.tokenizer`. Raises `TokenizerError`."""
+    if source == BYTE_TOKENIZER:
+        return ByteTokenizer(vocab_size)
+    path = Path(source)
+    if path.suffix == GGUF_SUFFIX:
+        from moonpool.engine.gguf.tokenizer import gguf_tokenizer  # needs torch
+
+        return gguf_tokenizer(path)
+    return HfTokenizer(path)

@@ -1,0 +1,76 @@
+"""The base wheel in an empty environment: no torch, and the simulator and the vLLM front work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_MB = 200
+
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+def run(*command: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment that has the wheel and its own dependencies only."""
+    place = tmp_path_factory.mktemp("base")
+    wheel = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(place))
+    run(sys.executable, *wheel, str(ROOT), cwd=place)
+    run(sys.executable, "-m", "venv", str(place / "venv"), cwd=place)
+    (found,) = place.glob("moonpool-*.whl")
+    run(str(place / "venv/bin/python"), "-m", "pip", "install", "-q", str(found), cwd=place)
+    return place
+
+
+def moonpool(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(str(place / "venv/bin/moonpool"), *arguments, cwd=place, check=False)
+
+
+def test_it_is_small_and_has_no_torch(place: Path) -> None:
+    (site,) = (place / "venv/lib").glob("python*/site-packages")
+    names = {path.name for path in site.iterdir()}
+    assert not names & {"torch", "scipy", "matplotlib", "transformers"}
+    own = [p for p in site.iterdir() if not p.name.startswith("pip")]
+    files = [f for p in own for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
+    assert sum(f.stat().st_size for f in files) / 1e6 < MAX_MB
+
+
+def test_it_simulates(place: Path) -> None:
+    made = moonpool(place, "trace", "generate", "--requests", "30", "-o", "trace.jsonl")
+    assert made.returncode == 0, made.stderr
+    line = ("simulate", "--trace", "trace.jsonl", "--report", "run.html", "--json", "a.json")
+    assert "effective" in moonpool(place, *line).stdout
+    assert moonpool(place, "report", "a.json", "-o", "b.html").returncode == 0
+
+
+def test_it_fronts_vllm(place: Path) -> None:
+    assert "--vllm" in moonpool(place, "serve", "--help").stdout
+    assert "--head-port" in moonpool(place, "head", "--help").stdout
+    modules = "moonpool.runtime.cluster, moonpool.vllm.worker, moonpool.cli.worker"
+    run(str(place / "venv/bin/python"), "-c", f"import {modules}", cwd=place)
+    refused = moonpool(place, "serve", "--vllm", "http://127.0.0.1:9")
+    assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"
+
+
+@pytest.mark.parametrize(
+    ("line", "extra"),
+    [(("serve",), "engine"), (("trace", "info", "trace.jsonl", "--plot", "a.png"), "plan")],
+)
+def test_what_is_absent_is_one_line(place: Path, line: tuple[str, ...], extra: str) -> None:
+    moonpool(place, "trace", "generate", "--requests", "30", "-o", "trace.jsonl")
+    refused = moonpool(place, *line)
+    assert refused.returncode == 1
+    assert f"pip install 'moonpool[{extra}]'" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
