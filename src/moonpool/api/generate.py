@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import HttpContext, scoped_id
+from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.kept_stream import StreamFacts, draw_facts
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.responses import ResponseWriter
@@ -64,14 +63,16 @@ class _Call:
 class Generator:
     """Serves the generating endpoints through one frontend."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions, bodies: BodyReader):
+    def __init__(
+        self, frontend: Frontend, options: ApiOptions, bodies: BodyReader, active: ActiveCalls
+    ):
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
-        self._names = options.served_names or (frontend.card.model_id,)
+        self._names = options.names(frontend.card)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
-        self._active: set[str] = set()
+        self._active = active
 
     async def chat(self, context: HttpContext) -> None:
         await self._answer(await self._call("chat", context), self._chat_shape)
@@ -154,22 +155,8 @@ class Generator:
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
         """Yields the call's request id and its choices, none of which is running yet."""
-        tenant, kept = call.context.tenant, call.context.kept
-        request_id = (kept and kept.name) or call.context.request_id
-        scoped = scoped_id(tenant, request_id)
-        if scoped in self._active:
-            # Two calls of a tenant may share an X-Request-Id; requests may not.
-            scoped = f"{scoped}-{secrets.token_hex(8)}"
-            if kept is None or not kept.name:
-                request_id = scoped.removeprefix(f"{tenant}/")
-        if kept is not None and not kept.name:
-            kept.note_name(request_id)
-        choices = self._choices(call, scoped)
-        self._active.add(scoped)
-        try:
-            yield request_id, choices
-        finally:
-            self._active.discard(scoped)
+        with self._active.begin(call.context) as (request_id, scoped):
+            yield request_id, self._choices(call, scoped)
 
     def _choices(self, call: _Call, request_id: str) -> list[Choice]:
         frontend, prepared = self._frontend, call.prepared
@@ -195,6 +182,7 @@ class Generator:
                     arrived_s=call.arrived_s,
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
+                    adapter=card.adapter_of(body.model),
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                 )
                 calls = reader(call.facts.id_source(index)) if reader else None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -37,6 +39,36 @@ def scoped_id(tenant: str, request_id: str) -> str:
     A further answer of the same call has "~1" and so on at its end, which no client's id contains.
     """
     return f"{tenant}/{request_id}" if tenant else request_id
+
+
+class ActiveCalls:
+    """The calls that generate or embed now."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @contextmanager
+    def begin(self, context: HttpContext) -> Iterator[tuple[str, str]]:
+        """Yields the call's request id, and the id within the server."""
+        kept = context.kept
+        named = kept.name if kept is not None else ""  # by another head
+        request_id = named or context.request_id
+        scoped = scoped_id(context.tenant, request_id)
+        if scoped in self._ids:
+            # Two calls of a tenant may share an X-Request-Id; requests may not.
+            suffix = secrets.token_hex(8)
+            scoped = f"{scoped}-{suffix}"
+            request_id = named or f"{request_id}-{suffix}"
+        if kept is not None and not named:
+            kept.note_name(request_id)
+        self._ids.add(scoped)
+        try:
+            yield request_id, scoped
+        finally:
+            self._ids.discard(scoped)
 
 
 class BodyMemory:

@@ -11,7 +11,7 @@ import socket
 import click
 import uvloop
 
-from moonpool.cli.output import set_up_logging
+from moonpool.cli.logs import set_up_logging
 from moonpool.transfer.parent import end_with
 
 log = logging.getLogger("moonpool")
