@@ -52,17 +52,17 @@ class ActiveCalls:
 
     @contextmanager
     def begin(self, context: HttpContext) -> Iterator[tuple[str, str]]:
-        """Yields the call's request id, and the id within the server. An answer that goes on after
-        another head keeps the id that its client knows."""
-        tenant, kept = context.tenant, context.kept
-        request_id = (kept and kept.name) or context.request_id
-        scoped = scoped_id(tenant, request_id)
+        """Yields the call's request id, and the id within the server."""
+        kept = context.kept
+        named = kept.name if kept is not None else ""  # by another head
+        request_id = named or context.request_id
+        scoped = scoped_id(context.tenant, request_id)
         if scoped in self._ids:
             # Two calls of a tenant may share an X-Request-Id; requests may not.
-            scoped = f"{scoped}-{secrets.token_hex(8)}"
-            if kept is None or not kept.name:
-                request_id = scoped.removeprefix(f"{tenant}/")
-        if kept is not None and not kept.name:
+            suffix = secrets.token_hex(8)
+            scoped = f"{scoped}-{suffix}"
+            request_id = named or f"{request_id}-{suffix}"
+        if kept is not None and not named:
             kept.note_name(request_id)
         self._ids.add(scoped)
         try:

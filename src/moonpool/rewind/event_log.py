@@ -20,6 +20,7 @@ from moonpool.conductor.actions import (
     HotRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesExpected,
     InstancesWanted,
     Refuse,
     Reported,
@@ -45,6 +46,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     DrainRequested,
     HotRequested,
     CacheDropRequested,
+    InstancesExpected,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _LENGTH = struct.Struct("<I")
