@@ -10,6 +10,7 @@ import click
 from benchmarks.cli.admission import admission
 from benchmarks.cli.attention import attention
 from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarathi, tensor
+from benchmarks.cli.faults import faults
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
@@ -38,6 +39,7 @@ bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)
 bench.add_command(fronts)
+bench.add_command(faults)
 bench.add_command(plan)
 bench.add_command(admission)
 
