@@ -6,7 +6,10 @@ Command-line flags override single values. Callers read the file; this module is
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta
 
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, check_names, convert_tables, parse_toml
@@ -30,9 +33,16 @@ Quantization = Literal["none", "int8", "int4"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
+LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+SpeculativeMethod = Literal["ngram"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
+POLICY_KEYS = (("conductor", "placement"), ("conductor", "admission"), ("pool", "eviction"))
+"""The keys that take a `PolicyName`."""
 
 
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
@@ -66,6 +76,13 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    lora_modules: Annotated[
+        tuple[str, ...],
+        about(
+            "A LoRA adapter, which requests choose as their model; several may follow the flag.",
+            metavar="NAME=PATH...",
+        ),
+    ] = ()
     chat_template: Annotated[
         str, about("File with a chat template (Jinja) in place of the model's own.")
     ] = ""
@@ -292,6 +309,16 @@ class ParallelConfig(Struct, frozen=True):
         return self.num_stages * self.num_ranks
 
 
+class SpeculativeConfig(Struct, frozen=True):
+    """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
+    earlier in it, or in what cached blocks of the same tenant say came next."""
+
+    method: SpeculativeMethod
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 4
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+
+
 class EngineConfig(Struct, frozen=True):
     """`kind`: the engine of the instances; "vllm": running vLLM servers, each behind one instance
     (see `VllmConfig`). `device`: on "cuda", weights and KVCache are in the memory of the first GPU
@@ -319,6 +346,10 @@ class EngineConfig(Struct, frozen=True):
     staggered_decodes: Annotated[
         bool, about("Decode two half batches in turn, so that model and attention workers overlap.")
     ] = False
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        about('Verify guessed tokens, such as with {"method": "ngram"}.', metavar="JSON"),
+    ] = None
     pipeline_parallel_size: Annotated[
         int,
         about(
@@ -414,6 +445,10 @@ class HardwareConfig(Struct, frozen=True):
     parallelism: Annotated[
         Parallelism, about("How the nodes of one prefill instance share a prompt.")
     ] = "tp"
+    draft_acceptance: Annotated[
+        float,
+        about("Share of right drafts among those after right ones.", ge=0, le=1),
+    ] = 0.0
     ssd_read_bytes_per_s: Annotated[
         float,
         about(
@@ -496,6 +531,30 @@ class ApiConfig(Struct, frozen=True):
             le=86_400,
         ),
     ] = 25.0
+    event_log_bytes: Annotated[
+        int,
+        about(
+            "Memory for the Conductor's last events, which `moonpool rewind` replays; 0: none.",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 32 << 20
+
+
+class TelemetryConfig(Struct, frozen=True):
+    """What the cluster says about itself beside `/metrics`. Local workers take over the level and
+    the format of the head's log lines."""
+
+    log_level: Annotated[
+        LogLevel,
+        about("Least level of log lines; auto takes MOONPOOL_LOG_LEVEL of the environment."),
+    ] = "auto"
+    log_format: Annotated[
+        LogFormat, about("Form of log lines; auto takes MOONPOOL_LOG_FORMAT of the environment.")
+    ] = "auto"
+    log_requests: Annotated[
+        bool, about("Log one line for each ended request, with the time of each stage.")
+    ] = False
 
 
 class Config(Struct, frozen=True):
@@ -511,13 +570,18 @@ class Config(Struct, frozen=True):
     vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 def parse_config(
-    text: str, overrides: Values | None = None, defaults: Values | None = None
+    text: str,
+    overrides: Values | None = None,
+    defaults: Values | None = None,
+    own_name: Callable[[str, str], str] = lambda key, name: name,
 ) -> Config:
     """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
-    A key in neither has its value from `defaults`, else that of the tables above.
+    A key in neither has its value from `defaults`, else that of the tables above. `own_name`
+    returns the "module:Class" of a policy that a package installed under a name, by key.
 
     Raises ConfigError: bad TOML, unknown table or key (naming the nearest known one), wrong type,
     value out of range.
@@ -530,6 +594,10 @@ def parse_config(
     check_names(tables, Config)
     for table, values in (defaults or {}).items():
         tables[table] = values | tables.get(table, {})
+    for table, key in POLICY_KEYS:
+        name = tables.get(table, {}).get(key)
+        if isinstance(name, str):
+            tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
     _count_vllms(tables)
     config = convert_tables(tables, Config)
     check_values(config)

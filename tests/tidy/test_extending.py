@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    assert list(EXAMPLES) == ["least_loaded", "short_prompts", "deepest_first"]
+    assert list(EXAMPLES) == ["least_loaded", "short_prompts", "deepest_first", "own_log"]
     assert [command[0] for command in COMMANDS] == ["trace", "simulate", "simulate", "simulate"]
     for name, code in EXAMPLES.items():
         num_lines = sum(bool(line.strip()) for line in code.splitlines())
@@ -71,6 +71,13 @@ def test_the_commands_of_the_page_run_with_the_policy(folder: Path, command: lis
     assert name not in str(built_in["config"])
     own, built_in = ({k: v for k, v in f.items() if k != "config"} for f in (own, built_in))
     assert own["cache"] != built_in["cache"] or own["rejected"] != built_in["rejected"], flag
+
+
+def test_the_trace_format_of_the_page_reads_a_log(folder: Path) -> None:
+    (folder / "log.csv").write_text("ms,prompt,answer\n5000,700,9\n4000,300,8\n")
+    done = run(folder, "simulate", "--trace", "log.csv", "--trace-format", "own_log:Log")
+    assert done.returncode == 0, done.stderr
+    assert "2 in 1 s" in done.stdout
 
 
 def test_a_policy_chooses_both_instances(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

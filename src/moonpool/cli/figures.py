@@ -128,8 +128,9 @@ def _hours(figures: dict[str, Any]) -> str:
     text = " + ".join(f"{value:.4g} {role}" for role, value in hours.items())
     usd = figures.get("usd")
     if usd is not None:
-        each = f", {1000 * usd / figures['effective']:.3g} per 1,000 effective requests"
-        text += f" = {usd:,.2f} USD{each if figures['effective'] else ''}"
+        text += f" = {usd:,.2f} USD"
+        if figures["effective"]:
+            text += f", {1000 * usd / figures['effective']:.3g} per 1,000 effective requests"
     scaling = figures["scaling"]
     if scaling["wanted"]:
         text += f"; {scaling['boots']} started, {scaling['drains']} ended"

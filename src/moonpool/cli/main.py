@@ -15,6 +15,9 @@ COMMANDS = {
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "demo": ("moonpool.cli.demo", "demo", "Show the main job end to end on a local cluster."),
     "status": ("moonpool.cli.status", "status", "Show a running cluster in five lines."),
+    "rewind": ("moonpool.cli.rewind", "rewind", "Replay what a server's Conductor decided."),
+    "top": ("moonpool.cli.top", "top", "Watch a running cluster in the terminal."),
+    "config": ("moonpool.cli.config", "config", "Check, show or write a config file."),
     "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
     "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
     "trial": (
@@ -23,6 +26,7 @@ COMMANDS = {
         "Look for wrong answers of any OpenAI server.",
     ),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
+    "report": ("moonpool.cli.report", "report", "Show several runs beside each other."),
     "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
     "oracle": ("moonpool.cli.oracle", "oracle", "Compare policies with knowing the future."),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),

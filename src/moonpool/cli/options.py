@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isnan
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
+import msgspec
 
 from moonpool.cli.inputs import read_text
 from moonpool.cli.output import fail
 from moonpool.cli.policy_type import POLICY_TYPES
 from moonpool.config import Config, ConfigError, parse_config
 from moonpool.config_schema import FieldSchema, Values, schema_of
+from moonpool.extensions import own_name
 from moonpool.trace.transform import parse_share
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,6 +45,20 @@ class NumberRange(click.FloatRange):
 FACTOR = NumberRange(min=0.01, max=100.0)
 
 
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """A JSON object, as vLLM takes the settings of one feature."""
+
+    name = "json"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(value, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
+
+
 class _TokenShare(click.ParamType[Fraction]):
     name = "share"
 
@@ -60,6 +77,13 @@ TOKEN_SHARE = _TokenShare()
 
 TRACE_HELP = "Trace file in the format of Mooncake, Azure or BurstGPT."
 trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
+trace_format_option = click.option(
+    "--trace-format",
+    default="auto",
+    show_default=True,
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|MODULE:NAME]",
+    help="Format of the trace file; a parser of your own as MODULE:NAME.",
+)
 scale_option = click.option(
     "--scale-tokens",
     "scale",
@@ -83,7 +107,11 @@ catalogue_option = click.option(
 url_option = click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
 )
-api_key_option = click.option("--api-key", help="Bearer key; OPENAI_API_KEY unless given.")
+api_key_option = click.option(
+    "--api-key",
+    help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
+    " unless given.",
+)
 ca_file_option = click.option(
     "--ca-file",
     default="",
@@ -123,6 +151,29 @@ first_seed_option = click.option(
 processes_option = click.option(
     "--processes", type=COUNT, help="Processes that simulate; one per core unless given."
 )
+
+POLICY_KEYS = (
+    "conductor.placement",
+    "conductor.admission",
+    "conductor.kvcache_balancing_threshold",
+    "conductor.load_limit",
+    "conductor.decode_prediction",
+    "conductor.inline_prefill",
+    "conductor.prefetch",
+    "conductor.replicate",
+    "conductor.spare_copies_first",
+    "conductor.max_attempts",
+    "conductor.learning",
+    "conductor.role_balance",
+    "conductor.role_balance_window_s",
+    "conductor.autoscale",
+    "conductor.autoscale_load",
+    "pool.ssd_admission",
+    "pool.eviction",
+    "pool.prefix_caching",
+    "engine.batching",
+)
+"""What decides, and so is the same in service and in a simulation."""
 
 _CLICK_TYPES: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 
@@ -164,6 +215,7 @@ class ConfigFlags:
         types: Mapping[str, click.ParamType[Any]] | None = None,
         helps: Mapping[str, str] | None = None,
     ) -> None:
+        self.keys = frozenset(keys)
         self._fields = tuple(schema_of(Config)[key] for key in keys)
         self._types = types or {}
         self._helps = helps or {}
@@ -220,10 +272,21 @@ def read_config(
     """Lays the overrides over the file, and both over `defaults`. Ends the command on a mistake."""
     text = "" if config_file is None else read_text(config_file, "the config")
     try:
-        return parse_config(text, overrides, defaults)
+        return parse_config(text, overrides, defaults, own_name)
     except ConfigError as error:
-        fail(str(error))
+        fail(f"{_origin(text, config_file)}{error}")
+
+
+def _origin(text: str, config_file: str | None) -> str:
+    """Names the file if its own text is wrong; "" where a flag is."""
+    try:
+        parse_config(text)
+    except ConfigError:
+        return f"{config_file}: "
+    return ""
 
 
 def _click_type(kind: Any) -> Any:
+    if get_origin(kind) is UnionType:  # a struct, or None
+        return JsonObject()
     return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _CLICK_TYPES[kind]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 import msgspec
 
-from moonpool.cli.inputs import open_catalogue_and_profile, read_rows, read_text
+from moonpool.cli.inputs import read_rows
 from moonpool.cli.options import (
     COUNT,
     FACTOR,
@@ -30,17 +30,17 @@ from moonpool.cli.options import (
     requests_option,
     scale_option,
     seeds_option,
+    trace_format_option,
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, origin, write_json
-from moonpool.config import Config, ConfigError, parse_config
-from moonpool.config_schema import Values
-from moonpool.plan.candidate import NodeKind, Priced
-from moonpool.plan.demand import Layout, Prepared, prepare, truth_for
+from moonpool.config import ConfigError, parse_config
+from moonpool.plan.candidate import Priced
+from moonpool.plan.demand import Layout, Prepared, prepare
 from moonpool.plan.offloading import with_rivals
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware.prices import parse_prices
+from moonpool.studies.planning import base_and_kinds, priced_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from moonpool.plan.search import ClusterPlan
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
-    from moonpool.trace.row import TraceRow
 
 _FLAGS = ConfigFlags(
     "slo.ttft_s",
@@ -65,6 +64,7 @@ _FLAGS = ConfigFlags(
 
 @click.command(cls=SectionedCommand)
 @trace_option
+@trace_format_option
 @config_option
 @_FLAGS.options(parse_config("", {}, DEFAULTS))
 @attainment_option
@@ -125,6 +125,7 @@ _FLAGS = ConfigFlags(
 @json_option
 def plan(
     trace_file: str,
+    trace_format: str,
     prices_file: str | None,
     catalogue_file: str | None,
     cost: str | None,
@@ -153,9 +154,12 @@ def plan(
     began_s = time.perf_counter()
     _check_files(plot, json_file)
     try:
-        base, kinds = _base(config_file, _FLAGS.overrides(options), devices, cost)
-        rows, block_tokens = read_rows(trace_file, requests, scale, speed)
-        workload, priced = _workload(rows, block_tokens, base, kinds, catalogue_file, prices_file)
+        given = read_config(config_file, _FLAGS.overrides(options), DEFAULTS)
+        base, kinds = base_and_kinds(given, devices, cost)
+        rows, block_tokens = read_rows(trace_file, requests, scale, speed, trace_format)
+        workload, priced = priced_workload(
+            rows, block_tokens, base, kinds, catalogue_file, prices_file
+        )
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
         names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
@@ -283,66 +287,6 @@ def _check_files(plot: str | None, json_file: str | None) -> None:
     check_folders(plot, json_file)
     if plot is not None and Path(plot).suffix.lower() not in SUFFIXES:
         fail(f"cannot draw {plot}: its name must end in {', '.join(SUFFIXES)}")
-
-
-def _base(
-    config_file: str | None, overrides: Values, devices: str, cost: str | None
-) -> tuple[Config, list[NodeKind]]:
-    """Raises ConfigError."""
-    base = read_config(config_file, overrides, DEFAULTS)
-    names = [name.strip() for name in devices.split(",") if name.strip()]
-    kinds = [kind for name in names for kind in _node_kinds(name, base)]
-    if not kinds:
-        raise ConfigError("--devices names none: give one or more of the catalogue, with commas")
-    return truth_for(base, list(dict.fromkeys(kinds)), cost), list(dict.fromkeys(kinds))
-
-
-def _node_kinds(text: str, base: Config) -> list[NodeKind]:
-    """Returns the kind of node, or those of all sizes where no number is given."""
-    own, plus, attention = text.partition("+")
-    if plus:
-        return [NodeKind(*_devices(own.strip(), base), *_devices(attention.strip(), base))]
-    if ":" in own:
-        return [NodeKind(*_devices(own, base))]
-    most = base.hardware.devices_per_node
-    sizes = [size for size in (1, 2, 4, 8) if size < most]
-    return [NodeKind(own, size) for size in (*sizes, most)]
-
-
-def _devices(text: str, base: Config) -> tuple[str, int]:
-    name, colon, number = text.partition(":")
-    if not colon:
-        return name, base.hardware.devices_per_node
-    if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 64:
-        raise ConfigError(
-            f"--devices: {text!r} should be a device and how many a node has, 1 to 64"
-        )
-    return name, int(number)
-
-
-def _workload(
-    rows: tuple[TraceRow, ...],
-    block_tokens: int,
-    base: Config,
-    kinds: list[NodeKind],
-    catalogue_file: str | None,
-    prices_file: str | None,
-) -> tuple[Workload, Priced]:
-    """Raises ConfigError."""
-    from moonpool.plan.trial import Workload
-    from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
-
-    catalogue, profile = open_catalogue_and_profile(base, catalogue_file)
-    if profile is not None and len(kinds) > 1:
-        raise ConfigError("a profile was measured on one kind of node: name one of --devices")
-    text = "" if prices_file is None else read_text(prices_file, "the price file")
-    prices = parse_prices(text, catalogue)
-    kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
-    workload = Workload(rows, block_tokens, catalogue, profile)
-    stages = base.engine.pipeline_parallel_size  # which each candidate counts itself
-    prefills = prefill_nodes(base).nodes_per_prefill // stages
-    nodes = prefills, decode_nodes(base).nodes_per_prefill
-    return workload, Priced(prices, kv_bytes, *nodes)
 
 
 def _cpu_s() -> float:

@@ -6,29 +6,29 @@ from typing import Any
 
 import click
 
-from moonpool.config import ADMISSIONS, EVICTIONS, PLACEMENTS, is_own_policy
+from moonpool.config import POLICY_KEYS, is_own_policy
+from moonpool.extensions import BUILT_IN, installed_names, own_name
 
 
 class PolicyType(click.types.StringParamType):
-    """Accepts the built-in names, and any module:Class; whether that exists is checked later."""
+    """Accepts the built-in names, those of installed packages, which become module:Class, and any
+    module:Class; whether that exists is checked later."""
 
     name = "policy"
 
-    def __init__(self, built_in: tuple[str, ...]) -> None:
-        self.built_in = built_in
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.built_in = BUILT_IN[key]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return f"[{'|'.join(self.built_in)}|MODULE:CLASS]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in self.built_in and not is_own_policy(str(value)):
-            known = ", ".join(repr(name) for name in self.built_in)
+        name = own_name(self.key, str(value))
+        if name not in self.built_in and not is_own_policy(name):
+            known = ", ".join(repr(one) for one in (*self.built_in, *installed_names(self.key)))
             self.fail(f"{value!r} is not one of {known}, nor MODULE:CLASS.", param, ctx)
-        return str(value)
+        return name
 
 
-POLICY_TYPES = {
-    "conductor.placement": PolicyType(PLACEMENTS),
-    "conductor.admission": PolicyType(ADMISSIONS),
-    "pool.eviction": PolicyType(EVICTIONS),
-}
+POLICY_TYPES = {f"{table}.{key}": PolicyType(f"{table}.{key}") for table, key in POLICY_KEYS}

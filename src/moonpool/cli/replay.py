@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 import uvloop
 
+from moonpool.cli.cluster_events import bearer_key
 from moonpool.cli.figures import replay_lines
-from moonpool.cli.inputs import read_text, trace_digest
+from moonpool.cli.inputs import read_text
 from moonpool.cli.options import (
     COUNT,
     POSITIVE,
@@ -24,11 +23,13 @@ from moonpool.cli.options import (
     json_option,
     requests_option,
     scale_option,
+    trace_format_option,
     trace_option,
     url_option,
 )
 from moonpool.cli.output import check_folders, fail, write_json
 from moonpool.cli.progress import progress
+from moonpool.studies.trace_rows import named_trace
 from moonpool.types import MALFORMED
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @trace_option
+@trace_format_option
 @url_option
 @click.option(
     "--speed",
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
 @json_option
 def replay(
     trace_file: str,
+    trace_format: str,
     url: str,
     speed: float,
     requests: int | None,
@@ -130,6 +133,7 @@ def replay(
     check_folders(json_file)
     plan = ReplayPlan(
         trace_file=trace_file,
+        trace_format=trace_format,
         url=url,
         speed=speed,
         requests=requests,
@@ -142,14 +146,12 @@ def replay(
         retries=retries,
         concurrency=concurrency,
         timeout_s=timeout_s,
-        api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
+        api_key=bearer_key(api_key),
         ca_file=ca_file,
         seed=seed,
     )
     figures = _run(plan)
-    figures["run"] = {
-        "trace": Path(trace_file).name,
-        "trace_sha256": trace_digest(trace_file),
+    figures["run"] = named_trace(trace_file) | {
         "speed": speed,
         "requests": requests,
         "scale_tokens": str(scale),

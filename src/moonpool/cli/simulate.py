@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped, trace_digest
+from moonpool.cli.inputs import open_catalogue_and_profile, report_skipped
 from moonpool.cli.options import (
     FACTOR,
+    POLICY_KEYS,
     ConfigFlags,
     NumberRange,
     SectionedCommand,
     catalogue_option,
     config_option,
     json_option,
-    read_config,
     requests_option,
     scale_option,
+    trace_format_option,
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, write_json
 from moonpool.config import Config, ConfigError, parse_config
 from moonpool.config_schema import Values
-from moonpool.gc_tuning import rare_collections
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.types import Role
+from moonpool.studies.cluster import cluster_config
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from moonpool.cost.recorded import CostEstimatorRecord
+    from moonpool.trace.row import TraceInfo, TraceRow
 
 CLUSTER_KEYS = (
     "cluster.prefill",
@@ -42,26 +41,15 @@ CLUSTER_KEYS = (
     "cluster.mixed",
     "cluster.attention",
     "attention.own_tokens",
-    "conductor.placement",
-    "conductor.admission",
-    "conductor.role_balance",
-    "conductor.autoscale",
-    "conductor.autoscale_load",
-    "conductor.decode_prediction",
-    "conductor.load_limit",
-    "conductor.kvcache_balancing_threshold",
-    "conductor.learning",
+    *POLICY_KEYS,
     "slo.ttft_s",
     "slo.tbt_s",
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
-    "pool.ssd_admission",
-    "pool.eviction",
-    "pool.prefix_caching",
     "engine.chunk_tokens",
     "engine.max_sequences",
-    "engine.batching",
+    "engine.speculative_config",
     "engine.pipeline_parallel_size",
     "engine.decode_pipeline_parallel_size",
     "engine.tensor_parallel_size",
@@ -72,6 +60,7 @@ CLUSTER_KEYS = (
     "hardware.devices_per_node",
     "hardware.nodes_per_prefill",
     "hardware.parallelism",
+    "hardware.draft_acceptance",
     "hardware.decode_device",
     "hardware.decode_devices_per_node",
     "hardware.attention_device",
@@ -79,30 +68,20 @@ CLUSTER_KEYS = (
 )
 """What describes a simulated cluster: its instances, policies and hardware."""
 CLUSTER_DEFAULTS = parse_config("", {}, DEFAULTS)
-_FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
+SIMULATE_FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
 MAX_INSTANT_S = 1e9
-
-RUN_PARAMETERS = (
-    "speed",
-    "noise",
-    "prefill_belief",
-    "decode_belief",
-    "slow",
-    "drain",
-    "restart",
-    "beliefs_file",
-    "layer_wise",
-    "capped_answers",
-    "boot_s",
-    "catalogue_file",
+RUN_OPTIONS = (
+    *("speed", "requests", "trace_format", "noise", "prefill_belief", "decode_belief"),
+    *("beliefs_file", "layer_wise", "capped_answers", "boot_s", "catalogue_file"),
 )
-"""What a run depends on besides its configuration and seed; `--json` lists it."""
+"""Options that `RunSettings` takes as they are."""
 
 
 @click.command(cls=SectionedCommand)
 @trace_option
+@trace_format_option
 @config_option
-@_FLAGS.options(CLUSTER_DEFAULTS)
+@SIMULATE_FLAGS.options(CLUSTER_DEFAULTS)
 @catalogue_option
 @click.option(
     "--speed",
@@ -186,23 +165,13 @@ RUN_PARAMETERS = (
 def simulate(
     trace_file: str,
     config_file: str | None,
-    catalogue_file: str | None,
-    speed: float,
-    requests: int | None,
     scale: Fraction,
-    noise: float,
-    prefill_belief: float,
-    decode_belief: float,
     slow: tuple[str, ...],
     drain: tuple[str, ...],
     restart: tuple[str, ...],
-    beliefs_file: str | None,
-    layer_wise: bool,
-    capped_answers: bool,
-    boot_s: float,
     json_file: str | None,
     report_file: str | None,
-    **flags: Any,
+    **options: Any,
 ) -> None:
     """Replay a trace against a simulated cluster.
 
@@ -211,76 +180,33 @@ def simulate(
     the SLOs are TTFT <= 30 s and TBT <= 0.1 s.
     """
     from moonpool.cli.figures import print_figures
-    from moonpool.sim.outcome import summarise
-    from moonpool.sim.report.page import render_report
-    from moonpool.sim.simulation import Simulation
-    from moonpool.sim.workload import make_arrivals
-    from moonpool.trace.reader import open_trace
+    from moonpool.studies.run import RunSettings, run_simulation
     from moonpool.trace.row import TraceError
-    from moonpool.trace.transform import scale_trace
 
-    config = read_cluster(config_file, _FLAGS.overrides(flags))
+    run = {name: options[name] for name in RUN_OPTIONS}
+    config = read_cluster(config_file, SIMULATE_FLAGS.overrides(options))
     check_folders(json_file, report_file)
-    began_s = time.perf_counter()
+    settings = RunSettings(
+        slow=_read_slow(slow),
+        drain=_read_instants(drain, "--drain"),
+        restart=_read_instants(restart, "--restart"),
+        scale_tokens=scale,
+        **run,
+    )
     try:
-        trace = scale_trace(open_trace(trace_file, limit=requests, speed=speed), scale)
-        report_skipped(trace.info)
-        hardware = open_hardware(config, catalogue_file, prefill_belief, decode_belief)
-        simulation = Simulation(
-            config,
-            hardware,
-            config.conductor.seed,
-            noise,
-            layer_wise,
-            slow=_read_slow(slow),
-            drains=_read_instants(drain, "--drain"),
-            restarts=_read_instants(restart, "--restart"),
-            recorded=_read_beliefs(beliefs_file),
-            capped=capped_answers,
-            boot_s=boot_s,
+        result = run_simulation(
+            trace_file, config, settings, watch=_with_progress, keep_requests=False
         )
-        rows = _with_progress(trace, min(trace.info.num_rows, requests or sys.maxsize))
-        sizes = (trace.info.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
-        with rare_collections():
-            simulation.run(make_arrivals(rows, *sizes))
     except (TraceError, ConfigError) as error:
         fail(str(error))
-    figures = summarise(simulation, time.perf_counter() - began_s)
-    named = {"trace": Path(trace_file).name, "trace_sha256": trace_digest(trace_file)}
-    figures["usd"] = _usd(config, catalogue_file, figures["instance_hours"])
-    figures["run"] = named | _parameters()
-    print_figures(figures, simulation)
-    write_json(json_file, figures)
+    print_figures(result.summary, result.simulation)
+    write_json(json_file, result.summary)
     if report_file is not None:
-        _write_page(report_file, render_report(simulation, figures, _command(), named["trace"]))
-
-
-def _parameters() -> dict[str, Any]:
-    params = click.get_current_context().params
-    named = {key: params[key] for key in RUN_PARAMETERS}
-    return named | {"scale_tokens": str(params["scale"])}
+        _write_page(report_file, result.html(_command()))
 
 
 def _command() -> str:
     return " ".join(["moonpool", *sys.argv[1:]])
-
-
-def _usd(
-    config: Config, catalogue_file: str | None, instance_hours: dict[str, float]
-) -> float | None:
-    """The price of the instances; None where a device has none, or was measured."""
-    from moonpool.cli.inputs import open_catalogue_and_profile
-    from moonpool.sim.hardware.build import instance_usd_per_h
-    from moonpool.sim.hardware.prices import parse_prices
-
-    catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
-    if profile is not None:
-        return None
-    try:
-        prices = instance_usd_per_h(config, parse_prices("", catalogue))
-    except ConfigError:
-        return None
-    return round(sum(hours * prices[Role(role)] for role, hours in instance_hours.items()), 4)
 
 
 def _write_page(path: str, page: str) -> None:
@@ -291,20 +217,12 @@ def _write_page(path: str, page: str) -> None:
     click.echo(f"report: {path}")
 
 
-_ROOFLINE_KEYS = ("device", "shape", "decode_device", "attention_device")
-"""Flags for these mean the catalogue's hardware, not the node that was measured."""
-
-
 def read_cluster(config_file: str | None, overrides: Values) -> Config:
     """Returns the paper's cluster, changed by file and flags. Ends the command on a mistake."""
-    defaults = DEFAULTS
-    cluster, hardware = overrides.get("cluster", {}), overrides.get("hardware", {})
-    if cluster.get("mixed") and "prefill" not in cluster and "decode" not in cluster:
-        # Instead of the paper's instances, but in addition to those that the file names.
-        defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
-    if "cost" not in hardware and any(name in hardware for name in _ROOFLINE_KEYS):
-        hardware["cost"] = "roofline"
-    return read_config(config_file, overrides, defaults)
+    try:
+        return cluster_config(config_file, overrides)
+    except ConfigError as error:
+        fail(str(error))
 
 
 def open_hardware(
@@ -347,25 +265,17 @@ def _read_slow(values: tuple[str, ...]) -> dict[str, float]:
     return slow
 
 
-def _read_beliefs(path: str | None) -> CostEstimatorRecord | None:
-    from moonpool.cost.recorded import RecordError, parse_beliefs
-
-    if path is None:
-        return None
-    try:
-        return parse_beliefs(read_text(path, "the beliefs"))
-    except RecordError as error:
-        fail(f"{path}: {error}")
-
-
-def _with_progress(rows: Iterator[Any], total: int) -> Iterator[Any]:
+def _with_progress(rows: Iterator[TraceRow], info: TraceInfo) -> Iterator[TraceRow]:
     """Yields the rows, and draws a progress bar if stderr is a terminal."""
+    report_skipped(info)
     if not sys.stderr.isatty():
         yield from rows
         return
     from rich.console import Console
     from rich.progress import Progress
 
+    requests = click.get_current_context().params["requests"]
+    total = min(info.num_rows, requests or sys.maxsize)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=total)
         for number, row in enumerate(rows):

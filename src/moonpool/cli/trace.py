@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 import msgspec
@@ -25,7 +25,7 @@ from moonpool.cli.output import fail, write_json
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.catalogue import PUBLIC_TRACES
 from moonpool.trace.profile import GeneratorProfile, read_profile, write_profile
-from moonpool.trace.reader import TraceFormat, open_trace
+from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceInfo, TraceRow
 from moonpool.trace.statistics import (
     Blocks,
@@ -46,15 +46,16 @@ def trace() -> None:
 @click.argument("file", type=click.Path())
 @click.option(
     "--format",
+    "--trace-format",
     "format_name",
-    type=click.Choice(get_args(TraceFormat)),
     default="auto",
     show_default=True,
-    help="Format of the file.",
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|MODULE:NAME]",
+    help="Format of the file; a parser of your own as MODULE:NAME.",
 )
 @json_option
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the figures to this PNG file.")
-def info(file: str, format_name: TraceFormat, json_file: str | None, plot: str | None) -> None:
+def info(file: str, format_name: str, json_file: str | None, plot: str | None) -> None:
     """Describe a trace: load, lengths, arrivals, shared prefixes, turns."""
     try:
         rows = open_trace(file, format=format_name, spread_ticks=False)

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Protocol, cast
 import click
 import uvloop
 
-from moonpool.cli.output import fail, set_up_logging
-from moonpool.config import ConfigError, VllmAddress, vllm_place
+from moonpool.cli.logs import choose_logging, log_options, set_up_logging
+from moonpool.cli.output import fail
+from moonpool.config import (
+    ConfigError,
+    LogFormat,
+    LogLevel,
+    TelemetryConfig,
+    VllmAddress,
+    vllm_place,
+)
 from moonpool.gc_tuning import settle_threads
 from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
@@ -92,6 +100,7 @@ def cluster_secret() -> bytes:
     "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
+@log_options
 @click.option("--exit-with-head", is_flag=True, help="End when the head ends.")
 def worker(
     role: str,
@@ -104,6 +113,8 @@ def worker(
     place: str | None,
     cores: str,
     other_cores: str,
+    log_level: LogLevel,
+    log_format: LogFormat,
     exit_with_head: bool,
 ) -> None:
     """Start one instance, which takes model and settings from the head it joins."""
@@ -111,6 +122,7 @@ def worker(
     if not head_host or not port.isdigit():
         fail(f"--head must be HOST:PORT, not {head_address!r}")
     name = name or f"{role}-{secrets.token_hex(3)}"
+    choose_logging(TelemetryConfig(log_level=log_level, log_format=log_format))
     set_up_logging(name)
     settle_threads()
     secret = cluster_secret()

@@ -36,6 +36,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     trace_file: str = ""
+    trace_format: str = "auto"
     rows: tuple[TraceRow, ...] = ()
     block_tokens: int = 0
     speed: float = 1.0
@@ -102,7 +103,9 @@ def _rows(plan: ReplayPlan) -> tuple[Iterable[TraceRow], int, int]:
     """Returns the rows, their number, and the tokens of their blocks."""
     if not plan.trace_file:
         return plan.rows, len(plan.rows), plan.block_tokens
-    trace = open_trace(plan.trace_file, limit=plan.requests, speed=plan.speed)
+    trace = open_trace(
+        plan.trace_file, format=plan.trace_format, limit=plan.requests, speed=plan.speed
+    )
     total = min(trace.info.num_rows, plan.requests or trace.info.num_rows)
     scaled = scale_trace(trace, plan.scale)
     return scaled, total, scaled.info.block_tokens

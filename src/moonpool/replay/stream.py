@@ -55,7 +55,8 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 class CompletionReceiver:
     """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
-    how the request ended, and `retry_after_s` when to send it again."""
+    how the request ended, and `retry_after_s` when to send it again. `token_ids` is the answer, if
+    the server sends ids."""
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
@@ -67,6 +68,7 @@ class CompletionReceiver:
         self.timings_s: dict[str, float] = {}
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.token_ids: list[int] = []
         self._rest = b""
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -106,6 +108,7 @@ class CompletionReceiver:
         for choice in event.choices:
             if choice.token_ids is not None:
                 self.record.note_tokens(len(choice.token_ids), now_s)
+                self.token_ids += choice.token_ids
             elif choice.text:
                 self.record.note_tokens(1, now_s)
             self.finish_reason = choice.finish_reason or self.finish_reason

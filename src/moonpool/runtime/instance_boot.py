@@ -58,6 +58,7 @@ class BootedInstance:
     store_error: str = ""  # why the configured tier is missing
     store_name: str = ""  # of the configured tier
     ranks: Ranks | None = None  # the other tensor-parallel ranks
+    adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
@@ -73,6 +74,7 @@ class BootedInstance:
             chunk_tokens=self.instance.config.chunk_tokens,
             num_stages=self.instance.config.micro_batches,
             num_ranks=1 if self.ranks is None else 1 + len(self.ranks.pids),
+            adapters=self.adapters,
             largest_blocks=min(self.instance.max_sequence_blocks, self.instance.num_blocks),
         )
 
@@ -149,6 +151,7 @@ def boot_instance(
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
         ranks=built.ranks,
+        adapters=tuple(built.model.adapter_numbers),
     )
 
 

@@ -8,6 +8,7 @@ from moonpool.config import (
     PolicyName,
     PoolConfig,
     SloConfig,
+    SpeculativeConfig,
     SsdAdmission,
 )
 from moonpool.types import Struct
@@ -31,6 +32,7 @@ class InstanceConfig(Struct, frozen=True):
     ssd_admission: SsdAdmission = "always"
     store_shared: bool = False  # a store that other instances use takes the place of the SSD
     learning: bool = True  # measured times correct the cost model
+    speculative: SpeculativeConfig | None = None  # None: steps have no drafts
 
 
 def instance_config(
@@ -68,6 +70,7 @@ def instance_config(
         ssd_admission=pool.ssd_admission,
         store_shared=store_shared,
         learning=learning,
+        speculative=engine.speculative_config,
     )
 
 

@@ -7,8 +7,9 @@ than memory. The same seed gives the same run, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from random import Random
+from types import MappingProxyType
 
 from moonpool.conductor.actions import (
     Announce,
@@ -28,9 +29,10 @@ from moonpool.conductor.attempt_planner import POLICY_ERROR
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config, ConfigError
 from moonpool.cost.recorded import CostEstimatorRecord
-from moonpool.policy_loading import load_eviction, load_policies
+from moonpool.policy_loading import Objects, load_eviction, load_policies
 from moonpool.protocol.messages import AttemptId, InstanceInfo, Report
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, instance_config
 from moonpool.sim.clock import Clock, Priority
@@ -81,13 +83,16 @@ class Simulation:
         drains: Mapping[str, float] | None = None,
         restarts: Mapping[str, float] | None = None,
         boot_s: float = 0.0,
+        objects: Objects = MappingProxyType({}),
+        on_end: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         """For `noise`, `slow` and `recorded` see `Perturbation`.
 
         `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
         the times at which instances drain and leave; `restarts` likewise, and an empty instance of
         the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
-        joined. Raises ConfigError for unknown instance names.
+        joined. `objects` are policies themselves, by config key. `on_end` gets the record of
+        each request that has ended. Raises ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware
@@ -95,10 +100,13 @@ class Simulation:
         self.clock = Clock()
         self.network = Network(self.clock)
         slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
-        load_eviction(config.pool.eviction)
+        load_eviction(config.pool.eviction, objects)
         self.conductor = Conductor(
-            config.conductor, default_slo=slo, policies=load_policies(config.conductor)
+            config.conductor,
+            default_slo=slo,
+            policies=load_policies(config.conductor, objects),
         )
+        self._on_end = on_end
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
         self.past_nodes: list[Node] = []  # replaced by a restart
@@ -122,16 +130,12 @@ class Simulation:
         self._num_arrived = 0
         self._more = True
         self._ticking = False
-        cluster = config.cluster
-        for role, count in (
-            (Role.PREFILL, cluster.prefill),
-            (Role.DECODE, cluster.decode),
-            (Role.MIXED, cluster.mixed),
-        ):
-            for number in range(count):
-                self._add_node(InstanceId(f"{role.value}-{number}"), role, number)
+        self._add_nodes()
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
-        self._next_number = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+        self._next_number = {
+            Role.PREFILL: config.cluster.prefill,
+            Role.DECODE: config.cluster.decode,
+        }
         self.scaling = Scaling(self.conductor.instances, self._boot, self._post, DRAIN_S)
         self._returning = {InstanceId(name) for name in restarts or {}}
         self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])
@@ -187,6 +191,16 @@ class Simulation:
 
     # Building
 
+    def _add_nodes(self) -> None:
+        cluster = self.config.cluster
+        for role, count in (
+            (Role.PREFILL, cluster.prefill),
+            (Role.DECODE, cluster.decode),
+            (Role.MIXED, cluster.mixed),
+        ):
+            for number in range(count):
+                self._add_node(InstanceId(f"{role.value}-{number}"), role, number)
+
     def _check_names(self, names: list[str]) -> None:
         for name in names:
             if name not in self.nodes:
@@ -236,6 +250,7 @@ class Simulation:
             self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
             hardware.domain,
+            self.config.hardware.draft_acceptance,
         )
         links = self._links.get(instance_id)
         if links is None:
@@ -390,6 +405,8 @@ class Simulation:
         del self._num_output_tokens[record.request_id]
         del self._num_prompt_tokens[record.request_id]
         self.collector.note_ended(record)
+        if self._on_end is not None:
+            self._on_end(record)
 
     # Time
 

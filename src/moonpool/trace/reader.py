@@ -20,7 +20,11 @@ from math import isfinite
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
+from moonpool.config import is_own_policy
+from moonpool.extensions import installed_names, own_name
 from moonpool.trace.jsonl import jsonl_parser
+from moonpool.trace.own_format import KEY as OWN_FORMAT
+from moonpool.trace.own_format import OwnParser
 from moonpool.trace.row import LineError, ParsedRow, Parser, TraceError, TraceInfo, TraceRow
 from moonpool.trace.table import table_parser
 
@@ -78,27 +82,24 @@ class _Scan:
 def open_trace(
     path: str | Path,
     *,
-    format: TraceFormat = "auto",
+    format: str = "auto",
     spread_ticks: bool = True,
     limit: int | None = None,
     speed: float = 1.0,
 ) -> Trace:
     """Opens the trace at `path`. `arrived_s` counts from its first row and is divided by `speed`.
 
+    `format` is a `TraceFormat`, "module:Name", or the name of an installed format.
     Rows without a prompt or an answer are skipped and counted. Rows of a file with rounded times
     are spread evenly over its ticks, unless `spread_ticks` is False. `limit` is the largest number
     of rows. Raises TraceError.
     """
     path = Path(path)
-    if format not in get_args(TraceFormat):
-        raise TraceError(
-            f"unknown trace format {format!r}; use one of {', '.join(get_args(TraceFormat))}"
-        )
     if not (isfinite(speed) and speed > 0):
         raise TraceError(f"speed {speed} is not a positive number; use for example 2")
     if limit is not None and limit < 1:
         raise TraceError(f"a limit of {limit} rows leaves none; use 1 or more")
-    parser = _parser_for(path, format)
+    parser = own_parser(format) or _parser_for(path, format)
     scan = _scan(path, parser, keep_index=False) or _scan(path, parser, keep_index=True)
     assert scan is not None
     if scan.num_rows == 0:
@@ -123,7 +124,18 @@ def open_trace(
     return Trace(info, rows if limit is None else islice(rows, limit))
 
 
-def _parser_for(path: Path, format: TraceFormat) -> Parser:
+def own_parser(format: str) -> Parser | None:
+    """The parser of a format from outside the package; None: a built-in one. Raises TraceError."""
+    if format in get_args(TraceFormat):
+        return None
+    name = own_name(OWN_FORMAT, format)
+    if not is_own_policy(name):
+        known = ", ".join((*get_args(TraceFormat), *installed_names(OWN_FORMAT)))
+        raise TraceError(f"unknown trace format {format!r}; use one of {known}, or MODULE:NAME")
+    return OwnParser(name)
+
+
+def _parser_for(path: Path, format: str) -> Parser:
     with open_file(path) as file:
         lines = numbered_lines(file, path)
         head = list(islice(lines, 1))

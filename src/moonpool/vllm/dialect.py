@@ -94,7 +94,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         )
     min_tokens = max(sampling.min_tokens - num_done, 0)
     body: dict[str, Any] = {
-        "model": model_id,
+        "model": work.adapter or model_id,
         "prompt": list(work.token_ids),
         "stream": not submit.hands_over,
         "return_token_ids": True,
@@ -120,7 +120,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         body["return_tokens_as_token_ids"] = True
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
-    salt = salt_of(layout_fingerprint, work.tenant)
+    salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
     if salt is not None:

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from moonpool.config import Config, parse_config
 from moonpool.sim.defaults import DEFAULTS
@@ -43,27 +43,40 @@ def render_report(
     simulation: Simulation, figures: dict[str, Any], command: str, trace_name: str
 ) -> str:
     """Returns the HTML page of a simulation that has run. `figures` are those of `summarise`."""
-    template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
     kept = {name: value for name, value in figures.items() if name not in NOT_REPRODUCIBLE}
-    return environment.from_string(template).render(
-        trace_name=trace_name,
-        command=command,
-        seed=simulation.seed,
-        lead=_lead(simulation, figures, trace_name),
-        details=_details(simulation, figures) if figures["completed"] else "",
-        tiles=_tiles(figures),
-        sections=(
-            ("What users felt", user_figures(simulation, figures)),
-            ("How the cluster coped", cluster_figures(simulation, figures)),
-            ("KVCache and network", kvcache_figures(simulation, figures)),
-        ),
-        settings=_settings(simulation.config),
-        instances=_instances(simulation),
-        block=_block(simulation),
-        figures=json.dumps(kept, indent=1, ensure_ascii=False),
+    return (
+        environment()
+        .get_template("page.html.jinja")
+        .render(
+            trace_name=trace_name,
+            command=command,
+            seed=simulation.seed,
+            lead=_lead(simulation, figures, trace_name),
+            details=_details(simulation, figures) if figures["completed"] else "",
+            tiles=_tiles(figures),
+            sections=(
+                ("What users felt", user_figures(simulation, figures)),
+                ("How the cluster coped", cluster_figures(simulation, figures)),
+                ("KVCache and network", kvcache_figures(simulation, figures)),
+            ),
+            settings=_settings(simulation.config),
+            instances=_instances(simulation),
+            block=_block(simulation),
+            figures=json.dumps(kept, indent=1, ensure_ascii=False),
+        )
+    )
+
+
+def environment() -> Environment:
+    """The templates of this folder; all text in them is escaped."""
+    folder = resources.files(__package__)
+    load = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
+    return Environment(
+        loader=load,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
 
 

@@ -1,0 +1,47 @@
+"""The configuration of a simulated cluster: the paper's, changed by a file and by single values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moonpool.config import Config, parse_config
+from moonpool.config_schema import Values
+from moonpool.extensions import own_name
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.studies.hardware_files import read_text_file
+
+_ROOFLINE_KEYS = ("device", "shape", "decode_device", "attention_device")
+"""Values of these mean the catalogue's hardware, not the node that was measured."""
+
+
+def cluster_config(
+    config: str | Path | Mapping[str, Mapping[str, Any]] | Config | None, overrides: Values
+) -> Config:
+    """Lays `overrides` (table -> key -> value) over a TOML file or tables, and both over the
+    cluster of Mooncake's paper. A whole `Config` replaces that cluster. Raises ConfigError."""
+    text, given = "", overrides
+    if isinstance(config, Config):
+        given = _merged(msgspec.to_builtins(config), overrides)
+    elif isinstance(config, Mapping):
+        given = _merged(config, overrides)
+    elif config is not None:
+        text = read_text_file(config, "the config")
+    defaults = DEFAULTS
+    cluster, hardware = given.get("cluster", {}), given.get("hardware", {})
+    if cluster.get("mixed") and "prefill" not in cluster and "decode" not in cluster:
+        # Instead of the paper's instances, but in addition to those that a file names.
+        defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
+    if "cost" not in hardware and any(name in hardware for name in _ROOFLINE_KEYS):
+        given = _merged(given, {"hardware": {"cost": "roofline"}})
+    return parse_config(text, given, defaults, own_name)
+
+
+def _merged(tables: Mapping[str, Mapping[str, Any]], values: Values) -> dict[str, dict[str, Any]]:
+    merged = {name: dict(table) for name, table in tables.items()}
+    for table, keys in values.items():
+        merged.setdefault(table, {}).update(keys)
+    return merged

@@ -1,0 +1,159 @@
+"""Finds the cheapest cluster for a trace, for `moonpool.plan_cluster` and `moonpool plan`."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonpool.config import Config, ConfigError
+from moonpool.plan.candidate import NodeKind, Priced
+from moonpool.plan.demand import Layout, prepare, truth_for
+from moonpool.plan.offloading import with_rivals
+from moonpool.sim.hardware.prices import parse_prices
+from moonpool.studies.cluster import cluster_config
+from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
+from moonpool.studies.trace_rows import TraceRows, as_share, named_trace, open_scaled
+
+if TYPE_CHECKING:
+    from moonpool.plan.trial import Workload
+    from moonpool.trace.row import TraceRow
+
+
+class PlanResult:
+    """`summary` are the figures of `moonpool plan --json`."""
+
+    def __init__(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
+
+    def __repr__(self) -> str:
+        return f"<PlanResult: {self.advice}>"
+
+    @property
+    def advice(self) -> str:
+        """The plan in one sentence."""
+        return str(self.summary["advice"])
+
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The cheapest cluster as tables for `moonpool.simulate(config=...)`. Raises ValueError
+        if no cluster kept the SLOs."""
+        if self.summary["config"] is None:
+            raise ValueError(f"no cluster keeps the SLOs: {self.advice}")
+        tables: dict[str, dict[str, Any]] = self.summary["config"]
+        return tables
+
+
+def plan_cluster(
+    trace: str | Path | TraceRows,
+    *,
+    slo_ttft_s: float | None = None,
+    slo_tbt_s: float | None = None,
+    devices: str = "A800-SXM:8",
+    layout: Layout = "both",
+    config: str | Path | dict[str, dict[str, Any]] | Config | None = None,
+    cost: str | None = None,
+    catalogue_file: str | None = None,
+    prices_file: str | None = None,
+    attainment: float = 0.9,
+    confidence: float = 0.95,
+    seeds: int = 6,
+    runs: int = 400,
+    seed: int = 0,
+    time_limit_s: float = float("inf"),
+    requests: int | None = None,
+    speed: float = 1.0,
+    scale_tokens: str | float | Fraction = 1,
+    trace_format: str = "auto",
+    processes: int = 1,
+) -> PlanResult:
+    """Finds the cheapest cluster that keeps the SLOs on a trace, as `moonpool plan` does.
+
+    More than one of `processes` are spawned: a script that asks for them needs
+    `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
+    """
+    from moonpool.plan.advice import broken_by_fewer, sentence
+    from moonpool.plan.assess import Assessor, PlanGoal
+    from moonpool.plan.bounds import Bounds
+    from moonpool.plan.search import Planner
+    from moonpool.plan.tables import figures_of
+    from moonpool.plan.workforce import Workforce
+
+    slo = {"ttft_s": slo_ttft_s, "tbt_s": slo_tbt_s}
+    given = {name: value for name, value in slo.items() if value is not None}
+    base, kinds = base_and_kinds(cluster_config(config, {"slo": given}), devices, cost)
+    rows = open_scaled(trace, requests, speed, as_share(scale_tokens), trace_format)
+    workload, priced = priced_workload(
+        tuple(rows), rows.info.block_tokens, base, kinds, catalogue_file, prices_file
+    )
+    kinds = with_rivals(kinds, priced.prices)
+    prepared = prepare(workload, base, kinds, priced, attainment, layout)
+    goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
+    with Workforce(workload, processes) as workforce:
+        assessor = Assessor(workforce, prepared.base, goal, priced, lambda what, done: None)
+        bounds = Bounds(workload, prepared.base, prepared.demand)
+        found = Planner(assessor, prepared, bounds).plan()
+        around = found.neighbours if found.complete else ()
+        fewer = broken_by_fewer(around, assessor.in_full)
+    words = sentence(found, fewer, prepared.base.slo, goal, prepared.shares_prefixes)
+    figures = figures_of(found, fewer, words, prepared, goal, priced)
+    run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
+    return PlanResult(figures | {"run": named_trace(trace) | run})
+
+
+def base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:
+    """The configuration that all candidates change, and the nodes that `devices` names. Raises
+    ConfigError."""
+    names = [name.strip() for name in devices.split(",") if name.strip()]
+    kinds = [kind for name in names for kind in _node_kinds(name, base)]
+    if not kinds:
+        raise ConfigError("--devices names none: give one or more of the catalogue, with commas")
+    return truth_for(base, list(dict.fromkeys(kinds)), cost), list(dict.fromkeys(kinds))
+
+
+def _node_kinds(text: str, base: Config) -> list[NodeKind]:
+    """Returns the kind of node, or those of all sizes where no number is given."""
+    own, plus, attention = text.partition("+")
+    if plus:
+        return [NodeKind(*_devices(own.strip(), base), *_devices(attention.strip(), base))]
+    if ":" in own:
+        return [NodeKind(*_devices(own, base))]
+    most = base.hardware.devices_per_node
+    sizes = [size for size in (1, 2, 4, 8) if size < most]
+    return [NodeKind(own, size) for size in (*sizes, most)]
+
+
+def _devices(text: str, base: Config) -> tuple[str, int]:
+    name, colon, number = text.partition(":")
+    if not colon:
+        return name, base.hardware.devices_per_node
+    if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 64:
+        raise ConfigError(
+            f"--devices: {text!r} should be a device and how many a node has, 1 to 64"
+        )
+    return name, int(number)
+
+
+def priced_workload(
+    rows: tuple[TraceRow, ...],
+    block_tokens: int,
+    base: Config,
+    kinds: list[NodeKind],
+    catalogue_file: str | None,
+    prices_file: str | None,
+) -> tuple[Workload, Priced]:
+    """What candidates are simulated with, and what they cost. Raises ConfigError."""
+    from moonpool.plan.trial import Workload
+    from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
+
+    catalogue, profile = read_catalogue_and_profile(base, catalogue_file)
+    if profile is not None and len(kinds) > 1:
+        raise ConfigError("a profile was measured on one kind of node: name one of --devices")
+    text = "" if prices_file is None else read_text_file(prices_file, "the price file")
+    prices = parse_prices(text, catalogue)
+    kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
+    workload = Workload(rows, block_tokens, catalogue, profile)
+    stages = base.engine.pipeline_parallel_size  # which each candidate counts itself
+    prefills = prefill_nodes(base).nodes_per_prefill // stages
+    nodes = prefills, decode_nodes(base).nodes_per_prefill
+    return workload, Priced(prices, kv_bytes, *nodes)

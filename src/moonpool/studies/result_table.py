@@ -1,0 +1,58 @@
+"""A table of figures: columns by name, as Python values, as CSV, or as a pandas DataFrame."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class ResultTable:
+    """Columns of equal length. Iterating yields each row as a dict; None is a missing value."""
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        self.columns = dict(columns)
+        self._num_rows = len(next(iter(self.columns.values()))) if self.columns else 0
+        assert all(len(column) == self._num_rows for column in self.columns.values())
+
+    @classmethod
+    def from_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> ResultTable:
+        """The table of these rows, each with one value for each name."""
+        return cls({name: [row[index] for row in rows] for index, name in enumerate(names)})
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for values in zip(*self.columns.values(), strict=True):
+            yield dict(zip(self.columns, values, strict=True))
+
+    def __getitem__(self, name: str) -> Sequence[Any]:
+        """The column of that name. Raises KeyError."""
+        return self.columns[name]
+
+    def __repr__(self) -> str:
+        return f"<ResultTable of {len(self):,} rows: {', '.join(self.columns)}>"
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame`. Raises ImportError where pandas is not installed."""
+        return _pandas().DataFrame(self.columns)
+
+    def to_csv(self, path: str | Path) -> None:
+        """Writes a header and the rows, missing values as empty fields. Raises OSError."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(self.columns)
+            writer.writerows(zip(*self.columns.values(), strict=True))
+
+
+def _pandas() -> ModuleType:
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError("to_pandas() needs pandas: pip install pandas") from None
+    return pandas  # type: ignore[no-any-return]

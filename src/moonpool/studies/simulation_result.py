@@ -1,0 +1,90 @@
+"""What a simulation yields: figures, tables of requests, instances and time, and a page."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moonpool.config import Config
+from moonpool.sim.metrics import rounded
+from moonpool.studies.result_table import ResultTable
+
+if TYPE_CHECKING:
+    from moonpool.sim.simulation import Simulation
+    from moonpool.studies.request_log import RequestLog
+
+
+class SimulationResult:
+    """`summary` are the figures of `moonpool simulate --json`; `config` is the whole
+    configuration."""
+
+    def __init__(
+        self, simulation: Simulation, summary: dict[str, Any], requests: RequestLog
+    ) -> None:
+        self.summary = summary
+        self._simulation = simulation
+        self._requests = requests
+
+    def __repr__(self) -> str:
+        found = self.summary
+        return (
+            f"<SimulationResult of {found['run']['trace']}: {found['effective']:,} of"
+            f" {found['requests']:,} requests within both SLOs, TTFT p90"
+            f" {found['ttft_s']['p90']:.3g} s, hit ratio {found['cache']['hit_ratio']:.3f}>"
+        )
+
+    @property
+    def config(self) -> Config:
+        return self._simulation.config
+
+    @property
+    def simulation(self) -> Simulation:
+        """The whole simulation. Its attributes may change in any release."""
+        return self._simulation
+
+    @cached_property
+    def requests(self) -> ResultTable:
+        """One row per request, in order of arrival."""
+        return self._requests.table()
+
+    @cached_property
+    def timeline(self) -> ResultTable:
+        """Load, queues and counts over the simulated time; `time_s` is the first column."""
+        timeline = self._simulation.timeline
+        return ResultTable.from_rows(("time_s", *timeline.names), timeline.rows)
+
+    @cached_property
+    def instances(self) -> ResultTable:
+        """One row per instance: its role, its pool, and the share of the run it computed."""
+        simulation = self._simulation
+        span_s = max(simulation.clock.now, 1e-9)
+        tokens = simulation.hardware.layout.block_tokens
+        rows = [
+            (
+                *(str(name), node.info.role.value, node.instance.num_blocks * tokens),
+                rounded(min(node.engine.figures.busy_s / span_s, 1.0)),
+                node.engine.figures.prefill_tokens,
+                node.engine.figures.decode_tokens,
+            )
+            for name, node in simulation.nodes.items()
+        ]
+        names = ("instance", "role", "pool_tokens", "busy_share", "prefill_tokens", "decode_tokens")
+        return ResultTable.from_rows(names, rows)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the figures as JSON, for `moonpool report` and `compare`. Raises OSError."""
+        text = msgspec.json.format(msgspec.json.encode(self.summary), indent=2)
+        Path(path).write_bytes(text + b"\n")
+
+    def report(self, path: str | Path, command: str = "moonpool.simulate(...)") -> None:
+        """Writes the page of `simulate --report`, which names `command`. Raises OSError."""
+        Path(path).write_text(self.html(command), encoding="utf-8")
+
+    def html(self, command: str = "moonpool.simulate(...)") -> str:
+        """The page as text."""
+        from moonpool.sim.report.page import render_report
+
+        return render_report(self._simulation, self.summary, command, self.summary["run"]["trace"])

@@ -1,0 +1,88 @@
+"""Trace formats from outside the package: a parser of single lines, named "module:Name".
+
+docs/extending.md describes the interface. The reader does the rest, as for built-in formats: it
+sorts, counts from the first request, and names the line in every error.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from moonpool.config import ConfigError
+from moonpool.extensions import find_object, make_object
+from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceError
+
+KEY = "trace format"
+
+
+class OwnParser:
+    """Calls the user's `parse`, and checks what it returns."""
+
+    ignored: tuple[str, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        """Raises TraceError."""
+        try:
+            found = find_object(KEY, name)
+            parser = make_object(KEY, name, found) if isinstance(found, type) else found
+        except ConfigError as error:
+            raise TraceError(str(error)) from None
+        self._parse = getattr(parser, "parse", parser)
+        if not callable(self._parse):
+            raise TraceError(f"{KEY} {name}: it needs a method parse(line)")
+        self.format = name
+        self.block_tokens = self._whole(parser, "block_tokens")
+        self.header_lines = self._whole(parser, "header_lines")
+        self.units_per_s = getattr(parser, "units_per_s", 1.0)
+        if not isinstance(self.units_per_s, int | float) or not 0 < self.units_per_s < 1e12:
+            raise TraceError(f"{KEY} {name}: its units_per_s must be a number above 0")
+
+    def _whole(self, parser: Any, attribute: str) -> int:
+        value = getattr(parser, attribute, 0)
+        if not isinstance(value, int) or value < 0:
+            raise TraceError(f"{KEY} {self.format}: its {attribute} must be a whole number >= 0")
+        return value
+
+    def parse(self, line: bytes) -> ParsedRow | None:
+        """Raises LineError, whatever the user's parser does."""
+        try:
+            found = self._parse(line)
+        except LineError:
+            raise
+        except Exception as error:
+            text = f"{self.format} fails with {type(error).__name__}: {error}"
+            raise LineError(" ".join(text.split())) from error
+        return None if found is None else self._checked(found)
+
+    def _checked(self, found: Any) -> ParsedRow:
+        try:
+            row = ParsedRow(*found)
+        except TypeError:
+            raise LineError(
+                f"{self.format} returned {type(found).__name__}: it must return None or (time,"
+                " input_tokens, output_tokens), then hash_ids and session if it has them"
+            ) from None
+        if not isinstance(row.time, int | float) or not isfinite(row.time):
+            raise LineError(f"{self.format} returned the time {row.time!r}, which is no number")
+        for what, tokens in (("prompt", row.input_tokens), ("answer", row.output_tokens)):
+            if not isinstance(tokens, int) or not 0 < tokens <= MAX_LENGTH_TOKENS:
+                raise LineError(
+                    f"{self.format} returned {tokens!r} tokens of {what}: give a whole number from"
+                    f" 1 to {MAX_LENGTH_TOKENS:,}, or return None to leave the line out"
+                )
+        ids = tuple(row.hash_ids)
+        self._check_ids(ids, row.input_tokens)
+        return row._replace(hash_ids=ids, session=str(row.session))
+
+    def _check_ids(self, ids: tuple[Any, ...], input_tokens: int) -> None:
+        if not self.block_tokens:
+            if ids:
+                raise LineError(f"{self.format} returned hash_ids: say how long blocks are, too")
+            return
+        num_blocks = -(-input_tokens // self.block_tokens)
+        if len(ids) != num_blocks or not all(isinstance(i, int) and 0 <= i < 2**63 for i in ids):
+            raise LineError(
+                f"{self.format} returned {len(ids)} hash_ids: {input_tokens:,} tokens in blocks of"
+                f" {self.block_tokens} need {num_blocks}, each a whole number >= 0"
+            )
