@@ -19,6 +19,7 @@ from benchmarks.cli.engine import (
     sarathi,
     tensor,
 )
+from benchmarks.cli.faults import faults
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
@@ -50,6 +51,7 @@ bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)
 bench.add_command(fronts)
+bench.add_command(faults)
 bench.add_command(plan)
 bench.add_command(admission)
 bench.add_command(speculation)

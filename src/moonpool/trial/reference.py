@@ -23,7 +23,7 @@ MAX_SHIFT_TOKENS = 3
 MAX_REPLACED_BYTES = 24
 
 
-class Difference(msgspec.Struct):
+class AnswerDifference(msgspec.Struct):
     """What a comparison found. `kind` is that of the first difference."""
 
     kind: Kind = "right"
@@ -46,10 +46,10 @@ class Reference:
         self.pieces = pieces if self.has_logprobs else _split(answer.text)
         self._suffixes = [b"".join(self.pieces[at:]) for at in range(len(self.pieces) + 1)]
 
-    def compare(self, answer: Answer) -> Difference:
+    def compare(self, answer: Answer) -> AnswerDifference:
         """Compares the text of a whole answer. Without logprobs a difference other than missing
         or doubled tokens is `unclear`."""
-        found = Difference()
+        found = AnswerDifference()
         if answer.text == self.text:
             return found
         text = answer.text.encode()
@@ -76,7 +76,7 @@ class Reference:
             self._note_longer(found, text[position:])
         return found
 
-    def _note_longer(self, found: Difference, rest: bytes) -> None:
+    def _note_longer(self, found: AnswerDifference, rest: bytes) -> None:
         """The answer goes on where the reference ended."""
         if self.finish != "length":  # its end is a token whose alternatives are not known
             self._note(found, "near_tie" if self.has_logprobs else "unclear", len(self.pieces), 0)
@@ -89,7 +89,7 @@ class Reference:
             )
 
     @staticmethod
-    def _note(found: Difference, kind: Kind, at: int, num_tokens: int) -> None:
+    def _note(found: AnswerDifference, kind: Kind, at: int, num_tokens: int) -> None:
         if found.kind == "right":
             found.kind, found.at_token = kind, at
         if kind == "wrong":

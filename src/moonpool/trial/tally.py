@@ -18,7 +18,7 @@ import msgspec
 
 from moonpool.trial.answer import Answer
 from moonpool.trial.conversations import Question
-from moonpool.trial.reference import Difference, Reference
+from moonpool.trial.reference import AnswerDifference, Reference
 
 PROVEN_P = 0.01
 GRANTED_SHARE = 0.001
@@ -97,7 +97,7 @@ class Tally:
             self._show(question, answer, f"{found.kind} at token {found.at_token}")
 
     @staticmethod
-    def _add(phase: Phase, found: Difference) -> None:
+    def _add(phase: Phase, found: AnswerDifference) -> None:
         phase.kinds[found.kind] += 1
         phase.wrong_tokens += found.wrong_tokens
         phase.missing_tokens += found.missing_tokens
