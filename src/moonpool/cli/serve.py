@@ -41,6 +41,7 @@ _SHARED_KEYS = (
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
     "pool.ssd_folder",
+    "pool.keep_memory",
     "pool.prefix_caching",
     "pool.eviction",
     "mooncake.master_server_address",

@@ -92,6 +92,7 @@ def cluster_secret() -> bytes:
     "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
+@click.option("--kept-memory", "kept", nargs=2, hidden=True)
 @click.option("--exit-with-head", is_flag=True, help="End when the head ends.")
 def worker(
     role: str,
@@ -104,6 +105,7 @@ def worker(
     place: str | None,
     cores: str,
     other_cores: str,
+    kept: tuple[str, str] | None,
     exit_with_head: bool,
 ) -> None:
     """Start one instance, which takes model and settings from the head it joins."""
@@ -137,7 +139,7 @@ def worker(
             from moonpool.runtime.worker import Worker
 
             own = (Role(role), InstanceId(name), machine, host, secret, share)
-            running = Worker(*own, num_stages, num_ranks)
+            running = Worker(*own, num_stages, num_ranks, kept)
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
         await running.run(head_host.strip("[]"), int(port), reconnect=not exit_with_head)
 
