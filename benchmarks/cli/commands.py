@@ -9,11 +9,13 @@ import click
 
 from benchmarks.cli.admission import admission
 from benchmarks.cli.attention import attention
+from benchmarks.cli.conversations import conversations
 from benchmarks.cli.engine import engine, formats, pipeline, quantization, sarathi, tensor
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
 from benchmarks.cli.reuse import prefetch, reuse
+from benchmarks.cli.speculation import speculation
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -31,6 +33,7 @@ bench.add_command(agreement)
 bench.add_command(overload)
 bench.add_command(colocated)
 bench.add_command(peers_live)
+bench.add_command(conversations)
 bench.add_command(engine)
 bench.add_command(quantization)
 bench.add_command(formats)
@@ -40,6 +43,7 @@ bench.add_command(tensor)
 bench.add_command(fronts)
 bench.add_command(plan)
 bench.add_command(admission)
+bench.add_command(speculation)
 
 
 @bench.command()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, get_args
 
+from msgspec import Meta
+
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, check_names, convert_tables, parse_toml
 from moonpool.config_schema import choices as choices
@@ -30,6 +32,11 @@ Quantization = Literal["none", "int8", "int4"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
+LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+SpeculativeMethod = Literal["ngram"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
@@ -66,6 +73,13 @@ class ModelConfig(Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+    lora_modules: Annotated[
+        tuple[str, ...],
+        about(
+            "A LoRA adapter, which requests choose as their model; several may follow the flag.",
+            metavar="NAME=PATH...",
+        ),
+    ] = ()
     chat_template: Annotated[
         str, about("File with a chat template (Jinja) in place of the model's own.")
     ] = ""
@@ -303,6 +317,16 @@ class ParallelConfig(Struct, frozen=True):
         return self.num_stages * self.num_ranks
 
 
+class SpeculativeConfig(Struct, frozen=True):
+    """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
+    earlier in it, or in what cached blocks of the same tenant say came next."""
+
+    method: SpeculativeMethod
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 4
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+
+
 class EngineConfig(Struct, frozen=True):
     """`kind`: the engine of the instances; "vllm": running vLLM servers, each behind one instance
     (see `VllmConfig`). `device`: on "cuda", weights and KVCache are in the memory of the first GPU
@@ -330,6 +354,10 @@ class EngineConfig(Struct, frozen=True):
     staggered_decodes: Annotated[
         bool, about("Decode two half batches in turn, so that model and attention workers overlap.")
     ] = False
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        about('Verify guessed tokens, such as with {"method": "ngram"}.', metavar="JSON"),
+    ] = None
     pipeline_parallel_size: Annotated[
         int,
         about(
@@ -425,6 +453,10 @@ class HardwareConfig(Struct, frozen=True):
     parallelism: Annotated[
         Parallelism, about("How the nodes of one prefill instance share a prompt.")
     ] = "tp"
+    draft_acceptance: Annotated[
+        float,
+        about("Share of right drafts among those after right ones.", ge=0, le=1),
+    ] = 0.0
     ssd_read_bytes_per_s: Annotated[
         float,
         about(
@@ -507,6 +539,30 @@ class ApiConfig(Struct, frozen=True):
             le=86_400,
         ),
     ] = 25.0
+    event_log_bytes: Annotated[
+        int,
+        about(
+            "Memory for the Conductor's last events, which `moonpool rewind` replays; 0: none.",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 32 << 20
+
+
+class TelemetryConfig(Struct, frozen=True):
+    """What the cluster says about itself beside `/metrics`. Local workers take over the level and
+    the format of the head's log lines."""
+
+    log_level: Annotated[
+        LogLevel,
+        about("Least level of log lines; auto takes MOONPOOL_LOG_LEVEL of the environment."),
+    ] = "auto"
+    log_format: Annotated[
+        LogFormat, about("Form of log lines; auto takes MOONPOOL_LOG_FORMAT of the environment.")
+    ] = "auto"
+    log_requests: Annotated[
+        bool, about("Log one line for each ended request, with the time of each stage.")
+    ] = False
 
 
 class Config(Struct, frozen=True):
@@ -522,6 +578,7 @@ class Config(Struct, frozen=True):
     vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 def parse_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 
 from moonpool.config import (
@@ -10,6 +11,7 @@ from moonpool.config import (
     EVICTIONS,
     PLACEMENTS,
     Config,
+    ConfigError,
     is_own_policy,
     vllm_place,
 )
@@ -50,6 +52,8 @@ def check_values(config: Config) -> None:
         require(getattr(config.hardware, name) < inf, f"hardware.{name}", "a finite number")
     _check_attention(config)
     _check_stages(config)
+    _check_adapters(config)
+    _check_speculation(config)
     _check_vllm(config)
     _check_policies(config)
     require(
@@ -63,6 +67,34 @@ def check_values(config: Config) -> None:
             "api.api_keys",
             "non-empty ASCII texts without spaces",
         )
+
+
+_LORA_MODULE = re.compile(r"([A-Za-z0-9][\w./:-]{0,199})=(.+)", re.ASCII)
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """Parses NAME=PATH. Raises ConfigError."""
+    match = _LORA_MODULE.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"model.lora_modules has {text!r}: write NAME=PATH, with PEFT's folder of the adapter"
+        )
+    return match[1], match[2]
+
+
+def _check_adapters(config: Config) -> None:
+    names = [lora_module(text)[0] for text in config.model.lora_modules]
+    if not names:
+        return
+    own = config.model.served_name or config.model.name
+    name = "model.lora_modules"
+    require(len({own, *names}) == len(names) + 1, name, "names that differ, also from the model's")
+    require(len(names) <= 256, name, "at most 256 adapters")
+    if config.engine.kind == "vllm":
+        return
+    require(config.engine.num_shards == 1, name, "empty with tensor-parallel ranks")
+    require(not config.cluster.attention, name, "empty with attention workers")
+    require(config.engine.device != "cuda", name, 'empty while engine.device is "cuda"')
 
 
 def _check_autoscale(config: Config) -> None:
@@ -120,6 +152,23 @@ def _check_vllm(config: Config) -> None:
         "conductor.role_balance",
         '"off" or "advise" with engine.kind "vllm": a vLLM stays what it was started as',
     )
+
+
+def _check_speculation(config: Config) -> None:
+    name, speculative = "engine.speculative_config", config.engine.speculative_config
+    if speculative is None:
+        return
+    require(
+        speculative.prompt_lookup_min <= speculative.prompt_lookup_max,
+        f"{name}.prompt_lookup_min",
+        f"at most prompt_lookup_max, which is {speculative.prompt_lookup_max}",
+    )
+    require(
+        config.engine.kind == "moonpool",
+        name,
+        'left out with engine.kind "vllm": start the vLLM servers with --speculative-config',
+    )
+    require(config.engine.device == "cpu", name, 'left out unless engine.device is "cpu"')
 
 
 def _check_stages(config: Config) -> None:

@@ -20,6 +20,10 @@ Values = dict[str, dict[str, Any]]
 """Values of a configuration: table -> key -> value."""
 
 
+BAD_TOML = (tomllib.TOMLDecodeError, RecursionError)
+"""What tomllib raises for text that is no TOML, or that nests too deeply."""
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the text says what is wrong and what to do."""
 
@@ -87,7 +91,7 @@ def parse_toml(text: str, config: type[msgspec.Struct]) -> Values:
     """Reads TOML text into tables. Raises ConfigError: bad TOML, an unknown table or key."""
     try:
         tables: Values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except BAD_TOML as error:
         raise ConfigError(f"the config is not valid TOML: {error}") from None
     check_names(tables, config)
     return tables

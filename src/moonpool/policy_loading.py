@@ -35,6 +35,13 @@ def load_policies(config: ConductorConfig) -> Policies:
     return Policies(placement, admission)
 
 
+def own_classes(policies: Policies) -> tuple[Any, ...]:
+    """The classes, or the functions, that policies from outside the package are made of."""
+    adapters = (policies.placement, policies.admission)
+    own = [getattr(each, "policy", each) for each in adapters if each is not None]
+    return tuple(each if hasattr(each, "__qualname__") else type(each) for each in own)
+
+
 def load_eviction(name: str) -> None:
     """Makes the named eviction policy known to `make_eviction`. Raises ConfigError."""
     if not is_own_policy(name):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 import msgspec
 
@@ -18,6 +18,10 @@ BlockKey = NewType("BlockKey", bytes)
 """Content name of one full block: 16 bytes, chained to its parent (see `protocol.block_hash`)."""
 BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
+
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message: their text may be no UTF-8, or they nest too
+deeply."""
 
 
 class Role(StrEnum):
@@ -42,6 +46,11 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+Pooling = Literal["none", "last", "mean"]
+"""How the final hidden states of a prompt become its embedding: that of the last token, or the mean
+of all. "none": a token is drawn instead."""
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +88,7 @@ class SamplingParams(Struct, frozen=True):
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     grammar: str = ""  # the answer must match it (see `engine.grammar`); "": no constraint
+    pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
 
 
 SAMPLING_RANGES = {
@@ -100,11 +110,15 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 class Token(Struct, frozen=True, array_like=True):
     """One generated token. The first one brings the logprobs of the prompt from its second token
-    on, if `SamplingParams.prompt_logprobs` asks for them."""
+    on, if `SamplingParams.prompt_logprobs` asks for them.
+
+    With `SamplingParams.pooling`, it is no token but brings the prompt's `embedding`: little-endian
+    float32, of length 1."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     prompt: tuple[TokenLogprobs, ...] | None = None
+    embedding: bytes = b""
 
 
 class Request(Struct, frozen=True):
@@ -113,7 +127,8 @@ class Request(Struct, frozen=True):
     `tenant` salts the block keys: requests of different tenants never share a block.
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
-    None: they follow from the tokens.
+    None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
+    none. Block keys contain it.
     """
 
     request_id: RequestId
@@ -125,6 +140,7 @@ class Request(Struct, frozen=True):
     tenant: str = ""
     use_cache: bool = True
     keys: tuple[BlockKey, ...] | None = None
+    adapter: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

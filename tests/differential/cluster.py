@@ -131,6 +131,7 @@ class Node:
             max_sequences=16,
             prefix_caching=options.get("prefix_caching", True),
             layer_wise_load=options.get("layer_wise_load", False),
+            speculative=options.get("speculative"),
         )
         self.gates = LayerGates()
         self.instance = Instance(config, self.layout, 256, role, options.get("cost", FREE), ())
@@ -228,12 +229,14 @@ class MiniCluster:
         self.missed_steps += len(waits.missed)
         node.engine._model.forward = forward  # type: ignore[method-assign]
         drawing = [e for e in step.entries if e.draw]
-        for row, entry in enumerate(drawing):
-            if entry not in waits.sound():
-                continue
-            position = entry.start + len(entry.new_token_ids)
-            self.outcomes[entry.attempt_id].logits[position] = seen[0][row]
-        return StepEnded(result.tokens, result.seconds, waits.missed)
+        row = 0
+        for entry in drawing:
+            first = entry.start + len(entry.new_token_ids) - entry.num_drafts
+            further = result.further.get(step.entries.index(entry), ())
+            for number in range(1 + len(further)) if entry in waits.sound() else ():
+                self.outcomes[entry.attempt_id].logits[first + number] = seen[0][row + number]
+            row += 1 + entry.num_drafts
+        return StepEnded(result.tokens, result.seconds, waits.missed, further=result.further)
 
     def _hear(self, report: Any) -> None:
         match report:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.differential.plans import EXACT_OPS, missing
+from tests.differential.plans import EXACT_OPS, OPS_NAMES, missing
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=EXACT_OPS)
 def ops_name(request: pytest.FixtureRequest) -> str:
+    why = missing(request.param)
+    if why is not None:
+        pytest.skip(why)
+    return str(request.param)
+
+
+@pytest.fixture(params=OPS_NAMES)
+def each_ops_name(request: pytest.FixtureRequest) -> str:
     why = missing(request.param)
     if why is not None:
         pytest.skip(why)

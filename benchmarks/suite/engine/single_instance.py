@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from itertools import count
 
-from moonpool.config import Quantization
+import msgspec
+
+from moonpool.config import Quantization, SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import empty_cache
@@ -32,7 +35,7 @@ FREE = FittedCost(prefill=(0.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
 
 
 class SoloInstance:
-    """Answers batches of prompts, greedily."""
+    """Answers batches of prompts."""
 
     def __init__(
         self,
@@ -52,18 +55,52 @@ class SoloInstance:
         ops = choose_ops(dtype, quantization=quantization)
         self.engine = Engine(loaded, ops, cache)
         config = InstanceConfig(chunk_tokens=chunk_tokens, prefix_caching=prefix_caching)
+        self._config = config
         self._instance = Instance(
             config, layout, layout.blocks_for(kv_tokens), Role.MIXED, FREE, ()
         )
         self._ids = count()
 
+    def with_drafts(self, settings: SpeculativeConfig, cost: FittedCost) -> SoloInstance:
+        """An instance like this one, with the same weights and blocks of its own, whose decodes
+        have drafts."""
+        other = copy(self)
+        cache = empty_cache(self.layout, self._instance.pool.num_blocks)
+        other.engine = copy(self.engine)
+        other.engine._cache = cache
+        other._config = msgspec.structs.replace(self._config, speculative=settings)
+        other._instance = Instance(
+            other._config, self.layout, self._instance.pool.num_blocks, Role.MIXED, cost, ()
+        )
+        return other
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals of the instance's state machine."""
+        return self._instance.counters
+
     def generate(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Generation:
-        """Answers all prompts together, each with as many tokens as `lengths` says."""
+        """Answers all prompts together, greedily, each with as many tokens as `lengths` says."""
+        return self.answer(prompts, lengths, temperature=0.0)
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        temperature: float,
+        seed: int = 0,
+    ) -> Generation:
+        """As `generate`, with draws; each prompt has a seed of its own."""
         generation = Generation()
         began_s = time.perf_counter()
         actions: list[WorkerAction] = []
-        for prompt, num_tokens in zip(prompts, lengths, strict=True):
-            sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True)):
+            sampling = SamplingParams(
+                temperature=temperature,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                seed=1000 * seed + number,
+            )
             work = AttemptSpec(
                 attempt_id=AttemptId(str(next(self._ids))),
                 token_ids=tuple(prompt),
@@ -90,7 +127,7 @@ class SoloInstance:
 
     def _run(self, step: RunStep) -> StepEnded:
         result = self.engine.step(step.entries)
-        return StepEnded(result.tokens, result.seconds)
+        return StepEnded(result.tokens, result.seconds, further=result.further)
 
     def _note(
         self, actions: Sequence[WorkerAction], generation: Generation, seconds: float

@@ -44,6 +44,7 @@ class VllmTarget(Struct, frozen=True):
     eager: bool = False
     shape: Shape = "one"
     batched_tokens: int = 0  # 0: the cluster's
+    kv_tokens: int = 0  # of KVCache per process; 0: vLLM's choice
 
 
 @contextmanager
@@ -94,6 +95,8 @@ def _server(
         "--max-num-batched-tokens": peer.batched_tokens or max(cluster.chunk_tokens, 1),
         "--max-num-seqs": cluster.max_sequences,
     }
+    if peer.kv_tokens:
+        options["--num-gpu-blocks-override"] = peer.kv_tokens // int(options["--block-size"])
     flags += ("--enforce-eager",) if peer.eager else ()
     on = format_cores(cores)
     return VllmServer(peer.python, cluster.model, on, options, flags, environment)

@@ -23,11 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.embeddings import Embedder
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
-from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
+from moonpool.api.http_context import ActiveCalls, BodyMemory, HttpContext, request_id_of
 from moonpool.api.http_protocol import limited_protocol
 from moonpool.api.keys import KeyRing
 from moonpool.api.live_page import LivePage
@@ -53,7 +54,9 @@ def make_app(
     options = options or ApiOptions()
     bodies = bodies or BodyReader(frontend, options)
     memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
-    generator = Generator(frontend, options, bodies)
+    active = ActiveCalls()
+    generator = Generator(frontend, options, bodies, active)
+    embedder = Embedder(frontend, options, bodies, active)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
     live_page = LivePage(frontend)
@@ -77,6 +80,7 @@ def make_app(
         routes=[
             route("/v1/chat/completions", generator.chat, "POST"),
             route("/v1/completions", generator.complete, "POST"),
+            route("/v1/embeddings", embedder.embed, "POST"),
             route("/v1/responses", generator.respond, "POST"),
             message_route("/v1/messages", generator.message),
             message_route("/v1/messages/count_tokens", inspector.count_tokens),
@@ -100,6 +104,7 @@ def make_app(
             route("/cluster/drain", controller.drain, "POST"),
             route("/beliefs", inspector.beliefs),
             route("/cluster/events", live_page.events),
+            route("/cluster/event_log", inspector.event_log),
             route("/", live_page.page, open_to_all=True),
         ],
         exception_handlers={HTTPException: _routing_error},

@@ -135,6 +135,17 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    input: str | list[str | int | list[int]] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: Any = None
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either `prompt` or `messages`."""
 

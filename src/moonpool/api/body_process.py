@@ -18,10 +18,18 @@ from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 
-from moonpool.api.bodies import ChatBody, CompletionBody
+from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
-from moonpool.api.preparation import CHAT, COMPLETION, MESSAGES, RESPONSES, PreparedCall, Preparer
+from moonpool.api.preparation import (
+    CHAT,
+    COMPLETION,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    PreparedCall,
+    Preparer,
+)
 from moonpool.api.responses import ResponsesBody
 from moonpool.api.tools import Tools
 from moonpool.engine.tokenizer import Tokenizer
@@ -31,7 +39,14 @@ from moonpool.transfer.parent import end_with
 from moonpool.types import Struct
 
 Kind = Literal[
-    "chat", "completion", "responses", "messages", "count_tokens", "tokenize", "detokenize"
+    "chat",
+    "completion",
+    "embeddings",
+    "responses",
+    "messages",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
 ]
 BYTE_TOKENIZER = "bytes"  # as in `engine.builtin`, which would import torch
 MAX_REST_BYTES = 1 << 20
@@ -109,7 +124,8 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
         gone |= {"prompt": None}
     rest = msgspec.json.encode(msgspec.structs.replace(body, **gone))
     if original is not None:
-        field = "input" if isinstance(original, ResponsesBody) else "messages"
+        has_input = isinstance(original, ResponsesBody | EmbeddingsBody)
+        field = "input" if has_input else "messages"
         original = msgspec.structs.replace(original, **{field: None})
     kept = b"" if original is None else msgspec.json.encode(original)
     if len(rest) + len(kept) > MAX_REST_BYTES:
@@ -131,9 +147,10 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         token_ids = array("i")
         token_ids.frombytes(data)
         prompts.append(tuple(token_ids))
-    if kind == "completion":
+    if kind in ("completion", "embeddings"):
         body: CompletionBody | ChatBody = COMPLETION.decode(done.body)
-        return PreparedCall(body, prompts, done.grammar, echoes=done.echoes)
+        embedded = EMBEDDINGS.decode(done.original) if kind == "embeddings" else None
+        return PreparedCall(body, prompts, done.grammar, echoes=done.echoes, original=embedded)
     chat = CHAT.decode(done.body)
     original: Any = None
     if done.original:

@@ -32,7 +32,7 @@ class Inspector:
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
-        self._names = options.served_names or (frontend.card.model_id,)
+        self._names = options.names(frontend.card)
 
     async def models(self, context: HttpContext) -> None:
         data = [self._model(name) for name in self._names]
@@ -88,6 +88,11 @@ class Inspector:
         _check_admin(context)
         await _respond(context, self._frontend.beliefs())
 
+    async def event_log(self, context: HttpContext) -> None:
+        """The log holds the token ids of all tenants' prompts and answers."""
+        _check_admin(context)
+        await context.respond(200, self._frontend.event_log(), b"application/octet-stream")
+
     async def explain(self, context: HttpContext) -> None:
         """Takes a request id or the id of a response."""
         given_id = context.scope["path_params"]["request_id"]
@@ -125,13 +130,14 @@ class Inspector:
 
     def _model(self, name: str) -> dict[str, Any]:
         card = self._frontend.card
+        root = next((a.root for a in card.adapters if a.name == name), None)
         return {
             "id": name,
             "object": "model",
             "created": card.created_s,
             "owned_by": "moonpool",
-            "root": card.model_id,
-            "parent": None,
+            "root": card.model_id if root is None else root,
+            "parent": None if root is None else self._names[0],
             "max_model_len": card.max_model_tokens,
             # Anthropic's names
             "type": "model",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.types import FinishReason, Request, RequestId, Slo, Struct, Token
+from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
+
+
+class AdapterCard(Struct, frozen=True):
+    """One LoRA adapter: its name for clients, the value of `Request.adapter`, and its folder."""
+
+    name: str
+    adapter: str
+    root: str
 
 
 class ModelCard(Struct, frozen=True):
@@ -21,8 +29,16 @@ class ModelCard(Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
+    embedding_size: int = 0  # numbers in an embedding; 0: the engine computes none
+    pooling: Pooling = "last"
+    adapters: tuple[AdapterCard, ...] = ()
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
+
+    def adapter_of(self, name: str | None) -> str:
+        """Returns what `Request.adapter` is for a model's name; "" for the model itself."""
+        found = (card.adapter for card in self.adapters if card.name == name)
+        return next(found, "")
 
 
 class Output(Struct, frozen=True):
@@ -67,7 +83,7 @@ class Frontend(Protocol):
     request_timeout_s: float
     now: Callable[[], float]
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """Yields outputs until one has a finish reason. May raise `RequestRefused` at any point.
 
         Closing the iterator early (client gone, stop string found) aborts the request everywhere.
@@ -110,6 +126,10 @@ class Frontend(Protocol):
         """Returns the learned cost corrections, which `simulate --beliefs` reads."""
         ...
 
+    def event_log(self) -> bytes:
+        """Returns the Conductor's last events, as `moonpool rewind` reads them."""
+        ...
+
     def server_info(self) -> dict[str, Any]: ...
 
     def not_ready(self) -> str:
@@ -144,6 +164,10 @@ class ApiOptions:
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
     chat_template: str = ""
     """The source of a template that these processes use in place of the tokenizer's own."""
+
+    def names(self, card: ModelCard) -> tuple[str, ...]:
+        """Returns the names of models that clients may use, the model's own first."""
+        return (self.served_names or (card.model_id,)) + tuple(a.name for a in card.adapters)
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):

@@ -24,7 +24,7 @@ from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import HttpContext, scoped_id
+from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.sampling import (
@@ -63,14 +63,16 @@ class _Call:
 class Generator:
     """Serves the generating endpoints through one frontend."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions, bodies: BodyReader):
+    def __init__(
+        self, frontend: Frontend, options: ApiOptions, bodies: BodyReader, active: ActiveCalls
+    ):
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
-        self._names = options.served_names or (frontend.card.model_id,)
+        self._names = options.names(frontend.card)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
-        self._active: set[str] = set()
+        self._active = active
 
     async def chat(self, context: HttpContext) -> None:
         await self._answer(await self._call("chat", context), self._chat_shape)
@@ -145,17 +147,8 @@ class Generator:
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
         """Yields the call's request id and its choices, none of which is running yet."""
-        tenant, request_id = call.context.tenant, call.context.request_id
-        if scoped_id(tenant, request_id) in self._active:
-            # Two calls of a tenant may share an X-Request-Id; requests may not.
-            request_id = f"{request_id}-{secrets.token_hex(8)}"
-        scoped = scoped_id(tenant, request_id)
-        choices = self._choices(call, scoped)
-        self._active.add(scoped)
-        try:
-            yield request_id, choices
-        finally:
-            self._active.discard(scoped)
+        with self._active.begin(call.context) as (request_id, scoped):
+            yield request_id, self._choices(call, scoped)
 
     def _choices(self, call: _Call, request_id: str) -> list[Choice]:
         frontend, prepared = self._frontend, call.prepared
@@ -181,6 +174,7 @@ class Generator:
                     arrived_s=call.arrived_s,
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
+                    adapter=card.adapter_of(body.model),
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                 )
                 choice = Choice(index, request, ending, tokenizer, reader() if reader else None)

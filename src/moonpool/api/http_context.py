@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -36,6 +38,30 @@ def scoped_id(tenant: str, request_id: str) -> str:
     A further answer of the same call has "~1" and so on at its end, which no client's id contains.
     """
     return f"{tenant}/{request_id}" if tenant else request_id
+
+
+class ActiveCalls:
+    """The calls that generate or embed now."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @contextmanager
+    def begin(self, context: HttpContext) -> Iterator[tuple[str, str]]:
+        """Yields the call's request id, and the id within the server."""
+        request_id = context.request_id
+        if scoped_id(context.tenant, request_id) in self._ids:
+            # Two calls of a tenant may share an X-Request-Id; requests may not.
+            request_id = f"{request_id}-{secrets.token_hex(8)}"
+        scoped = scoped_id(context.tenant, request_id)
+        self._ids.add(scoped)
+        try:
+            yield request_id, scoped
+        finally:
+            self._ids.discard(scoped)
 
 
 class BodyMemory:

@@ -5,8 +5,11 @@ line, then optionally the tenant's name and its share:
 
     # key                tenant   share
     sk-4f1c2e...         search   2
-    sk-90ab77...         chat
+    sha256:9f86d081...   chat
     sk-operator-...      admin
+
+A key may stand as "sha256:" and its digest (`printf %s "$KEY" | sha256sum`), so that the file does
+not give it away.
 """
 
 from __future__ import annotations
@@ -16,11 +19,17 @@ import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+KEYS_VARIABLE = "MOONPOOL_API_KEY"
+"""API keys in the environment, separated by commas or spaces."""
+ADMIN_KEY_VARIABLE = "MOONPOOL_ADMIN_KEY"
 ADMIN = "admin"
 """The tenant that sees and steers the whole cluster."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SHARE = 1000.0
+_HASHED = "sha256:"
 
 
 class KeyFileError(ValueError):
@@ -44,6 +53,20 @@ class ApiKeys:
 NO_KEYS = ApiKeys()
 
 
+def read_keys(given: tuple[str, ...], path: str, environment: Mapping[str, str]) -> ApiKeys:
+    """Reads the keys of configuration, file ("": none) and environment. Raises KeyFileError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8") if path else ""
+        named = environment.get(KEYS_VARIABLE, "").replace(",", " ").split()
+        operator = environment.get(ADMIN_KEY_VARIABLE, "").strip()
+        return collect_keys((*given, *named), text, operator)
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"cannot read the API keys in {path}: {error}") from None
+    except KeyFileError as error:
+        where = path or f"{KEYS_VARIABLE} and {ADMIN_KEY_VARIABLE}"
+        raise KeyFileError(f"API keys ({where}): {error}") from None
+
+
 def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiKeys:
     """Joins keys of the configuration, of a key file and of the operator. Raises KeyFileError."""
     tenants = {key: f"key{number}" for number, key in enumerate(given)}
@@ -65,6 +88,8 @@ def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiK
     for key in tenants:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise KeyFileError("a key must be ASCII text without spaces")
+        if key.startswith(_HASHED) and not _DIGEST.fullmatch(key):
+            raise KeyFileError("a hashed key is sha256: and 64 hexadecimal digits")
     return ApiKeys(tenants, shares)
 
 
@@ -89,7 +114,7 @@ class KeyRing:
     """Recognises keys. It keeps their hashes only, and takes the same time whichever matches."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        self._tenants = [(_digest(key.encode()), tenant) for key, tenant in tenants.items()]
+        self._tenants = [(_kept_digest(key), tenant) for key, tenant in tenants.items()]
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -101,6 +126,13 @@ class KeyRing:
             if hmac.compare_digest(digest, given):
                 found = tenant
         return found
+
+
+def _kept_digest(key: str) -> bytes:
+    """The digest of a key, or the one that stands in its place."""
+    if _DIGEST.fullmatch(key):
+        return bytes.fromhex(key.removeprefix(_HASHED))
+    return _digest(key.encode())
 
 
 def _digest(key: bytes) -> bytes:

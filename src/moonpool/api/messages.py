@@ -15,7 +15,7 @@ from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, miss
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
 from moonpool.api.tools import ToolCallDelta
-from moonpool.types import FinishReason
+from moonpool.types import MALFORMED, FinishReason
 
 _encode = msgspec.json.encode
 Block = dict[str, Any]
@@ -287,7 +287,7 @@ def _shown(block: Block) -> Block | None:
         return block
     try:
         found = msgspec.json.decode(block["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         return None
     return {key: value for key, value in block.items() if key != "arguments"} | {"input": found}
 

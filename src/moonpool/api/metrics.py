@@ -59,6 +59,13 @@ _TOTALS = (
         "Number of prompt tokens found in the prefix cache.",
         "cached_tokens",
     ),
+    ("vllm:spec_decode_num_drafts", "Number of drafts verified.", "drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Number of draft tokens verified.", "draft_tokens"),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Number of draft tokens that were right.",
+        "accepted_draft_tokens",
+    ),
     ("moonpool:corrupt_slices", "Number of layer slices with a wrong checksum.", "corrupt_slices"),
     (
         "moonpool:recomputed_tokens",
@@ -302,6 +309,11 @@ class ServerMetrics(Collector):
 
     def add_recomputed_tokens(self, count: int) -> None:
         self._totals["recomputed_tokens"] += count
+
+    def add_drafts(self, drafts: int, draft_tokens: int, accepted_tokens: int) -> None:
+        self._totals["drafts"] += drafts
+        self._totals["draft_tokens"] += draft_tokens
+        self._totals["accepted_draft_tokens"] += accepted_tokens
 
     def add_step_seconds(self, role: str, seconds: float) -> None:
         """Adds the compute time of engines of one role."""

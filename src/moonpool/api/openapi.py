@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute, Route
 
-from moonpool.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from moonpool.api.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    TokenizeBody,
+)
 from moonpool.api.endpoints import DrainBody, installed_version
 from moonpool.api.messages import CountTokensBody, MessagesBody
 from moonpool.api.responses import ResponsesBody
@@ -17,6 +23,7 @@ from moonpool.api.responses import ResponsesBody
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingsBody,
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
@@ -28,6 +35,7 @@ _SUMMARIES = {
     "/": "The live page, with a list of the endpoints.",
     "/v1/chat/completions": "Answer a chat, whole or as server-sent events.",
     "/v1/completions": "Continue prompts, whole or as server-sent events.",
+    "/v1/embeddings": "Convert texts to vectors.",
     "/v1/responses": "Answer in OpenAI's format of responses.",
     "/v1/messages": "Answer in Anthropic's format.",
     "/v1/messages/count_tokens": "Count the prompt tokens of a message.",
@@ -46,6 +54,7 @@ _SUMMARIES = {
     "/explain/{request_id}": "Where a request went and why, and where its time went.",
     "/cluster": "The instances with their pools and loads.",
     "/cluster/events": "A frame of the live page each second, as server-sent events.",
+    "/cluster/event_log": "The last events of the Conductor, for `moonpool rewind`.",
     "/cluster/hot": "The most used prefixes.",
     "/reset_prefix_cache": "Forget all cached blocks that no request holds.",
     "/cluster/drain": "Let an instance hand over its hottest blocks and leave.",
@@ -55,7 +64,11 @@ _SUMMARIES = {
 _EVENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _TEXT = frozenset({"/reset_prefix_cache", "/metrics", "/health", "/ping"})
 _JSON = "application/json"
-_KINDS = {"/": "text/html", "/cluster/events": "text/event-stream"}
+_KINDS = {
+    "/": "text/html",
+    "/cluster/events": "text/event-stream",
+    "/cluster/event_log": "application/octet-stream",
+}
 
 
 def openapi_document(routes: Sequence[BaseRoute]) -> bytes:

@@ -18,6 +18,7 @@ from moonpool.api.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     TokenizeBody,
     check_unsupported,
     decode_body,
@@ -32,6 +33,7 @@ from moonpool.api.sampling import (
     check_prompt_logprobs,
     check_ranges,
     check_token_ids,
+    context_exceeded,
 )
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
@@ -39,11 +41,14 @@ from moonpool.engine.tokenizer import Tokenizer
 
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
+EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
 RESPONSES = msgspec.json.Decoder(ResponsesBody)
 MESSAGES = msgspec.json.Decoder(messages.MessagesBody)
 _COUNT_TOKENS = msgspec.json.Decoder(messages.CountTokensBody)
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+MAX_INPUTS = 2048
+"""Most texts of one call for embeddings, as at OpenAI."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class Preparer:
     def __init__(self, tokenizer: Tokenizer, card: ModelCard, options: ApiOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._names = options.served_names or (card.model_id,)
+        self._names = options.names(card)
         self.use(card)
 
     def use(self, card: ModelCard) -> None:
@@ -105,6 +110,25 @@ class Preparer:
         Tools(chat)
         prompt = await self._prompts.read_chat(chat)
         return msgspec.json.encode({"input_tokens": len(prompt)})
+
+    async def embeddings(self, raw: bytes) -> PreparedCall:
+        body = decode_body(EMBEDDINGS, raw)
+        check_model(body.model, self._names)
+        size = self.card.embedding_size
+        if not size:
+            text = "The engine of this server does not compute embeddings."
+            raise ApiError(text, status=404, code="unsupported_endpoint")
+        if body.dimensions is not None and not 1 <= body.dimensions <= size:
+            text = f"'dimensions' must be between 1 and {size}, the size of the model's embeddings."
+            raise ApiError(text, param="dimensions")
+        prompt = CompletionBody(
+            model=body.model, prompt=body.input, add_special_tokens=body.add_special_tokens
+        )
+        prompts = await self._prompts.read_completion(prompt, MAX_INPUTS, "input")
+        for prompt_ids in prompts:
+            if len(prompt_ids) > self.card.max_model_tokens:
+                raise context_exceeded(len(prompt_ids), self.card.max_model_tokens, "input")
+        return PreparedCall(prompt, prompts, "", original=body)
 
     async def tokenize(self, raw: bytes) -> bytes:
         """Returns the response of `/tokenize`."""

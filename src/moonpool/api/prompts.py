@@ -149,20 +149,21 @@ class PromptReader:
         return body.tools
 
     async def read_completion(
-        self, body: CompletionBody, most_prompts: int
+        self, body: CompletionBody, most_prompts: int, param: str = "prompt"
     ) -> list[tuple[int, ...]]:
+        """`param` is the field's name in the client's body."""
         prompt = body.prompt
         if prompt is None:
-            raise missing_parameter("prompt")
+            raise missing_parameter(param)
         sources = _sources(prompt)
         if len(sources) > most_prompts:
-            text = f"'prompt' may hold at most {most_prompts} prompts, not {len(sources)}."
-            raise ApiError(text, param="prompt")
+            text = f"'{param}' may hold at most {most_prompts} prompts, not {len(sources)}."
+            raise ApiError(text, param=param)
         if not sources:
-            raise ApiError("'prompt' must not be empty.", param="prompt")
+            raise ApiError(f"'{param}' must not be empty.", param=param)
         add_special_tokens = body.add_special_tokens is not False
         num_chars = sum(len(source) for source in sources if isinstance(source, str))
-        return [await self._read_one(s, add_special_tokens, num_chars) for s in sources]
+        return [await self._read_one(s, add_special_tokens, num_chars, param) for s in sources]
 
     def echoes(self, body: CompletionBody, prompts: Sequence[tuple[int, ...]]) -> list[str]:
         """Returns the text of each prompt: what the client sent, or its token ids decoded."""
@@ -173,23 +174,23 @@ class PromptReader:
         ]
 
     async def _read_one(
-        self, source: Any, add_special_tokens: bool, num_chars: int
+        self, source: Any, add_special_tokens: bool, num_chars: int, param: str
     ) -> tuple[int, ...]:
         if not source:
-            raise ApiError("'prompt' must not be empty.", param="prompt")
+            raise ApiError(f"'{param}' must not be empty.", param=param)
         if isinstance(source, str):
-            token_ids = await self.encode(source, add_special_tokens, "prompt", num_chars)
+            token_ids = await self.encode(source, add_special_tokens, param, num_chars)
             if not token_ids:
-                raise ApiError("'prompt' has no tokens.", param="prompt")
+                raise ApiError(f"'{param}' has no tokens.", param=param)
             return token_ids
         if not isinstance(source, list) or not all(isinstance(token, int) for token in source):
             raise ApiError(
-                "Invalid type for 'prompt': a string, a list of strings, a list of token ids or a "
-                "list of lists of token ids is expected.",
-                param="prompt",
+                f"Invalid type for '{param}': a string, a list of strings, a list of token ids or "
+                "a list of lists of token ids is expected.",
+                param=param,
                 code="invalid_type",
             )
-        check_token_ids(source, self._card.vocab_size, "prompt")
+        check_token_ids(source, self._card.vocab_size, param)
         return tuple(source)
 
     def chat_text(

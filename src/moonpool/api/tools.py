@@ -18,6 +18,7 @@ import msgspec
 
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
+from moonpool.types import MALFORMED
 
 MOST_TOOLS = 128
 _MOST_CALLS = 32
@@ -131,7 +132,7 @@ class _Calls:
         """Decodes one call or a list of calls. Returns None if the text is something else."""
         try:
             found = msgspec.json.decode(source)
-        except (msgspec.DecodeError, RecursionError):
+        except MALFORMED:
             return None
         calls = found if isinstance(found, list) else [found]
         deltas: list[ToolCallDelta] = []

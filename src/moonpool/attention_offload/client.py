@@ -56,7 +56,7 @@ from moonpool.transfer.arena import ArenaError
 from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, authenticate_frames
 from moonpool.transfer.errors import DeadlineError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.types import InstanceId, Struct
+from moonpool.types import MALFORMED, InstanceId, Struct
 
 DIAL_S = 5.0
 ATTACH_S = 60.0  # the worker may have to make an arena first
@@ -141,7 +141,7 @@ class AttentionClient:
             try:
                 while True:
                     on_event(EVENT.decode(receive_any(self._frames)))
-            except (TransportError, msgspec.DecodeError) as error:
+            except (TransportError, *MALFORMED) as error:
                 why = str(error)
             finally:
                 self.close()

@@ -13,8 +13,6 @@ import socket
 import threading
 import time
 
-import msgspec
-
 from moonpool.attention_offload.channel import (
     AttentionChannel,
     AttentionChannelError,
@@ -51,7 +49,7 @@ from moonpool.transfer.arena import ArenaError
 from moonpool.transfer.auth import AuthError, Identity, ServerHandshake, authenticate_frames
 from moonpool.transfer.errors import TransportError
 from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.types import InstanceId
+from moonpool.types import MALFORMED, InstanceId
 
 HANDSHAKE_S = 5.0
 SEND_S = 5.0
@@ -150,7 +148,7 @@ class AttentionService:
         except (AuthError, TransportError, AttentionChannelError, OSError) as error:
             if not self._closing:
                 log.warning("closed a connection: %s", error)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             log.warning("closed a connection with malformed messages: %s", error)
         finally:
             with self._lock:

@@ -7,7 +7,7 @@ import socket
 
 import click
 
-from moonpool.cli.output import set_up_logging
+from moonpool.cli.logs import set_up_logging
 from moonpool.gc_tuning import settle_threads
 
 

@@ -14,6 +14,7 @@ from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError
 from moonpool.trace.row import TraceError, TraceInfo, TraceRow
 from moonpool.trace.transform import scale_trace
+from moonpool.types import MALFORMED
 
 if TYPE_CHECKING:
     from moonpool.cost.fitted import FittedCost
@@ -85,7 +86,7 @@ def open_catalogue_and_profile(
         text = read_text(config.hardware.cost, "the profile")
         try:
             profile = msgspec.json.decode(text, type=Profile)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             fail(f"{config.hardware.cost} is no profile of `moonpool profile --json`: {error}")
         _check_profile(profile, config.hardware.cost)
     return catalogue, profile

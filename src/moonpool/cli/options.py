@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isnan
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
+import msgspec
 
 from moonpool.cli.inputs import read_text
 from moonpool.cli.output import fail
@@ -40,6 +42,20 @@ class NumberRange(click.FloatRange):
 
 
 FACTOR = NumberRange(min=0.01, max=100.0)
+
+
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """A JSON object, as vLLM takes the settings of one feature."""
+
+    name = "json"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(value, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
 
 
 class _TokenShare(click.ParamType[Fraction]):
@@ -83,7 +99,11 @@ catalogue_option = click.option(
 url_option = click.option(
     "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
 )
-api_key_option = click.option("--api-key", help="Bearer key; OPENAI_API_KEY unless given.")
+api_key_option = click.option(
+    "--api-key",
+    help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
+    " unless given.",
+)
 ca_file_option = click.option(
     "--ca-file",
     default="",
@@ -123,6 +143,29 @@ first_seed_option = click.option(
 processes_option = click.option(
     "--processes", type=COUNT, help="Processes that simulate; one per core unless given."
 )
+
+POLICY_KEYS = (
+    "conductor.placement",
+    "conductor.admission",
+    "conductor.kvcache_balancing_threshold",
+    "conductor.load_limit",
+    "conductor.decode_prediction",
+    "conductor.inline_prefill",
+    "conductor.prefetch",
+    "conductor.replicate",
+    "conductor.spare_copies_first",
+    "conductor.max_attempts",
+    "conductor.learning",
+    "conductor.role_balance",
+    "conductor.role_balance_window_s",
+    "conductor.autoscale",
+    "conductor.autoscale_load",
+    "pool.ssd_admission",
+    "pool.eviction",
+    "pool.prefix_caching",
+    "engine.batching",
+)
+"""What decides, and so is the same in service and in a simulation."""
 
 _CLICK_TYPES: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 
@@ -164,6 +207,7 @@ class ConfigFlags:
         types: Mapping[str, click.ParamType[Any]] | None = None,
         helps: Mapping[str, str] | None = None,
     ) -> None:
+        self.keys = frozenset(keys)
         self._fields = tuple(schema_of(Config)[key] for key in keys)
         self._types = types or {}
         self._helps = helps or {}
@@ -222,8 +266,19 @@ def read_config(
     try:
         return parse_config(text, overrides, defaults)
     except ConfigError as error:
-        fail(str(error))
+        fail(f"{_origin(text, config_file)}{error}")
+
+
+def _origin(text: str, config_file: str | None) -> str:
+    """Names the file if its own text is wrong; "" where a flag is."""
+    try:
+        parse_config(text)
+    except ConfigError:
+        return f"{config_file}: "
+    return ""
 
 
 def _click_type(kind: Any) -> Any:
+    if get_origin(kind) is UnionType:  # a struct, or None
+        return JsonObject()
     return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _CLICK_TYPES[kind]

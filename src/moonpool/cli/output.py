@@ -1,9 +1,7 @@
-"""What commands write: errors of one line, log lines, and figures with their origin."""
+"""What commands write: errors of one line, and figures with their origin."""
 
 from __future__ import annotations
 
-import logging
-import os
 import platform
 import shutil
 import signal
@@ -24,19 +22,6 @@ def fail(message: str) -> NoReturn:
     sys.stderr.write(f"moonpool: {' '.join(message.split())}\n")
     sys.stderr.flush()
     raise SystemExit(1)
-
-
-def set_up_logging(name: str) -> None:
-    """Logs one line per message to stderr, with the process's name.
-
-    `MOONPOOL_LOG_LEVEL` sets the level.
-    """
-    level = os.environ.get("MOONPOOL_LOG_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        fail(f"MOONPOOL_LOG_LEVEL={level!r} is no log level; use DEBUG, INFO, WARNING or ERROR")
-    logging.basicConfig(
-        level=level, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
 
 
 def check_folders(*paths: str | None) -> None:

@@ -6,13 +6,13 @@ folder of a server that does not run.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from moonpool.cli.cluster_events import bearer_key
 from moonpool.cli.options import api_key_option, json_option, url_option
 from moonpool.cli.output import fail, write_json
 
@@ -229,7 +229,7 @@ def _request(
     """
     import httpx
 
-    key = api_key or os.environ.get("OPENAI_API_KEY")
+    key = bearer_key(api_key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     whole = f"{url.rstrip('/')}{path}"
     try:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +13,7 @@ import click
 import msgspec
 import uvloop
 
+from moonpool.cli.cluster_events import bearer_key
 from moonpool.cli.figures import replay_lines
 from moonpool.cli.inputs import read_text, trace_digest
 from moonpool.cli.options import (
@@ -30,6 +28,8 @@ from moonpool.cli.options import (
     url_option,
 )
 from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.cli.progress import progress
+from moonpool.types import MALFORMED
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -142,7 +142,7 @@ def replay(
         retries=retries,
         concurrency=concurrency,
         timeout_s=timeout_s,
-        api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
+        api_key=bearer_key(api_key),
         ca_file=ca_file,
         seed=seed,
     )
@@ -174,7 +174,7 @@ def _run(plan: ReplayPlan) -> dict[str, Any]:
         def on_ready(stop: Callable[[], None]) -> None:
             loop.add_signal_handler(signal.SIGINT, stop)
 
-        with _progress() as show:
+        with progress("replaying") as show:
             return await run_replay(plan, on_ready, show)
 
     try:
@@ -184,28 +184,6 @@ def _run(plan: ReplayPlan) -> dict[str, Any]:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Draws a bar of ended requests if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("replaying", total=None)
-        last_s = 0.0
-
-        def show(done: int, total: int) -> None:
-            nonlocal last_s
-            if time.monotonic() - last_s > 0.2:  # drawing is not free
-                last_s = time.monotonic()
-                progress.update(task, completed=done, total=total)
-
-        yield show
 
 
 @click.command()
@@ -241,7 +219,7 @@ def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
 def _read_figures(path: str) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(read_text(path, "the figures"))
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         fail(f"{path} is no JSON: {error}")
     if not isinstance(found, dict):
         fail(f"{path} holds no figures")

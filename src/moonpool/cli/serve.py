@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -16,8 +17,15 @@ import msgspec
 import uvloop
 from setproctitle import setproctitle
 
-from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, read_config
-from moonpool.cli.output import fail, set_up_logging
+from moonpool.cli.logs import choose_logging, set_up_logging
+from moonpool.cli.options import (
+    POLICY_KEYS,
+    ConfigFlags,
+    SectionedCommand,
+    config_option,
+    read_config,
+)
+from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError, vllm_place
 from moonpool.config_schema import Values
 from moonpool.cores import threads_per_process
@@ -37,24 +45,19 @@ _SHARED_KEYS = (
     "model.served_name",
     "model.max_model_tokens",
     "model.chat_template",
+    "model.lora_modules",
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
     "pool.ssd_folder",
     "pool.keep_memory",
-    "pool.prefix_caching",
-    "pool.eviction",
     "mooncake.master_server_address",
     "network.nixl",
     "slo.ttft_s",
     "slo.tbt_s",
-    "conductor.placement",
-    "conductor.admission",
-    "conductor.role_balance",
-    "conductor.autoscale",
-    "conductor.autoscale_load",
+    *POLICY_KEYS,
     "conductor.autoscale_webhook",
-    "conductor.kvcache_balancing_threshold",
+    "conductor.seed",
     "attention.partition",
     "attention.own_tokens",
     "engine.chunk_tokens",
@@ -64,6 +67,7 @@ _SHARED_KEYS = (
     "engine.decode_pipeline_parallel_size",
     "engine.tensor_parallel_size",
     "engine.decode_tensor_parallel_size",
+    "engine.speculative_config",
     "engine.pinning",
     "engine.device",
     "api.host",
@@ -76,8 +80,11 @@ _SHARED_KEYS = (
     "api.request_timeout_s",
     "api.drain_seconds",
     "api.max_body_bytes",
+    "telemetry.log_level",
+    "telemetry.log_format",
+    "telemetry.log_requests",
 )
-_SERVE_FLAGS = ConfigFlags(
+SERVE_FLAGS = ConfigFlags(
     "cluster.prefill",
     "cluster.decode",
     "cluster.mixed",
@@ -88,7 +95,7 @@ _SERVE_FLAGS = ConfigFlags(
     *_SHARED_KEYS,
     "network.head_port",
 )
-_HEAD_FLAGS = ConfigFlags(
+HEAD_FLAGS = ConfigFlags(
     *_SHARED_KEYS,
     "engine.kind",
     "network.head_host",
@@ -97,10 +104,29 @@ _HEAD_FLAGS = ConfigFlags(
 )
 
 
-@click.command(cls=SectionedCommand)
+LORA_FLAG = "--lora-modules"
+_LORA_MODULE = re.compile(r"[\w./-]+=.+", re.DOTALL)
+
+
+class _ServingCommand(SectionedCommand):
+    """A command whose flag for LoRA adapters takes several values, as vLLM's does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        listing = False
+        for arg in args:
+            is_module = listing and not arg.startswith("-") and _LORA_MODULE.fullmatch(arg)
+            if is_module and spread[-1] != LORA_FLAG:
+                spread.append(LORA_FLAG)
+            listing = arg == LORA_FLAG or bool(is_module)
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=_ServingCommand)
 @click.argument("model", required=False)
 @config_option
-@_SERVE_FLAGS.options(Config(), hidden=("network.head_port",))
+@SERVE_FLAGS.options(Config(), hidden=("network.head_port",))
 def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
@@ -110,9 +136,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     if places and model is None:
         model = _model_of(places[0])
-    if flags["mixed"] and flags["prefill"] is None and flags["decode"] is None:
-        flags["prefill"] = flags["decode"] = 0
-    config = _read(config_file, _SERVE_FLAGS.overrides(flags), model)
+    config = _read(config_file, serve_overrides(flags), model)
     cluster = config.cluster
     if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
@@ -121,10 +145,10 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     _run(config, launch=True, secret=secrets.token_bytes(32))
 
 
-@click.command(cls=SectionedCommand)
+@click.command(cls=_ServingCommand)
 @click.argument("model", required=False)
 @config_option
-@_HEAD_FLAGS.options(Config())
+@HEAD_FLAGS.options(Config())
 def head(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start the head alone. Workers join with `moonpool worker`.
 
@@ -132,11 +156,20 @@ def head(model: str | None, config_file: str | None, **flags: Any) -> None:
     """
     from moonpool.cli.worker import cluster_secret
 
-    config = _read(config_file, _HEAD_FLAGS.overrides(flags), model)
+    config = _read(config_file, HEAD_FLAGS.overrides(flags), model)
     if not config.network.head_port:
         network = msgspec.structs.replace(config.network, head_port=HEAD_PORT)
         config = msgspec.structs.replace(config, network=network)
     _run(config, launch=False, secret=cluster_secret())
+
+
+def serve_overrides(flags: dict[str, Any]) -> Values:
+    """Returns the values of the flags; `--mixed` alone starts no other instances."""
+    given = SERVE_FLAGS.overrides(flags)
+    cluster = given.get("cluster", {})
+    if cluster.get("mixed") and not {"prefill", "decode"} & set(cluster):
+        cluster |= {"prefill": 0, "decode": 0}
+    return given
 
 
 def _read(config_file: str | None, overrides: Values, model: str | None) -> Config:
@@ -185,6 +218,7 @@ def _open_worker_fork_server(config: Config, secret: bytes) -> ForkServer | None
 
 
 def _run(config: Config, launch: bool, secret: bytes) -> None:
+    choose_logging(config.telemetry)
     fork_server = _open_worker_fork_server(config, secret) if launch else None
     set_up_logging("head")
     from moonpool.runtime.cluster import ClusterError, run_cluster

@@ -13,6 +13,7 @@ import click
 from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped, trace_digest
 from moonpool.cli.options import (
     FACTOR,
+    POLICY_KEYS,
     ConfigFlags,
     NumberRange,
     SectionedCommand,
@@ -42,26 +43,15 @@ CLUSTER_KEYS = (
     "cluster.mixed",
     "cluster.attention",
     "attention.own_tokens",
-    "conductor.placement",
-    "conductor.admission",
-    "conductor.role_balance",
-    "conductor.autoscale",
-    "conductor.autoscale_load",
-    "conductor.decode_prediction",
-    "conductor.load_limit",
-    "conductor.kvcache_balancing_threshold",
-    "conductor.learning",
+    *POLICY_KEYS,
     "slo.ttft_s",
     "slo.tbt_s",
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
-    "pool.ssd_admission",
-    "pool.eviction",
-    "pool.prefix_caching",
     "engine.chunk_tokens",
     "engine.max_sequences",
-    "engine.batching",
+    "engine.speculative_config",
     "engine.pipeline_parallel_size",
     "engine.decode_pipeline_parallel_size",
     "engine.tensor_parallel_size",
@@ -72,6 +62,7 @@ CLUSTER_KEYS = (
     "hardware.devices_per_node",
     "hardware.nodes_per_prefill",
     "hardware.parallelism",
+    "hardware.draft_acceptance",
     "hardware.decode_device",
     "hardware.decode_devices_per_node",
     "hardware.attention_device",
@@ -79,7 +70,7 @@ CLUSTER_KEYS = (
 )
 """What describes a simulated cluster: its instances, policies and hardware."""
 CLUSTER_DEFAULTS = parse_config("", {}, DEFAULTS)
-_FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
+SIMULATE_FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
 MAX_INSTANT_S = 1e9
 
 RUN_PARAMETERS = (
@@ -102,7 +93,7 @@ RUN_PARAMETERS = (
 @click.command(cls=SectionedCommand)
 @trace_option
 @config_option
-@_FLAGS.options(CLUSTER_DEFAULTS)
+@SIMULATE_FLAGS.options(CLUSTER_DEFAULTS)
 @catalogue_option
 @click.option(
     "--speed",
@@ -219,7 +210,7 @@ def simulate(
     from moonpool.trace.row import TraceError
     from moonpool.trace.transform import scale_trace
 
-    config = read_cluster(config_file, _FLAGS.overrides(flags))
+    config = read_cluster(config_file, SIMULATE_FLAGS.overrides(flags))
     check_folders(json_file, report_file)
     began_s = time.perf_counter()
     try:

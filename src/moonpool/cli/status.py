@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 import click
 
-from moonpool.cli.options import api_key_option
+from moonpool.cli.cluster_events import NoFramesError, bearer_key, first_frame
+from moonpool.cli.options import api_key_option, ca_file_option
 from moonpool.cli.output import fail
-
-_TIMEOUT_S = 30.0
 
 
 @click.command()
 @click.argument("url", default="http://127.0.0.1:8000")
 @api_key_option
-def status(url: str, api_key: str | None) -> None:
+@ca_file_option
+def status(url: str, api_key: str | None, ca_file: str) -> None:
     """Show the cluster at URL in five lines: instances, load, requests, latencies and hits."""
-    for line in status_lines(_first_frame(url, api_key or os.environ.get("OPENAI_API_KEY"))):
+    try:
+        frame = first_frame(url, bearer_key(api_key), ca_file)
+    except NoFramesError as error:
+        fail(str(error))
+    for line in status_lines(frame):
         click.echo(line)
 
 
@@ -76,26 +78,3 @@ def _latency(found: dict[str, float] | None, slo_s: float) -> str:
         return f"- (SLO {1e3 * slo_s:g} ms)"
     shown = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in found.items())
     return f"{shown} (SLO {1e3 * slo_s:g} ms)"
-
-
-def _first_frame(url: str, key: str | None) -> dict[str, Any]:
-    """Ends the command with one line on any error."""
-    import httpx
-
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/')}/cluster/events"
-    frame = None
-    try:
-        with httpx.stream("GET", address, headers=headers, timeout=_TIMEOUT_S) as events:
-            if events.status_code in (401, 503):
-                fail(str(json.loads(events.read())["error"]["message"]))
-            events.raise_for_status()
-            data = (line[6:] for line in events.iter_lines() if line.startswith("data: "))
-            frame = json.loads(next(data, "null"))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}; start one or correct the URL")
-    except (ValueError, KeyError, TypeError):
-        pass
-    if not isinstance(frame, dict) or "totals" not in frame:
-        fail(f"{url} is no moonpool server, or it is stopping: correct the URL")
-    return frame

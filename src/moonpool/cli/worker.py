@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Protocol, cast
 import click
 import uvloop
 
-from moonpool.cli.output import fail, set_up_logging
-from moonpool.config import ConfigError, VllmAddress, vllm_place
+from moonpool.cli.logs import choose_logging, log_options, set_up_logging
+from moonpool.cli.output import fail
+from moonpool.config import (
+    ConfigError,
+    LogFormat,
+    LogLevel,
+    TelemetryConfig,
+    VllmAddress,
+    vllm_place,
+)
 from moonpool.gc_tuning import settle_threads
 from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
@@ -93,6 +101,7 @@ def cluster_secret() -> bytes:
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
 @click.option("--kept-memory", "kept", nargs=2, hidden=True)
+@log_options
 @click.option("--exit-with-head", is_flag=True, help="End when the head ends.")
 def worker(
     role: str,
@@ -106,6 +115,8 @@ def worker(
     cores: str,
     other_cores: str,
     kept: tuple[str, str] | None,
+    log_level: LogLevel,
+    log_format: LogFormat,
     exit_with_head: bool,
 ) -> None:
     """Start one instance, which takes model and settings from the head it joins."""
@@ -113,6 +124,7 @@ def worker(
     if not head_host or not port.isdigit():
         fail(f"--head must be HOST:PORT, not {head_address!r}")
     name = name or f"{role}-{secrets.token_hex(3)}"
+    choose_logging(TelemetryConfig(log_level=log_level, log_format=log_format))
     set_up_logging(name)
     settle_threads()
     secret = cluster_secret()

@@ -73,11 +73,11 @@ class CustomAdmission:
 
     def __init__(self, name: str, policy: AdmissionPolicy) -> None:
         self.name = f"the admission policy {name}"
-        self._policy = policy
+        self.policy = policy
 
     def __call__(self, context: AdmissionContext) -> Rejection | None:
         """Raises PolicyError."""
-        result: object = guarded(self.name, lambda: self._policy(context))
+        result: object = guarded(self.name, lambda: self.policy(context))
         if result is None or isinstance(result, Rejection):
             return result
         if isinstance(result, str) and result:

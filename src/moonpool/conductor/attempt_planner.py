@@ -242,7 +242,7 @@ def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLa
     if request.keys is not None:
         tracked.keys = request.keys  # of the prompt only: generated tokens have no keys
     else:
-        root = root_key(layout.fingerprint, request.tenant)
+        root = root_key(layout.fingerprint, request.tenant, request.adapter)
         tracked.keys = block_keys(tokens, layout.block_tokens, root)
 
 
@@ -267,6 +267,7 @@ def _spec(
         keys=request.keys,
         tolerance=tolerance,
         max_step_s=planned.placement.max_step_s,
+        adapter=request.adapter,
     )
 
 

@@ -170,13 +170,13 @@ class CustomPlacement:
 
     def __init__(self, name: str, policy: PlacementPolicy) -> None:
         self.name = f"the placement policy {name}"
-        self._policy = policy
+        self.policy = policy
         self._score_decode: Callable[[SelectionContext, Floats], Floats | int] | None = getattr(
             policy, "score_decode", None
         )
 
     def __call__(self, context: SelectionContext) -> WorkerScores:
-        result = guarded(self.name, lambda: self._policy(context))
+        result = guarded(self.name, lambda: self.policy(context))
         if isinstance(result, WorkerScores):
             return result
         rank = self._scores(result, context, context.possible)

@@ -9,7 +9,7 @@ import msgspec
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.online import MAX_FACTOR
-from moonpool.types import InstanceId, Role, Struct
+from moonpool.types import MALFORMED, InstanceId, Role, Struct
 
 
 class InstanceRecord(Struct, frozen=True):
@@ -42,7 +42,7 @@ def parse_beliefs(text: str | bytes) -> CostEstimatorRecord:
     """Parses and checks a record. Raises RecordError."""
     try:
         record = msgspec.json.decode(text, type=CostEstimatorRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise RecordError(f"not a record of `moonpool profile --beliefs-of`: {error}") from None
     if not record.instances:
         raise RecordError(

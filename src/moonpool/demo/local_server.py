@@ -102,9 +102,12 @@ class LocalServer:
         self._process.wait()
 
     def last_words(self, num_lines: int = 5) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return " | ".join(lines[-num_lines:]) or "its log is empty"
+        return " | ".join(self.log_lines()[-num_lines:]) or "its log is empty"
+
+    def log_lines(self) -> list[str]:
+        """Returns what the server and its workers have logged so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace").strip().splitlines()
 
     def _is_healthy(self) -> bool:
         try:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.ops import Linear, Ops, QkNorm
-from moonpool.engine.packing import Weights, norm_weight, packed
+from moonpool.engine.packing import PlacedWeights, norm_weight, packed
 from moonpool.engine.spec import ModelSpec
 
 LATENT_EPS = 1e-6  # of norms of latents: checkpoints are trained with it, whatever rms_norm_eps is
@@ -15,7 +15,7 @@ LATENT_EPS = 1e-6  # of norms of latents: checkpoints are trained with it, whate
 class HeadsAttention:
     """The projections around grouped-query attention."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         self._ops = ops
         self._eps = spec.rms_eps
         self._qkv = packed(weights, ops, [f"{prefix}.{part}_proj" for part in "qkv"], spec.qkv_bias)
@@ -60,7 +60,7 @@ class LatentAttention:
 
     qk_norm: QkNorm | None = None
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         assert spec.latent is not None
         self._ops = ops
         self._latent = latent = spec.latent

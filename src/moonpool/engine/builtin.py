@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -32,13 +32,16 @@ from moonpool.engine.gguf.checkpoint import open_gguf
 from moonpool.engine.gguf.files import GGUF_SUFFIX, gguf_file
 from moonpool.engine.gguf.tokenizer import gguf_tokenizer
 from moonpool.engine.induction import InductionWeights
+from moonpool.engine.lora.adapter import Adapter, open_adapters
 from moonpool.engine.packing import Weights
+from moonpool.engine.pooling import stored_pooling
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import tensor_shapes
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.types import Pooling
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +67,30 @@ class LoadedModel:
     fingerprint: str
     tokenizer: str
     sampling: Mapping[str, float] = field(default_factory=dict)
+    pooling: Pooling = "last"  # of embeddings; "none": by a way that this engine does not compute
+    adapters: tuple[Adapter, ...] = ()
+    lora_modules: tuple[str, ...] = ()  # as given, so that another process opens the same adapters
+
+    @property
+    def adapter_numbers(self) -> dict[str, int]:
+        """The number of each LoRA adapter in a step, from 1 on, by its fingerprint."""
+        return {adapter.fingerprint: number for number, adapter in enumerate(self.adapters, 1)}
 
 
-def open_model(name: str, dtype: str) -> LoadedModel:
+def open_model(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> LoadedModel:
     """Opens a built-in model, a checkpoint folder or a Hugging Face id. Raises `ModelError`.
 
     dtype: "float32" or "bfloat16". Weights are read or made only when an engine packs them.
+    lora_modules: adapters, as NAME=PATH.
     """
+    model = _open_base(name, dtype)
+    if not lora_modules:
+        return model
+    adapters = open_adapters(lora_modules, model.spec, DTYPES[dtype])
+    return replace(model, adapters=adapters, lora_modules=lora_modules)
+
+
+def _open_base(name: str, dtype: str) -> LoadedModel:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")
     wanted = DTYPES[dtype]
@@ -85,7 +105,15 @@ def open_model(name: str, dtype: str) -> LoadedModel:
     found = gguf_file(name)
     if found is not None:
         read = open_gguf(found, wanted)
-        return LoadedModel(name, read.spec, read.weights, dtype, read.fingerprint, str(found))
+        return LoadedModel(
+            name,
+            read.spec,
+            read.weights,
+            dtype,
+            read.fingerprint,
+            str(found),
+            pooling=read.pooling,
+        )
     checkpoint = open_checkpoint(name, wanted)
     for note in checkpoint.spec.notes:
         logger.warning("model %s: %s", name, note)
@@ -99,6 +127,7 @@ def open_model(name: str, dtype: str) -> LoadedModel:
         checkpoint.fingerprint,
         str(folder),
         sampling,
+        stored_pooling(folder),
     )
 
 
@@ -118,11 +147,14 @@ class ModelInfo:
     tokenizer: str
     sampling: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    hidden_size: int = 0
+    pooling: Pooling = "none"  # of its embeddings; "none": this engine computes none
+    adapters: tuple[Adapter, ...] = ()
 
 
-def model_info(name: str, dtype: str) -> ModelInfo:
+def model_info(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> ModelInfo:
     """The info of a model that this engine computes. Raises `ModelError`."""
-    model = open_model(name, dtype)
+    model = open_model(name, dtype, lora_modules)
     spec = model.spec
     return ModelInfo(
         spec.vocab_size,
@@ -131,6 +163,9 @@ def model_info(name: str, dtype: str) -> ModelInfo:
         model.tokenizer,
         model.sampling,
         tuple(spec.notes),
+        spec.hidden_size,
+        model.pooling,
+        model.adapters,
     )
 
 

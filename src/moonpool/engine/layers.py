@@ -9,7 +9,7 @@ from torch import Tensor
 from moonpool.engine.attention import HeadsAttention, LatentAttention
 from moonpool.engine.mlp import ExpertsMlp, GatedMlp
 from moonpool.engine.ops import AttendRule, Ops, RopeTable
-from moonpool.engine.packing import Weights, norm_weight
+from moonpool.engine.packing import PlacedWeights, norm_weight
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.tensors import NORMS
 
@@ -30,7 +30,9 @@ class Layer:
     next_norm: Tensor | None  # before the next layer's attention, or the final norm
 
 
-def pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int, rope: RopeTable) -> Layer:
+def pack_layer(
+    spec: ModelSpec, weights: PlacedWeights, ops: Ops, layer: int, rope: RopeTable
+) -> Layer:
     """Loads and packs the weights of one layer."""
     prefix = f"model.layers.{layer}"
     names = NORMS[spec.norms]
@@ -56,7 +58,7 @@ def pack_layer(spec: ModelSpec, weights: Weights, ops: Ops, layer: int, rope: Ro
     )
 
 
-def _pack_mlp(spec: ModelSpec, weights: Weights, ops: Ops, layer: int) -> Mlp:
+def _pack_mlp(spec: ModelSpec, weights: PlacedWeights, ops: Ops, layer: int) -> Mlp:
     prefix = f"model.layers.{layer}.mlp"
     if spec.experts is not None and layer not in spec.experts.dense_layers:
         return ExpertsMlp(spec, weights, ops, prefix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moonpool.engine.ops import Gate, Ops
-from moonpool.engine.packing import Weights, packed
+from moonpool.engine.packing import PlacedWeights, packed
 from moonpool.engine.routing import route
 from moonpool.engine.spec import ModelSpec
 
@@ -14,7 +14,7 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)): [T, hidden] -> [T, hidden]."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: Ops, prefix: str, has_bias: bool
+        self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str, has_bias: bool
     ) -> None:
         self._ops = ops
         self._gate = Gate(spec.activation, spec.gate_alpha, spec.gate_limit)
@@ -33,7 +33,7 @@ class ExpertsMlp:
     A shard computes its own experts and a share of the shared ones; the sum over shards is whole.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         assert spec.experts is not None
         self._experts = own = spec.experts
         bias = weights.load(f"{prefix}.router.bias").float() if own.biases else None

@@ -7,10 +7,14 @@ only the `Ops` protocol. It does not allocate blocks and does not sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moonpool.engine.layers import pack_layer
+from moonpool.engine.lora.adapter import Adapter
+from moonpool.engine.lora.linear import LoraPacker
 from moonpool.engine.ops import (
     AttendArgs,
     HeadShape,
@@ -20,7 +24,7 @@ from moonpool.engine.ops import (
     RopeTable,
     StepMeta,
 )
-from moonpool.engine.packing import Weights, norm_weight
+from moonpool.engine.packing import PlacedWeights, Weights, norm_weight
 from moonpool.engine.quantized.matrix import Matrix, lookup
 from moonpool.engine.rope import no_rope, rope_table
 from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
@@ -51,21 +55,6 @@ class Ropes:
         return self._made[rope]
 
 
-class _Placed:
-    """Weights that are moved to a device as they are loaded."""
-
-    def __init__(self, weights: Weights, device: torch.device) -> None:
-        self._weights = weights
-        self._device = device
-
-    def load(self, name: str) -> Tensor:
-        return self._weights.load(name).to(self._device)
-
-    def matrix(self, name: str) -> Matrix:
-        on_cpu = self._device.type == "cpu"
-        return self._weights.matrix(name) if on_cpu else self.load(name)
-
-
 class DecoderModel:
     """Weights packed by `ops`, and the forward pass of a step's T rows.
 
@@ -85,8 +74,10 @@ class DecoderModel:
         layers: range | None = None,
         edges: bool = True,
         ropes: Ropes | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """`ropes` is given if another part of the model in this process has made the tables.
+        `adapters`: `StepMeta.adapters` names them by their place, from 1 on.
         Raises ModelError if `ops` do not compute what the model has."""
         self.spec = spec
         self.layers = range(spec.num_layers) if layers is None else layers
@@ -102,21 +93,21 @@ class DecoderModel:
         self._ops = ops
         self._scale = spec.scale()
         self.ropes = Ropes(spec, ops.device) if ropes is None else ropes
-        weights = _Placed(weights, ops.device)
+        lora = LoraPacker(adapters, ops)
+        self._adapter_rows = lora.rows
+        placed = PlacedWeights(weights, ops.device, lora)
         self._first_norm: Tensor | None = None
         self._embedding: Matrix | None = None
         self._head: Linear | None = None
         first_norm = NORMS[spec.norms].before_attention
         if self.begins and first_norm is not None:
-            self._first_norm = norm_weight(spec, weights, f"model.layers.0.{first_norm}.weight")
-        self._layers = {i: pack_layer(spec, weights, ops, i, self.ropes.of(i)) for i in self.layers}
+            self._first_norm = norm_weight(spec, placed, f"model.layers.0.{first_norm}.weight")
+        self._layers = {i: pack_layer(spec, placed, ops, i, self.ropes.of(i)) for i in self.layers}
         if edges and (self.begins or (self.ends and spec.tie_embeddings)):
-            self._embedding = weights.matrix("model.embed_tokens.weight")
+            self._embedding = placed.matrix("model.embed_tokens.weight")
         if edges and self.ends:
             tied = self._embedding if spec.tie_embeddings else None
-            self._head = ops.linear(
-                weights.matrix("lm_head.weight") if tied is None else tied, None
-            )
+            self._head = ops.linear(placed.matrix("lm_head.weight") if tied is None else tied, None)
         if not self.begins:
             self._embedding = None  # needed only to pack the tied LM head
 
@@ -229,9 +220,22 @@ class DecoderModel:
         token_ids [T] int64, wanted [W] row numbers -> [W, vocab] float32. After its KVCache is
         stored, the last layer computes only the wanted rows, since no other row is read.
         """
+        normed = self.hidden(token_ids, cache, meta, wanted, on_layer, before_attend)
+        return None if normed is None else self.logits(normed)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
+    ) -> Tensor | None:
+        """As `forward`, but returns the normed final hidden states: [W, hidden]."""
         start = self.embed(token_ids)
         done = self.advance(*start, cache, meta, wanted, on_layer, before_attend)
-        return None if done is None else self.logits(done[1])
+        return None if done is None else done[1]
 
     def advance(
         self,
@@ -248,6 +252,7 @@ class DecoderModel:
         After the model's last layer only the `wanted` rows remain, [W, hidden]; None without them.
         """
         last = self.spec.num_layers - 1
+        self._adapter_rows.begin(meta)
         for layer in self.layers:
             q = self.store(layer, self.qkv(layer, normed), cache, meta)
             if on_layer is not None:
@@ -259,5 +264,6 @@ class DecoderModel:
             attention = self.attend(layer, q, cache, meta)
             if layer == last and wanted is not None and len(wanted) < meta.num_rows:
                 attention, residual = attention[wanted], residual[wanted]
+                self._adapter_rows.keep(wanted)
             normed = self.output(layer, attention, residual)
         return residual, normed

@@ -49,6 +49,8 @@ class StepMeta:
     block_tables: Tensor  # [S, max_blocks] int32
     num_rows: int
     num_sequences: int
+    adapters: tuple[int, ...] = ()
+    """The LoRA adapter of each sequence, by its place from 1 on, 0 for none; (): none has one."""
 
 
 @dataclass(frozen=True, slots=True)

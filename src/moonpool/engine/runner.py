@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -26,12 +27,21 @@ from moonpool.engine.grammar import Grammars
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, SplitOps
 from moonpool.engine.parallel.tensor_model import ShardedModel
+from moonpool.engine.pooling import pool, pooled_rows
 from moonpool.engine.reference import ReferenceOps, ReferenceSplitOps
 from moonpool.engine.sampler import draw_of, sample, score
 from moonpool.engine.slices import INNER, LATENT_INNER, check_layout, sharded_inner
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.staggered import StaggeredModel
-from moonpool.engine.step import BeforeAttend, LayerDone, StepResult, plan_rows
+from moonpool.engine.step import (
+    BeforeAttend,
+    LayerDone,
+    StepError,
+    StepResult,
+    drawing_rows,
+    first_positions,
+    plan_rows,
+)
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token, TokenLogprobs
@@ -62,6 +72,9 @@ class Engine:
         self.ops_name = ops.name
         self.num_blocks = cache.blocks.shape[0]
         num_shards = 1 if sharded is None else sharded.num_shards
+        special = sharded is not None or staggered or ops.device.type != "cpu"
+        if model.adapters and special:
+            raise ValueError("LoRA adapters need a CPU engine without ranks and attention workers")
         if sharded is not None and sharded.group.num_ranks > 1:
             self.ops_name = f"{ops.name}, {sharded.group.num_ranks} ranks"
         expected = make_layout(model, cache.layout.block_tokens, ops, num_shards)
@@ -74,13 +87,17 @@ class Engine:
         self.grammars = grammars_of(model)
         self._cache = cache
         self._device = ops.device
+        self._adapters = model.adapter_numbers
         self.host_sync = host_sync
         self._model: Model
+        self._decoder: DecoderModel | None = None
         if sharded is not None:
             self._model = sharded
             return
         with torch.inference_mode():
-            decoder = DecoderModel(model.spec, model.weights, ops)
+            decoder = self._decoder = DecoderModel(
+                model.spec, model.weights, ops, adapters=model.adapters
+            )
             self._model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
@@ -96,8 +113,9 @@ class Engine:
         blocks is read. Raises `StepError`.
         """
         began_s = time.perf_counter()
-        drawing = [i for i, entry in enumerate(entries) if entry.draw is not None]
+        drawing = [i for i, e in enumerate(entries) if e.draw is not None and e.pooling == "none"]
         tokens: list[Token | None] = [None] * len(entries)
+        further: dict[int, tuple[Token, ...]] = {}
         void: set[int] = set()
 
         def wait(layer: int) -> Collection[int]:
@@ -106,21 +124,31 @@ class Engine:
             return void
 
         waits = None if before_attend is None else wait
-        scoring = [i for i, entry in enumerate(entries) if entry.targets]
-        if scoring:
-            logits, scored = self._forward_scoring(entries, drawing, scoring, on_layer, waits)
+        other = _OtherRows(entries)
+        if other.rows:
+            logits = self._forward_other(entries, drawing, other, on_layer, waits)
         else:
-            logits, scored = self._forward(entries, drawing, on_layer, waits), {}
+            logits = self._forward(entries, drawing, on_layer, waits)
         if logits is not None and void:
-            rows = [row for row, i in enumerate(drawing) if i not in void]
-            logits, drawing = logits[rows], [drawing[row] for row in rows]
+            of_row = [i for i in drawing for _ in range(1 + entries[i].num_drafts)]
+            logits = logits[[row for row, i in enumerate(of_row) if i not in void]]
+            drawing = [i for i in drawing if i not in void]
         if logits is not None and drawing:
             draws = [draw_of(entries[i], self.spec.eos_token_ids) for i in drawing]
-            ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
-            for i, token in zip(drawing, sample(logits, draws, ends, self.grammars), strict=True):
-                tokens[i] = token
-        sound = {i: found for i, found in scored.items() if i not in void}
-        return StepResult(tokens, time.perf_counter() - began_s, sound)
+            drawn = sample(logits, draws, first_positions(entries, drawing), self.grammars)
+            for i, found in zip(drawing, drawn, strict=True):
+                tokens[i] = found[0]
+                if len(found) > 1:
+                    further[i] = found[1:]
+        pooled: dict[int, bytes] = {}
+        for i, states in other.states.items():
+            embedding = None if i in void else pool(entries[i], states)
+            if isinstance(embedding, Token):
+                tokens[i] = embedding
+            elif embedding is not None:
+                pooled[i] = embedding
+        sound = {i: each for i, each in other.scored.items() if i not in void}
+        return StepResult(tokens, time.perf_counter() - began_s, sound, pooled, further)
 
     def logits(self, entries: Sequence[StepEntry]) -> Tensor:
         """Runs the step. Returns the logits after each sequence's last row: [S, vocab] float32."""
@@ -128,29 +156,42 @@ class Engine:
         assert logits is not None
         return logits
 
-    def _forward_scoring(
+    def _forward_other(
         self,
         entries: Sequence[StepEntry],
         drawing: list[int],
-        scoring: list[int],
+        other: _OtherRows,
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None,
-    ) -> tuple[Tensor | None, dict[int, list[TokenLogprobs]]]:
-        """Returns the logits of the drawing entries' last rows, and the logprobs of targets."""
-        counts = [len(entry.new_token_ids) for entry in entries]
-        begins = np.cumsum([0, *counts])
-        rows = [int(begins[i]) + row for i in scoring for row in range(len(entries[i].targets))]
-        last = [int(begins[i + 1]) - 1 for i in drawing]
+    ) -> Tensor | None:
+        """Returns the logits of the rows to draw from, and fills `other`."""
+        ends = np.array(other.begins[1:], dtype=np.int64) - 1
+        last = [int(row) for row in drawing_rows(entries, drawing, ends)]
+        scoring = [row for rows in other.scoring.values() for row in rows]
         # In rising order: a model that is asked for all rows returns them as they are.
-        wanted = sorted({*rows, *last})
-        logits = self._forward(entries, drawing, on_layer, before_attend, wanted)
-        assert logits is not None
+        wanted = sorted({*other.rows, *last})
         place = {row: number for number, row in enumerate(wanted)}
-        targets = [target for i in scoring for target in entries[i].targets]
-        most = [entries[i].num_logprobs for i in scoring for _ in entries[i].targets]
-        found = iter(score(logits[[place[row] for row in rows]], targets, most))
-        scored = {i: [next(found) for _ in entries[i].targets] for i in scoring}
-        return logits[[place[row] for row in last]] if last else None, scored
+
+        def at(rows: Iterable[int]) -> list[int]:
+            return [place[row] for row in rows]
+
+        if other.pooling:
+            if self._decoder is None:
+                raise StepError("an engine of several shards computes no embeddings")
+            states = self._forward(entries, drawing, on_layer, before_attend, wanted, True)
+            assert states is not None
+            other.states = {i: states[at(rows)] for i, rows in other.pooling.items()}
+            if not (scoring or last):
+                return None
+            with torch.inference_mode():
+                logits = self._decoder.logits(states[at([*scoring, *last])])
+            scores, drawn = logits[: len(scoring)], logits[len(scoring) :]
+        else:
+            found = self._forward(entries, drawing, on_layer, before_attend, wanted)
+            assert found is not None
+            scores, drawn = found[at(scoring)], found[at(last)]
+        other.score(entries, scores)
+        return drawn if last else None
 
     def _forward(
         self,
@@ -159,25 +200,55 @@ class Engine:
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None = None,
         wanted_rows: list[int] | None = None,
+        hidden: bool = False,
     ) -> Tensor | None:
-        """Returns the logits of `wanted_rows`, else of the last rows of the drawing entries."""
-        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
+        """Returns the logits of `wanted_rows`, else of the rows that the entries draw from. With
+        `hidden`, returns the states from which the logits follow."""
+        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         wanted = None
         if wanted_rows is not None:
             wanted = torch.tensor(wanted_rows, dtype=torch.int64, device=self._device)
         elif drawing:
-            wanted = torch.from_numpy(rows.last[drawing]).to(self._device)
+            wanted = torch.from_numpy(drawing_rows(entries, drawing, rows.last)).to(self._device)
         layer_done = on_layer
         if self.host_sync is not None:
             layer_done = self.host_sync.begin(rows.meta, announced=on_layer is not None)
         with torch.inference_mode():
             token_ids = rows.token_ids.to(self._device)
-            logits = self._model.forward(
-                token_ids, self._cache, rows.meta, wanted, layer_done, before_attend
-            )
+            forward = self._decoder.hidden if hidden and self._decoder else self._model.forward
+            logits = forward(token_ids, self._cache, rows.meta, wanted, layer_done, before_attend)
         if self.host_sync is not None:
             self.host_sync.end(on_layer)
         return logits
+
+
+class _OtherRows:
+    """The rows that a step's entries need besides those that draw, and what came of them."""
+
+    def __init__(self, entries: Sequence[StepEntry]) -> None:
+        self.begins = [0, *accumulate(len(entry.new_token_ids) for entry in entries)]
+        self.scoring: dict[int, range] = {}  # by entry: the rows before its targets
+        self.pooling: dict[int, range] = {}  # by entry: the rows of its embedding
+        for i, entry in enumerate(entries):
+            if entry.targets:
+                begin = self.begins[i]
+                self.scoring[i] = range(begin, begin + len(entry.targets))
+            if num_rows := pooled_rows(entry):
+                end = self.begins[i + 1]
+                self.pooling[i] = range(end - num_rows, end)
+        self.rows = {row for rows in self.scoring.values() for row in rows}
+        self.rows.update(row for rows in self.pooling.values() for row in rows)
+        self.scored: dict[int, list[TokenLogprobs]] = {}
+        self.states: dict[int, Tensor] = {}
+
+    def score(self, entries: Sequence[StepEntry], logits: Tensor) -> None:
+        """Keeps the logprobs of all targets. logits: a row for each of them."""
+        if not self.scoring:
+            return
+        targets = [target for i in self.scoring for target in entries[i].targets]
+        most = [entries[i].num_logprobs for i in self.scoring for _ in entries[i].targets]
+        found = iter(score(logits, targets, most))
+        self.scored = {i: [next(found) for _ in entries[i].targets] for i in self.scoring}
 
 
 def grammars_of(model: LoadedModel) -> Grammars:

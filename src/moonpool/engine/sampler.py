@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,19 +36,27 @@ class Draw:
 
     `generated` are the tokens generated so far, those of this step included; the penalties and
     `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty applies
-    to them, else empty.
+    to them, else empty. `drafts` are guesses of the tokens to draw: after each that is right, one
+    more token is drawn.
     """
 
     params: SamplingParams
     generated: Sequence[int]
     eos_token_ids: Sequence[int]
     prompt_ids: frozenset[int] = frozenset()
+    drafts: Sequence[int] = ()
+
+    def after(self, num_drafts: int) -> Draw:
+        """The draw of the token after the first `num_drafts` drafts."""
+        if not num_drafts:
+            return self
+        return replace(self, generated=(*self.generated, *self.drafts[:num_drafts]), drafts=())
 
 
 def draw_of(entry: StepEntry, eos_token_ids: Sequence[int]) -> Draw:
     """The draw of an entry whose `draw` is set."""
     assert entry.draw is not None
-    return Draw(entry.draw, entry.generated, eos_token_ids, entry.prompt_ids)
+    return Draw(entry.draw, entry.generated, eos_token_ids, entry.prompt_ids, entry.drafts)
 
 
 def sample(
@@ -56,27 +64,39 @@ def sample(
     draws: Sequence[Draw],
     positions: Sequence[int],
     grammars: Grammars | None = None,
-) -> list[Token]:
-    """Draws one token per row.
+) -> list[tuple[Token, ...]]:
+    """Draws one token of each draw, and one more after each draft that is right.
 
-    logits: [rows, vocab] float32. positions: [rows], the places of the new tokens in their
-    sequences. grammars: needed by draws with structured output. Raises `NonFiniteLogitsError`.
+    A draw has 1 + its number of drafts rows, in order: each draws as if the tokens before it had
+    been drawn one by one, so no token depends on the drafts. logits: [rows, vocab] float32.
+    positions: [draws], the places of the first new tokens in their sequences. grammars: needed by
+    draws with structured output. Raises `NonFiniteLogitsError`.
     """
     best_logits, best_ids = logits.max(dim=-1)
     best, values = best_ids.tolist(), best_logits.tolist()
-    tokens = []
-    for i, draw in enumerate(draws):
-        # The maximum of a row with NaN is NaN.
-        if not abs(values[i]) < np.inf:
-            raise NonFiniteLogitsError(
-                f"row {i} of the step has logit {values[i]}: weights or KVCache"
-            )
-        if _is_plainly_greedy(draw):
-            tokens.append(Token(best[i]))
-        else:
-            row = logits[i].cpu().numpy().astype(np.float64)
-            tokens.append(_draw(row, draw, positions[i], _allowed(draw, grammars)))
-    return tokens
+    found: list[tuple[Token, ...]] = []
+    first = 0
+    for draw, position in zip(draws, positions, strict=True):
+        tokens: list[Token] = []
+        for number in range(1 + len(draw.drafts)):
+            row = first + number
+            # The maximum of a row with NaN is NaN.
+            if not abs(values[row]) < np.inf:
+                raise NonFiniteLogitsError(
+                    f"row {row} of the step has logit {values[row]}: weights or KVCache"
+                )
+            own = draw.after(number)
+            if _is_plainly_greedy(own):
+                tokens.append(Token(best[row]))
+            else:
+                raw = logits[row].cpu().numpy().astype(np.float64)
+                tokens.append(_draw(raw, own, position + number, _allowed(own, grammars)))
+            if number < len(draw.drafts) and tokens[-1].token_id != draw.drafts[number]:
+                break
+        found.append(tuple(tokens))
+        first += 1 + len(draw.drafts)
+    assert first == len(values)
+    return found
 
 
 def score(

@@ -7,9 +7,10 @@ lays its tokens out as rows. It never touches a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token, TokenLogprobs
 
+EMPTY: Mapping[str, int] = MappingProxyType({})
 LayerDone = Callable[[int], None]
 """Called in the engine's thread once a layer's K and V of the whole step are in their blocks."""
 
@@ -41,11 +43,15 @@ class StepError(ValueError):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`tokens[i]` belongs to the step's i-th entry; None where the entry draws none. `scored` has
-    the logprobs of the entries' targets."""
+    the logprobs of the entries' targets, `pooled` what the
+    entries' next steps need as `StepEntry.pooled`."""
 
     tokens: list[Token | None]
     seconds: float
     scored: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry
+    pooled: dict[int, bytes] = field(default_factory=dict)  # by entry
+    further: dict[int, tuple[Token, ...]] = field(default_factory=dict)
+    """Entry -> the tokens after its first, one for each draft that was right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,14 @@ class Rows:
 
 
 def plan_rows(
-    entries: Sequence[StepEntry], spec: ModelSpec, layout: BlockLayout, num_blocks: int
+    entries: Sequence[StepEntry],
+    spec: ModelSpec,
+    layout: BlockLayout,
+    num_blocks: int,
+    adapters: Mapping[str, int] = EMPTY,
 ) -> Rows:
-    """Lays out a step's rows over an arena of `num_blocks`. Raises `StepError`."""
+    """Lays out a step's rows over an arena of `num_blocks`. `adapters`: the number of each LoRA
+    adapter, by its fingerprint. Raises `StepError`."""
     if not entries:
         raise StepError("a step needs at least one sequence")
     counts = np.array([len(entry.new_token_ids) for entry in entries])
@@ -86,8 +97,39 @@ def plan_rows(
         block_tables=torch.from_numpy(tables),
         num_rows=num_rows,
         num_sequences=len(entries),
+        adapters=_adapters(entries, adapters),
     )
     return Rows(torch.from_numpy(token_ids), meta, bounds[1:] - 1)
+
+
+def _adapters(entries: Sequence[StepEntry], numbers: Mapping[str, int]) -> tuple[int, ...]:
+    if not any(entry.adapter for entry in entries):
+        return ()
+    unknown = next((e.adapter for e in entries if e.adapter and e.adapter not in numbers), None)
+    if unknown is not None:
+        raise StepError(f"the LoRA adapter {unknown[:16]} is not loaded here")
+    return tuple(numbers[entry.adapter] if entry.adapter else 0 for entry in entries)
+
+
+def drawing_rows(
+    entries: Sequence[StepEntry], drawing: Sequence[int], last: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The rows that the entries `drawing` draw from, in order: of each its last row, and those
+    before its drafts. last: [S] of `Rows`."""
+    ends = last[drawing]
+    if not any(entries[i].num_drafts for i in drawing):
+        return ends
+    counts = np.array([1 + entries[i].num_drafts for i in drawing])
+    offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - 1, counts)
+    rows: NDArray[np.int64] = np.repeat(ends, counts) + offsets
+    return rows
+
+
+def first_positions(entries: Sequence[StepEntry], drawing: Sequence[int]) -> list[int]:
+    """The place in its sequence of the first token that each of these entries draws."""
+    return [
+        entries[i].start + len(entries[i].new_token_ids) - entries[i].num_drafts for i in drawing
+    ]
 
 
 def _check(

@@ -16,9 +16,14 @@ from moonpool.types import BlockKey
 KEY_BYTES = 16
 
 
-def root_key(layout_fingerprint: bytes, tenant: str) -> BlockKey:
-    """Returns the parent key of the first blocks of all prompts of one tenant under one layout."""
-    digest = hashlib.sha256(b"moonpool-root-1")
+def root_key(layout_fingerprint: bytes, tenant: str, adapter: str = "") -> BlockKey:
+    """Returns the parent key of the first blocks of all prompts of one tenant under one layout, by
+    one LoRA adapter."""
+    digest = hashlib.sha256(b"moonpool-root-2" if adapter else b"moonpool-root-1")
+    if adapter:
+        name = adapter.encode("utf-8", "surrogatepass")
+        digest.update(len(name).to_bytes(4, "little"))
+        digest.update(name)
     digest.update(len(layout_fingerprint).to_bytes(4, "little"))
     digest.update(layout_fingerprint)
     digest.update(tenant.encode("utf-8", "surrogatepass"))

@@ -47,6 +47,7 @@ class AttemptSpec(Struct, frozen=True):
     keys: tuple[BlockKey, ...] | None = None
     tolerance: float = 1.0
     max_step_s: float | None = None
+    adapter: str = ""  # as in `Request`
 
 
 class PrefixSource(Struct, frozen=True):
@@ -187,6 +188,7 @@ class InstanceInfo(Struct, frozen=True):
     num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
     num_ranks: int = 1  # tensor-parallel ranks
     largest_blocks: int = 0  # most blocks of one request, if less than all; 0: all
+    adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):

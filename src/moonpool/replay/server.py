@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moonpool.replay.http_client import ConnectionFailedError, HttpClient
+from moonpool.types import MALFORMED
 
 ASSUMED_VOCAB = 1000
 """Token ids below it are ordinary in nearly every vocabulary."""
@@ -104,6 +105,6 @@ def parse_metrics(text: str) -> dict[str, float]:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except MALFORMED:
         return {}
     return found if isinstance(found, dict) else {}

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moonpool.request_record import RequestRecord
+from moonpool.types import MALFORMED
 
 
 class _Choice(msgspec.Struct):
@@ -54,7 +55,8 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 class CompletionReceiver:
     """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
-    how the request ended, and `retry_after_s` when to send it again."""
+    how the request ended, and `retry_after_s` when to send it again. `token_ids` is the answer, if
+    the server sends ids."""
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
@@ -66,6 +68,7 @@ class CompletionReceiver:
         self.timings_s: dict[str, float] = {}
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.token_ids: list[int] = []
         self._rest = b""
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -96,7 +99,7 @@ class CompletionReceiver:
             return
         try:
             event = _DECODER.decode(payload)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             self.error_code = self.error_code or "bad_event"
             self.error_message = f"the server sent an event that is no completion: {error}"
             return
@@ -105,6 +108,7 @@ class CompletionReceiver:
         for choice in event.choices:
             if choice.token_ids is not None:
                 self.record.note_tokens(len(choice.token_ids), now_s)
+                self.token_ids += choice.token_ids
             elif choice.text:
                 self.record.note_tokens(1, now_s)
             self.finish_reason = choice.finish_reason or self.finish_reason
@@ -122,7 +126,7 @@ class CompletionReceiver:
     def _take_error(self, body: bytes) -> None:
         try:
             self._note_error(_DECODER.decode(body))
-        except msgspec.DecodeError:
+        except MALFORMED:
             self.error_message = body[:200].decode(errors="replace")
         self.error_code = self.error_code or f"http_{self.status}"
 

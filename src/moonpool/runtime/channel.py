@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import msgspec
 
 from moonpool.transfer.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
+from moonpool.types import MALFORMED
 
 In = TypeVar("In")
 In_contra = TypeVar("In_contra", contravariant=True)
@@ -131,7 +132,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def _take(self, body: bytes) -> None:
         try:
             frame = self._decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             self._fail(f"a malformed frame: {error}")
             return
         self._listener.on_frame(frame)

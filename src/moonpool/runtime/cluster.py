@@ -15,11 +15,11 @@ import msgspec
 
 from moonpool.api.app import PortError, http_server, listen, make_app
 from moonpool.api.body_pool import BodyReader
-from moonpool.api.frontend import ApiOptions, ModelCard
-from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, collect_keys
+from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
+from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
 from moonpool.api.tls import TlsError, TlsFiles
 from moonpool.config import Config, ConfigError
-from moonpool.config_rules import check_values
+from moonpool.config_rules import check_values, lora_module
 from moonpool.cores import (
     CoreShare,
     format_cores,
@@ -29,7 +29,12 @@ from moonpool.cores import (
     threads_per_process,
     usable_cores,
 )
-from moonpool.engine.builtin import model_info, model_info_without_weights, open_tokenizer
+from moonpool.engine.builtin import (
+    ModelInfo,
+    model_info,
+    model_info_without_weights,
+    open_tokenizer,
+)
 from moonpool.engine.device import resolve_device, resolve_dtype
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
@@ -42,9 +47,6 @@ from moonpool.runtime.launcher import LocalLauncher
 log = logging.getLogger("moonpool")
 
 START_S = 300.0
-KEYS_VARIABLE = "MOONPOOL_API_KEY"
-"""API keys in the environment, separated by commas or spaces."""
-ADMIN_KEY_VARIABLE = "MOONPOOL_ADMIN_KEY"
 UNKNOWN_TOKENS = 1 << 30
 """The context of a model whose files state none. The instances' pools limit it."""
 
@@ -85,7 +87,11 @@ async def running_cluster(
         sock = listen(config.api.host, config.api.port)
     except PortError as error:
         raise ClusterError(str(error)) from None
-    keys = read_keys(config)
+    try:
+        keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
+    except KeyFileError as error:
+        sock.close()
+        raise ClusterError(str(error)) from None
     head, tokenizer = _make_head(config, secret, keys)
     try:
         head_port = await head.start()
@@ -198,8 +204,11 @@ def resolved(config: Config) -> Config:
 def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
     """Returns the head, and the name of its tokenizer."""
     try:
-        read = model_info_without_weights if config.engine.kind == "vllm" else model_info
-        model = read(config.model.name, config.model.dtype)
+        own = config.model
+        if config.engine.kind == "vllm":
+            model = model_info_without_weights(own.name, own.dtype)
+        else:
+            model = model_info(own.name, own.dtype, own.lora_modules)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
         if config.model.chat_template:
             tokenizer.use_chat_template(_read_template(config.model.chat_template))
@@ -216,14 +225,18 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
             f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name}"
             " supports; lower it"
         )
+    embeds = _computes_here(config) and model.pooling != "none"
     card = ModelCard(
         model_id=config.model.served_name or config.model.name,
         created_s=int(time.time()),
         max_model_tokens=wanted or longest or UNKNOWN_TOKENS,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        scores_prompts=_scores_prompts(config),
+        scores_prompts=_computes_here(config),
+        embedding_size=model.hidden_size if embeds else 0,
+        pooling=model.pooling,
         sampling=dict(model.sampling),
+        adapters=_adapter_cards(config, model),
     )
     try:
         head = Head(config, card, tokenizer, secret, tenant_shares=keys.shares)
@@ -232,8 +245,18 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         raise ClusterError(str(error)) from None
 
 
-def _scores_prompts(config: Config) -> bool:
-    """Whether each instance computes the logits in its own process."""
+def _adapter_cards(config: Config, model: ModelInfo) -> tuple[AdapterCard, ...]:
+    """vLLM servers load their adapters themselves, and know them by name."""
+    if config.engine.kind == "vllm":
+        pairs = map(lora_module, config.model.lora_modules)
+        return tuple(AdapterCard(name=name, adapter=name, root=path) for name, path in pairs)
+    return tuple(
+        AdapterCard(name=a.name, adapter=a.fingerprint, root=str(a.folder)) for a in model.adapters
+    )
+
+
+def _computes_here(config: Config) -> bool:
+    """Whether each instance has the final hidden states and the logits in its own process."""
     engine = config.engine
     degrees = (
         engine.pipeline_parallel_size,
@@ -242,21 +265,6 @@ def _scores_prompts(config: Config) -> bool:
         engine.decode_tensor_parallel_size,
     )
     return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
-
-
-def read_keys(config: Config) -> ApiKeys:
-    """Reads the API keys of configuration, file and environment. Raises ClusterError."""
-    path, text = config.api.api_key_file, ""
-    try:
-        if path:
-            text = Path(path).read_text(encoding="utf-8")
-        given = (*config.api.api_keys, *os.environ.get(KEYS_VARIABLE, "").replace(",", " ").split())
-        return collect_keys(given, text, os.environ.get(ADMIN_KEY_VARIABLE, "").strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"cannot read the API keys in {path}: {error}") from None
-    except KeyFileError as error:
-        where = path or f"{KEYS_VARIABLE} and {ADMIN_KEY_VARIABLE}"
-        raise ClusterError(f"API keys ({where}): {error}") from None
 
 
 def _read_template(path: str) -> str:

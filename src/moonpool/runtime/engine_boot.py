@@ -87,7 +87,7 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
         raise BootError(str(error)) from None
     threads = _settle_threads(setup, place)
     try:
-        model = open_model(setup.model.name, setup.model.dtype)
+        model = open_model(setup.model.name, setup.model.dtype, setup.model.lora_modules)
         check_device(setup.engine.device)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
         if setup.attention:

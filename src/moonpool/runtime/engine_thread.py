@@ -131,7 +131,9 @@ class EngineThread:
         computed_s = result.seconds - waits.waited_s
         if gates:  # a step that draws nothing does not read the last layer
             waits.before_attend(self._engine.layout.num_layers - 1)
-        return StepEnded(result.tokens, computed_s, waits.missed, result.scored)
+        return StepEnded(
+            result.tokens, computed_s, waits.missed, result.scored, result.pooled, result.further
+        )
 
 
 class PipelineThread:
@@ -202,7 +204,7 @@ class PipelineThread:
         if isinstance(outcome, Exception):
             self._post(StepFailed(_reason(outcome)))
         else:
-            self._post(StepEnded(outcome.tokens, outcome.seconds))
+            self._post(StepEnded(outcome.tokens, outcome.seconds, further=outcome.further))
 
 
 class StepWatchdog:
@@ -274,7 +276,12 @@ class DomainNotice:
 
 
 def _step_failed(step: RunStep, error: Exception) -> StepFailed:
-    log.error("a step with %d sequences failed", len(step.entries), exc_info=error)
+    log.error(
+        "a step with %d sequences failed: %s",
+        len(step.entries),
+        ", ".join(entry.attempt_id for entry in step.entries),
+        exc_info=error,
+    )
     return StepFailed(_reason(error))
 
 
@@ -283,7 +290,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_chunk(entry: StepEntry) -> bool:
-    return len(entry.new_token_ids) > 1 or not entry.generated
+    return len(entry.new_token_ids) - entry.num_drafts > 1 or not entry.generated
 
 
 def _chunk(entry: StepEntry) -> Chunk:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from secrets import token_hex
 from typing import Any
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.api.frontend import ModelCard, Output, RequestRefused
 from moonpool.api.metrics import ServerMetrics
 from moonpool.attention_offload.groups import AttentionAssignments
@@ -40,7 +42,7 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.log_limit import limited_logger
-from moonpool.policy_loading import load_policies
+from moonpool.policy_loading import load_policies, own_classes
 from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
@@ -53,7 +55,9 @@ from moonpool.protocol.frames import (
 )
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.runtime.channel import Channel
+from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.explain import (
     MAX_LISTED_BLOCKS,
     describe_cluster,
@@ -63,6 +67,7 @@ from moonpool.runtime.explain import (
 )
 from moonpool.runtime.live_view import describe_live
 from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.request_log import RequestLog
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.webhook import WantedWebhook
@@ -101,13 +106,20 @@ class Head:
         self.request_timeout_s = config.api.request_timeout_s
         self._metrics = ServerMetrics(card.model_id)
         self._observer = MetricsCollector(self._metrics)
+        self._life = token_hex(4)
+        self._tenant_weights = dict(tenant_shares or {})
+        policies = load_policies(config.conductor)
+        self._own_policies = own_classes(policies)
+        self._request_log = RequestLog(config.telemetry.log_requests)
         self.conductor = Conductor(
             config.conductor,
-            life=token_hex(4),
+            life=self._life,
             default_slo=self.default_slo,
-            policies=load_policies(config.conductor),
-            tenant_weights=tenant_shares,
+            policies=policies,
+            tenant_weights=self._tenant_weights,
         )
+        self._events = EventLog(config.api.event_log_bytes)
+        self._checkpoint: asyncio.Task[None] | None = None
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
@@ -155,7 +167,7 @@ class Head:
 
     # Frontend
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
@@ -269,6 +281,29 @@ class Head:
             answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
             self._post(RequestCancelled(request_id))
 
+    def event_log(self) -> bytes:
+        return write_file(
+            self._events,
+            __version__,
+            self._life,
+            self.config.conductor,
+            self.default_slo,
+            self._tenant_weights,
+            time.time() - self.now(),
+        )
+
+    def _renew_event_log(self) -> None:
+        """Starts a segment of the event log if the present one is full."""
+        if not self._events.full or (self._checkpoint and not self._checkpoint.done()):
+            return
+        segment = self._events.begin()
+        try:
+            self._checkpoint = checkpoint(
+                self.conductor, partial(setattr, segment, "checkpoint"), self._own_policies
+            )
+        except OSError as error:
+            log.warning("the event log has no new state: %s", error)
+
     def metrics_text(self) -> bytes:
         self._observer.gauges(self.conductor, self.now())
         return self._metrics.text()
@@ -276,7 +311,12 @@ class Head:
     # The Conductor's actions
 
     def _post(self, event: ConductorEvent) -> None:
-        for action in self.conductor.handle(event, self.now()):
+        now, actions = self.now(), []
+        try:
+            actions = self.conductor.handle(event, now)
+        finally:  # an event that raises is the most wanted one
+            self._events.note(event, now, actions)
+        for action in actions:
             match action:
                 case Send():
                     link = self._links.get(action.instance_id)
@@ -307,6 +347,7 @@ class Head:
             if record.outcome == FinishReason.ABORT and not answer.refused:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
+        self._request_log.request_ended(record)
         record.forget_gaps()
         self._ended[record.request_id] = ended
         if len(self._ended) > KEPT_RECORDS:
@@ -437,6 +478,9 @@ class Head:
             return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
+        wanted = tuple(card.adapter for card in self.card.adapters)
+        if self.config.engine.kind != "vllm" and info.adapters != wanted:
+            return "its LoRA adapters differ from the head's: give all machines the same folders"
         others = [state.info for state in self.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
             return (
@@ -468,6 +512,7 @@ class Head:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
+            self._renew_event_log()
             for link in list(self._links.values()):
                 silent_s = self._clock.listened_s - link.heard_s
                 if silent_s > SILENCE_S:

@@ -60,6 +60,7 @@ class BootedInstance:
     store_name: str = ""  # of the configured tier
     ranks: Ranks | None = None  # the other tensor-parallel ranks
     ledger: BlockLedger | None = None  # of memory that outlives this process
+    adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
@@ -75,6 +76,7 @@ class BootedInstance:
             chunk_tokens=self.instance.config.chunk_tokens,
             num_stages=self.instance.config.micro_batches,
             num_ranks=1 if self.ranks is None else 1 + len(self.ranks.pids),
+            adapters=self.adapters,
             largest_blocks=min(self.instance.max_sequence_blocks, self.instance.num_blocks),
         )
 
@@ -155,6 +157,7 @@ def boot_instance(
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
         ranks=built.ranks,
         ledger=built.ledger,
+        adapters=tuple(built.model.adapter_numbers),
     )
 
 

@@ -33,6 +33,7 @@ from moonpool.engine.calibrate import (
     measure_curve,
     measure_samples,
 )
+from moonpool.types import MALFORMED
 
 log = logging.getLogger("moonpool.profile")
 
@@ -123,7 +124,7 @@ def _read(path: Path) -> list[StepSample]:
         kept: list[StepSample] = msgspec.json.decode(path.read_bytes(), type=list[StepSample])
     except FileNotFoundError:
         return []
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         log.warning("ignoring the damaged profile %s: %s", path, error)
         return []
     return kept

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moonpool.protocol.messages import AttemptId, Command, Report
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
-from moonpool.types import BlockId, BlockKey, SamplingParams, Token, TokenLogprobs
+from moonpool.types import BlockId, BlockKey, Pooling, SamplingParams, Token, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,19 @@ class StepEntry(NamedTuple):
     """The tokens of the prompt after each of the first new tokens, if their logprobs are wanted."""
     num_logprobs: int = 0
     """So many most likely tokens are listed beside each target."""
+    adapter: str = ""
+    """The fingerprint of the request's LoRA adapter; "": none."""
+    pooling: Pooling = "none"
+    """What this step adds to the prompt's embedding; the entry with a `draw` completes it."""
+    pooled: bytes = b""
+    """The sum of the hidden states of the earlier steps, as the engine returned it."""
+    num_drafts: int = 0
+    """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The guessed tokens."""
+        return self.new_token_ids[len(self.new_token_ids) - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,10 @@ class StepEnded:
     missed: tuple[int, ...] = ()
     scored: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Entry -> the logprobs of its `targets`."""
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
+    """Entry -> what its next step needs as `StepEntry.pooled`."""
+    further: Mapping[int, Sequence[Token]] = field(default_factory=dict)
+    """Entry -> the tokens after its first, one for each of its drafts that was right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,10 @@ from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.prefix_loader import PrefixLoader
-from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState, Tokens
+from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler, Step
+from moonpool.scheduler.speculation import Speculation
+from moonpool.scheduler.tokens import Tokens
 from moonpool.types import Token, TokenLogprobs
 
 
@@ -64,6 +66,7 @@ class AttemptLifecycle:
         effects: Effects,
         cost: CostModel,
         eos_token_ids: frozenset[int],
+        speculation: Speculation | None = None,
     ) -> None:
         """`requests` is shared with the instance; only this class adds and removes entries."""
         self._config = config
@@ -78,6 +81,7 @@ class AttemptLifecycle:
         self._effects = effects
         self._cost = cost
         self._eos = eos_token_ids
+        self._speculation = speculation
 
     # Begin
 
@@ -234,6 +238,7 @@ class AttemptLifecycle:
         self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
         for index, (request, num_tokens) in enumerate(step):
             if request.closing:
+                request.drafts = ()
                 self._release_if_idle(request)
                 continue
             if not self._overlap.on_step_ended(request, index in event.missed):
@@ -241,20 +246,35 @@ class AttemptLifecycle:
             token = event.tokens[index]
             if index in event.scored:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
-            request.num_computed += num_tokens
+            request.pooled = event.pooled.get(index, b"")
+            request.num_computed += num_tokens - len(request.drafts)
+            tokens = () if token is None else (token, *event.further.get(index, ()))
+            self._take_drafts(request, tokens)
             self._kv_cache.cache_full_blocks(request)
-            if token is None:
+            if not tokens:
                 continue
             if request.scored:
-                token, request.scored = _with_prompt(token, request.scored), {}
-            request.tokens.append(token.token_id)
+                tokens, request.scored = (_with_prompt(tokens[0], request.scored),), {}
+            request.tokens.append(tokens[-1].token_id)
             if request.target is None:
-                self._report_tokens(request, (token,), reported)
+                self._report_tokens(request, tokens, reported)
             else:
-                self._end_prefill(request, token)
+                self._end_prefill(request, tokens[0])
         if reported:
             self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
+
+    def _take_drafts(self, request: RequestState, tokens: tuple[Token, ...]) -> None:
+        """Takes the drafts that were right, whose KVCache the step has computed. The rows of the
+        others are void: the next step writes over them."""
+        if self._speculation is None or not tokens:
+            return
+        token_ids = [token.token_id for token in tokens]
+        self._speculation.judge(request, token_ids)
+        request.drafts = ()
+        request.tokens.extend(token_ids[:-1])
+        request.num_computed += len(tokens) - 1
+        request.num_scheduled += len(tokens) - 1
 
     def on_steps_ended(self, event: StepsEnded) -> None:
         """Takes the results of a repeated step of decodes. Only the last repetition can end an
@@ -283,6 +303,7 @@ class AttemptLifecycle:
         """Fails the requests of a step, except those that can repeat it without a lost arena."""
         self._effects.count("failed_steps")
         for request, _ in self._scheduler.end_step():
+            request.drafts = ()
             if request.closing:
                 self._release_if_idle(request)
             elif event.lost_arena is not None and self._arenas.survives(request, event.lost_arena):

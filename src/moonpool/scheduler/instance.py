@@ -77,6 +77,7 @@ from moonpool.scheduler.prefetch import Prefetch
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler
+from moonpool.scheduler.speculation import Speculation
 from moonpool.scheduler.ssd_offload import Demotion, Promotion, reserved_blocks
 from moonpool.types import BlockId, BlockKey, Role
 
@@ -104,6 +105,7 @@ class Instance:
         AttemptLifecycle   commands and ends of steps and streams: moves attempts between phases
         Scheduler          the queues and the steps in progress; preempts
         ChunkBudget        the token budget of a mixed step (held by Scheduler)
+        Speculation        guessed tokens of decodes, which a step verifies (held by Scheduler)
         KVCacheManager     the block pool, the SSD's slots, block tables, cache events
         PrefixLoader       fetches, loads and look-ups of waiting requests; reads of peers
         LayerwiseOverlap   requests that compute while their prefix arrives
@@ -145,7 +147,15 @@ class Instance:
         self._overlap = LayerwiseOverlap(
             config, self._kv_cache, self._promotion, self._effects, cost
         )
-        self._scheduler = Scheduler(config, self._kv_cache, self._effects, cost, self._overlap)
+        ends = frozenset(eos_token_ids)
+        speculation: Speculation | None = None
+        if config.speculative is not None:
+            speculation = Speculation(
+                config.speculative, config, self._kv_cache, self._effects, cost, ends
+            )
+        self._scheduler = Scheduler(
+            config, self._kv_cache, self._effects, cost, self._overlap, speculation
+        )
         self._prefix_loader = PrefixLoader(
             self.requests,
             self._kv_cache,
@@ -165,7 +175,8 @@ class Instance:
             self._arenas,
             self._effects,
             cost,
-            frozenset(eos_token_ids),
+            ends,
+            speculation,
         )
         self._handover = KvHandover(self._kv_cache, self._effects)
         self._handlers = self._make_handlers()
@@ -409,6 +420,7 @@ class Instance:
             assert request.num_computed <= request.num_scheduled <= len(request.tokens)
             in_steps = sum(request is other for step in scheduler.steps for other, _ in step)
             assert request.steps_pending == in_steps
+            assert request.steps_pending or not request.drafts
             assert len(request.block_ids) * self.layout.block_tokens >= request.num_computed
             assert (request in scheduler.running) == (request.phase is RequestPhase.RUNNING)
             assert (request in scheduler.waiting) == (

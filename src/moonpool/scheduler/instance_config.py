@@ -8,6 +8,7 @@ from moonpool.config import (
     PolicyName,
     PoolConfig,
     SloConfig,
+    SpeculativeConfig,
     SsdAdmission,
 )
 from moonpool.types import Struct
@@ -32,6 +33,7 @@ class InstanceConfig(Struct, frozen=True):
     ssd_write_ahead: bool = False
     store_shared: bool = False  # a store that other instances use takes the place of the SSD
     learning: bool = True  # measured times correct the cost model
+    speculative: SpeculativeConfig | None = None  # None: steps have no drafts
 
 
 def instance_config(
@@ -70,6 +72,7 @@ def instance_config(
         ssd_write_ahead=pool.ssd_write_ahead,
         store_shared=store_shared,
         learning=learning,
+        speculative=engine.speculative_config,
     )
 
 

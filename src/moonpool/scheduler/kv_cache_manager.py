@@ -43,6 +43,7 @@ from moonpool.kvcache.ssd_tier import SsdTier
 from moonpool.protocol.block_hash import extend_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot, MarkReplicas, TierLoad
+from moonpool.scheduler.continuations import Continuations
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.request_state import RequestState
 from moonpool.types import BlockId, BlockKey
@@ -87,6 +88,9 @@ class KVCacheManager:
         self.num_dropped = 0  # blocks evicted from DRAM that are not on the SSD
         self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
+        self.continuations: Continuations | None = None
+        if config.speculative is not None:
+            self.continuations = Continuations(self.pool, layout.block_tokens)
         self._next_sequence = 0
         self._reused: list[BlockId] | None = None  # unless there is a tier to copy them to
         if self.tier is not None and config.ssd_write_ahead and not config.store_shared:
@@ -132,7 +136,8 @@ class KVCacheManager:
             self._extend_keys(request)
 
     def _extend_keys(self, request: RequestState) -> None:
-        root = root_key(self.layout.fingerprint, request.attempt.tenant)
+        attempt = request.attempt
+        root = root_key(self.layout.fingerprint, attempt.tenant, attempt.adapter)
         extend_keys(request.keys, request.tokens, self.layout.block_tokens, root)
 
     def max_cached_blocks(self, request: RequestState) -> int:
@@ -221,6 +226,8 @@ class KVCacheManager:
         if start < end:
             self.pool.cache_run(request.block_ids[start:end], request.keys[start:end], start)
             request.num_cached_blocks = end
+            if self.continuations is not None:
+                self.continuations.note(request.keys, request.tokens, start, end)
 
     def mark_replicas(self, command: MarkReplicas) -> None:
         """Records which blocks other instances hold too; ignores blocks that have been evicted."""
@@ -231,6 +238,8 @@ class KVCacheManager:
         """Forgets all cached blocks that nobody holds (mutates). Returns the SSD slots that are
         void now."""
         voided: list[BlockId] = []
+        if self.continuations is not None:
+            self.continuations.forget()
         if self.tier is not None and not self.tier.lost:
             slots = self.tier.slots
             voided = slots.withdraw("drop", slots.num_evictable)

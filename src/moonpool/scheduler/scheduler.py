@@ -27,6 +27,7 @@ from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
+from moonpool.scheduler.speculation import Speculation
 from moonpool.types import BlockId
 
 Step = list[Share[RequestState]]
@@ -51,6 +52,7 @@ class Scheduler:
         effects: Effects,
         cost: CostModel,
         overlap: LayerwiseOverlap,
+        speculation: Speculation | None = None,
     ) -> None:
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
@@ -62,7 +64,10 @@ class Scheduler:
         self._plan = PLANNERS[config.batching]()
         # The baselines ignore the time between tokens; that is what makes them baselines.
         self._chunk_budget = ChunkBudget(config, cost) if config.batching == "chunked" else None
-        self._expected_s: deque[float] = deque()  # of the steps in progress; 0: unknown
+        self._speculation = speculation
+        # Predicted seconds of the steps in progress: of a mixed one, and of one with drafts. 0: it
+        # is not of that kind.
+        self._expected_s: deque[tuple[float, float]] = deque()
         self._kv_cache = kv_cache
         self._layout = kv_cache.layout
         self._effects = effects
@@ -137,9 +142,11 @@ class Scheduler:
         """Removes and returns the oldest step, which took `seconds`; 0 is not learned from."""
         self._repeating = False
         step = self.steps.popleft()
-        expected_s = self._expected_s.popleft()
+        mixed_s, drafted_s = self._expected_s.popleft()
         if self._chunk_budget is not None and seconds:
-            self._chunk_budget.learn(expected_s, seconds)
+            self._chunk_budget.learn(mixed_s, seconds)
+        if self._speculation is not None and seconds and drafted_s:
+            self._speculation.learn(drafted_s * self.decode_factor.value, seconds)
         for request, _ in step:
             request.steps_pending -= 1
         return step
@@ -161,7 +168,8 @@ class Scheduler:
         # 3. Select    `running` is split into decodes and prefills that can be computed now.
         # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step.
         # 5. Plan      The batching policy takes from both lists (`batch_policies`).
-        # 6. Start     The chosen tokens are counted as scheduled, and the engine gets the step.
+        # 6. Drafts    What the budget leaves may verify guessed tokens of decodes (`speculation`).
+        # 7. Start     The chosen tokens are counted as scheduled, and the engine gets the step.
         # ------------------------------------------------------------------------------------
         if not (self.running or self.waiting or self.joining):
             return False
@@ -176,8 +184,14 @@ class Scheduler:
         step = self._plan(decodes, prefills, budget, self._config.max_sequences)
         if not step:
             return False
-        expected_s = 0.0 if chunk_budget is None else chunk_budget.expect(step)
-        self._start(step, expected_s, repeats=1 if prefills else self._allocate_repeats(step))
+        mixed_s, drafted_s = 0.0 if chunk_budget is None else chunk_budget.expect(step), 0.0
+        if self._speculation is not None:
+            step, drafted_s = self._speculation.add_drafts(step, budget)
+        if drafted_s:
+            self._start(step, (0.0, drafted_s), repeats=1)
+        else:
+            repeats = 1 if prefills else self._allocate_repeats(step)
+            self._start(step, (mixed_s, 0.0), repeats)
         return True
 
     # 1. Blocks
@@ -359,9 +373,9 @@ class Scheduler:
         num_decoding = sum(r.tokens.num_generated > 0 and r.target is None for r in self.running)
         return decodes[: -(-num_decoding // stages)]
 
-    # 6. Start
+    # 7. Start
 
-    def _start(self, step: Step, expected_s: float, repeats: int) -> None:
+    def _start(self, step: Step, expected_s: tuple[float, float], repeats: int) -> None:
         self._expected_s.append(expected_s)
         self._repeating = repeats > 1
         self.steps.append(step)
@@ -397,11 +411,13 @@ class Scheduler:
         return True
 
     def _step_entry(self, request: RequestState, num_tokens: int) -> StepEntry:
-        """Counts the tokens as scheduled and returns the engine's view of them."""
-        attempt, tokens = request.attempt, request.tokens
-        start, end = request.num_scheduled, request.num_scheduled + num_tokens
+        """Counts the tokens as scheduled, but not the drafts among them, and returns the engine's
+        view of them."""
+        attempt, tokens, drafts = request.attempt, request.tokens, request.drafts
+        start, end = request.num_scheduled, request.num_scheduled + num_tokens - len(drafts)
         last = end == tokens.size
         needs_prompt_ids = last and attempt.sampling.repetition_penalty != 1
+        pooling = attempt.sampling.pooling
         request.num_scheduled = end
         request.steps_pending += 1
         sends: tuple[tuple[int, BlockId], ...] = ()
@@ -413,7 +429,7 @@ class Scheduler:
             request.num_streamed_blocks = max(ready, sent)
         return StepEntry(
             attempt.attempt_id,
-            tokens.between(start, end),
+            (*tokens.between(start, end), *drafts) if drafts else tokens.between(start, end),
             start,
             request.block_ids,
             draw=attempt.sampling if last else None,
@@ -423,6 +439,10 @@ class Scheduler:
             prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
             targets=self._targets(request, start, end),
             num_logprobs=attempt.sampling.prompt_logprobs or 0,
+            adapter=attempt.adapter,
+            pooling="none" if pooling == "last" and not last else pooling,
+            pooled=request.pooled,
+            num_drafts=len(drafts),
         )
 
     def _targets(self, request: RequestState, start: int, end: int) -> Sequence[int]:

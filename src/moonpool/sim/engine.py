@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, StepCost
@@ -74,16 +75,19 @@ class SimEngine:
         factor: Callable[[bool, bool], float],
         note_prefill: Callable[[AttemptId, float], None],
         domain: CostDomain | None = None,
+        draft_acceptance: float = 0.0,
     ) -> None:
         """`num_output_tokens` is the length of an answer, `num_prompt_tokens` that of a prompt (0:
         unknown). `factor` multiplies the time of a step (see `StepFactor`). `note_prefill` takes
-        the compute time spent on a prompt. `domain` is what `cost` was measured for."""
+        the compute time spent on a prompt. `domain` is what `cost` was measured for.
+        `draft_acceptance`: the probability that a draft is right if those before it are."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
         self._num_output_tokens = num_output_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._domain = domain
+        self._draft_acceptance = draft_acceptance
         self._post = post
         self._factor = factor
         self._note_prefill = note_prefill
@@ -126,8 +130,8 @@ class SimEngine:
         for entry in step.entries:
             length = len(entry.new_token_ids)
             num_tokens += length
-            if length == 1 and entry.draw is not None and entry.generated:
-                batch += 1
+            if length == 1 + entry.num_drafts and entry.draw is not None and entry.generated:
+                batch += length
                 context_tokens += entry.start + 1
                 begins = begins or len(entry.generated) == 1
             else:
@@ -146,8 +150,10 @@ class SimEngine:
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
             self._note_prefill(owner, prefill_s * chunk.num_tokens / (num_tokens - batch))
-        tokens = tuple(self._draw(entry) for entry in step.entries)
-        ended = StepEnded(tokens, end_s - start_s)
+        drawn = [self._draw(entry) for entry in step.entries]
+        tokens = tuple([found[0] if found else None for found in drawn])
+        further = {index: found[1:] for index, found in enumerate(drawn) if len(found) > 1}
+        ended = StepEnded(tokens, end_s - start_s, further=further)
         if held_layers:
             assert self._cost.num_stages == 1
             self._held = _Held(stage_s / held_layers)
@@ -286,8 +292,19 @@ class SimEngine:
         if batch and not domain.has_decodes(batch, context_tokens):
             figures.outside_decode_tokens += decoded
 
-    def _draw(self, entry: StepEntry) -> Token | None:
+    def _draw(self, entry: StepEntry) -> tuple[Token, ...]:
         if entry.draw is None:
-            return None
-        ends = self._num_output_tokens(entry.attempt_id) <= len(entry.generated) + 1
-        return EOS if ends else ANY_TOKEN
+            return ()
+        left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
+        num_tokens = 1
+        while num_tokens <= entry.num_drafts and self._accepts(entry, num_tokens):
+            num_tokens += 1
+        if left > num_tokens:
+            return (ANY_TOKEN,) * num_tokens
+        return (*(ANY_TOKEN,) * (left - 1), EOS)
+
+    def _accepts(self, entry: StepEntry, number: int) -> bool:
+        """Whether a draft is right: it depends on the attempt and the place alone."""
+        place = f"{entry.attempt_id} {entry.start + number}".encode()
+        drawn = int.from_bytes(blake2b(place, digest_size=4).digest(), "little")
+        return drawn < self._draft_acceptance * 2**32

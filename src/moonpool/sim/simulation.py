@@ -236,6 +236,7 @@ class Simulation:
             self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
             hardware.domain,
+            self.config.hardware.draft_acceptance,
         )
         links = self._links.get(instance_id)
         if links is None:

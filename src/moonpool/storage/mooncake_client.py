@@ -28,6 +28,7 @@ from moonpool.storage.mooncake_client_process import (
     MooncakeSetup,
     StoreRequest,
 )
+from moonpool.types import MALFORMED
 
 START_S = 20.0
 """How long the client may take to find the master; its own timeout is 90 s."""
@@ -98,7 +99,7 @@ class MooncakeClient:
             codes = msgspec.msgpack.decode(reply, type=list[int])
         except TimeoutError:
             raise self._fail(sock, f"no reply within {timeout_s:.1f} s") from None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *MALFORMED) as error:
             raise self._fail(sock, str(error)) from None
         if MASTER_LOST in codes or len(codes) != len(request.names):
             raise self._fail(sock, "its master does not respond")

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceRow, damage
+from moonpool.types import MALFORMED
 
 MOONCAKE_BLOCK_TOKENS = 512
 BAILIAN_BLOCK_TOKENS = 16
@@ -66,7 +67,7 @@ class JsonlParser:
     def parse(self, line: bytes) -> ParsedRow | None:
         try:
             row = self._decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except MALFORMED as error:
             raise LineError(_explain(line, _MooncakeLine, self.format, error)) from None
         ids = row.hash_ids
         if self.block_tokens == 0:
@@ -103,7 +104,7 @@ class BailianParser:
     def parse(self, line: bytes) -> ParsedRow | None:
         try:
             row = self._decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except MALFORMED as error:
             raise LineError(_explain(line, _BailianLine, self.format, error)) from None
         # Some of the files leave out the last, partial block.
         num_full = row.input_length // BAILIAN_BLOCK_TOKENS
@@ -155,7 +156,7 @@ def _block_tokens(rows: list[dict[str, Any]]) -> int:
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         found = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
     return found if isinstance(found, dict) else None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from moonpool.trace.row import TraceError
-from moonpool.types import Struct
+from moonpool.types import MALFORMED, Struct
 
 PROBABILITIES = (
     *(0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65),
@@ -148,7 +148,7 @@ def read_profile(path: Path) -> GeneratorProfile:
         profile = msgspec.json.decode(path.read_bytes(), type=GeneratorProfile)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise TraceError(f"{path} is not a generator profile: {error}") from None
     try:
         check_profile(profile)

@@ -23,7 +23,7 @@ import msgspec
 
 from moonpool.transfer.errors import TransportError
 from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.types import InstanceId, Struct
+from moonpool.types import MALFORMED, InstanceId, Struct
 
 PROTOCOL_VERSION = 10
 MAX_HANDSHAKE_FRAME_BYTES = 2048
@@ -224,5 +224,5 @@ def _encode(step: _Step) -> bytes:
 def _decode(body: bytes) -> _Step:
     try:
         return _DECODER.decode(body)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise _refusal(f"malformed handshake: {error}") from error

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-import msgspec
 import xxhash
 
 from moonpool.transfer.errors import DeadlineError, PeerGoneError, ProtocolError
 from moonpool.transfer.wire import MAX_FRAME_BYTES, Codec, Message
+from moonpool.types import MALFORMED
 
 FRAME_HEADER = struct.Struct(">I")
 _CHECKED_HEADER = struct.Struct(">II")  # length, and the low half of the body's xxh3_64
@@ -99,7 +99,7 @@ class FrameSocket:
         body = self.receive_frame(MAX_FRAME_BYTES, deadline_s)
         try:
             return self._codec.decode(body)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise ProtocolError(f"malformed message: {error}") from error
 
     def send_frame(

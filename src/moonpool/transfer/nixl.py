@@ -21,7 +21,7 @@ from moonpool.transfer.nixl_agent_process import MAX_METADATA_BYTES, AgentMetada
 from moonpool.transfer.reshard import ShardView
 from moonpool.transfer.slice_receiver import SliceReceiver
 from moonpool.transfer.wire import Message, ReadRenewed, SliceOffer, Slices, unpack_offers
-from moonpool.types import InstanceId
+from moonpool.types import MALFORMED, InstanceId
 
 _METADATA = msgspec.msgpack.Decoder(AgentMetadata)
 
@@ -103,7 +103,7 @@ def exchange_metadata(
     body = frames.receive_frame(MAX_METADATA_BYTES + 1024, deadline_s)
     try:
         metadata = _METADATA.decode(body)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed NIXL metadata: {error}") from error
     channel = agent.open_channel(metadata, deadline_s)
     return NixlConnection(frames, peer, channel, metadata.num_bytes)

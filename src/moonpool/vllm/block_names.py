@@ -41,9 +41,10 @@ class ExternalBlocksCleared(Struct, frozen=True):
 ForeignEvent = ExternalBlocksStored | ExternalBlocksRemoved | ExternalBlocksCleared
 
 
-def salt_of(layout_fingerprint: bytes, tenant: str) -> str | None:
-    """Returns the cache salt of a tenant's prompts: its root key, which the events then contain."""
-    return root_key(layout_fingerprint, tenant).hex() if tenant else None
+def salt_of(layout_fingerprint: bytes, tenant: str, adapter: str = "") -> str | None:
+    """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
+    then contain."""
+    return root_key(layout_fingerprint, tenant, adapter).hex() if tenant or adapter else None
 
 
 class _Changes:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from moonpool.protocol.messages import AttemptSpec
-from moonpool.types import FinishReason, Token, TokenLogprobs
+from moonpool.types import MALFORMED, FinishReason, Token, TokenLogprobs
 from moonpool.vllm.block_names import salt_of
 from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
@@ -94,7 +94,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         )
     min_tokens = max(sampling.min_tokens - num_done, 0)
     body: dict[str, Any] = {
-        "model": model_id,
+        "model": work.adapter or model_id,
         "prompt": list(work.token_ids),
         "stream": not submit.hands_over,
         "return_token_ids": True,
@@ -120,7 +120,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         body["return_tokens_as_token_ids"] = True
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
-    salt = salt_of(layout_fingerprint, work.tenant)
+    salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
     if salt is not None:
@@ -159,7 +159,7 @@ def read_output(work: AttemptSpec, event: bytes) -> EngineOutput:
     """Parses one event of a streamed completion, or a whole one. Raises `DialectError`."""
     try:
         found = _COMPLETION.decode(event)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise DialectError(f"its response does not have vLLM's format: {error}") from None
     if found.error is not None:
         shown = found.error if isinstance(found.error, dict) else {"message": found.error}
@@ -216,7 +216,7 @@ def read_facts(models: bytes, metrics: str) -> VllmFacts:
     """Reads the properties from `/v1/models` and `/metrics`. Raises `DialectError`."""
     try:
         listed = _MODELS.decode(models).data
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise DialectError(f"its /v1/models does not have vLLM's format: {error}") from None
     if not listed or not listed[0].max_model_len:
         raise DialectError("its /v1/models names no model with a max_model_len")

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from moonpool.types import MALFORMED
 from moonpool.vllm.block_names import (
     ExternalBlocksCleared,
     ExternalBlocksRemoved,
@@ -60,7 +61,7 @@ def read_batch(payload: bytes) -> tuple[ForeignEvent, ...]:
     """
     try:
         batch = _LOOSE.decode(payload)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ValueError(str(error)) from None
     if len(batch) < 2 or not isinstance(batch[1], list):
         raise ValueError("the message is not a batch of events")

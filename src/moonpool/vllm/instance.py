@@ -259,7 +259,7 @@ class VllmInstance:
         """Derives the keys of the full blocks of prompt and output that have none yet."""
         work = request.work
         if work.use_cache:
-            root = root_key(self.layout.fingerprint, work.tenant)
+            root = root_key(self.layout.fingerprint, work.tenant, work.adapter)
             tokens = (*work.token_ids, *request.generated)
             extend_keys(request.keys, tokens, self.layout.block_tokens, root)
 

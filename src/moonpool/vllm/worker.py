@@ -266,12 +266,12 @@ class VllmWorker(InstanceProcess):
         except (VllmError, DialectError) as error:
             failure = SubmitFailed(attempt_id, str(error), error.refused)
         except Exception as error:
-            log.exception("a request to vLLM at %s failed", self._place.url)
+            log.exception("the request %s to vLLM at %s failed", attempt_id, self._place.url)
             failure = SubmitFailed(
                 attempt_id, f"unexpected {type(error).__name__} in the vLLM client"
             )
         if self._requests.pop(attempt_id, None) is not None:
-            log.warning("vLLM at %s: %s", self._place.url, failure.message)
+            log.warning("vLLM at %s: %s: %s", self._place.url, attempt_id, failure.message)
             self._post(failure)
 
     async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:

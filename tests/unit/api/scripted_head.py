@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,7 @@ class ScriptedHead:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.drained: list[tuple[str, float]] = []
-        self._kept: list[AsyncIterator[Output]] = []
+        self._kept: list[AsyncGenerator[Output, None]] = []
         self.is_healthy = True
         self.num_drops = 0
         self.num_views = 0
@@ -94,12 +94,12 @@ class ScriptedHead:
         self.drained.append((instance_id, within_s))
         return ""
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         outputs = self._outputs(request)
         self._kept.append(outputs)  # so that only an explicit close ends it, never the collector
         return outputs
 
-    async def _outputs(self, request: Request) -> AsyncIterator[Output]:
+    async def _outputs(self, request: Request) -> AsyncGenerator[Output, None]:
         self.requests.append(request)
         ended = False
         try:
@@ -124,6 +124,9 @@ class ScriptedHead:
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         return {"instances": []} if tenant is None else {"instances": [], "tenant": tenant}
+
+    def event_log(self) -> bytes:
+        return b"events"
 
     def beliefs(self) -> dict[str, Any]:
         return {"instances": [], "errors": {}}

@@ -309,7 +309,7 @@ def test_a_wrong_method_is_405(method: str) -> None:
     assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/completions/", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/nope", "/v1", "/v1/completions/", "/v1/audio/speech"])
 def test_a_wrong_path_is_404(path: str) -> None:
     assert_error(call(ScriptedHead(), path), 404, code="not_found")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,7 @@ import pytest
 from scripted_head import ScriptedHead, call
 
 from moonpool.api.frontend import ApiOptions
-from moonpool.api.keys import ApiKeys, KeyFileError, KeyRing, collect_keys
-from moonpool.config import parse_config
-from moonpool.runtime.cluster import ClusterError, read_keys
+from moonpool.api.keys import ApiKeys, KeyFileError, KeyRing, collect_keys, read_keys
 
 FILE = """
 # key   tenant  share
@@ -62,6 +62,7 @@ def test_who_is_the_operator() -> None:
         ("k a 1 2", "line 1 must have"),
         ("k\n\nk", "line 3 repeats"),
         ("kéy", "ASCII"),
+        ("sha256:12", "64 hexadecimal"),
     ],
 )
 def test_malformed_lines_are_named_and_the_key_is_not(text: str, words: str) -> None:
@@ -77,13 +78,13 @@ def test_the_server_reads_file_and_environment(
     path.write_text(FILE)
     monkeypatch.setenv("MOONPOOL_API_KEY", "env-1,env-2")
     monkeypatch.setenv("MOONPOOL_ADMIN_KEY", "op")
-    found = read_keys(parse_config("", {"api": {"api_key_file": str(path)}}))
+    found = read_keys((), str(path), os.environ)
     assert set(found.tenants) == {"sk-1", "sk-2", "sk-3", "env-1", "env-2", "op"}
     path.write_text("a b c d")
-    with pytest.raises(ClusterError, match="line 1 must have"):
-        read_keys(parse_config("", {"api": {"api_key_file": str(path)}}))
-    with pytest.raises(ClusterError, match="cannot read the API keys"):
-        read_keys(parse_config("", {"api": {"api_key_file": str(tmp_path / "none")}}))
+    with pytest.raises(KeyFileError, match="line 1 must have"):
+        read_keys((), str(path), os.environ)
+    with pytest.raises(KeyFileError, match="cannot read the API keys"):
+        read_keys((), str(tmp_path / "none"), os.environ)
 
 
 def test_a_ring_keeps_no_key() -> None:
@@ -92,6 +93,13 @@ def test_a_ring_keeps_no_key() -> None:
     assert ring.tenant_of(b"secret-keY") is None
     assert ring.tenant_of(b"") is None
     assert "secret-key" not in repr(vars(ring))
+
+
+def test_a_hashed_key_admits_the_key_and_not_its_digest() -> None:
+    hashed = f"sha256:{hashlib.sha256(b'secret-key').hexdigest()}"
+    ring = KeyRing(collect_keys((), f"{hashed} ann", "").tenants)
+    assert ring.tenant_of(b"secret-key") == "ann"
+    assert ring.tenant_of(hashed.encode()) is None
 
 
 def test_a_tenant_sees_its_own_and_the_operator_sees_all() -> None:

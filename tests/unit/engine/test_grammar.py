@@ -67,7 +67,7 @@ def answer(grammars: Sequence[Grammars], grammar: str, seed: int, most: int = 40
         logits = torch.from_numpy(rng.normal(0, 4, (1, VOCAB)).astype(np.float32))
         draw = Draw(params, tuple(generated), (EOS_ID,))
         place = len(generated)
-        (token,) = sample(logits, [draw], [place], grammars[place % len(grammars)])
+        ((token,),) = sample(logits, [draw], [place], grammars[place % len(grammars)])
         if token.token_id == EOS_ID:
             break
         generated.append(token.token_id)
@@ -144,13 +144,42 @@ def test_more_answers_than_are_kept_are_still_right() -> None:
         assert allowed == ord(str(i)[0])
 
 
+def test_drafts_are_drawn_under_the_grammar_one_by_one() -> None:
+    """The matcher follows the drafts that were right, and is not put off by those that were not."""
+    grammar = schema_grammar({"enum": ["abcabc", "abcabd", "xyz"]})
+    rng, num_further = np.random.default_rng(4), 0
+    for seed in range(40):
+        rows = torch.from_numpy(rng.normal(0, 4, (12, VOCAB)).astype(np.float32))
+        params = SamplingParams(temperature=1.0, seed=seed, grammar=grammar)
+        plain: list[int] = []
+        while len(plain) < 9:
+            draw = Draw(params, tuple(plain), (EOS_ID,))
+            ((token,),) = sample(rows[[len(plain)]], [draw], [len(plain)], byte_grammars())
+            if token.token_id == EOS_ID:
+                break
+            plain.append(token.token_id)
+        grammars, found = byte_grammars(), list[int]()
+        while len(found) < len(plain):
+            done = len(found)
+            drafts = plain[done : done + 3]
+            if seed % 3 and len(drafts) > 1:
+                drafts[1] = ord("Q")
+            draw = Draw(params, tuple(found), (EOS_ID,), drafts=drafts)
+            (tokens,) = sample(rows[done : done + 1 + len(drafts)], [draw], [done], grammars)
+            new = [token.token_id for token in tokens if token.token_id != EOS_ID]
+            num_further += len(new) - 1
+            found += new
+        assert found == plain
+    assert num_further > 40
+
+
 def test_other_rows_of_the_batch_are_not_touched() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 200] = 9.0
     form = SamplingParams(temperature=0.0, grammar=LLMatcher.grammar_from_regex("a"))
     draws = [Draw(form, (), (EOS_ID,)), Draw(SamplingParams(temperature=0.0), (), (EOS_ID,))]
     tokens = sample(logits, draws, [0, 0], byte_grammars())
-    assert [token.token_id for token in tokens] == [97, 200]
+    assert [token.token_id for (token,) in tokens] == [97, 200]
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +216,7 @@ def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
             logits = torch.from_numpy(rng.normal(0, 3, (1, size)).astype(np.float32))
             logits[0, tokenizer.encode('"}')[0]] += 8  # so that texts end
             draw = Draw(params, tuple(generated), (end,))
-            (token,) = sample(logits, [draw], [len(generated)], grammars)
+            ((token,),) = sample(logits, [draw], [len(generated)], grammars)
             if token.token_id == end:
                 json.loads(tokenizer.decode(generated))
                 break

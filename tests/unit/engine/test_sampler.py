@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from moonpool.engine.sampler import Draw, NonFiniteLogitsError, sample, uniform
+from moonpool.engine import sampler
+from moonpool.engine.sampler import Draw, NonFiniteLogitsError, uniform
 from moonpool.types import SamplingParams, Token
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -19,6 +21,11 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 def draw(generated: Sequence[int] = (), eos: Sequence[int] = (), **params: object) -> Draw:
     return Draw(SamplingParams(**params), generated, eos)
+
+
+def sample(rows: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Token]:
+    """One token of each draw, none of which has drafts."""
+    return [token for (token,) in sampler.sample(rows, draws, positions)]
 
 
 def draws_of(count: int, **params: object) -> Counter[int]:
@@ -161,3 +168,41 @@ def test_nan_is_an_error_not_a_token() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogitsError, match="row 1"):
             sample(rows, [draw(temperature=temperature)] * 2, [0, 0])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.7, "seed": 1, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.8},
+        {"temperature": 0.0, "min_tokens": 6},
+        {"temperature": 1.0, "seed": 3, "logit_bias": ((2, 1.0),)},
+    ],
+    ids=str,
+)
+def test_drafts_change_no_token(params: dict[str, Any]) -> None:
+    """Whatever the drafts are, the tokens are those drawn one by one from the same rows."""
+    rows = torch.randn(400, 6, generator=torch.Generator().manual_seed(9)) * 2
+    rng, num_drawn = random.Random(2), 0
+    for begin in range(0, 360, 9):
+        generated, plain = [1, 1, 2], list[Token]()
+        while len(plain) < 5:
+            asked = Draw(SamplingParams(**params), tuple(generated), (0,), frozenset({4}))
+            row = begin + len(plain)
+            plain += sample(rows[row : row + 1], [asked], [50 + len(plain)])
+            generated.append(plain[-1].token_id)
+        drafts = [token.token_id for token in plain[:4]]
+        wrong = rng.randrange(5)
+        if wrong < 4:
+            drafts[wrong] = (drafts[wrong] + 1) % 6
+        asked = Draw(SamplingParams(**params), (1, 1, 2), (0,), frozenset({4}), drafts)
+        other = Draw(SamplingParams(temperature=0.0), (), (0,))
+        together = rows[[begin + 8, *range(begin, begin + 5), begin + 8]]
+        first, found, last = sampler.sample(together, [other, asked, other], [0, 50, 0])
+        assert list(found) == plain[: wrong + 1]
+        assert first == last and len(first) == 1
+        num_drawn += len(found)
+    assert num_drawn > 100

@@ -30,7 +30,12 @@ DRIVERS_OWN = {
 """What only a driver knows: of its store, its engine and its memory."""
 
 OTHER_THAN_DEFAULT: dict[str, dict[str, Any]] = {
-    "engine": {"chunk_tokens": 768, "max_sequences": 77, "batching": "prefill-first"},
+    "engine": {
+        "chunk_tokens": 768,
+        "max_sequences": 77,
+        "batching": "prefill-first",
+        "speculative_config": {"method": "ngram"},
+    },
     "pool": {"prefix_caching": False, "eviction": "lfu", "ssd_admission": "second-use"},
     "slo": {"tbt_s": 0.123},
     "conductor": {"learning": False},

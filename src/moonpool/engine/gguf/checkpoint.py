@@ -20,12 +20,14 @@ from moonpool.engine.gguf.config import (
     architecture_of,
     gguf_name,
     hf_config,
+    pooling_of,
 )
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
 from moonpool.engine.tensors import tensor_shapes
+from moonpool.types import Pooling
 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
@@ -40,6 +42,7 @@ class GgufModel:
     spec: ModelSpec
     weights: GgufWeights
     fingerprint: str
+    pooling: Pooling
 
 
 def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
@@ -49,7 +52,8 @@ def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     if ROPE_FACTORS in file.tensors:
         spec = replace(spec, rope=_rope_with_factors(file, spec))
     _check_tensors(file, spec)
-    return GgufModel(spec, GgufWeights(file, spec, dtype), _fingerprint(file, spec))
+    weights = GgufWeights(file, spec, dtype)
+    return GgufModel(spec, weights, _fingerprint(file, spec), pooling_of(file))
 
 
 class GgufWeights:

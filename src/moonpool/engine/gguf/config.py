@@ -12,6 +12,7 @@ from typing import Any
 
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.spec import ModelError
+from moonpool.types import Pooling
 
 MAX_CONTEXT = 1 << 21
 """Longer contexts are refused: the rotary table has a row per position."""
@@ -50,6 +51,7 @@ _LAYER_NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_POOLINGS: dict[int, Pooling] = {1: "mean", 3: "last"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -115,6 +117,14 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     }
     scaling = _rope_scaling(values)
     return config if scaling is None else config | {"rope_scaling": scaling}
+
+
+def pooling_of(file: GgufFile) -> Pooling:
+    """How the file's model makes embeddings; by the last token if the file does not say."""
+    kind = _Values(file).optional("pooling_type")
+    if kind in (None, 0):
+        return "last"
+    return _POOLINGS.get(kind, "none") if isinstance(kind, int) else "none"
 
 
 def end_token_ids(file: GgufFile) -> list[int]:

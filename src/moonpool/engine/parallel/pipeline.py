@@ -47,7 +47,7 @@ from moonpool.engine.parallel.stage_wire import (
 )
 from moonpool.engine.sampler import draw_of
 from moonpool.engine.step import LayerDone as OnLayer
-from moonpool.engine.step import Rows, StepResult, plan_rows
+from moonpool.engine.step import Rows, StepResult, drawing_rows, first_positions, plan_rows
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token
 
@@ -87,7 +87,7 @@ class _StepInFlight:
     on_layer: OnLayer | None
     on_end: OnEnd
     missing: int
-    tokens: Sequence[Token] = ()
+    tokens: Sequence[tuple[Token, ...]] = ()  # by draw
     error: str = ""
 
 
@@ -145,6 +145,7 @@ class PipelineEngine:
         self.times = StageTimes([0.0] * num_stages)
         self._cache = cache
         self._dtype = DTYPES[model.dtype]
+        self._adapters = model.adapter_numbers
         self._device = ops.device
         self._on_lost = on_lost
         self._lock = threading.Lock()  # guards the next four fields
@@ -165,6 +166,7 @@ class PipelineEngine:
             cores=(),
             slot_bytes=SLOT_BYTES,
             num_slots=_num_slots(options.chunk_tokens, model),
+            lora_modules=model.lora_modules,
         )
         own = [
             StagePlace(layers[k], options.cores_of(k), stage_device(options.device, k))
@@ -179,7 +181,9 @@ class PipelineEngine:
                 self.host_sync = make_host_sync(cache, ops.device, layers[0])
                 self._cache = self.host_sync.cache
             with torch.inference_mode():
-                self._model = DecoderModel(model.spec, model.weights, ops, layers[0])
+                self._model = DecoderModel(
+                    model.spec, model.weights, ops, layers[0], adapters=model.adapters
+                )
             for peer in self._peers:
                 peer.wait_until_ready()
         except BaseException:
@@ -199,7 +203,7 @@ class PipelineEngine:
         `on_layer(i)` is called, from this thread or another, once layer i of the whole step is in
         the arena; `on_end` is called after all layers. Raises StepError, StageLostError.
         """
-        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks)
+        rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         began_s = time.perf_counter()
         with self._lock:
             if self._lost:
@@ -261,8 +265,9 @@ class PipelineEngine:
             peer.send(step)
         drawing = [i for i, entry in enumerate(entries) if entry.draw is not None]
         draws = [draw_of(entries[i], self.spec.eos_token_ids) for i in drawing]
-        ends = [entries[i].start + len(entries[i].new_token_ids) for i in drawing]
-        self._peers[-1].send(with_draws(step, rows.last[drawing], draws, ends))
+        wanted = drawing_rows(entries, drawing, rows.last)
+        positions = first_positions(entries, drawing)
+        self._peers[-1].send(with_draws(step, wanted, draws, positions))
 
     def _run_first(self, number: int, rows: Rows, on_layer: OnLayer | None, began_s: float) -> None:
         sync, layer_done = self.host_sync, on_layer
@@ -334,9 +339,12 @@ class PipelineEngine:
         if step.error:
             step.on_end(StageStepError(step.error))
             return
-        drawn = iter(step.tokens)
-        tokens = [None if e.draw is None else next(drawn) for e in step.entries]
-        step.on_end(StepResult(tokens, time.perf_counter() - step.began_s))
+        drawing = [i for i, entry in enumerate(step.entries) if entry.draw is not None]
+        drawn = dict(zip(drawing, step.tokens, strict=True))
+        tokens = [drawn[i][0] if i in drawn else None for i in range(len(step.entries))]
+        further = {i: found[1:] for i, found in drawn.items() if len(found) > 1}
+        seconds = time.perf_counter() - step.began_s
+        step.on_end(StepResult(tokens, seconds, further=further))
 
     def _on_peer_lost(self, message: str) -> None:
         with self._lock:

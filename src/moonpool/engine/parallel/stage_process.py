@@ -51,7 +51,7 @@ class Stage:
     def __init__(self, setup: StageSetup, fds: list[int], control: socket.socket) -> None:
         pin(setup.cores)
         torch.set_num_threads(setup.threads)
-        model = open_model(setup.model, setup.dtype)
+        model = open_model(setup.model, setup.dtype, setup.lora_modules)
         ops = choose_ops(model.dtype, setup.device, setup.quantization)
         layout = make_layout(model, setup.block_tokens, ops)
         if layout.fingerprint != setup.fingerprint:
@@ -76,7 +76,9 @@ class Stage:
         if setup.end_layer == model.spec.num_layers:
             self._grammars.prepare()
         with torch.inference_mode():
-            self._model = DecoderModel(model.spec, model.weights, ops, layers)
+            self._model = DecoderModel(
+                model.spec, model.weights, ops, layers, adapters=model.adapters
+            )
 
     def join(self) -> None:
         """A stage needs nothing from the stages after it."""
@@ -99,7 +101,7 @@ class Stage:
         self._before.read(normed)
         began_s = time.perf_counter()
         done: tuple[Tensor, Tensor] | None = None
-        tokens: tuple[Token, ...] = ()
+        tokens: tuple[tuple[Token, ...], ...] = ()
         error = ""
 
         def on_layer(layer: int) -> None:

@@ -49,6 +49,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     cores: tuple[int, ...]  # (): any
     slot_bytes: int
     num_slots: int
+    lora_modules: tuple[str, ...] = ()
     device: str = "cpu"  # on a GPU the stage computes in GPU blocks and copies them to the arena
 
 
@@ -80,12 +81,13 @@ class StageFailed(Struct, frozen=True, tag=True):
 
 
 class StageDraw(Struct, frozen=True):
-    """One `Draw` on the wire. `position` is the place of the new token in its sequence."""
+    """One `Draw` on the wire. `position` is the place of its first new token in its sequence."""
 
     params: SamplingParams
     generated: tuple[int, ...]
     position: int
     prompt_ids: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 class StageStep(Struct, frozen=True, tag=True):
@@ -102,6 +104,7 @@ class StageStep(Struct, frozen=True, tag=True):
     context_starts: bytes
     block_tables: bytes
     announced: bool
+    adapters: tuple[int, ...] = ()
     wanted: bytes = b""
     draws: tuple[StageDraw, ...] = ()
 
@@ -120,11 +123,12 @@ class LayerDone(Struct, frozen=True, tag=True):
 
 
 class StepDone(Struct, frozen=True, tag=True):
-    """A stage has finished a step. `error` is the reason if it failed, else ""."""
+    """A stage has finished a step. `error` is the reason if it failed, else "". `tokens`: those
+    drawn, by draw."""
 
     number: int
     seconds: float
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[tuple[Token, ...], ...] = ()
     error: str = ""
 
 
@@ -206,13 +210,14 @@ def pack_step(number: int, meta: StepMeta, announced: bool) -> StageStep:
         context_starts=_raw(meta.context_starts),
         block_tables=_raw(meta.block_tables),
         announced=announced,
+        adapters=meta.adapters,
     )
 
 
 def with_draws(
     step: StageStep, wanted: NDArray[np.int64], draws: Sequence[Draw], positions: Sequence[int]
 ) -> StageStep:
-    """The step as the last stage receives it. wanted: [draws] row numbers."""
+    """The step as the last stage receives it. wanted: the rows to draw from."""
     packed = tuple(_pack_draw(*pair) for pair in zip(draws, positions, strict=True))
     return msgspec.structs.replace(step, wanted=wanted.tobytes(), draws=packed)
 
@@ -229,6 +234,7 @@ def unpack_meta(step: StageStep) -> StepMeta:
         block_tables=_int32(step.block_tables).view(num_sequences, -1),
         num_rows=len(positions),
         num_sequences=num_sequences,
+        adapters=step.adapters,
     )
 
 
@@ -242,7 +248,7 @@ def unpack_wanted(step: StageStep) -> Tensor | None:
 def unpack_draws(step: StageStep, eos_token_ids: Sequence[int]) -> list[Draw]:
     """The step's draws, with the end tokens of the stage's own model."""
     return [
-        Draw(draw.params, draw.generated, eos_token_ids, frozenset(draw.prompt_ids))
+        Draw(draw.params, draw.generated, eos_token_ids, frozenset(draw.prompt_ids), draw.drafts)
         for draw in step.draws
     ]
 
@@ -259,6 +265,7 @@ def _pack_draw(draw: Draw, position: int) -> StageDraw:
         generated=generated,
         position=position,
         prompt_ids=tuple(draw.prompt_ids),
+        drafts=tuple(draw.drafts),
     )
 
 

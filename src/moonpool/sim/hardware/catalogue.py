@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moonpool.config import ConfigError
+from moonpool.config_schema import BAD_TOML
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.roofline import soft_maximum
@@ -65,7 +66,7 @@ def parse_catalogue(text: str, base: Catalogue | None = None) -> Catalogue:
     base = BUILT_IN if base is None else base
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except BAD_TOML as error:
         raise ConfigError(f"the catalogue is not valid TOML: {error}") from None
     for table, entries in tables.items():
         if table not in ("devices", "shapes"):

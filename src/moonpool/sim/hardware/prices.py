@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from moonpool.config import ConfigError
+from moonpool.config_schema import BAD_TOML
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue, nearest, package_text
 from moonpool.sim.hardware.devices import Price
 from moonpool.types import Struct
@@ -62,7 +63,7 @@ def parse_prices(text: str = "", catalogue: Catalogue = BUILT_IN) -> Prices:
     """Returns the built-in prices, overlaid by those of the TOML text. Raises ConfigError."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except BAD_TOML as error:
         raise ConfigError(f"the price file is not valid TOML: {error}") from None
     for table, entries in tables.items():
         if table not in _TABLES:

@@ -1,0 +1,90 @@
+"""Rows of docs/benchmarks.md on admission, arrangements and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+CONVERSATION_HEADER = (
+    *("model, sessions, load", "arrangement", "within both SLOs", "rejected", "prefix hits"),
+    *("TTFT P50, P90", "TBT P50, P90", "said beforehand"),
+)
+
+
+def overload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of effective requests of each admission policy, live and simulated."""
+    loads = sorted({load for runs in found["runs"].values() for load in runs}, key=float)
+    for load in loads:
+        row = [f"{load} x capacity"]
+        for policy in ("none", "baseline", "early", "predictive"):
+            run = found["runs"].get(policy, {}).get(load)
+            row.append(
+                f"{run['live']['effective']} ({run['simulated']['effective']})" if run else "-"
+            )
+        yield tuple(row)
+
+
+def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of simulated effective requests of each admission policy."""
+    for row in found["rows"]:
+        effective, bound = row["effective"], row["bound"]
+        yield (
+            f"{row['workload']}, {row['speed']:g} x",
+            f"{bound:,} of {row['requests']:,}",
+            *(f"{effective[name]:,}" for name in ("none", "baseline", "early", "predictive")),
+            f"{effective['goodput']:,} ({effective['goodput'] / max(bound, 1):.0%})",
+        )
+
+
+def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the goodput of 1P+1D and of two mixed instances, live and simulated."""
+    for length in found["lengths"]:
+        for point in length["points"]:
+            live, simulated = point["live"]["goodput_rps"], point["simulated"]["goodput_rps"]
+            yield (
+                f"prompts of {length['prompt_tokens']:,}, {point['load']} x capacity",
+                *(f"{live[name]:.1f} ({simulated[name]:.1f})" for name in ("1P+1D", "2M")),
+            )
+
+
+def conversation_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One row of each run, the best of its load in bold."""
+    rows = sorted(found["rows"], key=lambda row: (*_place(row), row["load"]))
+    best: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        best[_point(row)] = max(best.get(_point(row), 0), row["effective"])
+    for row in rows:
+        basis = found["bases"].get(f"{row['model']}/{row['workload']}", {})
+        share = f"{row['effective']:,} of {row['requests']:,}"
+        client = "" if row["client"] == "moonpool" else f", sent by {row['client']}"
+        yield (
+            f"{row['model']}, {row['workload']}, {row['load']:g} x{client}",
+            row["system"],
+            f"**{share}**" if row["effective"] == best[_point(row)] else share,
+            str(row["rejected"]),
+            "-" if row["hit_ratio"] is None else f"{row['hit_ratio']:.0%}",
+            _both(row["ttft_s"]),
+            _both(row["tbt_s"]),
+            _said(row, basis),
+        )
+
+
+def _place(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["model"], row["workload"], row["client"]
+
+
+def _point(row: dict[str, Any]) -> tuple[Any, ...]:
+    return *_place(row), row["load"]
+
+
+def _both(seconds: dict[str, float]) -> str:
+    return f"{1e3 * seconds['p50']:,.0f}, {1e3 * seconds['p90']:,.0f} ms"
+
+
+def _said(row: dict[str, Any], basis: dict[str, Any]) -> str:
+    """Whether the planner named it, and what its simulation served."""
+    words = ["planned"] if row["system"] == basis.get("planned") else []
+    simulated = basis.get("simulated", {}).get(f"{row['load']:g}", {}).get(row["system"])
+    if simulated:
+        words.append(f"{simulated['effective']:,} of {simulated['requests']:,}")
+    return ", ".join(words) or "-"

@@ -1,0 +1,211 @@
+"""Runs conversations on arrangements of one machine, and keeps all runs in one file.
+
+Runs may be made in parts: a row replaces the one of the same model, workload, arrangement, load and
+client, and the basis of a model and workload is measured once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.suite.conversations.arrangements import (
+    PEER,
+    PLANNED,
+    Arrangement,
+    Machine,
+    parse_arrangement,
+    start_arrangement,
+)
+from benchmarks.suite.conversations.basis import Say, SessionBasis, Start, measure_basis
+from benchmarks.suite.conversations.player import play_sessions, run_figures
+from benchmarks.suite.conversations.sessions import SessionShape, arriving_sessions
+from moonpool.demo.local_server import ServerError
+from moonpool.profiling.live_cluster import run_on_uvloop
+
+ROW_KEY = ("model", "workload", "system", "load", "client")
+OURS = "moonpool"
+
+
+class ConversationsFileError(RuntimeError):
+    """The file of earlier runs cannot be used."""
+
+
+class ConversationRuns:
+    """The rows so far, in a file that is written after each."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Reads the earlier runs. Raises ConversationsFileError."""
+        self._path = path
+        self.bases: dict[str, SessionBasis] = {}
+        self.rows: list[dict[str, Any]] = []
+        if path is None or not path.exists():
+            return
+        try:
+            found = msgspec.json.decode(path.read_bytes())
+            self.rows = found["rows"]
+            self.bases = msgspec.convert(found["bases"], dict[str, SessionBasis])
+        except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
+            raise ConversationsFileError(
+                f"{path} is no file of this benchmark ({error}): name another one"
+            ) from None
+
+    def add(self, row: dict[str, Any], origin: dict[str, str]) -> None:
+        key = [row[name] for name in ROW_KEY]
+        self.rows = [one for one in self.rows if [one[name] for name in ROW_KEY] != key]
+        self.rows.append(row)
+        self.write(origin)
+
+    def write(self, origin: dict[str, str]) -> None:
+        """Raises ConversationsFileError."""
+        if self._path is None:
+            return
+        bases = msgspec.to_builtins(self.bases)
+        text = msgspec.json.encode({"bases": bases, "rows": self.rows, "origin": origin})
+        try:
+            self._path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
+        except OSError as error:
+            raise ConversationsFileError(f"cannot write {self._path}: {error.strerror}") from None
+
+
+class ConversationPlan(msgspec.Struct, frozen=True):
+    """What to run."""
+
+    shapes: tuple[SessionShape, ...]
+    systems: tuple[str, ...]
+    loads: tuple[float, ...]
+    seconds: float
+    seed: int
+    origin: dict[str, str]
+    again: bool = False  # run rows that the file has, too
+
+
+def bench_conversations(
+    machine: Machine,
+    plan: ConversationPlan,
+    runs: ConversationRuns,
+    say: Say,
+    start: Start = start_arrangement,
+) -> dict[str, Any]:
+    """All rows of the file, and the verdicts. Raises what servers raise; a vLLM that does not start
+    is left out."""
+    model = Path(machine.model).name
+    for shape in plan.shapes:
+        key = f"{model}/{shape.name}"
+        if key not in runs.bases:
+            peer = f"{PEER}one" if machine.peer_python else ""
+            runs.bases[key] = measure_basis(
+                shape, machine, peer, plan.loads, plan.seconds, plan.seed, say, start
+            )
+            runs.write(plan.origin)
+        basis = runs.bases[key]
+        for arrangement in _arrangements(plan.systems, basis, machine, say):
+            loads = [
+                load
+                for load in plan.loads
+                if plan.again or not _has(runs.rows, model, shape.name, arrangement.name, load)
+            ]
+            try:
+                for load in loads:
+                    # A server of its own: nothing that an earlier load left is cached or learned.
+                    with start(arrangement, machine, basis.slo) as url:
+                        row = _run(url, shape, basis, arrangement, load, plan)
+                    row |= {"model": model, "workload": shape.name, "client": OURS}
+                    runs.add(row, plan.origin)
+                    say(row_words(row))
+            except ServerError as error:
+                if arrangement.shape is None:
+                    raise
+                say(f"{arrangement.name:<22} left out: {error}")
+    return {"bases": msgspec.to_builtins(runs.bases), "rows": runs.rows}
+
+
+def _has(rows: Iterable[dict[str, Any]], model: str, shape: str, name: str, load: float) -> bool:
+    wanted = [model, shape, name, load, OURS]
+    return any([row[key] for key in ROW_KEY] == wanted for row in rows)
+
+
+def _arrangements(
+    systems: Sequence[str], basis: SessionBasis, machine: Machine, say: Say
+) -> Iterable[Arrangement]:
+    names = dict.fromkeys(basis.planned if name == PLANNED else name for name in systems)
+    if PLANNED in systems:
+        say(f"planned beforehand: {basis.planned or 'no arrangement of two instances'}")
+    for name in filter(None, names):
+        if name.startswith(PEER) and not machine.peer_python:
+            say(f"{name:<22} left out: --peer-python names no vLLM")
+            continue
+        yield parse_arrangement(name)
+
+
+def _run(
+    url: str,
+    shape: SessionShape,
+    basis: SessionBasis,
+    arrangement: Arrangement,
+    load: float,
+    plan: ConversationPlan,
+) -> dict[str, Any]:
+    # Other tokens than those that another load would have.
+    seed = plan.seed + round(1000 * load)
+    warm = arriving_sessions(shape, 2.0, 1.5, -seed)
+    run_on_uvloop(play_sessions(url, [[one] for one in warm], basis.slo, 3.0))
+    sessions = arriving_sessions(shape, load * basis.sessions_per_s, plan.seconds, seed)
+    chains = [[session] for session in sessions]
+    played = run_on_uvloop(play_sessions(url, chains, basis.slo, plan.seconds))
+    figures = run_figures(played, plan.seconds)
+    if not arrangement.knows_hits:
+        figures["hit_ratio"] = None
+    head = {"system": arrangement.name, "load": load, "seconds": plan.seconds}
+    return head | {"sessions": len(sessions)} | figures
+
+
+def row_words(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    hits = "-" if row["hit_ratio"] is None else f"{row['hit_ratio']:.0%}"
+    ttft, tbt = row["ttft_s"], row["tbt_s"]
+    return (
+        f"{row['system']:<22} load {row['load']:>4g}: {row['effective']:>5} effective of"
+        f" {row['requests']:>5} ({row['rejected']} rejected, {row['failed']} failed,"
+        f" {row['missed_ttft']} late, {row['missed_tbt']} slow), hits {hits},"
+        f" TTFT {ttft['p50']:.3g}/{ttft['p90']:.3g} s,"
+        f" TBT {1e3 * tbt['p50']:.3g}/{1e3 * tbt['p90']:.3g} ms"
+    )
+
+
+def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What was said before, what won, and how the best of ours stands to the best vLLM."""
+    lines = []
+    for key, basis in bases.items():
+        model, workload = key.split("/")
+        own = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
+        lines.append(f"{key}: planned beforehand {basis['planned'] or 'nothing of two instances'}")
+        for load in sorted({row["load"] for row in own}):
+            at = [row for row in own if row["load"] == load and row["client"] == OURS]
+            lines += verdict_at(load, at, basis["simulated"].get(f"{load:g}", {}))
+    return lines
+
+
+def verdict_at(
+    load: float, rows: Sequence[dict[str, Any]], simulated: dict[str, dict[str, Any]]
+) -> list[str]:
+    """One line, if anything ran at this load."""
+    ours = [row for row in rows if not row["system"].startswith(PEER)]
+    theirs = [row for row in rows if row["system"].startswith(PEER)]
+    words = []
+    if simulated:
+        said = max(simulated, key=lambda name: simulated[name]["effective"])
+        words.append(f"simulated best {said}")
+    for name, among in ((OURS, ours), ("vLLM", theirs)):
+        if among:
+            best = max(among, key=lambda row: row["effective"])
+            words.append(f"best of {name} {best['system']} with {best['effective']}")
+    if ours and theirs:
+        most = max(row["effective"] for row in theirs)
+        with suppress(ZeroDivisionError):
+            words.append(f"{max(row['effective'] for row in ours) / most:.2f} times")
+    return [f"  load {load:g}: {', '.join(words)}"] if rows else []

@@ -1,0 +1,146 @@
+"""Tokens per second with drafts and without, on texts that repeat themselves and on others.
+
+Both run in one process, in turns, on one engine and one thread: what a worker does per step without
+the head. Figures are CPU seconds of this process, which other processes of the machine disturb
+less than the clock. Every answer is compared: the tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.suite.engine.single_instance import Generation, SoloInstance
+from moonpool.config import SpeculativeConfig
+from moonpool.engine.builtin import open_model, open_tokenizer
+from moonpool.engine.calibrate import fit_samples, measure_samples
+
+CODE = '''def mean(values):
+    """Return the mean of a list of numbers."""
+    if not values:
+        raise ValueError("no values")
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def spread(values):
+    """Return the difference of the largest and the smallest number."""
+    if not values:
+        raise ValueError("no values")
+    return max(values) - min(values)
+'''
+TEXT = (
+    "The cache of keys and values holds what a model has computed for the tokens that it has "
+    "read. A server that keeps it can answer the next question about the same document without "
+    "reading the document again. Memory is scarce, so the server must choose what to keep: it "
+    "drops what was used least recently, or moves it to a disk, which is slower and larger."
+)
+CASES: dict[str, tuple[str, float, int]] = {
+    "edit code": (
+        f"Rename `mean` to `average`, and answer with the whole changed code.\n\n{CODE}",
+        0.0,
+        1,
+    ),
+    "quote": (f"Repeat this text word for word.\n\n{TEXT}", 0.0, 1),
+    "summarise": (f"Summarise this text in two sentences.\n\n{TEXT}", 0.0, 1),
+    "story": ("Write a short story about a lighthouse keeper who finds a map.", 0.0, 1),
+    "story, sampled": ("Write a short story about a lighthouse keeper and a map.", 1.0, 1),
+    "quote, 8 at a time": (f"Repeat this text word for word.\n\n{TEXT}", 0.0, 8),
+    "story, 8 at a time": ("Write a short story about a ship without a captain.", 1.0, 8),
+}
+"""Name -> request, temperature, number of requests at a time."""
+BLOCK_TOKENS, KV_TOKENS = 16, 16_384
+Say = Callable[[str], None]
+
+
+def bench_speculation(
+    model: str, dtype: str, answer_tokens: int, rounds: int, settings: SpeculativeConfig, say: Say
+) -> dict[str, Any]:
+    """Raises ModelError."""
+    torch.set_num_threads(1)
+    loaded = open_model(model, dtype)
+    tokenizer = open_tokenizer(loaded.tokenizer, loaded.spec.vocab_size)
+    plain = SoloInstance(model, loaded.dtype, KV_TOKENS, BLOCK_TOKENS, prefix_caching=True)
+    cost = fit_samples(measure_samples(plain.engine, 5.0))
+    drafting = plain.with_drafts(settings, cost)
+    rows: list[dict[str, Any]] = []
+    for name, (text, temperature, batch) in CASES.items():
+        messages = [{"role": "user", "content": text}]
+        prompt = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+        case = _Case([prompt] * batch, answer_tokens, temperature)
+        for number in range(rounds):
+            case.run(plain, drafting, number)
+        rows.append({"case": name, "batch": batch, **case.figures()})
+        say(f"{name}: {rows[-1]['gain']:.2f} x, {rows[-1]['accepted_share']:.0%} accepted")
+    # The same question once more: its answer is in cached blocks.
+    again = _Case([prompt], answer_tokens, 1.0)
+    drafting.answer([_fresh(prompt, rounds)], [answer_tokens], 1.0, rounds)
+    for _ in range(rounds):
+        again.run(plain, drafting, rounds)
+    rows.append({"case": "the same story again", "batch": 1, **again.figures()})
+    say(f"the same story again: {rows[-1]['gain']:.2f} x")
+    return {
+        "model": model,
+        "dtype": loaded.dtype,
+        "answer_tokens": answer_tokens,
+        "rounds": rounds,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "rows": rows,
+    }
+
+
+class _Case:
+    """One kind of request, answered by both instances in turns."""
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int, temperature: float
+    ) -> None:
+        self._prompts, self._temperature = prompts, temperature
+        self._lengths = [answer_tokens] * len(prompts)
+        self._seconds: tuple[list[float], list[float]] = ([], [])
+        self._steps = [0, 0]
+        self._drafted = self._accepted = 0
+
+    def run(self, plain: SoloInstance, drafting: SoloInstance, number: int) -> None:
+        """The answers of both. Each round has prompts of its own, so that no answer is cached."""
+        prompts = [_fresh(prompt, number) for prompt in self._prompts]
+        before = dict(drafting.counters)
+        made: list[Generation] = []
+        for which, instance in enumerate((plain, drafting)):
+            instance.answer(prompts, [1] * len(prompts), self._temperature, number)  # the prefill
+            began_s = time.process_time()
+            made.append(instance.answer(prompts, self._lengths, self._temperature, number))
+            self._seconds[which].append(time.process_time() - began_s)
+            self._steps[which] += len(made[-1].steps)
+        assert made[0].token_ids == made[1].token_ids, "drafts have changed an answer"
+        self._drafted += _grown(drafting, before, "draft_tokens")
+        self._accepted += _grown(drafting, before, "accepted_draft_tokens")
+
+    def figures(self) -> dict[str, Any]:
+        num_tokens = sum(self._lengths)
+        plain_s, drafting_s = (median(seconds) for seconds in self._seconds)
+        pairs = zip(*self._seconds, strict=True)
+        return {
+            "plain_tokens_per_s": num_tokens / plain_s,
+            "drafting_tokens_per_s": num_tokens / drafting_s,
+            "gain": median(a / b for a, b in pairs),
+            "plain_steps": self._steps[0],
+            "drafting_steps": self._steps[1],
+            "drafted_tokens": self._drafted,
+            "accepted_share": self._accepted / self._drafted if self._drafted else 0.0,
+        }
+
+
+def _fresh(prompt: Sequence[int], number: int) -> list[int]:
+    """The prompt after tokens of its own: no cached block of another round is found."""
+    return [1, *[100 + number] * BLOCK_TOKENS, *prompt]
+
+
+def _grown(instance: SoloInstance, before: dict[str, float], name: str) -> int:
+    return int(instance.counters.get(name, 0) - before.get(name, 0))

@@ -1,0 +1,153 @@
+"""`/v1/embeddings`: texts become vectors, each by one request that only prefills."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from moonpool.api.bodies import EmbeddingsBody
+from moonpool.api.body_pool import BodyReader
+from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.generate import limits_of, tenant_of
+from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
+
+MAX_RUNNING = 32
+"""Requests of one call that run at a time: the others have not arrived yet, so they do not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What all requests of one call share."""
+
+    tenant: str
+    adapter: str
+    slo: Slo
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    embedding: bytes
+    cached_tokens: int
+
+
+class Embedder:
+    """Serves the endpoint through one frontend."""
+
+    def __init__(
+        self, frontend: Frontend, options: ApiOptions, bodies: BodyReader, active: ActiveCalls
+    ):
+        self._frontend = frontend
+        self._options = options
+        self._bodies = bodies
+        self._names = options.names(frontend.card)
+        self._active = active
+
+    async def embed(self, context: HttpContext) -> None:
+        arrived_s = self._frontend.now()
+        slo, timeout_s = limits_of(context, self._frontend)
+        raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
+        left_s = arrived_s + timeout_s - self._frontend.now()
+        call = await self._bodies.call("embeddings", raw, context.tenant, left_s)
+        body: EmbeddingsBody = call.original
+        tenant = tenant_of(context.tenant, body.cache_salt)
+        adapter = self._frontend.card.adapter_of(body.model)
+        limits = _Limits(tenant, adapter, slo, arrived_s + timeout_s)
+        with self._active.begin(context) as (_, scoped):
+            async with context.watch():
+                found = await self._run(scoped, call.prompts, limits)
+        await context.respond(200, self._response(body, call.prompts, found))
+
+    async def _run(
+        self, scoped: str, prompts: Sequence[tuple[int, ...]], limits: _Limits
+    ) -> list[_Found]:
+        """Runs one request per prompt. If one fails, all end and its error is raised."""
+        room = asyncio.Semaphore(MAX_RUNNING)
+
+        async def one(index: int, token_ids: tuple[int, ...]) -> _Found:
+            async with room:
+                request_id = RequestId(f"{scoped}~{index}" if index else scoped)
+                return await self._embedding(request_id, token_ids, limits)
+
+        tasks = [asyncio.create_task(one(*numbered)) for numbered in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _embedding(
+        self, request_id: RequestId, token_ids: tuple[int, ...], limits: _Limits
+    ) -> _Found:
+        frontend = self._frontend
+        pooling = frontend.card.pooling
+        request = Request(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=1, ignore_eos=True, pooling=pooling
+            ),
+            slo=limits.slo,
+            arrived_s=frontend.now(),
+            deadline_s=limits.deadline_s,
+            tenant=limits.tenant,
+            adapter=limits.adapter,
+            use_cache=pooling == "last",  # cached tokens have no hidden states
+        )
+        found: _Found | None = None
+        async with aclosing(frontend.submit(request)) as outputs:
+            async for output in outputs:
+                if output.finish_reason is FinishReason.ABORT:
+                    text = "The server aborted this request. Send it again."
+                    raise RequestRefused(503, "aborted", text)
+                if output.tokens:
+                    found = _Found(output.tokens[0].embedding, output.cached_tokens)
+        if found is None or not found.embedding:
+            raise RuntimeError(f"request {request_id} ended without an embedding")
+        return found
+
+    def _response(
+        self, body: EmbeddingsBody, prompts: Sequence[tuple[int, ...]], found: Sequence[_Found]
+    ) -> bytes:
+        vectors = [shortened(each.embedding, body.dimensions) for each in found]
+        in_base64 = body.encoding_format == "base64"
+        num_tokens = sum(map(len, prompts))
+        cached_tokens = sum(each.cached_tokens for each in found)
+        answer = {
+            "object": "list",
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": base64.b64encode(vector).decode()
+                    if in_base64
+                    else np.frombuffer(vector, "<f4").tolist(),
+                }
+                for index, vector in enumerate(vectors)
+            ],
+            "model": body.model or self._names[0],
+            "usage": {
+                "prompt_tokens": num_tokens,
+                "total_tokens": num_tokens,
+                "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            },
+        }
+        return msgspec.json.encode(answer)
+
+
+def shortened(embedding: bytes, dimensions: int | None) -> bytes:
+    """Returns the first numbers of an embedding, scaled to length 1 again. All are float32."""
+    vector = np.frombuffer(embedding, "<f4")
+    if dimensions is None or dimensions == len(vector):
+        return embedding
+    kept = vector[:dimensions].astype(np.float64)
+    length = max(float(np.sqrt(np.square(kept).sum())), 1e-300)
+    return (kept / length).astype("<f4").tobytes()

@@ -1,0 +1,77 @@
+"""Frames of a cluster's live page, read from its server-sent events (`api/live_page.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+_TIMEOUT_S = 30.0
+KEY_VARIABLES = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
+
+Frame = dict[str, Any]
+
+
+class NoFramesError(Exception):
+    """The server sends no frames; one line says why. `is_final`: trying again cannot help."""
+
+    def __init__(self, message: str, *, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+def bearer_key(given: str | None) -> str:
+    """Returns the key to send: the given one, else that of the environment, else ""."""
+    if given:
+        return given
+    found = (os.environ.get(name, "").replace(",", " ").split() for name in KEY_VARIABLES)
+    return next((keys[0] for keys in found if keys), "")
+
+
+def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
+    """Yields the frames of one connection until the server ends it. Raises NoFramesError."""
+    import httpx
+
+    from moonpool.api.tls import TlsError, trusting_context
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    address = f"{url.rstrip('/')}/cluster/events"
+    try:
+        verify = trusting_context(ca_file) if address.startswith("https:") else True
+        with httpx.stream(
+            "GET", address, headers=headers, timeout=_TIMEOUT_S, verify=verify
+        ) as events:
+            if events.status_code in (401, 503):
+                message = str(json.loads(events.read())["error"]["message"])
+                raise NoFramesError(message, is_final=events.status_code == 401)
+            events.raise_for_status()
+            for line in events.iter_lines():
+                if line.startswith("data: ") and line != "data: {}":
+                    yield _checked(json.loads(line[6:]))
+    except httpx.HTTPStatusError as error:
+        text = f"{url} is no moonpool server ({error.response.status_code}): correct the URL"
+        raise NoFramesError(text, is_final=True) from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise NoFramesError(f"{url} is no URL: {error}", is_final=True) from None
+    except httpx.HTTPError as error:
+        text = f"no server answers at {url}: {error}; start one or correct the URL"
+        raise NoFramesError(text, is_final=False) from None
+    except TlsError as error:
+        raise NoFramesError(str(error), is_final=True) from None
+    except (ValueError, KeyError, TypeError) as error:
+        text = f"{url} is no moonpool server: {error}; correct the URL"
+        raise NoFramesError(text, is_final=True) from None
+
+
+def first_frame(url: str, key: str, ca_file: str) -> Frame:
+    """Raises NoFramesError."""
+    for frame in frames(url, key, ca_file):
+        return frame
+    raise NoFramesError(f"the server at {url} is stopping", is_final=False)
+
+
+def _checked(frame: Any) -> Frame:
+    if not isinstance(frame, dict) or "totals" not in frame:
+        raise ValueError("its events are of another kind")
+    return frame

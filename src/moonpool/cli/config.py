@@ -1,0 +1,150 @@
+"""`moonpool config`: checks a config file, shows the values in effect, writes new files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from moonpool.cli.config_text import effective_toml, new_file, reference_page
+from moonpool.cli.inputs import read_text
+from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, read_config
+from moonpool.cli.output import fail
+from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS, serve_overrides
+from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS, read_cluster
+from moonpool.config import Config, ConfigError
+from moonpool.config_schema import Values, parse_toml
+from moonpool.sim.defaults import DEFAULTS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ALL_FLAGS = ConfigFlags(
+    *SERVE_FLAGS.keys,
+    *(HEAD_FLAGS.keys - SERVE_FLAGS.keys),
+    # `--device` means the engine's for `serve` and the catalogue's for `simulate`.
+    *(SIMULATE_FLAGS.keys - SERVE_FLAGS.keys - HEAD_FLAGS.keys - {"hardware.device"}),
+    helps={"engine.device": "Device that computes; with --simulation one of the catalogue."},
+    types={"engine.device": click.STRING},
+)
+
+
+@click.group()
+def config() -> None:
+    """Check a config file, show the values in effect, or write a new file."""
+
+
+@config.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+def check(file: str) -> None:
+    """Check FILE: names, types and ranges, and that its policies, keys and certificates load."""
+    found = read_config(file, {})
+    _check_references(file, found)
+    given = parse_toml(read_text(file, "the config"), Config)
+    number = sum(len(values) for values in given.values())
+    tables = " ".join(f"[{name}]" for name in given) or "no table"
+    click.echo(f"{file}: valid; {number} keys in {tables}")
+
+
+def _check_references(file: str, found: Config) -> None:
+    """Ends the command if a policy, a file of keys or a certificate that it names is unusable."""
+    from moonpool.api.keys import KeyFileError, read_keys
+    from moonpool.api.tls import TlsError, TlsFiles
+    from moonpool.policy_loading import load_policies
+
+    try:
+        load_policies(found.conductor)
+        read_keys(found.api.api_keys, found.api.api_key_file, os.environ)
+        if found.api.ssl_certfile:
+            TlsFiles(found.api.ssl_certfile, found.api.ssl_keyfile)
+    except (ConfigError, KeyFileError, TlsError) as error:
+        fail(f"{file}: {error}")
+    template = found.model.chat_template
+    if template:
+        read_text(template, f"{file}: the chat template")
+
+
+@config.command(cls=SectionedCommand)
+@click.argument("model", required=False)
+@config_option
+@click.option("--simulation", is_flag=True, help="Show what `simulate` would use, not `serve`.")
+@_ALL_FLAGS.options(Config())
+def show(model: str | None, config_file: str | None, simulation: bool, **flags: Any) -> None:
+    """Show as TOML what `serve` would use with these flags, and where each value comes from.
+
+    API keys are counted and not shown.
+    """
+    if simulation:
+        found, overrides = _simulated(config_file, flags)
+        defaults: Values = DEFAULTS
+    else:
+        found, overrides = _served(model, config_file, flags)
+        defaults = {}
+    in_file = {}
+    if config_file is not None:
+        in_file = parse_toml(read_text(config_file, "the config"), Config)
+    click.echo(effective_toml(found, overrides, in_file, defaults, os.environ), nl=False)
+
+
+def _served(
+    model: str | None, config_file: str | None, flags: dict[str, Any]
+) -> tuple[Config, Values]:
+    _refuse_others(flags, SERVE_FLAGS.keys | HEAD_FLAGS.keys, "serve")
+    overrides = serve_overrides(flags)
+    for table, values in HEAD_FLAGS.overrides(flags).items():
+        overrides.setdefault(table, {}).update(values)
+    if model is not None:
+        overrides.setdefault("model", {})["name"] = model
+    return read_config(config_file, overrides), overrides
+
+
+def _simulated(config_file: str | None, flags: dict[str, Any]) -> tuple[Config, Values]:
+    _refuse_others(flags, SIMULATE_FLAGS.keys | {"engine.device"}, "simulate")
+    overrides = SIMULATE_FLAGS.overrides(flags)
+    return read_cluster(config_file, overrides), overrides
+
+
+def _refuse_others(flags: dict[str, Any], keys: frozenset[str], command: str) -> None:
+    """Ends the command if a flag was given that the command shown does not have."""
+    for table, values in _ALL_FLAGS.overrides(flags).items():
+        for key in values:
+            if f"{table}.{key}" not in keys:
+                fail(f"`moonpool {command}` has no flag for {table}.{key}; leave it out")
+
+
+@config.command()
+@click.argument("file", required=False, type=click.Path(dir_okay=False))
+@click.option("--simulation", is_flag=True, help="With the defaults of `simulate`, not of `serve`.")
+def init(file: str | None, simulation: bool) -> None:
+    """Write a file with every key, its meaning and its default as comments; print it without FILE.
+
+    An existing file is kept.
+    """
+    text = new_file(CLUSTER_DEFAULTS if simulation else Config())
+    if file is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        with Path(file).open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError:
+        fail(f"{file} exists already; name another file, or delete it first")
+    except OSError as error:
+        fail(f"cannot write {file}: {error.strerror}")
+    click.echo(f"wrote {file}; remove the # before the keys to change")
+
+
+@config.command()
+def reference() -> None:
+    """Print the reference page of all keys (docs/config.md)."""
+    click.echo(reference_page(), nl=False)
+
+
+@config.command()
+def schema() -> None:
+    """Print a JSON schema of the file, for editors that complete and check TOML."""
+    text = msgspec.json.encode(msgspec.json.schema(Config))
+    click.echo(msgspec.json.format(text, indent=2).decode())

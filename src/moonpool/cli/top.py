@@ -1,0 +1,110 @@
+"""`moonpool top`: a running cluster in the terminal, from the frames of its live page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from moonpool.cli.cluster_events import Frame, NoFramesError, bearer_key, first_frame, frames
+from moonpool.cli.options import api_key_option, ca_file_option
+from moonpool.cli.output import fail
+from moonpool.cli.top_view import render
+
+_RETRY_S = 2.0
+_POLL_S = 0.2
+
+
+@click.command()
+@click.argument("url", default="http://127.0.0.1:8000")
+@api_key_option
+@ca_file_option
+@click.option("--once", is_flag=True, help="Print one frame and end.")
+def top(url: str, api_key: str | None, ca_file: str, once: bool) -> None:
+    """Watch the cluster at URL: instances, stages, latencies, hits, refusals and requests.
+
+    The view changes each second; q or Ctrl-C ends it. Without a terminal it is one frame.
+    """
+    key = bearer_key(api_key)
+    try:
+        frame = first_frame(url, key, ca_file)
+    except NoFramesError as error:
+        fail(str(error))
+    console = Console()
+    if once or not console.is_terminal:
+        console.print(render(frame, url, "", console.width, None))
+        return
+    with contextlib.suppress(KeyboardInterrupt), _single_keys() as has_keys:
+        _watch(console, _Reader(url, key, ca_file, frame), has_keys)
+
+
+class _Reader(threading.Thread):
+    """Reads frames in a thread of its own, and connects again after a loss."""
+
+    def __init__(self, url: str, key: str, ca_file: str, frame: Frame) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self._key = key
+        self._ca_file = ca_file
+        self.newest: queue.Queue[tuple[Frame, str]] = queue.Queue(maxsize=8)
+        self._last = frame
+        self.ended_by: str | None = None
+        """Why no further frame will come."""
+
+    def run(self) -> None:
+        while True:
+            state = f"{self.url} ended the stream, trying again"
+            try:
+                for frame in frames(self.url, self._key, self._ca_file):
+                    self._last = frame
+                    self.newest.put((frame, ""))
+            except NoFramesError as error:
+                state = str(error)
+                if error.is_final:
+                    self.ended_by = state
+                    return
+            self.newest.put((self._last, state))
+            time.sleep(_RETRY_S)
+
+
+def _watch(console: Console, reader: _Reader, has_keys: bool) -> None:
+    """Draws until q is pressed. Ends the command with one line if no further frame can come."""
+    reader.start()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while reader.ended_by is None:
+            with contextlib.suppress(queue.Empty):
+                frame, state = reader.newest.get(timeout=_POLL_S)
+                height = console.height
+                live.update(render(frame, reader.url, state, console.width, height), refresh=True)
+            if has_keys and select.select([sys.stdin], [], [], 0)[0]:
+                pressed = os.read(sys.stdin.fileno(), 16)
+                if b"q" in pressed or b"Q" in pressed or not pressed:
+                    return
+    fail(reader.ended_by)
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[bool]:
+    """Lets keys arrive without Enter and without echo. Yields whether stdin is a terminal."""
+    if not sys.stdin.isatty():
+        yield False
+        return
+    import termios
+    import tty
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    tty.setcbreak(number)
+    try:
+        yield True
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)

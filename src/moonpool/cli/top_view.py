@@ -1,0 +1,201 @@
+"""Renders one frame of the live page for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from moonpool.cli.cluster_events import Frame
+
+_ROLES = ("prefill", "decode", "mixed")
+_TIERS = (("dram", "DRAM"), ("fetched", "fetched"), ("ssd", "SSD"), ("computed", "computed"))
+_STAGES = (
+    ("placement", "white"),
+    ("queue_and_fetch", "yellow"),
+    ("prefill", "blue"),
+    ("handover", "magenta"),
+    ("decode", "green"),
+)
+_BAR_CELLS = 12
+_ANSWERED = ("stop", "length")
+_MIN_REQUESTS = 3
+_FIXED_LINES = 16
+"""Lines of the view beside its instances and requests, as laid out below."""
+_PANELS_COLUMNS = 110
+"""From this width on the panels stand beside each other."""
+
+
+def render(frame: Frame, url: str, state: str, columns: int, lines: int | None) -> RenderableType:
+    """Returns the view. `state` says what is wrong with the connection; "" if nothing is.
+
+    `lines` None: as many as the frame needs.
+    """
+    most = len(frame["requests"])
+    if lines is not None:
+        panels = 0 if columns >= _PANELS_COLUMNS else 8
+        most = max(lines - _FIXED_LINES - panels - len(frame["instances"]), _MIN_REQUESTS)
+    panels_shown = [_latencies(frame), _tiers(frame["totals"]["tokens"]), _refusals(frame)]
+    return Group(
+        _headline(frame, url, state),
+        _instances(frame),
+        Columns(panels_shown, equal=False, expand=False),
+        _requests(frame, most),
+    )
+
+
+def _headline(frame: Frame, url: str, state: str) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append("moonpool ", "bold").append(url)
+    if frame["tenant"]:
+        text.append(f"  requests of {frame['tenant']}")
+    stages = ", ".join(f"{n} {_words(stage)}" for stage, n in frame["stages"].items())
+    text.append(f"  {frame['under_way']} under way" + (f": {stages}" if stages else ""))
+    if state:
+        text.append(f"  {state}", "bold red")
+    return text
+
+
+# Instances
+
+
+def _instances(frame: Frame) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    table.add_column("instance", no_wrap=True)
+    table.add_column("role", no_wrap=True)
+    if not frame["instances"]:
+        return Text("No instance has joined.", "yellow")
+    with_load = "load" in frame["instances"][0]
+    if with_load:
+        table.add_column("load now, with all booked", no_wrap=True)
+        for name in ("prefills", "decodes", "held", "cached", "of blocks", "SSD"):
+            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    ordered = sorted(frame["instances"], key=lambda i: (_ROLES.index(i["role"]), i["instance_id"]))
+    for one in ordered:
+        row: list[RenderableType] = [one["instance_id"], one["role"]]
+        if with_load:
+            ssd = one.get("ssd")
+            row += [_load(one["load"], one["projected"])]
+            row += [str(one["prefills"]), str(one["decodes"])]
+            row += [f"{one[name]:,}" for name in ("held", "cached", "blocks")]
+            row += [f"{ssd['cached']:,}" if ssd else "-"]
+        draining = one["draining"]
+        table.add_row(*row, Text(f"draining: {draining}", "yellow") if draining else "")
+    return table
+
+
+def _load(now: float, booked: float) -> Text:
+    """A bar of both loads, where its whole length is the SLO."""
+    style = "red" if max(now, booked) >= 1 else "blue"
+    solid = min(round(now * _BAR_CELLS), _BAR_CELLS)
+    light = max(min(round(booked * _BAR_CELLS), _BAR_CELLS) - solid, 0)
+    bar = Text("█" * solid + "▒" * light, style)
+    bar.append("·" * (_BAR_CELLS - solid - light), "dim")
+    return bar.append(f" {now:5.2f} {booked:5.2f}", "default")
+
+
+# Sums
+
+
+def _latencies(frame: Frame) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "p50", "p90", "p99", "SLO"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name, key in (("TTFT", "ttft_s"), ("TBT", "tbt_s")):
+        found, slo_s = frame["totals"][key], frame["slo"][key]
+        shown = [
+            Text(_seconds(found[p]), "red" if found[p] > slo_s else "") if found else Text("-")
+            for p in ("p50", "p90", "p99")
+        ]
+        table.add_row(name, *shown, _seconds(slo_s))
+    totals = frame["totals"]
+    table.add_row("")
+    lines = f"{totals['answered']:,} answered, {totals['effective']:,} within both SLOs"
+    return Panel(Group(table, Text(lines)), title="latencies, last 10 min", width=46)
+
+
+def _tiers(tokens: dict[str, int]) -> RenderableType:
+    whole = sum(tokens.values())
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for key, name in _TIERS:
+        share = tokens[key] / whole if whole else 0.0
+        bar = Text("█" * round(share * _BAR_CELLS), "yellow" if key == "computed" else "green")
+        table.add_row(name, f"{tokens[key]:>11,}", f"{share:>4.0%}", bar)
+    return Panel(table, title="prompt tokens by tier", width=44)
+
+
+def _refusals(frame: Frame) -> RenderableType:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    reasons = list(frame["totals"]["not_answered"].items())
+    for reason, number in reasons[:4]:
+        table.add_row(_words(reason), f"{number:,}")
+    if not reasons:
+        table.add_row(Text("none", "dim"))
+    return Panel(table, title="without an answer", width=32)
+
+
+# Requests
+
+
+def _requests(frame: Frame, most: int) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    for name in ("request", "state", "instances"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    for name in ("prompt", "cached", "tokens", "TTFT", "TBT", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("stages", no_wrap=True)
+    for one in frame["requests"][:most]:
+        table.add_row(*_request_row(one, frame))
+    return table
+
+
+def _request_row(one: dict[str, Any], frame: Frame) -> list[RenderableType]:
+    answered = one["outcome"] in _ANSWERED
+    state = _words(one["outcome"] or one["stage"])
+    style = "" if answered or not one["outcome"] else "red"
+    places = [one["prefill"]]
+    if one["decode"] and one["decode"] != one["prefill"]:
+        places.append(one["decode"])
+    cached = sum(one["tokens"][key] for key in ("dram", "fetched", "ssd"))
+    name = one["id"] if frame["tenant"] or not one["tenant"] else f"{one['tenant']}/{one['id']}"
+    late = answered and not one["effective"]
+    times = [
+        Text(_seconds(one[key]), "red" if late and (one[key] or 0) > frame["slo"][key] else "")
+        for key in ("ttft_s", "tbt_s")
+    ]
+    return [
+        name[:32],
+        Text(state, style),
+        " → ".join(place for place in places if place) or "-",
+        f"{sum(one['tokens'].values()):,}",
+        f"{cached:,}",
+        f"{one['generated_tokens']:,}",
+        *times,
+        _seconds(one["seconds"]),
+        _stages(one["stages_s"]),
+    ]
+
+
+def _stages(stages_s: dict[str, float]) -> Text:
+    """A bar of the request's stages, each in its colour."""
+    whole_s, bar = sum(stages_s.values()), Text()
+    for name, style in _STAGES:
+        share = stages_s.get(name, 0.0) / whole_s if whole_s else 0.0
+        bar.append("█" * round(share * _BAR_CELLS), style)
+    return bar
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,77 @@
+"""The embedding of a prompt: its final hidden states become one vector of length 1.
+
+A sum over the tokens of a prompt is carried from chunk to chunk. It adds one token after the other
+in float64, so that its bits do not depend on the chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from moonpool.engine.spec import ModelError
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import Pooling, Token
+
+log = logging.getLogger(__name__)
+MODULES_FILE = "modules.json"
+_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
+
+
+def stored_pooling(folder: Path) -> Pooling:
+    """How a checkpoint for sentence-transformers makes embeddings; other checkpoints: "last".
+
+    "none" if this engine does not compute its way. Raises `ModelError` for damaged files.
+    """
+    path = folder / MODULES_FILE
+    if not path.exists():
+        return "last"
+    try:
+        modules = [
+            (str(module["type"]).rpartition(".")[2], str(module["path"]))
+            for module in json.loads(path.read_text(encoding="utf-8"))
+        ]
+        folders = [part for kind, part in modules if kind == "Pooling"]
+        path = folder / (folders[0] if folders else "") / "config.json"
+        settings = json.loads(path.read_text(encoding="utf-8")) if folders else {}
+        modes = sorted(name for name, on in settings.items() if name[:13] == "pooling_mode_" and on)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} says no way to pool that can be read: {error}") from None
+    others = {kind for kind, _ in modules} - _KNOWN_MODULES
+    if others or modes not in (["pooling_mode_mean_tokens"], ["pooling_mode_lasttoken"]):
+        ways = ", ".join([*sorted(others), *modes]) or "no pooling"
+        log.warning("%s: embeddings by %s are not computed here", folder, ways)
+        return "none"
+    return "mean" if modes == ["pooling_mode_mean_tokens"] else "last"
+
+
+def pooled_rows(entry: StepEntry) -> int:
+    """How many of the entry's last rows its embedding needs."""
+    if entry.pooling == "mean":
+        return len(entry.new_token_ids)
+    return 1 if entry.pooling == "last" else 0
+
+
+def pool(entry: StepEntry, states: Tensor) -> bytes | Token:
+    """Returns the sum that the next step of the entry continues, or the finished embedding.
+
+    states: [pooled_rows(entry), hidden], any dtype. Raises `ArithmeticError` for states that are
+    not finite.
+    """
+    rows = states.detach().cpu().double().numpy()
+    total = np.frombuffer(entry.pooled, dtype="<f8") if entry.start and entry.pooled else None
+    if total is None:
+        total = np.zeros(rows.shape[1])
+    for row in rows:
+        total = total + row
+    if entry.draw is None:
+        return total.astype("<f8").tobytes()
+    if not np.isfinite(total).all():
+        raise ArithmeticError("the hidden states of a prompt contain NaN or infinity")
+    # The length does not depend on the number of tokens, so the sum serves for the mean.
+    unit = total / max(float(np.sqrt(np.square(total).sum())), 1e-300)
+    return Token(0, embedding=unit.astype("<f4").tobytes())

@@ -1,0 +1,1 @@
+"""The Conductor's event log, and its replay decision for decision."""

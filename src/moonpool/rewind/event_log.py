@@ -1,0 +1,188 @@
+"""The Conductor's events with their times, in bounded memory, and the file that holds them.
+
+The log is a chain of at most two segments. A segment begins with the state of the Conductor, the
+first one with none, and holds the events since then. When a segment is full, the driver starts the
+next one, and the segment before it is forgotten.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from moonpool.conductor.actions import (
+    CacheDropRequested,
+    ConductorAction,
+    ConductorEvent,
+    DrainRequested,
+    HotRequested,
+    InstanceJoined,
+    InstanceLost,
+    InstancesWanted,
+    Refuse,
+    Reported,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    Send,
+    Tick,
+)
+from moonpool.config import ConductorConfig
+from moonpool.types import Slo
+
+MAGIC = b"moonpool event log 1\n"
+DEFAULT_BYTES = 32 << 20
+MAX_FILE_BYTES = 1 << 30
+_KINDS: tuple[type[ConductorEvent], ...] = (
+    Reported,
+    Tick,
+    RequestArrived,
+    RequestCancelled,
+    InstanceJoined,
+    InstanceLost,
+    DrainRequested,
+    HotRequested,
+    CacheDropRequested,
+)
+_NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
+_LENGTH = struct.Struct("<I")
+
+
+class EventLogError(Exception):
+    """The bytes are no event log that this release can replay; one line says why."""
+
+
+class LoggedEvent(msgspec.Struct, frozen=True):
+    """An event, when the Conductor received it, and what it decided then."""
+
+    now: float
+    event: ConductorEvent
+    decisions: tuple[str, ...]
+
+
+class Segment(msgspec.Struct):
+    """Events since a state. `checkpoint` is that state, b"" for a new Conductor, and None as long
+    as it is not known."""
+
+    checkpoint: bytes | None = b""
+    entries: bytearray = msgspec.field(default_factory=bytearray)
+
+
+class EventLogFile(msgspec.Struct, frozen=True):
+    """What a replay needs. `wall_s`: the wall clock's time less the Conductor's."""
+
+    release: str
+    life: str
+    config: ConductorConfig
+    slo: Slo
+    tenant_weights: dict[str, float]
+    wall_s: float
+    segments: tuple[Segment, ...]
+
+
+class EventLog:
+    """Takes each event. `full` tells the driver to start a new segment with `begin`."""
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        """`max_bytes`: of both segments, without their checkpoints; 0: nothing is kept."""
+        self.max_segment_bytes = max_bytes // 2
+        self.segments: list[Segment] = [Segment()]
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=list)  # any sequence of token ids
+
+    @property
+    def full(self) -> bool:
+        return len(self.segments[-1].entries) > self.max_segment_bytes > 0
+
+    def note(self, event: ConductorEvent, now: float, actions: Sequence[ConductorAction]) -> None:
+        """Appends an event and the decisions among its actions."""
+        if self.max_segment_bytes:
+            self.note_decided(event, now, decisions(actions) if actions else ())
+
+    def note_decided(self, event: ConductorEvent, now: float, decided: tuple[str, ...]) -> None:
+        """Appends an event and what was decided."""
+        entry = self._encoder.encode((now, _NUMBER_OF[type(event)], event, decided))
+        entries = self.segments[-1].entries
+        entries += _LENGTH.pack(len(entry))
+        entries += entry
+
+    def begin(self) -> Segment:
+        """Starts a segment and forgets all but the one before it. The driver sets its checkpoint
+        to the state that the Conductor has now."""
+        segment = Segment(checkpoint=None)
+        self.segments = [self.segments[-1], segment]
+        return segment
+
+    def replayable(self) -> tuple[Segment, ...]:
+        """The segments from the first one whose state is known."""
+        for number, segment in enumerate(self.segments):
+            if segment.checkpoint is not None:
+                return tuple(self.segments[number:])
+        return ()
+
+
+def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
+    """What was decided, as short lines: commands to instances, refusals and ends of requests."""
+    found = []
+    for action in actions:
+        match action:
+            case Send():
+                command = action.command
+                work = getattr(command, "work", command)
+                attempt = getattr(work, "attempt_id", "")
+                found.append(f"{action.instance_id} {type(command).__name__} {attempt}")
+            case Refuse():
+                found.append(f"refuse {action.request_id} {action.reason}")
+            case RequestEnded():
+                found.append(f"ended {action.record.request_id} {action.record.outcome}")
+            case InstancesWanted():
+                found.append(f"wanted {action.prefill} {action.decode}")
+    return tuple(found)
+
+
+def write_file(
+    log: EventLog,
+    release: str,
+    life: str,
+    config: ConductorConfig,
+    slo: Slo,
+    tenant_weights: Mapping[str, float],
+    wall_s: float,
+) -> bytes:
+    """Returns the bytes of a file."""
+    weights = dict(tenant_weights)
+    file = EventLogFile(release, life, config, slo, weights, wall_s, log.replayable())
+    return MAGIC + msgspec.msgpack.encode(file)
+
+
+def read_file(data: bytes) -> EventLogFile:
+    """Raises EventLogError."""
+    if not data.startswith(MAGIC):
+        raise EventLogError("it does not begin as an event log; `moonpool rewind URL` fetches one")
+    try:
+        file = msgspec.msgpack.decode(data[len(MAGIC) :], type=EventLogFile)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise EventLogError(f"it is damaged: {error}") from None
+    if not file.segments or file.segments[0].checkpoint is None:
+        raise EventLogError("it holds no events")
+    return file
+
+
+def read_events(segment: Segment) -> Iterator[LoggedEvent]:
+    """Yields the events of a segment. Raises EventLogError."""
+    outer = msgspec.msgpack.Decoder(tuple[float, int, msgspec.Raw, tuple[str, ...]])
+    decoders = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
+    entries, offset = memoryview(segment.entries), 0
+    while offset < len(entries):
+        if len(entries) - offset < _LENGTH.size:
+            raise EventLogError("it is cut off in the middle of an event")
+        (length,) = _LENGTH.unpack_from(entries, offset)
+        offset += _LENGTH.size
+        try:
+            now, number, body, decided = outer.decode(entries[offset : offset + length])
+            event = decoders[number].decode(body)
+        except (msgspec.DecodeError, IndexError, RecursionError) as error:
+            raise EventLogError(f"it has a damaged event: {error}") from None
+        offset += length
+        yield LoggedEvent(now, event, decided)

@@ -1,0 +1,79 @@
+"""Stores the Conductor's state without stopping it: a forked child writes the state to a pipe.
+
+A state of a million blocks takes seconds to write, and the head has answers to pass on meanwhile.
+The child sees the memory as it was at the fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moonpool.log_limit import limited_logger
+from moonpool.rewind.snapshot import SnapshotError, dump
+
+log = limited_logger("moonpool.head")
+
+MAX_CHECKPOINT_BYTES = 256 << 20
+MAX_CPU_S = 120
+_READ_BYTES = 1 << 20
+
+
+def checkpoint(
+    state: object, on_done: Callable[[bytes], None], own: Iterable[Any] = ()
+) -> asyncio.Task[None]:
+    """Forks, and calls `on_done` on the event loop with the state's bytes; not at all, with a line
+    in the log, if they cannot be had. `own`: classes of policies from outside
+    the package. Raises OSError if the system forks no more."""
+    reader, writer = os.pipe()
+    try:
+        child = os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        raise
+    if child == 0:
+        _write_and_exit(state, writer, own)
+    os.close(writer)
+    return asyncio.create_task(_collect(child, reader, on_done))
+
+
+def _write_and_exit(state: object, writer: int, own: Iterable[Any]) -> None:
+    """The child: it never returns to the loop that it has a copy of."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+        os.nice(10)
+        data = memoryview(dump(state, own))
+        while data:
+            data = data[os.write(writer, data) :]
+        status = 0
+    except SnapshotError as error:
+        os.write(2, f"the Conductor's state is not stored: {error}\n".encode())
+    finally:
+        os._exit(status)
+
+
+async def _collect(child: int, reader: int, on_done: Callable[[bytes], None]) -> None:
+    data, status = await asyncio.to_thread(_read_all, child, reader)
+    if status == 0:
+        on_done(data)
+    else:
+        log.warning("the event log has no new state: its writer ended with status %d", status)
+
+
+def _read_all(child: int, reader: int) -> tuple[bytes, int]:
+    """Returns the bytes, and the child's exit status."""
+    data = bytearray()
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        while len(data) <= MAX_CHECKPOINT_BYTES and (read := pipe.read(_READ_BYTES)):
+            data += read
+    _, status = os.waitpid(child, 0)  # a child whose pipe is closed ends by SIGPIPE
+    return bytes(data), status

@@ -1,0 +1,42 @@
+"""What is known of one request's drafts: where to find them, and how often they were right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.scheduler.prompt_lookup import PromptLookup
+
+FIRST_RATE = 0.5
+
+
+class AcceptanceRate:
+    """The share of right drafts, recent ones first; a draft counts if all before it were right."""
+
+    __slots__ = ("_keep", "_right", "_seen")
+
+    def __init__(self, first: float = FIRST_RATE, weight: float = 3.0, keep: float = 0.95) -> None:
+        """It begins at `first`, as if that had been seen in `weight` drafts. Each observation
+        leaves `keep` of the weight of those before it."""
+        self._right, self._seen, self._keep = first * weight, weight, keep
+
+    @property
+    def value(self) -> float:
+        """From 0 to 1."""
+        return self._right / self._seen
+
+    def observe(self, num_right: int, wrong: bool) -> None:
+        """`num_right` drafts were right; `wrong`: the one after them was not."""
+        for right in (1.0,) * num_right + (0.0,) * wrong:
+            self._right = self._right * self._keep + right
+            self._seen = self._seen * self._keep + 1.0
+
+
+@dataclass(slots=True)
+class DraftState:
+    """One request's drafts. `rates`: of drafts from its own text, and of those from cached blocks;
+    `source` is the index of the offered one's."""
+
+    lookup: PromptLookup
+    rates: list[AcceptanceRate]
+    source: int = 0
+    offered: tuple[int, ...] = ()  # for the step in progress, whether or not it computes them

@@ -1,0 +1,123 @@
+"""Feeds one reader with mutated samples, and reports what it must not do.
+
+A finding is an exception that the reader does not document, more than a second of CPU time, or
+memory that an input takes or that stays. A dead process is one too: `campaign.py` sees it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import resource
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.readers import Reader
+
+HANG_S = 1.0
+GIVE_UP_S = 20.0
+INPUT_BYTES = 1 << 20
+"""Largest input that is drawn; longer ones are cut."""
+MAX_INPUT_MEMORY = 256 << 20
+MAX_GROWTH = 48 << 20
+WARM_UP_SHARE = 0.3
+MAX_FINDINGS = 10
+
+
+class _HangError(BaseException):
+    """Is raised in a reader that takes GIVE_UP_S of CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found, in lines, and the input that shows it."""
+
+    reader: str
+    what: str
+    data: bytes
+
+
+class LastInput:
+    """A file that holds the present input, so that it outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(INPUT_BYTES + 4))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), INPUT_BYTES + 4)
+
+    def note(self, data: bytes) -> None:
+        self._map[: 4 + len(data)] = len(data).to_bytes(4, "little") + data
+
+    @staticmethod
+    def read(path: Path) -> bytes:
+        data = path.read_bytes()
+        return data[4 : 4 + int.from_bytes(data[:4], "little")]
+
+
+def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Finding]:
+    """Runs `num_inputs` inputs. Stops after MAX_FINDINGS of different kinds."""
+    mutator = Mutator(reader.samples(), seed)
+    for sample in reader.samples():
+        reader.read(sample, folder)  # a sample that is refused would make a blind test
+    last = LastInput(folder / "last-input")
+    findings: list[Finding] = []
+    kinds: set[str] = set()
+    signal.signal(signal.SIGPROF, _on_hang)
+    warm_bytes = 0
+    for number in range(num_inputs):
+        if number == int(num_inputs * WARM_UP_SHARE):
+            warm_bytes = _resident_bytes()
+        data = mutator.draw()[:INPUT_BYTES]
+        last.note(data)
+        what = _run(reader, data, folder)
+        kind = re.sub(r"\d|0x[0-9a-f]+|'.*?'", "", what)
+        if what and kind not in kinds:  # one example of each is enough
+            kinds.add(kind)
+            findings.append(Finding(reader.name, what, data))
+            if len(findings) == MAX_FINDINGS:
+                return findings
+    grown = _resident_bytes() - warm_bytes
+    if grown > MAX_GROWTH:
+        what = f"resident memory grew by {grown >> 20} MiB over {num_inputs} inputs"
+        findings.append(Finding(reader.name, what, b""))
+    return findings
+
+
+def _run(reader: Reader, data: bytes, folder: Path) -> str:
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.setitimer(signal.ITIMER_PROF, GIVE_UP_S)
+    started_s = time.process_time()
+    try:
+        reader.read(data, folder)
+    except reader.errors as error:
+        if "\n" in str(error).strip() and "Error" in type(error).__name__ and _is_ours(error):
+            return f"an error of several lines: {error!r}"
+    except _HangError:
+        return f"no end within {GIVE_UP_S:g} s of CPU"
+    except Exception:
+        return traceback.format_exc(limit=-4)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    taken_s = time.process_time() - started_s
+    if taken_s > HANG_S:
+        return f"{taken_s:.1f} s of CPU"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
+    return f"{peak >> 10} MiB for one input" if peak << 10 > MAX_INPUT_MEMORY else ""
+
+
+def _is_ours(error: Exception) -> bool:
+    return type(error).__module__.startswith("moonpool")
+
+
+def _on_hang(number: int, frame: FrameType | None) -> None:
+    raise _HangError
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE

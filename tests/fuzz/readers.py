@@ -1,0 +1,365 @@
+"""The readers of bytes from outside, each with valid samples and the errors that it documents."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from moonpool.api.keys import KeyFileError, collect_keys
+from moonpool.attention_offload import wire as attention_wire
+from moonpool.config import ConfigError, parse_config
+from moonpool.engine.builtin import export_checkpoint, open_model
+from moonpool.engine.checkpoint import open_checkpoint
+from moonpool.engine.families.config import parse_config as parse_model_config
+from moonpool.engine.gguf.checkpoint import open_gguf
+from moonpool.engine.gguf.tokenizer import gguf_tokenizer
+from moonpool.engine.spec import ModelError
+from moonpool.engine.tokenizer import TokenizerError
+from moonpool.protocol.frames import DownFrame, UpFrame
+from moonpool.sim.hardware.catalogue import package_text, parse_catalogue
+from moonpool.storage.folder import StoreError
+from moonpool.storage.format import (
+    HELD,
+    FormatError,
+    Record,
+    SlotHeader,
+    checksum,
+    decode_header,
+    decode_index_head,
+    decode_records,
+    encode_header,
+    encode_index_head,
+    encode_records,
+    make_geometry,
+)
+from moonpool.storage.verify import verify_folder
+from moonpool.trace.builtin import CONVERSATION, TOOLAGENT
+from moonpool.trace.profile import read_profile
+from moonpool.trace.reader import open_trace
+from moonpool.trace.row import TraceError
+from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, ServerHandshake
+from moonpool.transfer.wire import Codec, Message, unpack_offers
+from moonpool.types import MALFORMED, InstanceId
+from moonpool.vllm.events import read_batch
+from tests.fuzz.message_samples import samples_of
+from tests.unit.engine.gguf_files import tiny_llama
+from tests.unit.storage.store_harness import key_of, make_layout
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TINY = "random:hidden=16,layers=1,heads=1,kv_heads=1,inter=16,vocab=300,context=32"
+CONFIG_JSON: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": [1, 2],
+    "tie_word_embeddings": True,
+}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "linear", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)
+CONFIG_TOML = b"""[cluster]
+prefill = 0
+decode = 0
+mixed = 1
+[pool]
+block_tokens = 64
+eviction = "lru"
+[slo]
+ttft_s = 30.0
+[api]
+api_keys = ["abc", "def"]
+[vllm]
+mixed = ["http://127.0.0.1:8100,tcp://127.0.0.1:5557"]
+"""
+TRACES = (
+    b'{"timestamp": 0, "input_length": 900, "output_length": 5, "hash_ids": [1, 2]}\n'
+    b'{"timestamp": 27, "input_length": 400, "output_length": 9, "hash_ids": [1]}\n' * 3,
+    (
+        b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+        b"2023-11-16 18:17:04.0319569,110,27\n"
+    ),
+    (
+        b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        b"5,ChatGPT,472,18,490,Conversation log\n45,GPT-4,1087,230,1317,API log\n"
+    ),
+    (
+        b'{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 16, '
+        b'"output_length": 4, "type": "text", "turn": 1, "hash_ids": [3]}\n'
+    ),
+)
+KEYS = b"# key tenant share\nsk-abc123 acme 2.5\nsk-def456 other\nsk-0\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """`read` must end in a value or in one of `errors`, whatever it is given."""
+
+    name: str
+    samples: Callable[[], list[bytes]]
+    read: Callable[[bytes, Path], object]
+    """(input, a folder for files)."""
+    errors: tuple[type[Exception], ...]
+
+
+def _message(name: str, kind: Any) -> Reader:
+    decoder = msgspec.msgpack.Decoder(kind)
+    return Reader(
+        name,
+        lambda: samples_of(kind, 1),
+        lambda data, folder: decoder.decode(data),
+        MALFORMED,
+    )
+
+
+# Frames and handshakes
+
+
+def _identity(name: str) -> Identity:
+    return Identity(instance_id=InstanceId(name), service="control", fingerprint=bytes(32))
+
+
+def _handshake_samples() -> list[bytes]:
+    client = ClientHandshake(b"s", _identity("c"))
+    server = ServerHandshake(b"s", _identity("s"))
+    hello = client.start()
+    greeting = server.feed(hello)
+    proof = client.feed(greeting)
+    return [hello, greeting, proof, server.feed(proof)]
+
+
+def _handshakes(data: bytes, folder: Path) -> None:
+    """Both sides get the bytes at the beginning and in the middle."""
+    for begun in (False, True):
+        server = ServerHandshake(b"s", _identity("s"))
+        client = ClientHandshake(b"s", _identity("c"))
+        hello = client.start()
+        if begun:
+            server.feed(hello)
+        for side in (server, client):
+            try:
+                side.feed(data)
+            except AuthError:
+                continue
+            assert not side.done, "a handshake ended without the secret"
+
+
+# The SSD's folder
+
+GEOMETRY = make_geometry(make_layout(), 1 << 15)
+RECORDS = [Record(HELD, slot, slot + 1, key_of(slot)) for slot in range(4)]
+
+
+def _slot_samples() -> list[bytes]:
+    return [encode_header(SlotHeader(GEOMETRY, key_of(1), 1, 5, (1, 2, 3)))[:256]]
+
+
+def _index_samples() -> list[bytes]:
+    return [encode_index_head(GEOMETRY) + encode_records(RECORDS)]
+
+
+def _read_index(data: bytes, folder: Path) -> None:
+    list(decode_records(data))
+    decode_index_head(data)
+
+
+def _read_slot(data: bytes, folder: Path) -> None:
+    """The checksum is made right too: an attacker's, or a collision's."""
+    for each in (data, _resealed(data)):
+        try:
+            decode_header(each)
+        except FormatError:
+            continue
+
+
+def _resealed(data: bytes) -> bytes:
+    end = struct.calcsize("<8sIIQII32s16sQQ") + 3 * 8
+    return data[:end] + struct.pack("<Q", checksum(data[:end])) + data[end + 8 :]
+
+
+def _read_folder(data: bytes, folder: Path) -> None:
+    """The first two bytes say where the input is cut into index and segment."""
+    cut = int.from_bytes(data[:2], "little") % (len(data) + 1)
+    (folder / "index").write_bytes(data[2:cut])
+    (folder / "segment-000000").write_bytes(data[cut:])
+    verify_folder(folder)
+
+
+def _folder_samples() -> list[bytes]:
+    index = _index_samples()[0]
+    slots = b"".join(
+        encode_header(SlotHeader(GEOMETRY, key_of(n), n, n + 1, (1, 2, 3)))
+        + bytes(GEOMETRY.slot_bytes - GEOMETRY.header_bytes)
+        for n in range(2)
+    )
+    return [struct.pack("<H", len(index) + 2) + index + slots]
+
+
+# Files
+
+
+def _read_trace(data: bytes, folder: Path) -> None:
+    (folder / "trace").write_bytes(data)
+    list(open_trace(folder / "trace"))
+
+
+def _read_profile(data: bytes, folder: Path) -> None:
+    (folder / "profile.json").write_bytes(data)
+    read_profile(folder / "profile.json")
+
+
+def _read_text(parse: Callable[[str], object]) -> Callable[[bytes, Path], None]:
+    """Commands refuse files that are not UTF-8 before they parse them."""
+
+    def read(data: bytes, folder: Path) -> None:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = data.decode("latin-1")
+        parse(text)
+
+    return read
+
+
+def _read_model_config(data: bytes, folder: Path) -> None:
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(config, dict):
+        parse_model_config(config)
+
+
+def _model_configs() -> list[bytes]:
+    configs = [CONFIG_JSON, *(CONFIG_JSON | {"rope_parameters": rope} for rope in ROPES)]
+    configs += [CONFIG_JSON | FAMILIES[name] | {"architectures": [name]} for name in FAMILIES]
+    return [json.dumps(config).encode() for config in configs]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 32},
+    "Qwen2ForCausalLM": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+    "MixtralForCausalLM": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "Phi3ForCausalLM": {"sliding_window": 40, "original_max_position_embeddings": 512},
+    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0], "sliding_window": 33},
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 20,
+        "v_head_dim": 24,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 32,
+    },
+}
+
+
+def _checkpoint_samples() -> list[bytes]:
+    """config.json's length, config.json, and the tensors."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        export_checkpoint(open_model(TINY, "float32"), Path(name))
+        config = (Path(name) / "config.json").read_bytes()
+        tensors = (Path(name) / "model.safetensors").read_bytes()
+    return [struct.pack("<H", len(config)) + config + tensors]
+
+
+def _read_checkpoint(data: bytes, folder: Path) -> None:
+    end = 2 + int.from_bytes(data[:2], "little")
+    (folder / "config.json").write_bytes(data[2:end])
+    (folder / "model.safetensors").write_bytes(data[end:])
+    opened = open_checkpoint(str(folder), torch.float32)
+    opened.weights.load("model.norm.weight")
+
+
+def _gguf_samples() -> list[bytes]:
+    return [tiny_llama({"": "Q8_0"}).content()]
+
+
+def _read_gguf(data: bytes, folder: Path) -> None:
+    path = folder / "model.gguf"
+    path.write_bytes(data)
+    open_gguf(path, torch.float32)
+    gguf_tokenizer(path)
+
+
+def _event_samples() -> list[bytes]:
+    golden = json.loads((GOLDEN / "vllm_events.json").read_text())
+    old = [["BlockStored", [b"h1", 7], None, [1, 2, 3, 4], 2, None], ["BlockRemoved", [b"h1"]]]
+    batches = [bytes.fromhex(text) for text in golden["batches"]]
+    return [*batches, msgspec.msgpack.encode([1.0, old])]
+
+
+def _profiles() -> list[bytes]:
+    return [msgspec.json.encode(profile) for profile in (CONVERSATION, TOOLAGENT)]
+
+
+READERS = (
+    _message("control-up", UpFrame),
+    _message("control-down", DownFrame),
+    _message("attention-opening", attention_wire.Opening),
+    _message("attention-command", attention_wire.AttentionCommand),
+    _message("attention-event", attention_wire.AttentionEvent),
+    Reader(
+        "transfer",
+        lambda: samples_of(Message, 1),
+        lambda data, folder: Codec().decode(data),
+        MALFORMED,
+    ),
+    Reader(
+        "transfer-offers",
+        lambda: [bytes(range(64)) * 3],
+        lambda data, folder: unpack_offers(data),
+        (struct.error,),
+    ),
+    Reader("handshake", _handshake_samples, _handshakes, ()),
+    Reader("ssd-slot", _slot_samples, _read_slot, ()),
+    Reader("ssd-index", _index_samples, _read_index, (FormatError,)),
+    Reader("ssd-folder", _folder_samples, _read_folder, (StoreError,)),
+    Reader("trace", lambda: list(TRACES), _read_trace, (TraceError,)),
+    Reader("trace-profile", _profiles, _read_profile, (TraceError,)),
+    Reader("config", lambda: [CONFIG_TOML], _read_text(parse_config), (ConfigError,)),
+    Reader(
+        "catalogue",
+        lambda: [package_text("catalogue.toml").encode()[:4000]],
+        _read_text(parse_catalogue),
+        (ConfigError,),
+    ),
+    Reader(
+        "keys",
+        lambda: [KEYS],
+        _read_text(lambda text: collect_keys((), text, "")),
+        (KeyFileError,),
+    ),
+    Reader("model-config", _model_configs, _read_model_config, (ModelError,)),
+    Reader("checkpoint", _checkpoint_samples, _read_checkpoint, (ModelError,)),
+    Reader("gguf", _gguf_samples, _read_gguf, (ModelError, TokenizerError)),
+    Reader("vllm-events", _event_samples, lambda data, folder: read_batch(data), (ValueError,)),
+)

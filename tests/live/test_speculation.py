@@ -1,0 +1,171 @@
+"""Clusters with drafts give the answers of the one without, bit for bit, in all arrangements."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.demo.local_server import LocalServer
+from tests.live.conftest import MODEL, SMALL
+from tests.live.test_faults import answer_while_killing, run_command
+
+NGRAM = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
+QUOTED = [(7 * i) % 250 for i in range(40)]
+BODIES: list[dict[str, Any]] = [
+    {"prompt": [9] * 60, "temperature": 0, "max_tokens": 200, "ignore_eos": True},
+    {"prompt": QUOTED * 4, "temperature": 0, "max_tokens": 90, "logprobs": 2},
+    {"prompt": QUOTED * 3, "temperature": 0.2, "seed": 4, "max_tokens": 60, "top_p": 0.9},
+    {"prompt": QUOTED * 2, "temperature": 0, "frequency_penalty": 0.4, "max_tokens": 60},
+    {"prompt": [5, 6] * 50, "temperature": 0, "min_tokens": 30, "max_tokens": 64},
+    {"prompt": [9] * 60, "temperature": 0, "max_tokens": 120, "ignore_eos": True, "n": 3},
+]
+LONG = {"prompt": QUOTED * 4, "max_tokens": 600, "temperature": 0.15, "seed": 5, "ignore_eos": True}
+
+
+def answers(client: httpx.Client, body: dict[str, Any]) -> tuple[Any, Any]:
+    """The choices of an answer, and the tokens that it counts."""
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return answer.json()["choices"], (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def total(client: httpx.Client, name: str) -> float:
+    found = re.search(rf"^{name}_total\{{[^}}]*\}} (\S+)$", client.get("/metrics").text, re.M)
+    assert found is not None, name
+    return float(found[1])
+
+
+def check(url: str, http: httpx.Client) -> None:
+    """Asks both clusters the same, with a stop string that the answer is known to contain."""
+    with httpx.Client(base_url=url, timeout=120) as client:
+        first = answers(http, BODIES[0])[0][0]["text"]
+        stopped = BODIES[0] | {"stop": [first[50:53]]}
+        for body in (*BODIES, stopped):
+            for _ in range(2):  # the second time, cached blocks say what came next
+                assert answers(client, body) == answers(http, body), body
+        deadline = time.monotonic() + 60
+        name = "vllm:spec_decode_num_accepted_tokens"
+        while not total(client, name) and time.monotonic() < deadline:
+            time.sleep(0.3)  # counters come with the heartbeat
+        accepted = total(client, name)
+        assert 0 < accepted <= total(client, "vllm:spec_decode_num_draft_tokens")
+        assert total(client, "vllm:spec_decode_num_drafts") > 0
+
+
+@pytest.fixture(scope="module")
+def split() -> Iterator[LocalServer]:
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *SMALL, *NGRAM]) as server:
+        yield server
+
+
+def test_prefill_and_decode(split: LocalServer, http: httpx.Client) -> None:
+    check(split.url, http)
+
+
+def test_a_stream_brings_the_same_text(split: LocalServer, http: httpx.Client) -> None:
+    body = BODIES[0] | {"stream": True, "stream_options": {"include_usage": True}}
+    with httpx.Client(base_url=split.url, timeout=120) as client:
+        texts = []
+        for one in (client, http):
+            lines = one.post("/v1/completions", json=body).text.splitlines()
+            texts.append("".join(re.findall(r'"text":\s*"((?:[^"\\]|\\.)*)"', "".join(lines))))
+            assert any('"completion_tokens":200' in line.replace(" ", "") for line in lines)
+    assert texts[0] == texts[1] and texts[0]
+
+
+def test_killed_in_the_middle(split: LocalServer, http: httpx.Client) -> None:
+    expected = answers(http, LONG)[0][0]["text"]
+    with httpx.Client(base_url=split.url, timeout=120) as client:
+        for role in ("decode", "prefill"):
+            got = answer_while_killing(client, role, body=LONG)
+            assert got["choices"][0]["text"] == expected, role
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        ["--mixed", "1"],
+        ["--prefill", "1", "--decode", "1", "--decode-pipeline-parallel-size", "2"],
+        ["--prefill", "1", "--decode", "1", "--attention", "2"],
+    ],
+    ids=lambda line: line[-2],
+)
+def test_other_arrangements(arrangement: list[str], http: httpx.Client) -> None:
+    with LocalServer([MODEL, *arrangement, *SMALL, *NGRAM]) as server:
+        check(server.url, http)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "model",
+    [
+        [MODEL, "--dtype", "bfloat16"],
+        [MODEL, "--quantization", "int8", "--dtype", "bfloat16"],
+        [MODEL, "--mixed", "1", "--tensor-parallel-size", "2"],
+    ],
+    ids=lambda line: line[-1],
+)
+def test_other_numbers(model: list[str]) -> None:
+    """Compared with the same model without drafts."""
+    with (
+        LocalServer([*model, *SMALL]) as plain,
+        LocalServer([*model, *SMALL, *NGRAM]) as server,
+        httpx.Client(base_url=plain.url, timeout=120) as http,
+    ):
+        check(server.url, http)
+
+
+def test_structured_answers() -> None:
+    """Of the built-in model, which ends its answers and continues what it has read."""
+    names = ["ann", "bob", "cat", "dan"] * 4
+    word = json.dumps({"names": names})
+    body = {
+        "messages": [{"role": "user", "content": f"{word} {word} Say it again: {word}"}],
+        "temperature": 0.2,
+        "seed": 3,
+        "max_tokens": 200,
+        "structured_outputs": {"json": {"enum": [{"names": names}, {"names": names[::-1]}]}},
+    }
+    found = []
+    for options in ((), NGRAM):
+        with (
+            LocalServer(["--mixed", "1", *options]) as server,
+            httpx.Client(base_url=server.url, timeout=120) as client,
+        ):
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            found.append((answer.json()["choices"], answer.json()["usage"]))
+            deadline = time.monotonic() + 60
+            name = "vllm:spec_decode_num_draft_tokens"
+            while options and not total(client, name) and time.monotonic() < deadline:
+                time.sleep(0.3)
+            assert bool(options) == (total(client, name) > 0)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--speculative-config", "ngram"], ["--speculative-config", "JSON"]),
+        (["--speculative-config", '{"method": "eagle"}'], ["eagle", "speculative_config"]),
+        (["--speculative-config", '{"method": "ngram", "k": 3}'], ["k", "speculative_config"]),
+        (
+            ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 9}'],
+            ["prompt_lookup_min", "at most prompt_lookup_max, which is 4"],
+        ),
+        ([*NGRAM, "--device", "cuda"], ["engine.speculative_config", "cpu"]),
+    ],
+)
+def test_mistakes_get_one_clear_line(arguments: list[str], words: list[str]) -> None:
+    done = run_command("serve", MODEL, *arguments)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), last

@@ -1,0 +1,60 @@
+"""Log lines as text and as JSON, and where level and format come from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+import pytest
+
+from moonpool.cli.logs import JsonFormatter, TextFormatter, choose_logging, set_up_logging
+from moonpool.config import TelemetryConfig
+
+
+def a_record(message: str, *words: object, error: bool = False) -> logging.LogRecord:
+    info = None
+    if error:
+        try:
+            raise ValueError("wrong")
+        except ValueError:
+            info = sys.exc_info()
+    record = logging.LogRecord("moonpool.x", logging.INFO, "", 1, message, words, info)
+    record.created = 1795501195.123
+    return record
+
+
+def test_text_has_an_iso_instant_in_utc() -> None:
+    line = TextFormatter("50%").format(a_record("%d left", 3))
+    assert line == "2026-11-24T06:19:55.123Z 50% INFO 3 left"
+
+
+def test_json_is_one_line_with_the_fields_of_the_message() -> None:
+    record = a_record("two\nlines", error=True)
+    record.fields = {"request_id": "r-1", "total_s": 0.5}
+    line = JsonFormatter("head").format(record)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found["time"] == "2026-11-24T06:19:55.123Z"
+    assert (found["process"], found["level"], found["message"]) == ("head", "info", "two\nlines")
+    assert (found["request_id"], found["total_s"]) == ("r-1", 0.5)
+    assert "ValueError: wrong" in found["exception"]
+
+
+def test_auto_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_LOG_LEVEL", "WARNING")
+    monkeypatch.setenv("MOONPOOL_LOG_FORMAT", "text")
+    choose_logging(TelemetryConfig(log_format="json"))
+    assert os.environ["MOONPOOL_LOG_LEVEL"] == "WARNING"
+    assert os.environ["MOONPOOL_LOG_FORMAT"] == "json"
+
+
+def test_an_unknown_level_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONPOOL_LOG_LEVEL", "loud")
+    with pytest.raises(SystemExit):
+        set_up_logging("head")
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "MOONPOOL_LOG_LEVEL='loud'" in shown

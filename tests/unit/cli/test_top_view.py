@@ -1,0 +1,120 @@
+"""What the view of `moonpool top` says about a frame."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from moonpool.cli.cluster_events import bearer_key
+from moonpool.cli.top_view import render
+
+
+def a_request(number: int, **changes: Any) -> dict[str, Any]:
+    request = {
+        "id": f"request-{number}",
+        "tenant": "",
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "seconds": 1.5,
+        "ttft_s": 0.25,
+        "tbt_s": 0.05,
+        "effective": True,
+        "generated_tokens": 20,
+        "tokens": {"dram": 64, "fetched": 32, "ssd": 0, "computed": 4},
+        "stages_s": {"prefill": 0.75, "decode": 0.75},
+        "outcome": "stop",
+        "stage": "",
+        "ended_s_ago": 1.0,
+    }
+    return request | changes
+
+
+def a_frame(**changes: Any) -> dict[str, Any]:
+    frame: dict[str, Any] = {
+        "tenant": None,
+        "slo": {"ttft_s": 0.5, "tbt_s": 0.1},
+        "instances": [
+            {
+                "instance_id": "decode-0",
+                "role": "decode",
+                "draining": "a client requested it",
+                "load": 0.5,
+                "projected": 1.25,
+                "prefills": 0,
+                "decodes": 2,
+                "held": 10,
+                "cached": 2000,
+                "blocks": 4096,
+            }
+        ],
+        "under_way": 3,
+        "stages": {"queue_and_fetch": 1, "decode": 2},
+        "totals": {
+            "answered": 5,
+            "effective": 4,
+            "ttft_s": {"p50": 0.1, "p90": 0.7, "p99": 0.9},
+            "tbt_s": None,
+            "tokens": {"dram": 75, "fetched": 0, "ssd": 0, "computed": 25},
+            "not_answered": {"ttft_slo": 7},
+        },
+        "requests": [a_request(number) for number in range(40)],
+    }
+    return frame | changes
+
+
+def shown(frame: dict[str, Any], lines: int | None = None, state: str = "") -> str:
+    console = Console(width=170, record=True, force_terminal=True, color_system="truecolor")
+    with console.capture() as captured:
+        console.print(render(frame, "http://host:1", state, 170, lines))
+    return captured.get()
+
+
+def plain(frame: dict[str, Any], lines: int | None = None) -> str:
+    console = Console(width=170, no_color=True)
+    with console.capture() as captured:
+        console.print(render(frame, "http://host:1", "", 170, lines))
+    return captured.get()
+
+
+def test_it_names_stages_loads_tiers_and_refusals() -> None:
+    text = plain(a_frame())
+    assert "3 under way: 1 queue and fetch, 2 decode" in text
+    assert " 0.50  1.25" in text and "draining: a client requested it" in text
+    assert "75%" in text and "25%" in text
+    assert "ttft slo" in text and "7" in text
+    assert "5 answered, 4 within both SLOs" in text
+
+
+def test_it_fits_the_terminal() -> None:
+    for lines in (24, 30, 50):
+        assert plain(a_frame(), lines).count("\n") <= lines
+    assert plain(a_frame()).count("request-") == 40
+
+
+def test_only_late_answers_are_red() -> None:
+    red = "\x1b[31m"
+    calm = a_frame(instances=[], requests=[a_request(0, ttft_s=0.1)])
+    calm["totals"] = calm["totals"] | {"ttft_s": None}
+    assert red not in shown(calm)
+    late = a_request(0, ttft_s=0.8, effective=False)
+    assert f"{red}800 ms" in shown(calm | {"requests": [late]})
+    assert f"{red}ttft slo" in shown(calm | {"requests": [a_request(0, outcome="ttft_slo")]})
+
+
+def test_a_tenant_sees_no_loads() -> None:
+    instance = {"instance_id": "prefill-0", "role": "prefill", "draining": None}
+    text = plain(a_frame(tenant="search", instances=[instance]))
+    assert "requests of search" in text and "load now" not in text
+
+
+def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert bearer_key(None) == ""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-o")
+    assert bearer_key(None) == "sk-o"
+    monkeypatch.setenv("MOONPOOL_API_KEY", "sk-a, sk-b")
+    assert bearer_key(None) == "sk-a"
+    assert bearer_key("sk-given") == "sk-given"

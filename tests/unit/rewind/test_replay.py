@@ -1,0 +1,173 @@
+"""A log replays decision for decision, from the beginning and from a state in the middle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from moonpool.cli.main import cli
+from moonpool.conductor.actions import InstanceLost, Reported, Tick
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import ConductorConfig
+from moonpool.policy_loading import own_classes
+from moonpool.protocol.messages import BlocksChanged
+from moonpool.rewind.event_log import (
+    MAGIC,
+    EventLog,
+    EventLogError,
+    EventLogFile,
+    read_events,
+    read_file,
+    write_file,
+)
+from moonpool.rewind.replay import Replay
+from moonpool.rewind.snapshot import dump
+from moonpool.sim import simulation
+from moonpool.trace.reader import open_trace
+from tests.tidy.test_extending import EXAMPLES
+
+RUNS = {
+    "goodput": "--speed 12 --prefill 2 --decode 2 --slo-tbt 0.035",
+    "faults": "--speed 8 --prefill 2 --decode 3 --restart prefill-0=20 --drain decode-1=15",
+    "switch": "--role-balance switch --admission early --speed 8 --prefill 3 --decode 3",
+    "reuse": "--kv-tokens 300000 --ssd-tokens 1000000 --prefill 2 --decode 2",
+    "own": "--placement least_loaded:LeastLoaded --prefill 2 --decode 2",
+}
+
+
+class Recorder:
+    """Logs the events of each simulation's Conductor, as the head does."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_segments = 0
+        self.file = b""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handle, recorder = Conductor.handle, self
+        logs: dict[int, EventLog] = {}
+
+        def logged(conductor: Conductor, event: Any, now: float) -> Any:
+            log = logs.setdefault(id(conductor), EventLog(recorder.max_bytes))
+            actions = handle(conductor, event, now)
+            log.note(event, now, actions)
+            if log.full:
+                own = own_classes(conductor._planner._policies)
+                log.begin().checkpoint = dump(conductor, own)
+                recorder.num_segments += 1
+            config = conductor._planner._config
+            recorder.finish = lambda: write_file(
+                log, "1", "", config, conductor.default_slo, {}, 0.0
+            )
+            return actions
+
+        monkeypatch.setattr(simulation.Conductor, "handle", logged)
+
+    finish: Any = None
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewind") / "trace.jsonl"
+    command = ["trace", "generate", "--profile", "toolagent", "--requests", "250", "-o", str(path)]
+    assert CliRunner().invoke(cli, command).exit_code == 0
+    return path
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 30, 600_000])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_replay_decides_the_same(
+    name: str, max_bytes: int, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "least_loaded.py").write_text(EXAMPLES["least_loaded"])
+    recorder = Recorder(max_bytes)
+    with monkeypatch.context() as patched:
+        recorder.install(patched)
+        done = CliRunner().invoke(cli, ["simulate", "--trace", str(trace), *RUNS[name].split()])
+        assert done.exit_code == 0, done.output
+        file = read_file(recorder.finish())
+    assert (recorder.num_segments > 0) == (max_bytes < 1 << 30)
+    replay = Replay(file)
+    for _ in replay.run():
+        pass
+    assert replay.differences == []
+    assert replay.num_decisions > 100
+    replay.conductor.validate()
+    assert sum(len(segment.entries) for segment in file.segments) < max_bytes + 400_000
+
+
+def test_what_is_left_out_shows(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: without the reports of cached blocks the replay decides otherwise."""
+    recorder = Recorder(1 << 30)
+    with monkeypatch.context() as patched:
+        recorder.install(patched)
+        flags = RUNS["goodput"].split()
+        assert CliRunner().invoke(cli, ["simulate", "--trace", str(trace), *flags]).exit_code == 0
+        file = read_file(recorder.finish())
+    log = EventLog(1 << 30)
+    for logged in read_events(file.segments[0]):
+        event = logged.event
+        if isinstance(event, Reported) and isinstance(event.report, BlocksChanged):
+            continue
+        log.note_decided(event, logged.now, logged.decisions)
+    kept = msgspec.structs.replace(file, segments=log.replayable())
+    replay = Replay(kept)
+    for _ in replay.run():
+        pass
+    assert replay.num_differences > 3
+
+
+def test_arrivals_become_a_trace(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(1 << 30)
+    with monkeypatch.context() as patched:
+        recorder.install(patched)
+        assert CliRunner().invoke(cli, ["simulate", "--trace", str(trace)]).exit_code == 0
+        (tmp_path / "log").write_bytes(recorder.finish())
+    out = tmp_path / "out.jsonl"
+    command = ["rewind", str(tmp_path / "log"), "--trace", str(out)]
+    done = CliRunner().invoke(cli, [*command, "--json", str(tmp_path / "f.json")])
+    assert done.exit_code == 0, done.output
+    assert "decides the same" in done.output
+    assert json.loads((tmp_path / "f.json").read_text())["requests"] == 250
+    given, found = list(open_trace(trace)), list(open_trace(out))
+    assert [row.input_tokens for row in found] == [row.input_tokens for row in given]
+    assert [row.output_tokens for row in found] == [row.output_tokens for row in given]
+    shared = [len({block for row in rows for block in row.hash_ids}) for rows in (given, found)]
+    full = [sum(row.input_tokens // 512 for row in given), sum(len(r.hash_ids) for r in found)]
+    assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05  # the same reuse
+
+
+def test_an_own_policy_is_imported_only_when_trusted(tmp_path: Path) -> None:
+    config = ConductorConfig(placement="os:system")
+    log = EventLog()
+    log.note(Tick(), 1.0, ())
+    data = write_file(log, "1", "", config, Conductor(ConductorConfig()).default_slo, {}, 0.0)
+    (tmp_path / "log").write_bytes(data)
+    done = CliRunner().invoke(cli, ["rewind", str(tmp_path / "log")])
+    assert done.exit_code == 1
+    assert "os:system" in done.output and "--trust-policies" in done.output
+
+
+def test_bad_files_are_one_line(tmp_path: Path) -> None:
+    log = EventLog()
+    log.note(InstanceLost("a", "gone"), 1.0, ())  # type: ignore[arg-type]
+    slo = Conductor(ConductorConfig()).default_slo
+    good = write_file(log, "1", "", ConductorConfig(), slo, {}, 0.0)
+    for place in range(len(MAGIC), len(good)):
+        path = tmp_path / "log"
+        path.write_bytes(good[:place])
+        done = CliRunner().invoke(cli, ["rewind", str(path)])
+        assert done.exit_code == 1 and done.output.count("\n") == 1, done.output
+    segment = read_file(good).segments[0]
+    segment.entries[5:7] = b"\xff\xff"
+    with pytest.raises(EventLogError, match="damaged event"):
+        list(read_events(segment))
+    assert isinstance(read_file(good), EventLogFile)

@@ -1,0 +1,58 @@
+"""A short slice of `python -m tests.fuzz`: the same inputs in every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.campaign import run_apart
+from tests.fuzz.harness import MAX_INPUT_MEMORY, fuzz
+from tests.fuzz.readers import READERS, Reader
+
+SLOW = {"gguf": 60, "checkpoint": 60, "ssd-folder": 150, "trace": 150}
+SHORT_INPUTS = 400
+LONG_INPUTS = 5_000
+BY_NAME = {reader.name: reader for reader in READERS}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_reader_ends_in_a_value_or_a_documented_error(name: str, tmp_path: Path) -> None:
+    findings = fuzz(BY_NAME[name], SLOW.get(name, SHORT_INPUTS), 1, tmp_path)
+    assert [finding.what for finding in findings] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BY_NAME)
+def test_many_inputs_of_a_reader(name: str) -> None:
+    findings = run_apart(name, LONG_INPUTS, 2)
+    assert [finding.what for finding in findings] == []
+
+
+def broken(kind: str, data: bytes, folder: Path) -> None:
+    if data == b"x" * 80:
+        return
+    if kind == "exception":
+        raise KeyError(data[0])
+    if kind == "hang":
+        while True:
+            pass
+    if kind == "memory":
+        bytearray(MAX_INPUT_MEMORY * 2)[::4096] = b"x" * (MAX_INPUT_MEMORY * 2 // 4096)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("exception", "KeyError"), ("hang", "of CPU"), ("memory", "MiB for one input")],
+)
+def test_the_harness_finds(
+    kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fuzz.harness.GIVE_UP_S", 1.2)
+    reader = Reader(
+        kind, lambda: [b"x" * 80], lambda data, folder: broken(kind, data, folder), (ValueError,)
+    )
+    findings = fuzz(reader, 3, 1, tmp_path)
+    assert findings
+    assert words in findings[0].what
+    assert (tmp_path / "last-input").exists()
