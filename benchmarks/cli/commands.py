@@ -132,6 +132,36 @@ def cached(model: str, prefix_tokens: int, repeats: int, json_file: str | None) 
 
 
 @bench.command()
+@click.argument("model", default="smollm2")
+@click.option(
+    "--prefix-tokens",
+    type=COUNT,
+    default=4096,
+    show_default=True,
+    help="Tokens of the long conversation.",
+)
+@click.option(
+    "--repeats", type=COUNT, default=1, show_default=True, help="Long conversations to measure."
+)
+@json_option
+def restart(model: str, prefix_tokens: int, repeats: int, json_file: str | None) -> None:
+    """Kill a whole server and start it again: TTFT and hits, from SSD and from kept memory.
+
+    The SSD's files are below the folder for temporary files (TMPDIR).
+    """
+    import httpx
+
+    from benchmarks.suite.live.restart import RestartBenchError, bench_restart
+    from moonpool.demo.local_server import ServerError
+
+    try:
+        found = bench_restart(model, prefix_tokens, repeats)
+    except (RestartBenchError, ServerError, httpx.HTTPError) as error:
+        fail(str(error))
+    show_figures(found | {"model": model}, json_file)
+
+
+@bench.command()
 @click.option(
     "--concurrency",
     multiple=True,

@@ -156,7 +156,7 @@ class AttentionConfig(Struct, frozen=True):
 class PoolConfig(Struct, frozen=True):
     """The KVCache pool. `dram_tokens_per_instance == 0`: a quarter of the machine's free memory,
     divided among its instances, at most 65,536 tokens each. `ssd_tokens_per_instance == 0`: no SSD
-    tier. `ssd_admission`: which blocks are written to the SSD when they leave DRAM."""
+    tier. `ssd_admission`: which blocks are written to the SSD."""
 
     block_tokens: Annotated[
         int, about("Tokens of one KVCache block, a multiple of 16.", "--block-size")
@@ -178,11 +178,22 @@ class PoolConfig(Struct, frozen=True):
     ssd_tokens_per_instance: Annotated[
         int, about("Tokens of KVCache on disk per instance; 0 uses no disk.", "--ssd-tokens", ge=0)
     ] = 0
-    ssd_admission: Annotated[
-        SsdAdmission, about("Which blocks to write to the SSD when they leave DRAM.")
-    ] = "always"
+    ssd_admission: Annotated[SsdAdmission, about("Which blocks to write to the SSD.")] = "always"
+    ssd_write_ahead: Annotated[
+        bool,
+        about("Copy blocks to the SSD while they are in use, so that they survive a power cut."),
+    ] = True
     ssd_folder: Annotated[
         str, about("Folder for KVCache on disk; each instance uses a subfolder of its own.")
+    ] = ""
+    keep_memory: Annotated[
+        str,
+        about(
+            "Folder in memory, such as /dev/shm/moonpool, where KVCache survives a restart of the"
+            ' server. Unless given, it survives only that of a worker; "off" keeps nothing.',
+            "--keep-memory",
+            metavar="FOLDER",
+        ),
     ] = ""
 
 

@@ -29,7 +29,7 @@ def bench_cached(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]
     tokens."""
     # A promise that no step keeps: nothing is computed inline, where the blocks are already.
     arguments = [model, "--prefill", "1", "--decode", "1", "--slo-ttft", "600", "--slo-tbt", "1e-6"]
-    arguments += ["--admission", "none"]
+    arguments += ["--admission", "none", "--keep-memory", "off"]
     arguments += ["--kv-tokens", str(4 * (prefix_tokens + 2048)), "--threads", "1"]
     with LocalServer(arguments) as server:
         return asyncio.run(_measure(server, prefix_tokens, repeats))

@@ -51,6 +51,7 @@ _SHARED_KEYS = (
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
     "pool.ssd_folder",
+    "pool.keep_memory",
     "mooncake.master_server_address",
     "network.nixl",
     "slo.ttft_s",

@@ -100,6 +100,7 @@ def cluster_secret() -> bytes:
     "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
+@click.option("--kept-memory", "kept", nargs=2, hidden=True)
 @log_options
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
@@ -115,6 +116,7 @@ def worker(
     place: str | None,
     cores: str,
     other_cores: str,
+    kept: tuple[str, str] | None,
     log_level: LogLevel,
     log_format: LogFormat,
     exit_with_parent: bool,
@@ -151,7 +153,7 @@ def worker(
             from moonpool.runtime.worker import Worker
 
             own = (Role(role), InstanceId(name), machine, host, secret, share)
-            running = Worker(*own, num_stages, num_ranks)
+            running = Worker(*own, num_stages, num_ranks, kept)
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
         await running.run(head_host.strip("[]"), int(port))
 

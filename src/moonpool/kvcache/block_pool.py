@@ -66,6 +66,7 @@ class BlockPool:
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
         self._evicted: list[BlockKey] = []
+        self._rekeyed: dict[BlockId, None] | None = None  # unless `watch_keys` was called
 
     # Counts
 
@@ -199,6 +200,19 @@ class BlockPool:
         if block_ids:
             self._held_by.setdefault(owner, []).extend(block_ids)
 
+    def guard(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+        """Adds a hold on each of these held, cached blocks that does not count as a use
+        (mutates)."""
+        for block_id in block_ids:
+            assert self._num_holds[block_id] > 0 and self._key_of[block_id] is not None
+            self._num_holds[block_id] += 1
+        if block_ids:
+            self._held_by.setdefault(owner, []).extend(block_ids)
+
+    def is_held(self, block_id: BlockId) -> bool:
+        """Whether a cached block has an owner."""
+        return self._num_holds[block_id] > 0
+
     def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
         """Holds up to `num_blocks` of the blocks that would be evicted next, in that order
         (mutates). They lose their keys when the hold ends, unless another owner acquires them."""
@@ -311,6 +325,19 @@ class BlockPool:
         self._removed.clear()
         self._evicted = []
         return changes
+
+    def watch_keys(self) -> None:
+        """From now on, `take_rekeyed` returns changes (mutates)."""
+        self._rekeyed = {}
+
+    def take_rekeyed(self) -> list[tuple[BlockId, BlockKey | None]]:
+        """Returns the blocks that got or lost a key since the last call, with their present keys,
+        and clears them (mutates). Unlike `take_changes`, it tells of a block that lost a key and
+        got it again."""
+        if not self._rekeyed:
+            return []
+        blocks, self._rekeyed = self._rekeyed, {}
+        return [(block_id, self._key_of[block_id]) for block_id in blocks]
 
     def validate(self) -> None:
         """Asserts that the sums balance and that every block is in exactly one state."""
@@ -425,11 +452,15 @@ class BlockPool:
             else:
                 stored[key] = None
         self._evictable.store(block_ids, keys, depths)
+        if self._rekeyed is not None:
+            self._rekeyed.update(dict.fromkeys(block_ids))
 
     def _take_keys(self, block_ids: Sequence[BlockId]) -> list[BlockKey]:
         key_of, block_of = self._key_of, self._block_of
         stored, removed = self._stored, self._removed
         taken: list[BlockKey] = []
+        if self._rekeyed is not None:
+            self._rekeyed.update(dict.fromkeys(block_ids))
         for block_id in block_ids:
             key = key_of[block_id]
             assert key is not None

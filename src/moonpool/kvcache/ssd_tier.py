@@ -67,10 +67,14 @@ class SsdTier:
     def admits(self, key: BlockKey, reused: bool) -> bool:
         """Whether a block that leaves DRAM is worth a write; if not, remembers its key (mutates).
         `reused`: it was used in DRAM after it was computed."""
-        if self._admits_all or reused or key in self._ghosts:
+        if self.would_admit(key, reused):
             return True
         self.note_dropped((key,))
         return False
+
+    def would_admit(self, key: BlockKey, reused: bool) -> bool:
+        """`admits`, without remembering the key."""
+        return self._admits_all or reused or key in self._ghosts
 
     def note_dropped(self, keys: Iterable[BlockKey]) -> None:
         """Remembers the keys of blocks that left DRAM and are not in this tier (mutates)."""

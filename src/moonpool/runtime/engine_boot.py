@@ -6,8 +6,10 @@ attention runs on attention workers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -32,8 +34,13 @@ from moonpool.policy_loading import load_eviction
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.runtime.profile_store import refine_profile
+from moonpool.storage.block_ledger import BlockLedger
+from moonpool.storage.folder import StoreError
+from moonpool.storage.kept_memory import OFF, KeptMemory, open_in_folder
 from moonpool.transfer.arena import Arena, ArenaError, available_memory_bytes
 from moonpool.types import InstanceId, Role
+
+log = logging.getLogger("moonpool.worker")
 
 DEFAULT_POOL_TOKENS = 65_536
 MEMORY_SHARE = 0.25
@@ -56,6 +63,7 @@ class InstancePlace:
     secret: bytes
     degree: ParallelConfig = field(default_factory=ParallelConfig)
     share: CoreShare = field(default_factory=CoreShare)
+    kept: tuple[str, str] | None = None  # memory files of an earlier process of this instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class BuiltEngine:
     threads: int  # of one process of the engine
     ranks: Ranks | None = None
     parts: OffloadedParts | None = None  # set if attention workers hold the blocks
+    ledger: BlockLedger | None = None  # set if the arena's memory outlives this process
 
 
 def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], None]) -> BuiltEngine:
@@ -96,14 +105,15 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
     """Measures the engine's step times and prepares its grammars. Raises BootError.
 
     With attention workers, it measures with requests at each worker in turn. It does not measure
-    again if they kept blocks from an earlier start, because measuring would overwrite these.
+    again if blocks were kept from an earlier start, because measuring would overwrite these.
     """
     engine, threads, parts = built.engine, built.threads, built.parts
     try:
         if engine.host_sync is not None:
             measure_samples(engine, WARM_UP_S)  # compiles the kernels before the first request
         if parts is None:
-            cost = pipelined(refine_profile(engine, threads), num_stages)
+            kept = built.ledger is not None and built.ledger.names_any
+            cost = pipelined(refine_profile(engine, threads, only_if_new=kept), num_stages)
         else:
             spread = CalibrationEngine(parts.engine, parts.group.sizes)
             cost = refine_profile(spread, threads, only_if_new=bool(parts.group.cached))
@@ -167,8 +177,11 @@ def _local_engine(
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
     layout = make_layout(model, setup.pool.block_tokens, ops, num_shards)
     several, nixl = degree.num_processes > 1, setup.network.nixl
-    num_blocks = _num_blocks(setup, layout, model, degree.num_stages)
-    arena = Arena(layout, num_blocks, sealed=not several and not nixl)
+    memory = _open_kept(setup, place)
+    num_blocks = memory.num_blocks(layout) if memory is not None else None
+    if num_blocks is None or setup.pool.dram_tokens_per_instance:
+        num_blocks = _num_blocks(setup, layout, model, degree.num_stages)
+    arena, ledger = _make_arena(layout, num_blocks, not several and not nixl, memory)
     cache = _cache_over(arena, layout)
     engine: Engine | PipelineEngine
     ranks: Ranks | None = None
@@ -185,7 +198,35 @@ def _local_engine(
         engine = _single_engine(model, ops, cache)
     if several and not nixl:
         arena.seal()  # all processes have mapped it; the NIXL agent would seal it itself
-    return BuiltEngine(model, arena, engine, threads, ranks)
+    return BuiltEngine(model, arena, engine, threads, ranks, ledger=ledger)
+
+
+def _open_kept(setup: Setup, place: InstancePlace) -> KeptMemory | None:
+    """Opens the memory that outlives this process. Returns None if there is none, or if it cannot
+    be used: the instance then starts cold."""
+    wanted = setup.pool.keep_memory
+    if wanted == OFF or setup.engine.device != "cpu" or not setup.pool.prefix_caching:
+        return None  # of a GPU's blocks, the arena has copies of some only
+    try:
+        if wanted:
+            return open_in_folder(Path(wanted).expanduser(), place.instance_id)
+        return None if place.kept is None else KeptMemory(*place.kept)
+    except StoreError as error:
+        log.warning("serving without kept memory: %s", error)
+        return None
+
+
+def _make_arena(
+    layout: BlockLayout, num_blocks: int, sealed: bool, memory: KeptMemory | None
+) -> tuple[Arena, BlockLedger | None]:
+    if memory is None:
+        return Arena(layout, num_blocks, sealed=sealed), None
+    try:
+        fd, ledger = memory.prepare(layout, num_blocks)
+    finally:
+        memory.close()
+    arena = Arena(layout, num_blocks, sealed=sealed, kept_fd=fd)
+    return arena, BlockLedger(arena, ledger)
 
 
 def _single_engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.runtime.engine_boot import BootError, InstancePlace, build_engine, measure_cost
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.storage.block_ledger import BlockLedger
 from moonpool.storage.folder import StoreError, default_folder
 from moonpool.storage.mooncake import MooncakeStore
 from moonpool.storage.store import BlockStore, open_store
@@ -35,7 +36,7 @@ from moonpool.storage.tier_store import TierStore
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.messenger import Messenger
 from moonpool.transfer.nixl_agent import NixlAgent, NixlAgentError
-from moonpool.types import InstanceId, Role
+from moonpool.types import BlockId, BlockKey, InstanceId, Role
 
 log = logging.getLogger("moonpool.worker")
 
@@ -58,6 +59,7 @@ class BootedInstance:
     store_error: str = ""  # why the configured tier is missing
     store_name: str = ""  # of the configured tier
     ranks: Ranks | None = None  # the other tensor-parallel ranks
+    ledger: BlockLedger | None = None  # of memory that outlives this process
     adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
 
     def info(self, host: str, pid: int) -> InstanceInfo:
@@ -104,6 +106,8 @@ class BootedInstance:
         self.messenger.close()
         if self.store is not None:
             self.store.close()
+        if self.ledger is not None:
+            self.ledger.close()
         self.arena.close()
 
 
@@ -130,6 +134,7 @@ def boot_instance(
     store, store_error = _open_store(setup, place.instance_id, place.listen_host, arena, post)
     if store is not None:
         cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
+    kept = _recover(built.ledger, arena)
     address = messenger.start()
     if parts is not None:
         parts.offload.run(messenger, post)
@@ -144,15 +149,28 @@ def boot_instance(
         address=address,
         cost=cost,
         instance=_state_machine(
-            setup, arena, place.role, cost, eos, store, num_stages, built.engine, parts
+            setup, arena, place.role, cost, eos, store, num_stages, built.engine, parts, kept
         ),
         threads=built.threads,
         store=store,
         store_error=store_error,
         store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
         ranks=built.ranks,
+        ledger=built.ledger,
         adapters=tuple(built.model.adapter_numbers),
     )
+
+
+def _recover(ledger: BlockLedger | None, arena: Arena) -> list[tuple[BlockId, BlockKey]]:
+    """Returns the blocks that an earlier process left in the arena, as far as they are right."""
+    if ledger is None or not ledger.names_any:
+        return []
+    began_s = time.monotonic()
+    kept, num_damaged = ledger.recover()
+    seconds = time.monotonic() - began_s
+    text = "kept memory: found %d of %d blocks in %.2f s; %d more were overwritten or damaged"
+    log.info(text, len(kept), arena.num_blocks, seconds, num_damaged)
+    return kept
 
 
 def _open_messenger(
@@ -254,6 +272,7 @@ def _state_machine(
     num_stages: int,
     engine: Engine | PipelineEngine,
     parts: OffloadedParts | None,
+    kept: Sequence[tuple[BlockId, BlockKey]],
 ) -> Instance:
     # An engine with host-GPU sync, stages and attention workers do not wait for single layers.
     layer_wise = parts is None and isinstance(engine, Engine) and engine.host_sync is None
@@ -271,7 +290,11 @@ def _state_machine(
             kept=parts.group.cached,
             segment_blocks=parts.segment_blocks,
         )
-    return Instance(config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored)
+    instance = Instance(
+        config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored, kept=kept
+    )
+    instance.pool.watch_keys()
+    return instance
 
 
 def _missing_tier(name: str, error: str) -> TierLoad:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from moonpool.config import ClusterConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
+from moonpool.storage.kept_memory import KeptMemoryFiles
 from moonpool.types import Role
 
 log = logging.getLogger("moonpool.launcher")
@@ -81,6 +82,7 @@ class LocalLauncher:
                 own, other = format_cores(share.engine), format_cores(share.others)
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
+        self._memory: dict[str, KeptMemoryFiles] = {}
         self._processes: dict[str, WorkerProcess] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
         self._stopping = False
@@ -130,6 +132,8 @@ class LocalLauncher:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         await asyncio.gather(*waits)
+        for instance_id in list(self._memory):
+            self._forget_memory(instance_id)
 
     async def _keep(self, role: str, instance_id: str) -> None:
         restarts = 0
@@ -140,6 +144,7 @@ class LocalLauncher:
                 return
             if code == 0:
                 log.info("%s has left the cluster", instance_id)
+                self._forget_memory(instance_id)
                 return
             if time.monotonic() - began_s > STEADY_S:
                 restarts = 0
@@ -150,6 +155,19 @@ class LocalLauncher:
             restarts += 1
             log.warning("%s ended with code %s; restarting it in %g s", instance_id, code, delay_s)
             await asyncio.sleep(delay_s)
+
+    def _kept_memory(self, role: str, instance_id: str) -> tuple[str, ...]:
+        """The flags that name the memory of this worker's predecessor, if it had any."""
+        if role == ATTENTION or instance_id in self._places:
+            return ()
+        if instance_id not in self._memory:
+            self._memory[instance_id] = KeptMemoryFiles()
+        return ("--kept-memory", *self._memory[instance_id].paths)
+
+    def _forget_memory(self, instance_id: str) -> None:
+        memory = self._memory.pop(instance_id, None)
+        if memory is not None:
+            memory.close()
 
     async def _run_once(self, role: str, instance_id: str) -> int | None:
         """Starts a worker, and returns its status when it has ended; None: none could start."""
@@ -167,6 +185,7 @@ class LocalLauncher:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
         line += self._places.get(instance_id, ())
+        line += self._kept_memory(role, instance_id)
         if self._fork_server is not None:
             try:
                 return await self._fork_server.fork(line)

@@ -84,12 +84,15 @@ class Worker(InstanceProcess):
         share: CoreShare,
         num_stages: int | None = None,
         num_ranks: int | None = None,
+        kept: tuple[str, str] | None = None,
     ) -> None:
-        """`num_stages` and `num_ranks` override the head's configuration of the role."""
+        """`num_stages` and `num_ranks` override the head's configuration of the role. `kept`: the
+        memory files that an earlier process of this instance may have filled."""
         super().__init__(role, instance_id, machine, secret)
         self._num_stages = num_stages
         self._num_ranks = num_ranks
         self._share = share
+        self._kept = kept
         self._listen_host = listen_host
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
@@ -182,7 +185,13 @@ class Worker(InstanceProcess):
             self._num_stages or usual.num_stages, self._num_ranks or usual.num_ranks
         )
         return InstancePlace(
-            self.instance_id, self.role, self._listen_host, self._secret, degree, self._share
+            self.instance_id,
+            self.role,
+            self._listen_host,
+            self._secret,
+            degree,
+            self._share,
+            self._kept,
         )
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
@@ -257,6 +266,8 @@ class Worker(InstanceProcess):
         booted = self._booted
         assert booted is not None
         assert self._engine is not None
+        if booted.ledger is not None:  # before any action can overwrite a block
+            booted.ledger.note(booted.instance.pool.take_rekeyed())
         for action in actions:
             match action:
                 case SendReport() | ExitProcess():

@@ -263,6 +263,8 @@ class Instance:
             self._effects.report(changes)
             self._prefetch.note_gone((*changes.removed, *changes.demoted))
             self._demotion.publish(changes.stored)
+        new = () if changes is None else changes.stored
+        self._demotion.write_ahead(new, disk_reads=self._promotion.num_loads > 0)
 
     # The instance in the cluster
 

@@ -30,6 +30,7 @@ class InstanceConfig(Struct, frozen=True):
     max_repeats: int = 1  # steps of decodes alone that may run without a report between them
     ssd_blocks: int = 0  # slots of the SSD tier; 0: no such tier
     ssd_admission: SsdAdmission = "always"
+    ssd_write_ahead: bool = False
     store_shared: bool = False  # a store that other instances use takes the place of the SSD
     learning: bool = True  # measured times correct the cost model
     speculative: SpeculativeConfig | None = None  # None: steps have no drafts
@@ -68,6 +69,7 @@ def instance_config(
         max_repeats=max_repeats if num_stages == 1 else 1,
         ssd_blocks=ssd_blocks,
         ssd_admission=pool.ssd_admission,
+        ssd_write_ahead=pool.ssd_write_ahead,
         store_shared=store_shared,
         learning=learning,
         speculative=engine.speculative_config,

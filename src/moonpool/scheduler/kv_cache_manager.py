@@ -92,6 +92,9 @@ class KVCacheManager:
         if config.speculative is not None:
             self.continuations = Continuations(self.pool, layout.block_tokens)
         self._next_sequence = 0
+        self._reused: list[BlockId] | None = None  # unless there is a tier to copy them to
+        if self.tier is not None and config.ssd_write_ahead and not config.store_shared:
+            self._reused = []
 
     @property
     def num_slots(self) -> int:
@@ -174,9 +177,23 @@ class KVCacheManager:
         if blocks is None:
             return None
         request.block_ids = cached + blocks
+        if self._reused is not None:
+            self._reused += cached
         request.num_cached_blocks = len(cached)
         request.num_computed = request.num_scheduled = len(cached) * self.layout.block_tokens
         return len(cached)
+
+    @property
+    def writes_ahead(self) -> bool:
+        """Whether blocks are copied to the SSD before they leave DRAM."""
+        return self._reused is not None
+
+    def take_reused(self) -> list[BlockId]:
+        """Returns the cached blocks that requests have got since the last call, and clears them."""
+        if not self._reused:
+            return []
+        reused, self._reused = self._reused, []
+        return reused
 
     def grow(self, request: RequestState, num_tokens: int) -> bool:
         """Extends the block table to hold `num_tokens`. Returns False, without any change, if

@@ -9,6 +9,12 @@ on the SSD, or that the SSD does not admit, are freed at once. Where demand outr
 blocks are evicted without a write. Blocks under write are held and cannot be promised to requests,
 so an instance with an SSD promises fewer blocks than it has (`reserved_blocks`).
 
+Blocks are also copied to the SSD while they are in use, where the disk has nothing else to do
+(`write_ahead`): so the most used ones survive a power cut. Those that requests have found come
+first; new ones go to free slots only, because the SSD then holds a block that DRAM holds too. The
+copies in progress and those that wait hold no more blocks than `reserved_blocks`; what finds no
+place is tried again at its next use.
+
 A shared store takes the place of the SSD where other instances use it too. It receives every new
 block at once (`publish`), not only when the block leaves DRAM. So other instances find the block,
 and so does a cluster that starts after this one has ended.
@@ -25,6 +31,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from moonpool.kvcache.ssd_tier import SsdTier
 from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded, StoreReturned
@@ -49,6 +56,7 @@ class _Store:
     keys: tuple[BlockKey, ...]
     depths: tuple[int, ...]
     slots: tuple[BlockId, ...]
+    ahead: bool  # its blocks stay in DRAM
 
 
 class Demotion:
@@ -62,14 +70,19 @@ class Demotion:
         self._hung: dict[str, tuple[BlockId, ...]] = {}  # slots that a hung disk may still write
         self._num_stores = 0
         self._num_storing = 0  # blocks
+        self._num_copying = 0  # of these, blocks that stay in DRAM
+        self._writing: set[BlockKey] = set()
+        self._ahead: dict[BlockKey, BlockId] = {}  # held, to be copied while the disk is idle
         self._new: deque[BlockKey] = deque(maxlen=self._pool.num_blocks)  # not published yet
         self._limit = reserved_blocks(self._pool.num_blocks, kv_cache.num_slots)
 
     @property
     def owners(self) -> set[str]:
         """All owners of holds for writes."""
-        return {_demote_owner(store_id) for store_id in self._stores} | {
-            _hung_store_owner(store_id) for store_id in self._hung
+        return {
+            *map(_demote_owner, self._stores),
+            *map(_hung_store_owner, self._hung),
+            *map(_ahead_owner, self._ahead),
         }
 
     def publish(self, keys: Iterable[BlockKey]) -> None:
@@ -86,12 +99,68 @@ class Demotion:
         if tier is None or not tier.usable:
             return
         self._publish(tier)
-        soon_free = self._pool.num_free + self._num_storing
+        soon_free = self._pool.num_free + self._num_storing - self._num_copying
         if soon_free >= self._limit:
             return
         wanted = 2 * self._limit - soon_free
-        while wanted > 0 and self._num_storing < self._limit and self._pool.num_evictable:
-            wanted -= self._demote(tier, min(wanted, self._limit - self._num_storing))
+        while wanted > 0 and self._room and self._pool.num_evictable:
+            wanted -= self._demote(tier, min(wanted, self._room))
+
+    @property
+    def _room(self) -> int:
+        """How many more blocks may be held for writes."""
+        return max(self._limit - self._num_storing - len(self._ahead), 0)
+
+    def write_ahead(self, new: Sequence[BlockKey], disk_reads: bool = False) -> None:
+        """Copies blocks in use to the SSD: `new` ones, and those that requests have found since the
+        last call. `disk_reads`: the disk is busy for requests."""
+        tier, pool = self._kv_cache.tier, self._pool
+        if tier is None or not self._kv_cache.writes_ahead:
+            return
+        reused = self._kv_cache.take_reused()
+        if not tier.usable:
+            self._take_ahead(len(self._ahead))
+            return
+        for block_id in reused:
+            key = pool.key_of(block_id)
+            if key is not None:
+                self._hold_ahead(tier, key)
+        for key in new:
+            if tier.slots.num_free <= len(self._ahead):
+                break
+            self._hold_ahead(tier, key)
+        if self._ahead and not self._stores and not disk_reads:
+            self._write_held(tier)
+
+    def _hold_ahead(self, tier: SsdTier, key: BlockKey) -> None:
+        pool = self._pool
+        block_id = pool.find(key)
+        if block_id is None or not pool.is_held(block_id) or tier.knows(key):
+            return
+        if key in self._ahead or key in self._writing or not self._room:
+            return
+        if tier.would_admit(key, pool.num_uses(block_id) > 0):
+            pool.guard(_ahead_owner(key), (block_id,))
+            self._ahead[key] = block_id
+
+    def _write_held(self, tier: SsdTier) -> None:
+        """Starts one write of blocks that wait."""
+        owner = self._next_owner()
+        blocks = self._take_ahead(MAX_BATCH_BLOCKS, owner)
+        self._effects.count("written_ahead_blocks", len(blocks))
+        self._write(tier, owner, blocks, ahead=True)
+
+    def _take_ahead(self, num_blocks: int, heir: str = "") -> list[BlockId]:
+        """Ends the holds of the first blocks that wait; `heir` holds those that are still cached,
+        which are returned."""
+        taken = list(islice(self._ahead.items(), num_blocks))
+        cached = [block_id for key, block_id in taken if self._pool.key_of(block_id) == key]
+        if heir:
+            self._pool.guard(heir, cached)
+        for key, _ in taken:
+            del self._ahead[key]
+            self._pool.release(_ahead_owner(key))
+        return cached
 
     def _publish(self, tier: SsdTier) -> None:
         while self._new and self._num_storing < self._limit:
@@ -122,7 +191,7 @@ class Demotion:
         self._num_stores += 1
         return _demote_owner(str(self._num_stores))
 
-    def _write(self, tier: SsdTier, owner: str, blocks: list[BlockId]) -> None:
+    def _write(self, tier: SsdTier, owner: str, blocks: list[BlockId], ahead: bool = False) -> None:
         """Writes as many of the owner's blocks as there are slots for; releases the others."""
         pool = self._pool
         slots, voided = tier.reserve(owner, len(blocks))
@@ -136,8 +205,10 @@ class Demotion:
             store_id = str(self._num_stores)
             keys = tuple(_known(pool.key_of(b)) for b in written)
             depths = tuple(pool.depth_of(b) for b in written)
-            self._stores[store_id] = _Store(keys, depths, tuple(slots))
+            self._stores[store_id] = _Store(keys, depths, tuple(slots), ahead)
+            self._writing.update(keys)
             self._num_storing += len(written)
+            self._num_copying += len(written) if ahead else 0
             self._effects.perform(StoreBlocks(store_id, keys, tuple(written), tuple(slots)))
 
     def _deserves_write(self, tier: SsdTier, block_id: BlockId) -> bool:
@@ -157,7 +228,9 @@ class Demotion:
         store = self._stores.pop(event.store_id)
         tier = self._kv_cache.tier
         assert tier is not None
+        self._writing.difference_update(store.keys)
         self._num_storing -= len(store.keys)
+        self._num_copying -= len(store.keys) if store.ahead else 0
         owner = _demote_owner(event.store_id)
         num_stored = 0 if tier.lost else event.num_blocks
         void = [] if event.hung else list(store.slots[num_stored:])
@@ -332,6 +405,10 @@ class Promotion:
 
 def _demote_owner(store_id: str) -> str:
     return f"demote:{store_id}"
+
+
+def _ahead_owner(key: BlockKey) -> str:
+    return f"ahead:{key.hex()}"
 
 
 def _hung_store_owner(store_id: str) -> str:

@@ -70,20 +70,21 @@ def stores_below(folder: Path) -> list[Path]:
         raise StoreError(explain(folder, error)) from None
 
 
-def make_folder(folder: Path) -> None:
-    """Creates the folder. Raises StoreError if that fails, or if other users could access it."""
+def make_folder(folder: Path, setting: str = "pool.ssd_folder") -> None:
+    """Creates the folder. Raises StoreError if that fails, or if other users could access it.
+    `setting`: what names the folder, for the error."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        raise StoreError(explain(folder, error)) from None
+        raise StoreError(explain(folder, error, setting)) from None
     if not stat.S_ISDIR(status.st_mode):
-        raise StoreError(f"{folder} is not a folder; name another as pool.ssd_folder")
+        raise StoreError(f"{folder} is not a folder; name another as {setting}")
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StoreError(
             f"{folder} must belong to the user of this process and be closed to others:"
-            f" chown it and chmod 700 it, or name another as pool.ssd_folder"
+            f" chown it and chmod 700 it, or name another as {setting}"
         )
 
 
@@ -160,7 +161,7 @@ def check_geometry(folder: Path, geometry: Geometry) -> None:
     )
 
 
-def explain(folder: Path, error: OSError) -> str:
+def explain(folder: Path, error: OSError, setting: str = "pool.ssd_folder") -> str:
     """Returns one line: what failed and what to do."""
     what = error.strerror or str(error)
     match error.errno:
@@ -173,7 +174,7 @@ def explain(folder: Path, error: OSError) -> str:
             return f"{folder} cannot be used ({what}): give this user the right to write there"
         case errno.ENOENT | errno.ESTALE:
             return f"{folder} is gone ({what}): was it deleted or unmounted?"
-    return f"{folder} cannot be used ({what}); name another as pool.ssd_folder"
+    return f"{folder} cannot be used ({what}); name another as {setting}"
 
 
 def _read_head(path: Path) -> bytes:

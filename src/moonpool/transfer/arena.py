@@ -1,15 +1,20 @@
 """The memory of KVCache blocks: this instance's own arena, and peers' arenas mapped read-only.
 
-An arena holds `num_blocks` blocks in one anonymous memfd. A memfd has no name, so nothing is left
-behind when the process is killed. It is mapped and prefaulted once, then sealed: its size is fixed,
-and a process that gets the descriptor cannot write through it. The arena also stores the checksums
-of its slices. `kvcache` decides which request owns a block, and `engine` what a slice contains.
+An arena holds `num_blocks` blocks in one memory file, by default an anonymous memfd. A memfd has no
+name, so nothing is left behind when the process is killed. It is mapped and prefaulted once, then
+sealed: its size is fixed, and a process that gets the descriptor cannot write through it. The arena
+also stores the checksums of its slices. `kvcache` decides which request owns a block, and `engine`
+what a slice contains.
+
+A memory file that outlives the process (`storage.kept_memory`) cannot be sealed against writing,
+because the next process must write it. Peers get a descriptor that is open for reading only.
 
 A peer's arena on the same host is mapped once and stays mapped while any connection to the peer
 lives. A copy from a mapping costs what memcpy costs; a read through the descriptor pays the kernel
 for each page, and a new mapping for each transfer would cost more than either. The seals make the
 mapping safe: the file can neither shrink nor be written through it, so an invalid offer of a peer
-is rejected by its offset and never raises SIGBUS.
+is rejected by its offset and never raises SIGBUS. A file without seals is mapped only if it belongs
+to our own user and is closed to others: such a process could also kill us.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,9 +59,11 @@ class Arena:
         num_blocks: int,
         shard_view: ShardView | None = None,
         sealed: bool = True,
+        kept_fd: int | None = None,
     ) -> None:
         """With a `shard_view`, the arena stores that part of each slice of whole blocks, and
-        `layout` describes the stored part."""
+        `layout` describes the stored part. `kept_fd`: a memory file that is large enough and
+        outlives the arena, which uses its content and closes the descriptor at its end."""
         if num_blocks < 1:
             raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
         assert shard_view is None or shard_view.num_bytes == layout.slice_bytes
@@ -65,16 +73,21 @@ class Arena:
         self.num_bytes = num_blocks * layout.block_bytes
         self.slice_bytes = layout.slice_bytes  # read too often to compute each time
         self.block_bytes = layout.block_bytes
-        _check_memory(self.num_bytes)
-        self.fd = os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._kept = kept_fd is not None
+        self.fd = _anonymous_file(self.num_bytes) if kept_fd is None else kept_fd
+        self.peer_fd = self.fd
+        """The descriptor for peers, which cannot write through it once the arena is sealed."""
         try:
-            os.ftruncate(self.fd, self.num_bytes)
+            if kept_fd is None:
+                os.ftruncate(self.fd, self.num_bytes)
+            else:
+                self.peer_fd = os.open(f"/proc/self/fd/{kept_fd}", os.O_RDONLY | os.O_CLOEXEC)
             mapping = mmap.mmap(self.fd, self.num_bytes)
             if sealed:
                 self.seal()
             _prefault(mapping, self.num_bytes)
         except OSError as error:
-            os.close(self.fd)
+            self._close_files()
             raise ArenaError(
                 f"cannot set up an arena of {self.num_bytes / _GIB:.2f} GiB: {error}"
             ) from error
@@ -82,8 +95,10 @@ class Arena:
         self.checksums = SliceChecksums(num_blocks, layout.num_layers)
 
     def seal(self) -> None:
-        """Fixes the size, and prevents new writable mappings by other processes."""
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        """Fixes the size, and prevents new writable mappings by other processes. Does nothing to a
+        kept file, of which peers have a read-only descriptor."""
+        if not self._kept:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def slice(self, block_id: int, layer: int) -> memoryview:
         """Returns the slice's bytes, writable. The caller has checked both numbers."""
@@ -98,11 +113,15 @@ class Arena:
         """Frees the memory, at once or with the last tensor or view over it."""
         if self.fd < 0:
             return
-        os.close(self.fd)
-        self.fd = -1
+        self._close_files()
         # No forced unmap: torch.frombuffer keeps a reference but does not lock the buffer, so a
         # tensor that outlives the arena would read unmapped memory.
         self.buffer = memoryview(b"")
+
+    def _close_files(self) -> None:
+        for fd in {self.fd, self.peer_fd}:
+            os.close(fd)
+        self.fd = self.peer_fd = -1
 
 
 def available_memory_bytes(
@@ -140,7 +159,13 @@ def _cgroup_left_bytes(folder: Path) -> int | None:
     return max(0, int(limit) - used + (int(cached.group(1)) if cached else 0))
 
 
-def _check_memory(needed_bytes: int) -> None:
+def _anonymous_file(num_bytes: int) -> int:
+    check_memory(num_bytes)
+    return os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Raises ArenaError if the machine cannot give an arena this much more memory."""
     available = available_memory_bytes()
     if needed_bytes > available:
         raise ArenaError(
@@ -158,7 +183,7 @@ def _prefault(mapping: mmap.mmap, num_bytes: int) -> None:
             mapping.madvise(_MADV_POPULATE_WRITE, start, length)
         except OSError:  # kernels before 5.14
             for page in range(start, start + length, mmap.PAGESIZE):
-                mapping[page] = 0
+                mapping[page] = mapping[page]
 
 
 class PeerArena:
@@ -201,9 +226,9 @@ class PeerArenas:
 
     def adopt(self, fd: int, layout: BlockLayout) -> tuple[PeerArena, tuple[int, int]]:
         """Maps the arena behind `fd` and closes `fd`. Returns it with the name to `release` it by.
-        Raises ArenaError if `fd` is not a sealed memfd."""
+        Raises ArenaError if `fd` is neither a sealed memfd nor a closed file of our own user."""
         try:
-            num_bytes, name = _check_sealed(fd)
+            num_bytes, name = _check_safe(fd)
             with self._lock:
                 arena = self._arenas.get(name)
                 if arena is None:
@@ -227,13 +252,19 @@ class PeerArenas:
         return len(self._arenas)
 
 
-def _check_sealed(fd: int) -> tuple[int, tuple[int, int]]:
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise ArenaError(f"the peer's arena is not a memory file: {error}") from error
+def _check_safe(fd: int) -> tuple[int, tuple[int, int]]:
     found = os.fstat(fd)
-    sealed = seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
-    if not sealed or not found.st_size:
+    if not stat.S_ISREG(found.st_mode):
+        raise ArenaError("the peer's arena is not a memory file")
+    own = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if not found.st_size or not (own or _is_sealed(fd)):
         raise ArenaError("the peer's arena is empty or not sealed")
     return found.st_size, (found.st_dev, found.st_ino)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return bool(seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW)

@@ -1,8 +1,8 @@
 """Shared-memory transport within a host: the reader copies slices from the sender's arena.
 
-Only positions and checksums are sent over the unix socket. After the handshake each side passes its
-arena's memfd (read-only by its seals) to the other, which maps it (`arena`). The sender keeps a
-slice unchanged until the reader has reported that it is done.
+Only positions and checksums are sent over the unix socket. After the handshake each side passes a
+read-only descriptor of its arena's memory file to the other, which maps it (`arena`). The sender
+keeps a slice unchanged until the reader has reported that it is done.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def exchange_arenas(
     sock, timeout_text = frames.socket, ""
     frames.set_timeout(deadline_s)
     try:
-        socket.send_fds(sock, [b"a"], [arena.fd])  # one byte always fits
+        socket.send_fds(sock, [b"a"], [arena.peer_fd])  # one byte always fits
     except OSError as error:
         raise PeerGoneError(f"the connection broke: {error}") from error
     while True:

@@ -352,3 +352,21 @@ def test_a_large_pool_costs_nothing_until_it_is_used() -> None:
     pool.release("a")
     pool.validate()
     assert pool.num_available == 1 << 40
+
+
+def test_a_block_that_loses_its_key_and_gets_it_again_is_told() -> None:
+    pool = BlockPool(2)
+    assert pool.take_rekeyed() == []
+    pool.watch_keys()
+    (block,) = pool.allocate("a", 1) or []
+    pool.cache_block(block, BlockKey(b"k" * 16))
+    assert pool.take_rekeyed() == [(block, b"k" * 16)]
+    pool.take_changes()
+    pool.uncache([block])
+    pool.cache_block(block, BlockKey(b"k" * 16))
+    assert not pool.has_changes
+    assert pool.take_rekeyed() == [(block, b"k" * 16)]
+    pool.release("a")
+    pool.allocate("b", 2)
+    assert pool.take_rekeyed() == [(block, None)]
+    assert pool.take_rekeyed() == []

@@ -127,11 +127,16 @@ def test_a_file_that_is_not_a_sealed_memfd_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArenaError, match="not sealed"):
         PeerArenas().adopt(plain, LAYOUT)
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
-    with pytest.raises(ArenaError, match="not a memory file"):
+    os.write(file, b"x" * LAYOUT.block_bytes)
+    with pytest.raises(ArenaError, match="not sealed"):  # other users could truncate it
         PeerArenas().adopt(file, LAYOUT)
     for fd in (plain, file):
         with pytest.raises(OSError):
             os.fstat(fd)  # closed: it was handed over
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    with pytest.raises(ArenaError, match="not a memory file"):
+        PeerArenas().adopt(read_end, LAYOUT)
 
 
 def test_close_is_safe_while_a_tensor_uses_the_memory(arena: Arena) -> None:
