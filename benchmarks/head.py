@@ -27,8 +27,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moonpool.api.app import http_server, make_app
+from moonpool.api.connection.listening import listen
 from moonpool.api.frontend import ModelCard, Output
-from moonpool.api.listening import listen
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
+from moonpool.config_api import ApiConfig as ApiConfig
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, check_names, convert_tables, parse_toml
 from moonpool.config_schema import choices as choices
@@ -498,66 +499,6 @@ class HardwareConfig(Struct, frozen=True):
     decode_batches: Annotated[
         int, about("Staggered batches of a decode instance with attention devices.", ge=1, le=8)
     ] = 2
-
-
-class ApiConfig(Struct, frozen=True):
-    host: Annotated[str, about("Address of the HTTP API.")] = "127.0.0.1"
-    port: Annotated[int, about("Port of the HTTP API.", ge=0, le=65535)] = 8000
-    api_keys: Annotated[
-        tuple[str, ...],
-        about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
-    ] = ()
-    api_key_file: Annotated[
-        str,
-        about(
-            "File with a bearer key on each line, then optionally its tenant and share.",
-            "--api-key-file",
-            metavar="FILE",
-        ),
-    ] = ""
-    ssl_certfile: Annotated[
-        str,
-        about("Serve HTTPS with this certificate chain (PEM).", "--ssl-certfile", metavar="FILE"),
-    ] = ""
-    ssl_keyfile: Annotated[
-        str,
-        about(
-            "Key of the certificate (PEM); in the certificate's file unless given.",
-            "--ssl-keyfile",
-            metavar="FILE",
-        ),
-    ] = ""
-    max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
-        32 << 20
-    )
-    allowed_origins: Annotated[
-        tuple[str, ...],
-        about(
-            "Let web pages of this origin call the API, such as https://example.org; * means all.",
-            "--allowed-origin",
-        ),
-    ] = ()
-    request_timeout_s: Annotated[
-        float,
-        about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),
-    ] = 600.0
-    drain_seconds: Annotated[
-        float,
-        about(
-            "Seconds that running answers may take to end when the head is told to stop.",
-            "--drain-seconds",
-            ge=0,
-            le=86_400,
-        ),
-    ] = 25.0
-    event_log_bytes: Annotated[
-        int,
-        about(
-            "Memory for the Conductor's last events, which `moonpool rewind` replays; 0: none.",
-            ge=0,
-            le=1 << 30,
-        ),
-    ] = 32 << 20
 
 
 class Config(Struct, frozen=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.api.tls import TlsError, TlsFiles
+from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.demo.local_server import ServerError, free_port
 from moonpool.replay.http_client import HttpClient
 

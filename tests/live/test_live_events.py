@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from click.testing import CliRunner
 
-from moonpool.cli.status import status
+from moonpool.cli.watch.status import status
 
 
 def next_frame(http: httpx.Client) -> dict[str, Any]:

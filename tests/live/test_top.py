@@ -14,7 +14,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from moonpool.cli.top import top
+from moonpool.cli.watch.top import top
 from moonpool.demo.local_server import LocalServer
 
 PATIENCE_S = 90.0

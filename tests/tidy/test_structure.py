@@ -53,7 +53,12 @@ LEVELS = (
     {"benchmarks", "papers"},
     {"__main__"},
 )
-ROOMS_OF_FILES = {"config_schema": "config", "config_rules": "config", "config_telemetry": "config"}
+ROOMS_OF_FILES = {
+    "config_schema": "config",
+    "config_rules": "config",
+    "config_telemetry": "config",
+    "config_api": "config",
+}
 """Modules beside a room's main module that belong to that room."""
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

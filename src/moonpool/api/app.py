@@ -22,20 +22,20 @@ from starlette.types import Receive, Scope, Send
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
+from moonpool.api.connection.kept_stream import KeptStream, StreamKeeper
+from moonpool.api.connection.resumption import accepted_bytes
+from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.embeddings import Embedder
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import ActiveCalls, BodyMemory, HttpContext, request_id_of
-from moonpool.api.http_protocol import LimitedProtocol, limited_protocol
-from moonpool.api.kept_stream import KeptStream, StreamKeeper
 from moonpool.api.keys import KeyRing
 from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
-from moonpool.api.resumption import accepted_bytes
-from moonpool.api.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20

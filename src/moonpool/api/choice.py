@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
+from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
-from moonpool.api.kept_stream import KeptStream
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied

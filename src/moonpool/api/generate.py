@@ -20,10 +20,10 @@ from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
+from moonpool.api.connection.kept_stream import StreamFacts, draw_facts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
-from moonpool.api.kept_stream import StreamFacts, draw_facts
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.sampling import (

@@ -17,8 +17,8 @@ from typing import Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
+from moonpool.api.connection.kept_stream import KeptStream, StreamFacts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
-from moonpool.api.kept_stream import KeptStream, StreamFacts
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"

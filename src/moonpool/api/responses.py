@@ -14,8 +14,8 @@ import msgspec
 
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, missing_parameter
 from moonpool.api.choice import Choice, Delta
+from moonpool.api.connection.kept_stream import StreamFacts
 from moonpool.api.errors import ApiError
-from moonpool.api.kept_stream import StreamFacts
 from moonpool.api.sampling import check_range
 from moonpool.api.tools import ToolCallDelta
 from moonpool.types import FinishReason

@@ -51,8 +51,8 @@ def check(file: str) -> None:
 
 def _check_references(file: str, found: Config) -> None:
     """Ends the command if a policy, a file of keys or a certificate that it names is unusable."""
+    from moonpool.api.connection.tls import TlsError, TlsFiles
     from moonpool.api.keys import KeyFileError, read_keys
-    from moonpool.api.tls import TlsError, TlsFiles
     from moonpool.policy_loading import load_policies
 
     try:

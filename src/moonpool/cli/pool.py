@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from moonpool.cli.cluster_events import bearer_key
 from moonpool.cli.options import api_key_option, json_option, url_option
 from moonpool.cli.output import fail, write_json
+from moonpool.cli.watch.cluster_events import bearer_key
 
 FOLDER = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 _GIB = float(1 << 30)

@@ -200,7 +200,7 @@ def _record(url: str, api_key: str, json_file: str | None, ca_file: str) -> None
     """Prints and writes the learned cost factors of a live Conductor, with their errors."""
     import httpx
 
-    from moonpool.api.tls import TlsError, trusting_context
+    from moonpool.api.connection.tls import TlsError, trusting_context
     from moonpool.cost.recorded import RecordError, parse_beliefs
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -12,7 +12,6 @@ import click
 import msgspec
 import uvloop
 
-from moonpool.cli.cluster_events import bearer_key
 from moonpool.cli.figures import replay_lines
 from moonpool.cli.inputs import read_text
 from moonpool.cli.options import (
@@ -29,6 +28,7 @@ from moonpool.cli.options import (
 )
 from moonpool.cli.output import check_folders, fail, write_json
 from moonpool.cli.progress import progress
+from moonpool.cli.watch.cluster_events import bearer_key
 from moonpool.studies.trace_rows import named_trace
 from moonpool.types import MALFORMED
 

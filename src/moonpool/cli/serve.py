@@ -15,7 +15,7 @@ import click
 import msgspec
 from setproctitle import setproctitle
 
-from moonpool.api.listening import PortError, listen
+from moonpool.api.connection.listening import PortError, listen
 from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
     POLICY_KEYS,

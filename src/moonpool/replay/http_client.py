@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from moonpool.api.tls import trusting_context
+from moonpool.api.connection.tls import trusting_context
 
 
 class ConnectionFailedError(Exception):

@@ -13,9 +13,9 @@ import msgspec
 
 from moonpool.api.app import http_server, make_app
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
 from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
-from moonpool.api.tls import TlsError, TlsFiles
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values, lora_module
 from moonpool.cores import (

@@ -70,7 +70,7 @@ from moonpool.runtime.explain import (
 )
 from moonpool.runtime.live_view import describe_live
 from moonpool.runtime.metrics_collector import MetricsCollector
-from moonpool.runtime.request_log import RequestLog
+from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.trace_export import open_exporter
@@ -116,7 +116,7 @@ class Head:
         self._tenant_weights = dict(tenant_shares or {})
         policies = load_policies(config.conductor)
         self._own_policies = own_classes(policies)
-        self._request_log = RequestLog(config.telemetry.log_requests)
+        self._request_log = RequestLogger(config.telemetry.log_requests)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self.conductor = Conductor(
             config.conductor,

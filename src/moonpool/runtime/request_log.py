@@ -10,7 +10,7 @@ from moonpool.request_record import RequestRecord
 log = logging.getLogger("moonpool.requests")
 
 
-class RequestLog:
+class RequestLogger:
     """Writes nothing unless it is enabled."""
 
     def __init__(self, enabled: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moonpool.api.kept_stream import MAX_KEPT_SHARE, KeptStream
+from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.supervision import (

@@ -14,8 +14,8 @@ import httpx
 import uvloop
 
 from moonpool.api.app import http_server, make_app
+from moonpool.api.connection.listening import listen
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
-from moonpool.api.listening import listen
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs

@@ -16,8 +16,8 @@ import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
 from moonpool.api import app as app_module
+from moonpool.api.connection.listening import PortError, listen
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
-from moonpool.api.listening import PortError, listen
 from moonpool.types import Request, Token
 
 USER = {"role": "user", "content": "Hi"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moonpool.cli.cluster_events import bearer_key
-from moonpool.cli.top_view import render
+from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.watch.top_view import render
 
 
 def a_request(number: int, **changes: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import pytest
 import uvloop
 
-from moonpool.api.listening import listen
+from moonpool.api.connection.listening import listen
 from moonpool.log_limit import MAX_LINES
 from moonpool.runtime import head as head_module
 from moonpool.transfer.auth import ClientHandshake, Identity

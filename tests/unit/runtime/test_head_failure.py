@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.api.listening import listen
+from moonpool.api.connection.listening import listen
 from moonpool.conductor.actions import Tick
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import parse_config

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from moonpool.api.listening import listen
+from moonpool.api.connection.listening import listen
 from moonpool.config import ClusterConfig, parse_config
 from moonpool.cores import CoreShare
 from moonpool.demo.local_server import is_alive

@@ -33,7 +33,7 @@ def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
     """Yields the frames of one connection until the server ends it. Raises NoFramesError."""
     import httpx
 
-    from moonpool.api.tls import TlsError, trusting_context
+    from moonpool.api.connection.tls import TlsError, trusting_context
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     address = f"{url.rstrip('/')}/cluster/events"

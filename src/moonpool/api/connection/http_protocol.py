@@ -14,14 +14,14 @@ from typing import Any, cast
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from moonpool.api.kept_stream import (
+from moonpool.api.connection.kept_stream import (
     MAX_KEPT_SHARE,
     KeptStream,
     Opening,
     StreamFacts,
     StreamKeeper,
 )
-from moonpool.api.resumption import ResumedTransport, accepted_bytes, request_bytes
+from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
 from moonpool.log_limit import limited_logger
 
 MAX_HEADER_BYTES = 64 << 10

@@ -15,10 +15,10 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from moonpool.cli.cluster_events import Frame, NoFramesError, bearer_key, first_frame, frames
 from moonpool.cli.options import api_key_option, ca_file_option
 from moonpool.cli.output import fail
-from moonpool.cli.top_view import render
+from moonpool.cli.watch.cluster_events import Frame, NoFramesError, bearer_key, first_frame, frames
+from moonpool.cli.watch.top_view import render
 
 _RETRY_S = 2.0
 _POLL_S = 0.2

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from moonpool.cli.cluster_events import NoFramesError, bearer_key, first_frame
 from moonpool.cli.options import api_key_option, ca_file_option
 from moonpool.cli.output import fail
+from moonpool.cli.watch.cluster_events import NoFramesError, bearer_key, first_frame
 
 
 @click.command()

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from moonpool.cli.cluster_events import Frame
+from moonpool.cli.watch.cluster_events import Frame
 
 _ROLES = ("prefill", "decode", "mixed")
 _TIERS = (("dram", "DRAM"), ("fetched", "fetched"), ("ssd", "SSD"), ("computed", "computed"))

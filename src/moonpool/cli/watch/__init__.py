@@ -1,0 +1,1 @@
+"""Commands that show a running cluster: `status` and `top`."""

@@ -1,0 +1,68 @@
+"""The configuration of the HTTP API."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from moonpool.config_schema import about
+from moonpool.types import Struct
+
+
+class ApiConfig(Struct, frozen=True):
+    host: Annotated[str, about("Address of the HTTP API.")] = "127.0.0.1"
+    port: Annotated[int, about("Port of the HTTP API.", ge=0, le=65535)] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
+    ] = ()
+    api_key_file: Annotated[
+        str,
+        about(
+            "File with a bearer key on each line, then optionally its tenant and share.",
+            "--api-key-file",
+            metavar="FILE",
+        ),
+    ] = ""
+    ssl_certfile: Annotated[
+        str,
+        about("Serve HTTPS with this certificate chain (PEM).", "--ssl-certfile", metavar="FILE"),
+    ] = ""
+    ssl_keyfile: Annotated[
+        str,
+        about(
+            "Key of the certificate (PEM); in the certificate's file unless given.",
+            "--ssl-keyfile",
+            metavar="FILE",
+        ),
+    ] = ""
+    max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
+        32 << 20
+    )
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        about(
+            "Let web pages of this origin call the API, such as https://example.org; * means all.",
+            "--allowed-origin",
+        ),
+    ] = ()
+    request_timeout_s: Annotated[
+        float,
+        about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),
+    ] = 600.0
+    drain_seconds: Annotated[
+        float,
+        about(
+            "Seconds that running answers may take to end when the head is told to stop.",
+            "--drain-seconds",
+            ge=0,
+            le=86_400,
+        ),
+    ] = 25.0
+    event_log_bytes: Annotated[
+        int,
+        about(
+            "Memory for the Conductor's last events, which `moonpool rewind` replays; 0: none.",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 32 << 20
