@@ -91,6 +91,7 @@ class SamplingParams(Struct, frozen=True):
     pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
 
 
+PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 SAMPLING_RANGES = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -147,7 +148,7 @@ class Request(Struct, frozen=True):
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
     None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
-    none. Block keys contain it.
+    none. Block keys contain it. Requests with a lower `priority` are served first.
     """
 
     request_id: RequestId
@@ -161,7 +162,13 @@ class Request(Struct, frozen=True):
     keys: tuple[BlockKey, ...] | None = None
     trace: TraceContext | None = None
     adapter: str = ""
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids)
+
+
+def payer_of(tenant: str) -> str:
+    """Returns the tenant whose share counts: cache salts do not multiply it."""
+    return tenant.partition("/")[0]

@@ -30,6 +30,7 @@ class _Limits:
     adapter: str
     slo: Slo
     deadline_s: float
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Embedder:
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = self._frontend.card.adapter_of(body.model)
-        limits = _Limits(tenant, adapter, slo, arrived_s + timeout_s)
+        limits = _Limits(tenant, adapter, slo, arrived_s + timeout_s, body.priority or 0)
         with self._active.begin(context) as (_, scoped):
             async with context.watch():
                 found = await self._run(scoped, call.prompts, limits)
@@ -100,6 +101,7 @@ class Embedder:
             deadline_s=limits.deadline_s,
             tenant=limits.tenant,
             adapter=limits.adapter,
+            priority=limits.priority,
             use_cache=pooling == "last",  # cached tokens have no hidden states
         )
         found: _Found | None = None

@@ -186,6 +186,7 @@ class Generator:
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
                     adapter=card.adapter_of(body.model),
+                    priority=body.priority or 0,
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
                 )

@@ -31,6 +31,7 @@ from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
     check_logprobs,
     check_prompt_logprobs,
+    check_range,
     check_ranges,
     check_token_ids,
     context_exceeded,
@@ -38,6 +39,7 @@ from moonpool.api.sampling import (
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
 from moonpool.engine.tokenizer import Tokenizer
+from moonpool.types import PRIORITY_RANGE
 
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -118,6 +120,7 @@ class Preparer:
         if not size:
             text = "The engine of this server does not compute embeddings."
             raise ApiError(text, status=404, code="unsupported_endpoint")
+        check_range(body, "priority", *PRIORITY_RANGE)
         if body.dimensions is not None and not 1 <= body.dimensions <= size:
             text = f"'dimensions' must be between 1 and {size}, the size of the model's embeddings."
             raise ApiError(text, param="dimensions")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moonpool.api.bodies import ChatBody, CompletionBody, GenerationBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ModelCard
-from moonpool.types import SAMPLING_RANGES, SamplingParams
+from moonpool.types import PRIORITY_RANGE, SAMPLING_RANGES, SamplingParams
 
 _SEED_MODULUS = 1 << 63
 _MOST_STOPS = 16
@@ -27,6 +27,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
     ("max_tokens", 0, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
+    ("priority", *PRIORITY_RANGE),
     ("seed", -(2**63), 2**63 - 1),
 )
 

@@ -270,6 +270,8 @@ def _spec(
         traceparent="" if request.trace is None else request.trace.traceparent,
         is_traced=request.trace is not None and request.trace.exported,
         adapter=request.adapter,
+        priority=request.priority,
+        share=tracked.share,
     )
 
 

@@ -20,11 +20,6 @@ MAX_OWED_WAITING = 64
 """Requests of one tenant that wait because it is owed; further ones are refused as usual."""
 
 
-def payer_of(tenant: str) -> str:
-    """Returns the tenant whose share counts: cache salts do not multiply it."""
-    return tenant.partition("/")[0]
-
-
 @dataclass(slots=True)
 class _Account:
     weight: float
@@ -50,7 +45,7 @@ class FairShare:
         """The tenant has sent a request."""
         account = self._accounts.pop(tenant, None)
         if account is None:
-            account = _Account(self._weights.get(tenant, 1.0), at_s=now)
+            account = _Account(self.weight(tenant), at_s=now)
             if len(self._accounts) >= MAX_TENANTS:
                 del self._accounts[next(iter(self._accounts))]
         account.seen_s = now
@@ -62,6 +57,10 @@ class FairShare:
         if account is not None:
             account.given = account.given_at(now) + num_tokens / account.weight
             account.at_s = now
+
+    def weight(self, tenant: str) -> float:
+        """Returns the tenant's share relative to 1."""
+        return self._weights.get(tenant, 1.0)
 
     def level(self, tenant: str, now: float) -> float:
         """Returns what the tenant was given lately, over its weight."""

@@ -27,7 +27,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.estimators import RunningMean
-from moonpool.conductor.fair_share import FairShare, payer_of
+from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import Rejection
@@ -54,7 +54,7 @@ from moonpool.protocol.messages import (
     TransferDone,
 )
 from moonpool.request_record import RecordedSpan, RequestRecord
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token, payer_of
 
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
@@ -140,6 +140,7 @@ class RequestLifecycle:
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
         tenant = payer_of(request.tenant)
+        tracked.share = self.shares.weight(tenant)
         self.shares.see(tenant, now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"

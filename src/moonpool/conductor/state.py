@@ -61,6 +61,7 @@ class TrackedRequest:
     record: RequestRecord
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
+    share: float = 1.0  # of its tenant
     num_attempts: int = 0
     num_decisions: int = 0  # on its admission
     predicted_step_s: float = 0.0  # where it decodes, when it was admitted

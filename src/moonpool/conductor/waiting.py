@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from moonpool.conductor.fair_share import FairShare, payer_of
+from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.types import InstanceId, RequestId, Role
+from moonpool.types import InstanceId, Request, RequestId, Role, payer_of
 
 MAX_WAITING = 4096
 MAX_WAITING_TOKENS = 1 << 24
@@ -120,13 +120,22 @@ class WaitingRequests:
                 self._shares.end_wait(payer_of(wait.tracked.request.tenant))
 
     def due(self, now: float) -> Iterator[TrackedRequest]:
-        """Yields the requests that may be placed now: next is the oldest one of the tenant that was
-        given least, by what was placed since the last one."""
+        """Yields the requests that may be placed now: those of the lowest priority value first;
+        among them, next is the oldest one of the tenant that was given least, by what was placed
+        since the last one. After half of its time a request counts as one of the best priority."""
+        ready = [wait.tracked for wait in self._waits.values() if wait.not_before_s <= now]
+        best = min((tracked.request.priority for tracked in ready), default=0)
+        classes: dict[int, list[TrackedRequest]] = {}
+        for tracked in ready:
+            priority = best if _is_aged(tracked.request, now) else tracked.request.priority
+            classes.setdefault(priority, []).append(tracked)
+        for priority in sorted(classes):
+            yield from self._by_tenant(classes[priority], now)
+
+    def _by_tenant(self, ready: list[TrackedRequest], now: float) -> Iterator[TrackedRequest]:
         queues: dict[str, deque[TrackedRequest]] = {}
-        for wait in self._waits.values():
-            if wait.not_before_s <= now:
-                tenant = payer_of(wait.tracked.request.tenant)
-                queues.setdefault(tenant, deque()).append(wait.tracked)
+        for tracked in ready:
+            queues.setdefault(payer_of(tracked.request.tenant), deque()).append(tracked)
         while queues:
             tenant = min(queues, key=lambda name: self._shares.level(name, now))
             yield queues[tenant].popleft()
@@ -135,3 +144,7 @@ class WaitingRequests:
 
     def _is_waiting(self, tracked: TrackedRequest) -> bool:
         return tracked.request.request_id in self._waits
+
+
+def _is_aged(request: Request, now: float) -> bool:
+    return now >= (request.arrived_s + request.deadline_s) / 2

@@ -51,6 +51,8 @@ class AttemptSpec(Struct, frozen=True):
     traceparent: str = ""
     is_traced: bool = False
     adapter: str = ""  # as in `Request`
+    priority: int = 0  # as in `Request`
+    share: float = 1.0  # of the tenant, relative to others
 
 
 class PrefixSource(Struct, frozen=True):

@@ -10,11 +10,10 @@ import msgspec
 
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.cost_estimator import learned_factors
-from moonpool.conductor.fair_share import payer_of
 from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
 from moonpool.request_record import RequestRecord
-from moonpool.types import BlockKey
+from moonpool.types import BlockKey, payer_of
 
 _NO_INSTANTS = (
     "arrived_s",

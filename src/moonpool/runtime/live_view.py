@@ -13,10 +13,9 @@ from math import ceil, isfinite
 from typing import Any
 
 from moonpool.conductor.conductor import Conductor
-from moonpool.conductor.fair_share import payer_of
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.request_record import RequestRecord
-from moonpool.types import FinishReason, Slo
+from moonpool.types import FinishReason, Slo, payer_of
 
 BIN_S = 10.0
 NUM_BINS = 60

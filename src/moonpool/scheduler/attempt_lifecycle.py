@@ -292,6 +292,7 @@ class AttemptLifecycle:
             if request.closing:
                 self._release_if_idle(request)
                 continue
+            self._scheduler.order.charge(request, num_steps - 1)
             request.num_computed += num_steps
             request.num_scheduled = request.num_computed
             request.tokens.extend([token.token_id for token in tokens])

@@ -104,6 +104,7 @@ class Instance:
 
         AttemptLifecycle   commands and ends of steps and streams: moves attempts between phases
         Scheduler          the queues and the steps in progress; preempts
+        QueueOrder         which request is served before which (held by Scheduler)
         ChunkBudget        the token budget of a mixed step (held by Scheduler)
         Speculation        guessed tokens of decodes, which a step verifies (held by Scheduler)
         KVCacheManager     the block pool, the SSD's slots, block tables, cache events
@@ -231,7 +232,7 @@ class Instance:
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerAction]:
         """Handles one event and returns the actions to perform, in their order."""
-        del now  # an instance has no clock: the Conductor keeps the deadlines
+        self._scheduler.order.now_s = now
         self._handlers[type(event)](event)
         self._arenas.run()
         for request in self._arenas.unpark():

@@ -13,6 +13,7 @@ from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, Pref
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import Effects
 from moonpool.scheduler.drafts import DraftState
+from moonpool.scheduler.tenant_accounts import TenantAccount
 from moonpool.scheduler.tokens import Tokens
 from moonpool.types import BlockId, BlockKey, FinishReason, TokenLogprobs
 
@@ -100,6 +101,8 @@ class RequestState:
     scored: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
     pooled: bytes = b""  # the engine's sum of the hidden states of the computed tokens
     stream_ended: bool = False  # no more of its KVCache will arrive
+    account: TenantAccount | None = None  # None: it is in no queue of the scheduler
+    aged_s: float = 0.0  # from then on it counts as one of the best priority
     drafts: tuple[int, ...] = ()  # guessed tokens in the step in progress; not part of `tokens`
     speculation: DraftState | None = None  # None: it was never offered a draft
 

@@ -26,6 +26,7 @@ from moonpool.scheduler.chunk_budget import ChunkBudget
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.queue_order import QueueOrder
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
 from moonpool.scheduler.speculation import Speculation
 from moonpool.types import BlockId
@@ -37,8 +38,8 @@ the whole vocabulary."""
 
 
 class Scheduler:
-    """The queues of one instance and its steps in progress. Requests are served first come, first
-    served.
+    """The queues of one instance and its steps in progress. Requests are served by priority, fairly
+    among tenants, and first come, first served (`order`).
 
     `waiting`: requests without blocks. `joining`: requests with all of their KVCache, which wait
     for room in the engine's memory, or until the batch is small enough for their TBT SLO.
@@ -73,6 +74,7 @@ class Scheduler:
         self._effects = effects
         self._overlap = overlap
         self._repeating = False
+        self.order = QueueOrder(config.chunk_tokens)
 
     # Queues
 
@@ -97,6 +99,7 @@ class Scheduler:
 
     def add(self, request: RequestState) -> None:
         """Adds a request to the end of the waiting queue."""
+        self.order.enter(request)
         self.waiting.append(request)
         self.stop_repeating()
 
@@ -107,6 +110,7 @@ class Scheduler:
         delivered when its first step begins. Else its first gap would include the rest of the step
         under way, and short answers would miss their SLO at any load.
         """
+        self.order.enter(request)
         self.joining.append(request)
         if request.attempt.max_step_s is not None and self.steps:
             self.stop_repeating()
@@ -115,6 +119,7 @@ class Scheduler:
 
     def remove(self, request: RequestState) -> None:
         """Takes a request out of all queues; it may be in none."""
+        self.order.leave(request)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -163,9 +168,11 @@ class Scheduler:
         # tokens): one token of a decode, up to a chunk of a prefill. The two kinds share steps.
         #
         # 1. Blocks    Running requests come first: each gets the blocks for its tokens. If none
-        #              are left, the youngest request is preempted.
-        # 2. Admit     Received requests, then waiting ones, enter `running` while there is room.
-        # 3. Select    `running` is split into decodes and prefills that can be computed now.
+        #              are left, the youngest request of the worst priority is preempted.
+        # 2. Admit     Received requests, then waiting ones in their order (`queue_order`), enter
+        #              `running` while there is room.
+        # 3. Select    `running` is split into decodes and prefills that can be computed now. The
+        #              prefills have the order of waiting requests: one may overtake another.
         # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step.
         # 5. Plan      The batching policy takes from both lists (`batch_policies`).
         # 6. Drafts    What the budget leaves may verify guessed tokens of decodes (`speculation`).
@@ -197,8 +204,8 @@ class Scheduler:
     # 1. Blocks
 
     def _allocate_for_decodes(self) -> None:
-        """Gives every running request the blocks for its tokens; preempts the youngest if none are
-        left."""
+        """Gives every running request the blocks for its tokens; preempts the youngest one of the
+        worst priority if none are left."""
         block_tokens = self._layout.block_tokens
         lacking = [r for r in self.running if r.tokens.size > len(r.block_ids) * block_tokens]
         for request in lacking:
@@ -212,11 +219,11 @@ class Scheduler:
                     if not (r.target or r.steps_pending)
                     and self._kv_cache.sequences.makes_room(r.block_ids, request.block_ids)
                 )
-                youngest = next(idle, request)
-                if youngest.steps_pending:
+                victim = self.order.victim(idle) or request
+                if victim.steps_pending:
                     break
-                self._preempt(youngest)
-                if youngest is request:
+                self._preempt(victim)
+                if victim is request:
                     break
 
     def _preempt(self, request: RequestState) -> None:
@@ -266,11 +273,18 @@ class Scheduler:
         """Moves waiting requests, in order, to `running` while the step has tokens to spare."""
         if not self.waiting:
             return
-        spare = self._config.chunk_tokens - sum(r.num_uncomputed for r in self.running)
         skipped: list[RequestState] = []
         places = self._config.max_sequences * self._config.max_steps_in_flight
-        while self.waiting and spare > 0 and len(self.running) < places:
+        is_plain = self.order.is_plain
+        if not is_plain and len(self.running) < places:
+            self.waiting = deque(sorted(self.waiting, key=self.order.key))
+        spare = self._config.chunk_tokens - sum(r.num_uncomputed for r in self.running)
+        while self.waiting and len(self.running) < places:
             request = self.waiting[0]
+            if not is_plain:
+                spare = self._spare_before(request)
+            if spare <= 0:
+                break
             if request.arriving:
                 if not self._allocate_overlapping(request):
                     skipped.append(self.waiting.popleft())  # later requests pass it meanwhile
@@ -283,6 +297,13 @@ class Scheduler:
             self._begin_prefill(request)
             spare -= request.num_uncomputed
         self.waiting.extendleft(reversed(skipped))
+
+    def _spare_before(self, request: RequestState) -> int:
+        """The tokens of a step that running requests leave to a waiting one: those that it
+        overtakes wait, and keep their blocks."""
+        key = self.order.key(request)
+        before = (r for r in self.running if r.decoding or self.order.key(r) <= key)
+        return self._config.chunk_tokens - sum(r.num_uncomputed for r in before)
 
     def _allocate(self, request: RequestState) -> bool:
         """Holds the blocks that a waiting request needs. Returns False if there is no room."""
@@ -352,6 +373,8 @@ class Scheduler:
             if request.attempt.sampling.prompt_logprobs is not None and not decoding:
                 num_uncomputed = min(num_uncomputed, MAX_SCORED_TOKENS)
             (decodes if decoding else prefills).append((request, num_uncomputed))
+        if len(prefills) > 1 and not self.order.is_plain:
+            prefills.sort(key=lambda share: self.order.key(share[0]))
         return self._micro_batch(decodes, bool(prefills)), prefills
 
     def _may_overlap(self, request: RequestState) -> bool:
@@ -420,6 +443,7 @@ class Scheduler:
         pooling = attempt.sampling.pooling
         request.num_scheduled = end
         request.steps_pending += 1
+        self.order.charge(request, num_tokens)
         sends: tuple[tuple[int, BlockId], ...] = ()
         if request.pending and request.streaming:
             size = self._layout.block_tokens

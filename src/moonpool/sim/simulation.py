@@ -346,6 +346,8 @@ class Simulation:
             deadline_s=now + self.config.api.request_timeout_s,
             use_cache=self.config.pool.prefix_caching,
             keys=arrival.keys,
+            tenant=arrival.tenant,
+            priority=arrival.priority,
         )
         if self.hardware.front_s:
             self.clock.after(

@@ -21,6 +21,8 @@ class Arrival:
     input_tokens: int
     output_tokens: int
     keys: tuple[BlockKey, ...]
+    tenant: str = ""
+    priority: int = 0
 
 
 def make_arrivals(

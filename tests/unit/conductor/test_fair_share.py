@@ -8,9 +8,9 @@ import pytest
 from conductor_desk import Desk, of, sent
 
 from moonpool.conductor.actions import Refuse, RequestCancelled, Tick
-from moonpool.conductor.fair_share import ACTIVE_S, MAX_OWED_WAITING, FairShare, payer_of
+from moonpool.conductor.fair_share import ACTIVE_S, MAX_OWED_WAITING, FairShare
 from moonpool.protocol.messages import StartPrefill
-from moonpool.types import RequestId
+from moonpool.types import RequestId, payer_of
 
 TOKENS = tuple(range(16))
 

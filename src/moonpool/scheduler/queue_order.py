@@ -1,0 +1,76 @@
+"""Which of an instance's requests is served before which.
+
+The lower priority value is first; within a priority, the tenant with the least tokens served
+(`tenant_accounts`); within a tenant, the older request. After half of its time a request counts as
+one of the best priority here, so none waits for ever.
+
+With one tenant and one priority, the order is that of arrival. `is_plain` says so, and spares the
+scheduler the comparisons.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from moonpool.scheduler.request_state import RequestState
+from moonpool.scheduler.tenant_accounts import TenantAccounts
+from moonpool.types import payer_of
+
+CREDIT_CHUNKS = 8
+"""A tenant that was idle is at most so many chunks ahead of, or behind, those that were not."""
+
+
+class QueueOrder:
+    """The order of the requests that have entered and not left. Callers keep requests that are
+    equal in this order by their arrival."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.now_s = 0.0
+        self._accounts = TenantAccounts(CREDIT_CHUNKS * chunk_tokens)
+        self._priorities: Counter[int] = Counter()
+
+    def enter(self, request: RequestState) -> None:
+        attempt = request.attempt
+        request.account = self._accounts.enter(payer_of(attempt.tenant), attempt.share)
+        request.aged_s = self.now_s + attempt.timeout_s / 2
+        self._priorities[attempt.priority] += 1
+
+    def leave(self, request: RequestState) -> None:
+        """Takes a request out; it may have left before."""
+        if request.account is None:
+            return
+        request.account = None
+        self._accounts.leave(payer_of(request.attempt.tenant))
+        priority = request.attempt.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order is that of arrival."""
+        return len(self._priorities) <= 1 and self._accounts.num_present <= 1
+
+    def priority(self, request: RequestState) -> int:
+        """Returns the request's priority, or the best one here if it has waited for long."""
+        if self.now_s >= request.aged_s:
+            return min(self._priorities)
+        return request.attempt.priority
+
+    def key(self, request: RequestState) -> tuple[int, float]:
+        """Returns what to sort by; a request with the lower key is served first."""
+        assert request.account is not None
+        return self.priority(request), request.account.served
+
+    def charge(self, request: RequestState, num_tokens: int) -> None:
+        """Steps compute so many tokens of a request; it may have left meanwhile."""
+        if request.account is not None:
+            request.account.charge(num_tokens)
+
+    def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
+        """Returns the one to preempt of requests with the youngest first: the first one of the
+        worst priority. None if there are no requests."""
+        if self.is_plain:
+            return next(iter(requests), None)
+        return max(requests, key=self.priority, default=None)
