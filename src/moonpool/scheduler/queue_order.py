@@ -17,17 +17,18 @@ from moonpool.scheduler.request_state import RequestState
 from moonpool.scheduler.tenant_accounts import TenantAccounts
 from moonpool.types import payer_of
 
-CREDIT_CHUNKS = 8
-"""A tenant that was idle is at most so many chunks ahead of, or behind, those that were not."""
+CREDIT_TOKENS = 16_384
+"""A tenant that was idle is at most so many tokens ahead of, or behind, those that were not: its
+next prompts of this length in all do not wait for those of others."""
 
 
 class QueueOrder:
     """The order of the requests that have entered and not left. Callers keep requests that are
     equal in this order by their arrival."""
 
-    def __init__(self, chunk_tokens: int) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        self._accounts = TenantAccounts(CREDIT_CHUNKS * chunk_tokens)
+        self._accounts = TenantAccounts(CREDIT_TOKENS)
         self._priorities: Counter[int] = Counter()
 
     def enter(self, request: RequestState) -> None:

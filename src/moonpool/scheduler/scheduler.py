@@ -74,7 +74,7 @@ class Scheduler:
         self._effects = effects
         self._overlap = overlap
         self._repeating = False
-        self.order = QueueOrder(config.chunk_tokens)
+        self.order = QueueOrder()
 
     # Queues
 

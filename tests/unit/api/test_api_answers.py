@@ -447,7 +447,6 @@ def test_fields_without_effect_are_ignored() -> None:
         "metadata": {"a": "b"},
         "store": True,
         "service_tier": "auto",
-        "priority": 3,
         "response_format": {"type": "text"},
         "logit_bias": {},
         "kv_transfer_params": None,
@@ -456,6 +455,16 @@ def test_fields_without_effect_are_ignored() -> None:
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
     assert chat(ScriptedHead(), **fields).status_code == 200
+
+
+def test_the_priority_goes_with_the_request_and_is_bounded() -> None:
+    head = ScriptedHead()
+    assert chat(head, priority=-7).status_code == 200
+    assert complete(head).status_code == 200
+    assert [request.priority for request in head.requests] == [-7, 0]
+    refused = complete(head, priority=2**31)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "priority"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -133,3 +133,21 @@ def test_finished_requests_do_not_wait() -> None:
     desk.tokens("d0", 51, finish=FinishReason.STOP, work="a/1")
     lose(desk, "d0")
     assert desk.conductor.num_waiting == 0
+
+
+def test_waiting_requests_are_placed_by_priority_and_late_ones_first() -> None:
+    desk = Desk("p0", "d0")
+    lose(desk, "d0")
+    desk.ask("late", priority=9, deadline_s=40.0)
+    desk.ask("usual", deadline_s=600.0)
+    desk.ask("urgent", priority=-4, deadline_s=600.0)
+    desk.ask("patient", priority=9, deadline_s=600.0)
+    tick(desk, 21.0)
+    assert placed(desk.join("d0", incarnation=2)) == ["late", "urgent", "usual", "patient"]
+
+
+def test_an_attempt_knows_its_priority_and_its_tenants_share() -> None:
+    desk = Desk("p0", "d0", weights={"big": 2.5})
+    actions = desk.ask("a", priority=3, tenant="big/salt")
+    ((_, start),) = sent(actions, StartPrefill)
+    assert (start.work.priority, start.work.share) == (3, 2.5)

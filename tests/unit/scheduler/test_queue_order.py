@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill
+from moonpool.scheduler import queue_order
 from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.scheduler.queue_order import CREDIT_CHUNKS, QueueOrder
+from moonpool.scheduler.queue_order import QueueOrder
 from moonpool.scheduler.tenant_accounts import MAX_ABSENT, TenantAccounts
 from moonpool.types import Role, SamplingParams, Slo, Token
 
@@ -137,7 +138,9 @@ def test_tenants_that_all_flood_get_tokens_by_share(share: float) -> None:
     assert given["a"] / given["b"] == pytest.approx(share, rel=0.1)
 
 
-def test_an_idle_tenant_saves_up_no_more_than_its_credit() -> None:
+def test_an_idle_tenant_saves_up_no_more_than_its_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    credit_chunks = 8
+    monkeypatch.setattr(queue_order, "CREDIT_TOKENS", credit_chunks * CHUNK)
     bench = Bench()
     bench.start("known", tenant="idle")
     for number in range(300):
@@ -146,9 +149,9 @@ def test_an_idle_tenant_saves_up_no_more_than_its_credit() -> None:
         bench.turn()
     for number in range(100):
         bench.start(f"idle{number}", tenant="idle")
-    for _ in range(CREDIT_CHUNKS + 5):
+    for _ in range(credit_chunks + 5):
         bench.turn()
-    at_once = [name for ((name, _),) in bench.history[101 : 101 + CREDIT_CHUNKS + 4]]
+    at_once = [name for ((name, _),) in bench.history[101 : 101 + credit_chunks + 4]]
     assert 0 < sum(name.startswith("busy") for name in at_once) <= 4
     for _ in range(40):
         bench.turn()
