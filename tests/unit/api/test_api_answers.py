@@ -552,7 +552,7 @@ class BareOutputs:
 
 def test_an_iterator_that_cannot_be_closed_is_aborted_by_name() -> None:
     head = ScriptedHead()
-    head.submit = lambda _: BareOutputs()  # type: ignore[method-assign]
+    head.submit = lambda *_: BareOutputs()  # type: ignore[method-assign]
     response = call(head, "/v1/completions", {"prompt": "x", "stop": "aaa"})
     assert response.json()["choices"][0]["text"] == ""
     assert head.aborted == [response.headers["x-request-id"]]
