@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types check long swarm soak bench clean
+.PHONY: setup setup-dev demo test lint types check long docs swarm soak bench clean
 
 setup: $(VENV)/.installed
 
@@ -53,6 +53,16 @@ bench: setup
 	$(BIN)/moonpool bench cached
 	$(BIN)/moonpool bench head
 
+# The documentation site in build/site: its own environment, links checked. Open index.html.
+docs: setup $(VENV)-docs/.installed
+	$(BIN)/python -m website build/site-source
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+$(VENV)-docs/.installed: requirements-docs.lock
+	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip --disable-pip-version-check install -q -r requirements-docs.lock
+	@touch $@
+
 swarm: setup-dev
 	$(BIN)/python -m tests.sim.swarm --seeds 5000
 
@@ -60,4 +70,4 @@ soak: setup-dev
 	$(BIN)/python -m tests.soak --operations 200000
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info src/moonpool/engine/native/*.so
+	rm -rf $(VENV) $(VENV)-docs build src/*.egg-info src/moonpool/engine/native/*.so

@@ -1,7 +1,7 @@
 """The structure of the code base, as tests: which room may import which, what no file may contain.
 
-A room is a folder or module directly under `src/moonpool`, or `benchmarks` or `papers` beside it.
-Each test collects all violations and reports them together.
+A room is a folder or module directly under `src/moonpool`, or one of `benchmarks`, `papers` and
+`website` beside it. Each test collects all violations and reports them together.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ LEVELS = (
     {"profiling"},
     {"cli"},
     {"benchmarks", "papers"},
+    {"website"},
     {"__main__"},
 )
 ROOMS_OF_FILES = {
@@ -115,7 +116,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.:*])/(?:work|opt|home|root|Users|mnt)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".cfg", ".txt", ".cpp", ".h", ".yml", ".yaml", ".json", ""}
 
 SOURCES = sorted(SOURCE.rglob("*.py"))
-BESIDE = sorted(p for room in ("benchmarks", "papers") for p in (ROOT / room).rglob("*.py"))
+BESIDE_ROOMS = ("benchmarks", "papers", "website")
+BESIDE = sorted(p for room in BESIDE_ROOMS for p in (ROOT / room).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ALL = [*SOURCES, *BESIDE, *TESTS]
 
@@ -196,7 +198,7 @@ def _import_violations(path: Path) -> Iterator[str]:
         return
     for line, module in imports_of(path):
         top = module.split(".")[0]
-        if top not in ("moonpool", "benchmarks", "papers") or module == "moonpool":
+        if top not in ("moonpool", *BESIDE_ROOMS) or module == "moonpool":
             continue
         other = room_of(module)
         if other != room and LEVEL_OF[other] >= LEVEL_OF[room]:
@@ -299,7 +301,7 @@ def test_no_stubs_and_no_leftovers() -> None:
 
 
 def test_no_path_of_one_machine() -> None:
-    folders = ("src", "tests", "benchmarks", "papers", "docs", "examples", ".ci", ".github")
+    folders = ("src", "tests", *BESIDE_ROOMS, "docs", "deploy", "examples", ".ci", ".github")
     files = [p for name in folders for p in sorted((ROOT / name).rglob("*")) if p.is_file()]
     files += [p for p in sorted(ROOT.iterdir()) if p.is_file() and p.name != ".git"]
     checked = 0
