@@ -89,6 +89,7 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
     threads = _settle_threads(setup, place)
     try:
         own = setup.model
+        log.info("loading %s", own.name)
         model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
         check_device(setup.engine.device)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
@@ -109,6 +110,7 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
     again if blocks were kept from an earlier start, because measuring would overwrite these.
     """
     engine, threads, parts = built.engine, built.threads, built.parts
+    log.info("measuring step times, or waiting for another instance's measurement")
     try:
         if engine.host_sync is not None:
             measure_samples(engine, WARM_UP_S)  # compiles the kernels before the first request
