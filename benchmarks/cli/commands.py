@@ -21,6 +21,7 @@ from benchmarks.cli.engine import (
 )
 from benchmarks.cli.faults import faults
 from benchmarks.cli.fronts import fronts
+from benchmarks.cli.idle import idle
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
 from benchmarks.cli.reuse import prefetch, reuse
@@ -51,6 +52,7 @@ bench.add_command(sarathi)
 bench.add_command(pipeline)
 bench.add_command(tensor)
 bench.add_command(fronts)
+bench.add_command(idle)
 bench.add_command(faults)
 bench.add_command(plan)
 bench.add_command(admission)

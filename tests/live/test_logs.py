@@ -56,3 +56,22 @@ def test_text_lines_have_iso_dates_and_requests_are_logged_on_demand_only() -> N
         lines = server.log_lines()
     assert any(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z head INFO serving ", line) for line in lines)
     assert not any("unlogged-1" in line for line in lines)
+
+
+def test_a_start_says_what_it_does() -> None:
+    with LocalServer([MODEL, *SMALL]) as server:
+        lines = server.log_lines()
+        text = "\n".join(lines)
+        assert f"INFO serving {MODEL} at {server.url} " in text
+    for wanted in (
+        rf"decode-0 INFO loading {MODEL}",
+        r"prefill-0 INFO measuring step times",
+        r"head INFO 0 of 2 instances are up",
+        r"head INFO 2 of 2 instances are up",
+    ):
+        assert re.search(wanted, text), f"{wanted} is not in {text}"
+
+
+def test_a_start_is_quiet_at_a_higher_level() -> None:
+    with LocalServer([MODEL, *SMALL, "--log-level", "error"]) as server:
+        assert server.log_lines() == []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.layers import pack_layer
+from moonpool.engine.load_progress import reported
 from moonpool.engine.lora.adapter import Adapter
 from moonpool.engine.lora.linear import LoraPacker
 from moonpool.engine.ops import (
@@ -102,7 +103,9 @@ class DecoderModel:
         first_norm = NORMS[spec.norms].before_attention
         if self.begins and first_norm is not None:
             self._first_norm = norm_weight(spec, placed, f"model.layers.0.{first_norm}.weight")
-        self._layers = {i: pack_layer(spec, placed, ops, i, self.ropes.of(i)) for i in self.layers}
+        self._layers = {
+            i: pack_layer(spec, placed, ops, i, self.ropes.of(i)) for i in reported(self.layers)
+        }
         if edges and (self.begins or (self.ends and spec.tie_embeddings)):
             self._embedding = placed.matrix("model.embed_tokens.weight")
         if edges and self.ends:

@@ -76,6 +76,11 @@ class BlockPool:
         return self.num_blocks - len(self._num_holds) + len(self._free)
 
     @property
+    def num_ever_used(self) -> int:
+        """Blocks that have had an owner or a key: those with the lowest numbers."""
+        return len(self._num_holds)
+
+    @property
     def num_evictable(self) -> int:
         """Cached blocks without owner."""
         return len(self._evictable)

@@ -38,6 +38,7 @@ from moonpool.storage.block_ledger import BlockLedger
 from moonpool.storage.folder import StoreError
 from moonpool.storage.kept_memory import OFF, KeptMemory, open_in_folder
 from moonpool.transfer.arena import Arena, ArenaError, available_memory_bytes
+from moonpool.transfer.touch_ahead import may_touch_late
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.worker")
@@ -88,6 +89,7 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
     threads = _settle_threads(setup, place)
     try:
         own = setup.model
+        log.info("loading %s", own.name)
         model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
         check_device(setup.engine.device)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
@@ -108,6 +110,7 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
     again if blocks were kept from an earlier start, because measuring would overwrite these.
     """
     engine, threads, parts = built.engine, built.threads, built.parts
+    log.info("measuring step times, or waiting for another instance's measurement")
     try:
         if engine.host_sync is not None:
             measure_samples(engine, WARM_UP_S)  # compiles the kernels before the first request
@@ -124,7 +127,18 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
         raise BootError(text) from None
     except TokenizerError as error:
         raise BootError(str(error)) from None
+    _settle_arena(built)
     return cost
+
+
+def _settle_arena(built: BuiltEngine) -> None:
+    """Gives back the memory that only the measurement has used, and seals the arena."""
+    arena = built.arena
+    if not arena.is_late:
+        return  # sealed when it was made, or when its processes had mapped it
+    if built.ledger is None or not built.ledger.names_any:
+        arena.forget_content()
+    arena.seal()
 
 
 def pool_blocks(setup: Setup, layout: BlockLayout, most_bytes: float = float("inf")) -> int:
@@ -181,7 +195,9 @@ def _local_engine(
     num_blocks = memory.num_blocks(layout) if memory is not None else None
     if num_blocks is None or setup.pool.dram_tokens_per_instance:
         num_blocks = _num_blocks(setup, layout, model, degree.num_stages)
-    arena, ledger = _make_arena(layout, num_blocks, not several and not nixl, memory)
+    late = _takes_memory_late(setup)
+    sealed = not several and not nixl and not late
+    arena, ledger = _make_arena(layout, num_blocks, sealed, memory, late)
     cache = _cache_over(arena, layout)
     engine: Engine | PipelineEngine
     ranks: Ranks | None = None
@@ -196,7 +212,7 @@ def _local_engine(
         engine = sharded_engine(model, ops, cache, num_shards)
     else:
         engine = _single_engine(model, ops, cache)
-    if several and not nixl:
+    if several and not nixl and not late:
         arena.seal()  # all processes have mapped it; the NIXL agent would seal it itself
     return BuiltEngine(model, arena, engine, threads, ranks, ledger=ledger)
 
@@ -216,16 +232,27 @@ def _open_kept(setup: Setup, place: InstancePlace) -> KeptMemory | None:
         return None
 
 
+def _takes_memory_late(setup: Setup) -> bool:
+    """Whether the arena takes memory only for blocks in use. That is for pools of the default size,
+    which is a small share of the free memory. A size that the user chose is taken at the start, so
+    that it is there. NIXL and GPUs need all pages in place, and a user's folder may be too small.
+    """
+    pool = setup.pool
+    chosen = pool.dram_tokens_per_instance or pool.keep_memory not in ("", OFF)
+    pinned = setup.network.nixl or setup.engine.device != "cpu"
+    return not chosen and not pinned and may_touch_late()
+
+
 def _make_arena(
-    layout: BlockLayout, num_blocks: int, sealed: bool, memory: KeptMemory | None
+    layout: BlockLayout, num_blocks: int, sealed: bool, memory: KeptMemory | None, late: bool
 ) -> tuple[Arena, BlockLedger | None]:
     if memory is None:
-        return Arena(layout, num_blocks, sealed=sealed), None
+        return Arena(layout, num_blocks, sealed=sealed, late=late), None
     try:
-        fd, ledger = memory.prepare(layout, num_blocks)
+        fd, ledger = memory.prepare(layout, num_blocks, late)
     finally:
         memory.close()
-    arena = Arena(layout, num_blocks, sealed=sealed, kept_fd=fd)
+    arena = Arena(layout, num_blocks, sealed=sealed, kept_fd=fd, late=late)
     return arena, BlockLedger(arena, ledger)
 
 

@@ -176,10 +176,12 @@ class Head:
                 await asyncio.sleep(LAST_LOOK_S)
 
     async def wait_for_instances(self, count: int) -> None:
-        """Returns when `count` instances have joined."""
-        while len(self.conductor.instances) < count:
+        """Returns when `count` instances have joined, and logs how many have."""
+        while (num_up := len(self.conductor.instances)) < count:
+            log.info("%d of %d instances are up", num_up, count)
             self._joined.clear()
             await self._joined.wait()
+        log.info("%d of %d instances are up", num_up, count)
 
     # Frontend
 

@@ -135,6 +135,7 @@ def boot_instance(
     if store is not None:
         cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
     kept = _recover(built.ledger, arena)
+    arena.reach(0)  # the pages of the first request
     address = messenger.start()
     if parts is not None:
         parts.offload.run(messenger, post)

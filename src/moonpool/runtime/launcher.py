@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from moonpool.config import ClusterConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
-from moonpool.storage.kept_memory import KeptMemoryFiles
+from moonpool.storage.memory_files import KeptMemoryFiles
 from moonpool.types import Role
 
 log = logging.getLogger("moonpool.launcher")

@@ -268,6 +268,8 @@ class Worker(InstanceProcess):
         assert self._engine is not None
         if booted.ledger is not None:  # before any action can overwrite a block
             booted.ledger.note(booted.instance.pool.take_rekeyed())
+        if booted.arena.is_late:
+            booted.arena.reach(booted.instance.pool.num_ever_used)
         for action in actions:
             match action:
                 case SendReport() | ExitProcess():

@@ -68,9 +68,13 @@ class KeptMemory:
         """The number of blocks of the arena, or None if the files hold none of this layout."""
         return _decode_head(self._head(), layout)
 
-    def prepare(self, layout: BlockLayout, num_blocks: int) -> tuple[int, mmap.mmap]:
+    def prepare(
+        self, layout: BlockLayout, num_blocks: int, late: bool = False
+    ) -> tuple[int, mmap.mmap]:
         """Sizes both files for the arena. Returns the arena's descriptor and the ledger, mapped.
-        Blocks of another layout are given up. Raises ArenaError if there is too little memory."""
+        Blocks of another layout are given up. `late`: check that the arena's memory is there, but
+        do not take it, which is safe for memfds only. Raises ArenaError if there is too little
+        memory."""
         head = self._head()
         if any(head) and _decode_head(head, layout) is None:
             _log.warning(
@@ -80,8 +84,8 @@ class KeptMemory:
             os.ftruncate(self._fds[1], 0)  # the ledger: its zeros name no block
         arena_fd, ledger_fd = self._fds
         sizes = (num_blocks * layout.block_bytes, HEAD_BYTES + num_blocks * record_bytes(layout))
-        for fd, num_bytes in zip(self._fds, sizes, strict=True):
-            self._resize(fd, num_bytes)
+        self._resize(arena_fd, sizes[0], take=not late)
+        self._resize(ledger_fd, sizes[1], take=True)
         ledger = mmap.mmap(ledger_fd, sizes[1])
         ledger[: _HEAD.size + _CHECKSUM.size] = _encode_head(layout, num_blocks)
         os.close(ledger_fd)
@@ -117,7 +121,7 @@ class KeptMemory:
                 )
             time.sleep(0.02)
 
-    def _resize(self, fd: int, num_bytes: int) -> None:
+    def _resize(self, fd: int, num_bytes: int, take: bool) -> None:
         page_bytes = os.fstatvfs(fd).f_bsize  # of hugetlbfs: a huge page
         num_bytes = -(-num_bytes // page_bytes) * page_bytes
         found = os.fstat(fd)
@@ -125,7 +129,8 @@ class KeptMemory:
         try:
             check_memory(max(num_bytes - present_bytes, 0))
             os.ftruncate(fd, num_bytes)
-            os.posix_fallocate(fd, 0, num_bytes)  # a tmpfs that is too small would be a SIGBUS
+            if take:  # a tmpfs that is too small would be a SIGBUS
+                os.posix_fallocate(fd, 0, num_bytes)
         except (OSError, ArenaError) as error:
             if found.st_size < num_bytes:
                 with contextlib.suppress(OSError):
@@ -137,23 +142,6 @@ class KeptMemory:
                 f"{self.path} has no room for {gib:.2f} GiB of KVCache ({error.strerror}): lower"
                 " pool.dram_tokens_per_instance, or name a larger folder as pool.keep_memory"
             ) from None
-
-
-class KeptMemoryFiles:
-    """Empty memory files without names, for one instance's processes, one after the other. They
-    exist as long as this process, or another that has opened them."""
-
-    def __init__(self) -> None:
-        names = ("moonpool-arena", "moonpool-ledger")
-        self._fds = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
-        for fd in self._fds:
-            os.fchmod(fd, 0o600)
-        self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
-
-    def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
 
 
 def open_in_folder(root: Path, instance_id: str) -> KeptMemory:

@@ -1,10 +1,11 @@
 """The memory of KVCache blocks: this instance's own arena, and peers' arenas mapped read-only.
 
 An arena holds `num_blocks` blocks in one memory file, by default an anonymous memfd. A memfd has no
-name, so nothing is left behind when the process is killed. It is mapped and prefaulted once, then
-sealed: its size is fixed, and a process that gets the descriptor cannot write through it. The arena
-also stores the checksums of its slices. `kvcache` decides which request owns a block, and `engine`
-what a slice contains.
+name, so nothing is left behind when the process is killed. It is mapped once, then sealed: its size
+is fixed, and a process that gets the descriptor cannot write through it. Its pages are touched at
+the start, or shortly before their first use (`transfer.touch_ahead`). The arena also stores the
+checksums of its slices. `kvcache` decides which request owns a block, and `engine` what a slice
+contains.
 
 A memory file that outlives the process (`storage.kept_memory`) cannot be sealed against writing,
 because the next process must write it. Peers get a descriptor that is open for reading only.
@@ -19,6 +20,7 @@ to our own user and is closed to others: such a process could also kill us.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -33,9 +35,9 @@ import numpy as np
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.transfer.checksums import SliceChecksums
 from moonpool.transfer.reshard import ShardView
+from moonpool.transfer.touch_ahead import MADV_POPULATE_WRITE, TouchAhead
 from moonpool.transfer.wire import SliceOffer
 
-_MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 _PREFAULT_STEP_BYTES = 64 << 20  # a step holds the GIL, so it must stay short
@@ -60,10 +62,12 @@ class Arena:
         shard_view: ShardView | None = None,
         sealed: bool = True,
         kept_fd: int | None = None,
+        late: bool = False,
     ) -> None:
         """With a `shard_view`, the arena stores that part of each slice of whole blocks, and
         `layout` describes the stored part. `kept_fd`: a memory file that is large enough and
-        outlives the arena, which uses its content and closes the descriptor at its end."""
+        outlives the arena, which uses its content and closes the descriptor at its end. `late`:
+        take the memory of blocks only when `reach` announces them."""
         if num_blocks < 1:
             raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
         assert shard_view is None or shard_view.num_bytes == layout.slice_bytes
@@ -85,12 +89,15 @@ class Arena:
             mapping = mmap.mmap(self.fd, self.num_bytes)
             if sealed:
                 self.seal()
-            _prefault(mapping, self.num_bytes)
+            if not late:
+                _prefault(mapping, self.num_bytes)
         except OSError as error:
             self._close_files()
             raise ArenaError(
                 f"cannot set up an arena of {self.num_bytes / _GIB:.2f} GiB: {error}"
             ) from error
+        self._mapping: mmap.mmap | None = mapping
+        self._ahead = TouchAhead(mapping, self.num_bytes) if late else None
         self.buffer = memoryview(mapping)
         self.checksums = SliceChecksums(num_blocks, layout.num_layers)
 
@@ -99,6 +106,24 @@ class Arena:
         kept file, of which peers have a read-only descriptor."""
         if not self._kept:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+
+    def reach(self, num_blocks: int) -> None:
+        """The first `num_blocks` blocks are or will soon be in use. Takes their memory in another
+        thread, unless the arena already has it."""
+        if self._ahead is not None:
+            self._ahead.reach(num_blocks * self.block_bytes)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether memory is taken only when blocks are reached."""
+        return self._ahead is not None
+
+    def forget_content(self) -> None:
+        """Gives the memory of all blocks back, which then contain zeros. Does nothing to a sealed
+        arena, which the kernel keeps whole, or to one that has taken its memory at the start."""
+        if self._ahead is not None and self._mapping is not None:
+            with contextlib.suppress(PermissionError):
+                self._mapping.madvise(mmap.MADV_REMOVE)
 
     def slice(self, block_id: int, layer: int) -> memoryview:
         """Returns the slice's bytes, writable. The caller has checked both numbers."""
@@ -114,6 +139,9 @@ class Arena:
         if self.fd < 0:
             return
         self._close_files()
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._mapping = None
         # No forced unmap: torch.frombuffer keeps a reference but does not lock the buffer, so a
         # tensor that outlives the arena would read unmapped memory.
         self.buffer = memoryview(b"")
@@ -180,7 +208,7 @@ def _prefault(mapping: mmap.mmap, num_bytes: int) -> None:
     for start in range(0, num_bytes, _PREFAULT_STEP_BYTES):
         length = min(_PREFAULT_STEP_BYTES, num_bytes - start)
         try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
+            mapping.madvise(MADV_POPULATE_WRITE, start, length)
         except OSError:  # kernels before 5.14
             for page in range(start, start + length, mmap.PAGESIZE):
                 mapping[page] = mapping[page]

@@ -178,3 +178,10 @@ fork_server._control.close()
 said["status"] = os.waitpid(fork_server.pid, 0)[1]
 """)
     assert said["status"] == 0
+
+
+def test_serve_imports_nothing_that_starts_threads() -> None:
+    """Else each worker would silently import torch by itself, in memory of its own."""
+    code = "import os, moonpool.cli.serve; print(len(os.listdir('/proc/self/task')))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"

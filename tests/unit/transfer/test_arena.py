@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.transfer.arena import Arena, ArenaError, PeerArenas, available_memory_bytes
+from moonpool.transfer.touch_ahead import AHEAD_BYTES, STEP_BYTES, may_touch_late
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",
@@ -50,6 +53,39 @@ def test_an_arena_larger_than_memory_is_refused_in_one_line() -> None:
 
 def test_the_whole_arena_is_prefaulted(arena: Arena) -> None:
     assert os.fstat(arena.fd).st_blocks * 512 >= arena.num_bytes
+
+
+def test_a_late_arena_takes_memory_for_blocks_in_use_and_gives_it_back() -> None:
+    layout = msgspec.structs.replace(LAYOUT, block_tokens=4096)
+    arena = Arena(layout, 4 * STEP_BYTES // layout.block_bytes, sealed=False, late=True)
+
+    def taken() -> int:
+        return os.fstat(arena.fd).st_blocks * 512
+
+    assert arena.is_late and taken() == 0
+    arena.reach(1)
+    until_s = time.monotonic() + 60
+    while taken() < AHEAD_BYTES + layout.block_bytes and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert AHEAD_BYTES + layout.block_bytes <= taken() < arena.num_bytes
+    arena.slice(arena.num_blocks - 1, 0)[:2] = b"xy"  # far from what was announced
+    assert arena.slice(arena.num_blocks - 1, 0)[:2] == b"xy"
+    arena.forget_content()
+    assert taken() == 0
+    arena.seal()
+    arena.slice(0, 0)[:1] = b"z"
+    arena.forget_content()  # a sealed arena stays as it is
+    assert arena.slice(0, 0)[:1] == b"z"
+    arena.reach(arena.num_blocks)
+    arena.close()
+
+
+def test_strict_accounting_takes_all_memory_at_the_start(tmp_path: Path) -> None:
+    setting = tmp_path / "overcommit_memory"
+    for value, late in (("0", True), ("1", True), ("2", False)):
+        setting.write_text(f"{value}\n")
+        assert may_touch_late(setting) is late
+    assert not may_touch_late(tmp_path / "missing")
 
 
 def test_a_peer_reads_but_can_neither_write_nor_truncate(arena: Arena) -> None:

@@ -1,0 +1,132 @@
+"""Memory and CPU time of a cluster that serves nothing.
+
+Memory is the proportional set size of each process (PSS: a page that n processes share counts 1/n
+in each of them), so the sum is what the cluster takes from the machine. KVCache is memory of files
+(shmem), everything else is not, so the kernel tells both apart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moonpool.demo.local_server import LocalServer
+
+PROC = Path("/proc")
+SETTLE_S = 60.0
+"""Longest time to wait for the start-up's work to end."""
+SETTLE_STEP_S = 2.0
+SETTLED_CORES = 0.03
+_MIB = 1 << 20
+Say = Callable[[str], None]
+
+
+class IdleBenchError(RuntimeError):
+    """A process ended while it was measured."""
+
+
+def bench_idle(
+    model: str, prefill: int, decode: int, flags: list[str], seconds: float, say: Say
+) -> dict[str, Any]:
+    """MiB and percent of a core by process, and in sum. Raises IdleBenchError."""
+    line = [model, "--prefill", str(prefill), "--decode", str(decode), *flags]
+    with LocalServer(line) as server:
+        pids = dict(sorted(family(server.pid).items(), key=lambda each: each[1]))
+        try:
+            settled = _settle(pids)
+            measured = _measure(pids, seconds)
+        except OSError as error:
+            raise IdleBenchError(f"a process ended: {error}; {server.last_words()}") from None
+    keys = ("memory_mib", "kvcache_mib", "cpu_percent")
+    total = {key: sum(figures[key] for figures in measured.values()) for key in keys}
+    say("process          PSS MiB   KVCache MiB   % of a core")
+    for name, row in [*((pids[pid], row) for pid, row in measured.items()), ("sum", total)]:
+        say(
+            f"{name:<14} {row['memory_mib']:9.1f} {row['kvcache_mib']:13.1f}"
+            f" {row['cpu_percent']:13.3f}"
+        )
+    both_mb = (total["memory_mib"] + total["kvcache_mib"]) * _MIB / 1e6
+    say(f"{both_mb:.0f} MB in all")
+    return {
+        "model": model,
+        "prefill": prefill,
+        "decode": decode,
+        "flags": flags,
+        "seconds": seconds,
+        "settled": settled,
+        "processes": [{"process": pids[pid], **figures} for pid, figures in measured.items()],
+        "sum": total | {"all_mb": both_mb},
+    }
+
+
+def family(pid: int) -> dict[int, str]:
+    """Names of a process and all its descendants by process id."""
+    parents = dict(_parents())
+    found = {pid: "supervisor"}
+    while more := {p for p, above in parents.items() if above in found} - found.keys():
+        found |= {p: _name(p) for p in more}
+    return found
+
+
+def memory_bytes(pid: int) -> tuple[int, int]:
+    """Proportional bytes of a process: without memory files, and of memory files."""
+    text = (PROC / str(pid) / "smaps_rollup").read_text()
+    sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"^(Pss\w*):\s+(\d+) kB", text, re.M)}
+    return sizes["Pss"] - sizes["Pss_Shmem"], sizes["Pss_Shmem"]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, in steps of the kernel's clock tick (10 ms)."""
+    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _measure(pids: dict[int, str], seconds: float) -> dict[int, dict[str, float]]:
+    began_s, before = time.monotonic(), {pid: cpu_s(pid) for pid in pids}
+    time.sleep(seconds)
+    took_s = time.monotonic() - began_s
+    found = {}
+    for pid in pids:
+        own, arena = memory_bytes(pid)
+        found[pid] = {
+            "memory_mib": own / _MIB,
+            "kvcache_mib": arena / _MIB,
+            "cpu_percent": 100 * (cpu_s(pid) - before[pid]) / took_s,
+        }
+    return found
+
+
+def _settle(pids: dict[int, str]) -> bool:
+    """Waits until the start-up's work has ended. Returns whether it did in time."""
+    until_s = time.monotonic() + SETTLE_S
+    while time.monotonic() < until_s:
+        before = sum(cpu_s(pid) for pid in pids)
+        time.sleep(SETTLE_STEP_S)
+        if sum(cpu_s(pid) for pid in pids) - before < SETTLED_CORES * SETTLE_STEP_S:
+            return True
+    return False
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            try:
+                stat = (folder / "stat").read_text()
+            except OSError:
+                continue  # it has ended
+            yield int(folder.name), int(stat.rpartition(")")[2].split()[1])
+
+
+def _name(pid: int) -> str:
+    try:
+        line = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return "ended"
+    if "head-process" in line:
+        return "head"
+    named = re.search(r"--name (\S+)", line)
+    return named.group(1) if named else line.removeprefix("moonpool ") or str(pid)

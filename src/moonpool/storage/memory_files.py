@@ -1,0 +1,26 @@
+"""Memory files that a process holds for the workers it starts, without opening them as an arena.
+
+The supervisor imports this module, so it must import no numpy: numpy starts threads, and a process
+with threads cannot open a fork server (`runtime.fork_server`).
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class KeptMemoryFiles:
+    """Empty memory files without names, for one instance's processes, one after the other. They
+    exist as long as this process, or another that has opened them."""
+
+    def __init__(self) -> None:
+        names = ("moonpool-arena", "moonpool-ledger")
+        self._fds = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
+        for fd in self._fds:
+            os.fchmod(fd, 0o600)
+        self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()

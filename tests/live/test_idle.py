@@ -1,0 +1,23 @@
+"""`moonpool bench idle`: an idle cluster takes memory for what it uses, not for what it may use."""
+
+from __future__ import annotations
+
+from benchmarks.suite.live.idle import bench_idle
+
+
+def test_an_idle_cluster_of_a_toy_model_takes_little_memory() -> None:
+    said: list[str] = []
+    found = bench_idle("moonpool/induction", 1, 1, [], 1.0, said.append)
+    names = {row["process"] for row in found["processes"]}
+    assert names == {"supervisor", "fork server", "head", "prefill-0", "decode-0"}
+    for row in found["processes"]:
+        assert row["kvcache_mib"] < 64, row  # of pools of up to 640 MiB
+        assert row["memory_mib"] > 0
+    assert found["sum"]["all_mb"] < 600
+    assert said[-1].endswith("MB in all")
+
+
+def test_a_pool_of_a_chosen_size_is_taken_whole() -> None:
+    found = bench_idle("moonpool/induction", 1, 1, ["--kv-tokens", "16384"], 1.0, lambda line: None)
+    taken = [row["kvcache_mib"] for row in found["processes"] if "-0" in row["process"]]
+    assert len(taken) == 2 and min(taken) >= 160
