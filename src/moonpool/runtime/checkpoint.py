@@ -49,6 +49,8 @@ def _write_and_exit(state: object, writer: int, own: Iterable[Any]) -> None:
         signal.set_wakeup_fd(-1)
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
+        os.closerange(3, writer)  # a client whose head dies now must not wait for this child
+        os.closerange(writer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
         os.nice(10)
         data = memoryview(dump(state, own))
