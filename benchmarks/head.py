@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -30,8 +32,11 @@ from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
 from moonpool.api.frontend import ModelCard, Output
 from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.runtime.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
+from moonpool.runtime.supervisor_link import SupervisorLink
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
 
+KINDS = ("api", "kept", "bare")
 CONNECTIONS = 16
 ROUNDS = 3
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 22  # about 1,000 bytes
@@ -112,14 +117,35 @@ def with_cpu_clock(app: ASGIApp) -> ASGIApp:
     return wrapped
 
 
+def start_supervisor() -> socket.socket:
+    """Starts a process that takes what a supervisor would hold. Returns the head's socket."""
+    ours, theirs = packet_pair()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    while True:
+        body, fds, _, _ = socket.recv_fds(theirs, MAX_PACKET_BYTES, MAX_FDS)
+        if not body:
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
 def serve(kind: str) -> None:
-    app = make_app(InstantHead()) if kind == "api" else bare_app()
-    server = http_server(app)
-    server.config.app = with_cpu_clock(app)
     listener = listen("127.0.0.1", 0)
-    print(listener.getsockname()[1], flush=True)
+    supervisor = start_supervisor() if kind == "kept" else None
+
+    async def run() -> None:
+        keeper = None if supervisor is None else SupervisorLink(supervisor)
+        app = bare_app() if kind == "bare" else make_app(InstantHead())
+        server = http_server(app, keeper=keeper)
+        server.config.app = with_cpu_clock(app)
+        print(listener.getsockname()[1], flush=True)
+        await server.serve(sockets=[listener])
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(server.serve(sockets=[listener]))
+        runner.run(run())
 
 
 def request_bytes(max_tokens: int, stream: bool) -> bytes:
@@ -211,15 +237,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", choices=("api", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
         serve(asked.serve)
         return
-    figures = {kind: measure_server(kind, asked.tokens, asked.requests) for kind in ("api", "bare")}
-    print(f"{'CPU of the server':24}{'moonpool api':>14}{'bare starlette':>16}")
+    figures = {kind: measure_server(kind, asked.tokens, asked.requests) for kind in KINDS}
+    print(f"{'CPU of the server':24}{'moonpool api':>14}{'kept answers':>14}{'bare starlette':>16}")
     for name in figures["api"]:
-        print(f"{name:24}{figures['api'][name]:14.3f}{figures['bare'][name]:16.3f}")
+        api, kept, bare = (figures[kind][name] for kind in KINDS)
+        print(f"{name:24}{api:14.3f}{kept:14.3f}{bare:16.3f}")
     if asked.json:
         asked.json.write_text(json.dumps(figures, indent=2))
 

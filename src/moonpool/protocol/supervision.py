@@ -17,17 +17,26 @@ Each is one packet of a Unix socket, with file descriptors where the text says s
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from moonpool.config import Config
 from moonpool.types import InstanceId, Role, Struct
 
 
-class HeadBegin(Struct, frozen=True, tag=True):
+class Packet(Struct, frozen=True):
+    """`num_fds`: how many file descriptors come with it."""
+
+    num_fds: ClassVar[int] = 0
+
+
+class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
     `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
     `expected`: the instances that the one before had.
     """
 
+    num_fds: ClassVar[int] = 2
     config: Config
     secret: bytes
     launch: bool
@@ -35,23 +44,24 @@ class HeadBegin(Struct, frozen=True, tag=True):
     expected: dict[InstanceId, Role]
 
 
-class TakeAnswer(Struct, frozen=True, tag=True):
+class TakeAnswer(Packet, frozen=True, tag=True):
     """Go on with an answer; with the client's socket, and the log."""
 
+    num_fds: ClassVar[int] = 2
     number: int
 
 
-class TakeNoMore(Struct, frozen=True, tag=True):
+class TakeNoMore(Packet, frozen=True, tag=True):
     """There are no more answers to go on with."""
 
     next_number: int  # of the first answer that this head keeps
 
 
-class FinishHead(Struct, frozen=True, tag=True):
+class FinishHead(Packet, frozen=True, tag=True):
     """End in order."""
 
 
-class HeadPrepared(Struct, frozen=True, tag=True):
+class HeadPrepared(Packet, frozen=True, tag=True):
     """The head could start. `cores` are those of each worker's engine and of its other threads; if
     empty, workers are not pinned."""
 
@@ -59,45 +69,46 @@ class HeadPrepared(Struct, frozen=True, tag=True):
     threads: int  # of each worker process
 
 
-class HeadUp(Struct, frozen=True, tag=True):
+class HeadUp(Packet, frozen=True, tag=True):
     """The head serves."""
 
 
-class HeadBeat(Struct, frozen=True, tag=True):
+class HeadBeat(Packet, frozen=True, tag=True):
     """The head's event loop turns."""
 
 
-class HeadFailed(Struct, frozen=True, tag=True):
+class HeadFailed(Packet, frozen=True, tag=True):
     """The head cannot start; one line for the user."""
 
     message: str
 
 
-class KillWorker(Struct, frozen=True, tag=True):
+class KillWorker(Packet, frozen=True, tag=True):
     """A worker does not respond."""
 
     instance_id: InstanceId
 
 
-class InstancesKnown(Struct, frozen=True, tag=True):
+class InstancesKnown(Packet, frozen=True, tag=True):
     """The instances that a further head should wait for."""
 
     roles: dict[InstanceId, Role]
 
 
-class KeepAnswer(Struct, frozen=True, tag=True):
+class KeepAnswer(Packet, frozen=True, tag=True):
     """Hold this answer; with the client's socket, and the log."""
 
+    num_fds: ClassVar[int] = 2
     number: int
 
 
-class DropAnswer(Struct, frozen=True, tag=True):
+class DropAnswer(Packet, frozen=True, tag=True):
     """The answer is complete."""
 
     number: int
 
 
-class HeadEnding(Struct, frozen=True, tag=True):
+class HeadEnding(Packet, frozen=True, tag=True):
     """The head ends in order, and stops the workers."""
 
 

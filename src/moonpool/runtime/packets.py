@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import logging
 import os
 import socket
 from collections import deque
@@ -12,8 +13,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-In = TypeVar("In")
-Out = TypeVar("Out")
+from moonpool.protocol.supervision import Packet
+
+log = logging.getLogger("moonpool.supervisor")
+
+In = TypeVar("In", bound=Packet)
+Out = TypeVar("Out", bound=Packet)
 
 MAX_PACKET_BYTES = 1 << 17
 MAX_FDS = 2
@@ -31,6 +36,7 @@ class PacketSocket(Generic[In, Out]):
     """Receives `In`, sends `Out` (both unions of tagged structs), on the running loop.
 
     `on_packet` gets each packet with its file descriptors, which it owns. `on_end` is called once.
+    A damaged packet, or one without its file descriptors, ends the connection.
     """
 
     def __init__(
@@ -102,17 +108,32 @@ class PacketSocket(Generic[In, Out]):
     def _read(self) -> None:
         while self._is_open:
             try:
-                body, fds, _, _ = socket.recv_fds(
+                body, fds, flags, _ = socket.recv_fds(
                     self._sock, MAX_PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 return
             except OSError:
-                body, fds = b"", []
-            if not body:
+                body, fds, flags = b"", [], 0
+            packet = self._packet(body, fds, flags) if body else None
+            if packet is None:
+                _close(fds)
                 self._end()
                 return
-            self._on_packet(self._decoder.decode(body), fds)
+            self._on_packet(packet, fds)
+
+    def _packet(self, body: bytes, fds: Sequence[int], flags: int) -> In | None:
+        """Returns None if the packet is damaged."""
+        try:
+            packet = self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            log.error("a packet between supervisor and head is damaged: %s", error)
+            return None
+        if len(fds) == packet.num_fds and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            return packet
+        text = "a packet between supervisor and head came with %d of %d file descriptors"
+        log.error(text, len(fds), packet.num_fds)
+        return None
 
     def _end(self) -> None:
         if self._is_open:

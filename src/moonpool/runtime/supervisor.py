@@ -59,7 +59,7 @@ WATCH_S = 1.0
 FINISH_S = 30.0
 """How long a head may take to end, in addition to its drain."""
 LAST_PACKETS_S = 5.0
-MAX_FILES = 16_384
+MAX_FILES = 20_480
 
 
 class Supervisor:
@@ -308,7 +308,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _raise_file_limit() -> None:
-    """Each answer takes two file descriptors."""
+    """Each answer takes two file descriptors, and two more while the next head is given it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft < wanted:

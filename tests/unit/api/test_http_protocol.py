@@ -11,7 +11,7 @@ import pytest
 from scripted_head import ScriptedHead, served, spoken
 
 from moonpool.api import app as app_module
-from moonpool.api import http_protocol
+from moonpool.api.connection import http_protocol
 from moonpool.api.connection.http_protocol import limited_protocol
 
 BODY = {"prompt": "x"}

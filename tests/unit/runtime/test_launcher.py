@@ -98,8 +98,7 @@ def test_a_worker_is_told_its_cores_each_time_it_is_started(
         await make_launcher()._spawn(Role.PREFILL, "prefill-0")
 
     uvloop.run(run())
-    starts = [words.index("--cores") + 1 if "--cores" in words else 0 for words in spawned]
-    told = [words[at : at + 3] for words, at in zip(spawned, starts, strict=True) if at]
+    told = [words[words.index("--cores") + 1 :][:3] for words in spawned if "--cores" in words]
     assert told == [("2,3", "--other-cores", "4"), ("0,1", "--other-cores", "4")] * 2
     assert len(spawned) == 5
 

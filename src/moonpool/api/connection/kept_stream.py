@@ -26,8 +26,9 @@ log = logging.getLogger("moonpool.head")
 MAX_FRUITLESS = 8
 """Heads that may die in a row without an increment of an answer. Then the answer is refused: its
 request may be what ends them."""
-MAX_KEPT_SHARE = 4
-"""A quarter of a process's file descriptors is for the logs of answers."""
+MAX_KEPT_SHARE = 5
+"""A fifth of a process's file descriptors is for the logs of answers: the supervisor has two for
+each, and two more for each that it is giving to the next head."""
 _LENGTH = struct.Struct("<I")
 
 
