@@ -92,7 +92,7 @@ def _models(client: httpx.Client, head: subprocess.Popen[bytes]) -> httpx.Respon
     while True:
         try:
             return client.get("/v1/models")
-        except httpx.ConnectError:
+        except (httpx.ConnectError, httpx.ConnectTimeout):  # it waits until there is a head
             if head.poll() is not None or time.monotonic() > until_s:
                 raise ServerError("the head did not start") from None
             time.sleep(0.1)

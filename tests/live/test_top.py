@@ -36,7 +36,7 @@ def test_once_shows_instances_and_the_request_just_served(http: httpx.Client) ->
         row = next((line for line in shown.output.splitlines() if "seen-in-top" in line), "")
         if "length" in row or time.monotonic() > until_s:
             break
-    assert "length" in row and "prefill-" in row, shown.output
+    assert "length" in row and "decode-" in row, shown.output
     for name in ("prefill-0", "decode-1", "TTFT", "fetched", "without an answer"):
         assert name in shown.output
 
