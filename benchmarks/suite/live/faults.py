@@ -81,12 +81,7 @@ FAULTS = (
     ),
     Fault("kill -9 of the fork server", PAIR, _child(" moonpool fork server ")),
     Fault("SIGSTOP of the only decode instance", PAIR, _role("decode"), signal.SIGSTOP),
-    Fault(
-        "kill -9 of the head",
-        PAIR,
-        lambda server: [server.pid],
-        promised="nothing yet: its streams end, and a supervisor starts it anew",
-    ),
+    Fault("kill -9 of the head", PAIR, _child(" head-process ")),
 )
 
 
