@@ -143,11 +143,8 @@ def test_structured_answers() -> None:
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
             found.append((answer.json()["choices"], answer.json()["usage"]))
-            deadline = time.monotonic() + 60
-            name = "vllm:spec_decode_num_draft_tokens"
-            while options and not total(client, name) and time.monotonic() < deadline:
-                time.sleep(0.3)
-            assert bool(options) == (total(client, name) > 0)
+            if not options:  # with drafts allowed, their price decides whether one is tried
+                assert total(client, "vllm:spec_decode_num_draft_tokens") == 0
     assert found[0] == found[1]
 
 
