@@ -55,6 +55,8 @@ class _Draw:
 
     def _plain(self, info: inspect.Type) -> Any:
         rng = self._rng
+        if isinstance(info, inspect.Metadata):  # a type with a description
+            return self.value(info.type)
         if isinstance(info, inspect.BoolType):
             return rng.random() < 0.5
         if isinstance(info, inspect.IntType):

@@ -38,12 +38,21 @@ def _tables() -> Iterator[tuple[str, list[FieldSchema]]]:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a value of the configuration as TOML."""
+    """Returns a value of the configuration as TOML, which has nothing for None."""
+    if value is None:
+        return "not set"
+    if isinstance(value, msgspec.Struct):
+        pairs = msgspec.to_builtins(value).items()
+        return f"{{ {', '.join(f'{key} = {toml_value(each)}' for key, each in pairs)} }}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple | list):
         return f"[{', '.join(toml_value(each) for each in value)}]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _line(key: str, value: Any) -> str:
+    return f"# {key}: not set" if value is None else f"{key} = {toml_value(value)}"
 
 
 def _value(config: msgspec.Struct, field: FieldSchema) -> Any:
@@ -75,7 +84,7 @@ def effective_toml(
 def _effective(config: Config, field: FieldSchema, environment: Mapping[str, str]) -> str:
     value = _value(config, field)
     if field.name not in SECRETS:
-        return f"{field.key} = {toml_value(value)}"
+        return _line(field.key, value)
     more = len(environment.get("MOONPOOL_API_KEY", "").replace(",", " ").split())
     from_environment = f", and {more} of MOONPOOL_API_KEY" if more else ""
     return f"# {field.key}: {len(value)} (not shown){from_environment}"
@@ -114,7 +123,7 @@ def new_file(config: Config) -> str:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            lines.append(f"# {field.key} = {toml_value(_value(config, field))}")
+            lines.append(f"# {_line(field.key, _value(config, field))}")
     return "\n".join(lines) + "\n"
 
 

@@ -94,7 +94,9 @@ def _toml(tables: dict[str, dict[str, Any]]) -> str:
     lines = []
     for table, values in tables.items():
         lines.append(f"[{table}]")
-        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+        lines += [
+            f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None
+        ]
     return "\n".join(lines)
 
 
