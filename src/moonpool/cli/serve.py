@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -222,6 +223,8 @@ def _open_fork_server(config: Config, secret: bytes) -> ForkServer | None:
 
 
 def _run(config: Config, launch: bool, secret: bytes) -> None:
+    if config.engine.kind != "vllm" and find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")  # here, and not in each process that needs it
     choose_logging(config.telemetry)
     fork_server = _open_fork_server(config, secret)  # first: it must not hold our sockets
     set_up_logging("supervisor")
