@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import re
-import resource
 import signal
 import time
 import traceback
@@ -89,7 +88,7 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
 
 
 def _run(reader: Reader, data: bytes, folder: Path) -> str:
-    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bytes_before = _forget_peak()
     signal.setitimer(signal.ITIMER_PROF, GIVE_UP_S)
     started_s = time.process_time()
     try:
@@ -106,8 +105,8 @@ def _run(reader: Reader, data: bytes, folder: Path) -> str:
     taken_s = time.process_time() - started_s
     if taken_s > HANG_S:
         return f"{taken_s:.1f} s of CPU"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
-    return f"{peak >> 10} MiB for one input" if peak << 10 > MAX_INPUT_MEMORY else ""
+    taken_bytes = _peak_bytes() - bytes_before
+    return f"{taken_bytes >> 20} MiB for one input" if taken_bytes > MAX_INPUT_MEMORY else ""
 
 
 def _is_ours(error: Exception) -> bool:
@@ -116,6 +115,17 @@ def _is_ours(error: Exception) -> bool:
 
 def _on_hang(number: int, frame: FrameType | None) -> None:
     raise _HangError
+
+
+def _forget_peak() -> int:
+    """Sets the peak of resident memory to what is resident now, and returns that."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) << 10 if found else 0
 
 
 def _resident_bytes() -> int:

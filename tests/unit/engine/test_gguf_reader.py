@@ -116,6 +116,16 @@ def test_missing_and_superfluous_tensors_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "b.gguf", draft.content(), "no known use: other.weight")
 
 
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Modules that the first file imports are no memory of a damaged one."""
+    path = tmp_path_factory.mktemp("whole") / "whole.gguf"
+    path.write_bytes(WHOLE)
+    open_model(str(path), "float32")
+    gguf_tokenizer(path).encode("abc d")
+
+
+@pytest.mark.usefixtures("imported")
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_files_end_in_one_line_and_take_little_memory(
