@@ -236,6 +236,8 @@ class GoodputModel:
         footprint, table = context.footprint, context.table
         num_cached = context.placement.hit_tokens // footprint.block_tokens
         share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
+        if _is_mixed(table, context.placement.decoder_row):
+            share = 1.0  # a long prompt delays the decodes of its instance, whoever shares it later
         alone_s = context.placement.prefill_s
         prefill_s = share * alone_s + (1.0 - share) * min(self._sharer_s.value, alone_s)
         decode = 0.0
