@@ -57,6 +57,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._reason = ""
+        self.protocol = 0  # as agreed on; 0 before `on_open`
         self.refused = False  # the handshake failed: a retry would not help
         self._patience: asyncio.TimerHandle | None = None
 
@@ -145,8 +146,8 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
             self._write_body(error.reply)
             self.close(str(error))
             return
-        if handshake.done and handshake.peer is not None:
-            self._handshake = None
+        if handshake.done and handshake.peer is not None and handshake.agreed is not None:
+            self._handshake, self.protocol = None, handshake.agreed.protocol
             if self._patience is not None:
                 self._patience.cancel()
             self._listener.on_open(handshake.peer)

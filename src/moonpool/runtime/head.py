@@ -224,7 +224,15 @@ class Head:
         if tenant is not None:
             return describe_to_tenant(self.conductor, tenant)
         described = describe_cluster(self.conductor, self.now())
-        described["head"] = {"pid": os.getpid(), "restarts": self.num_restarts}
+        for instance in described["instances"]:
+            link = self._links[instance["instance_id"]]
+            instance["release"] = link.release or None
+            instance["protocol"] = link.channel.protocol
+        described["head"] = {
+            "pid": os.getpid(),
+            "restarts": self.num_restarts,
+            "release": __version__,
+        }
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [
             {

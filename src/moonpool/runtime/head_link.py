@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     DownFrame,
@@ -26,6 +27,7 @@ from moonpool.protocol.frames import (
     WorkFrame,
 )
 from moonpool.protocol.messages import LeaveRequested
+from moonpool.protocol.versions import STATES_RELEASE
 from moonpool.runtime.channel import Channel
 from moonpool.transfer.auth import ClientHandshake, Identity
 from moonpool.types import InstanceId, Role
@@ -210,6 +212,8 @@ class InstanceProcess(ABC):
         """Joins, unless the connection of the `Setup` has been replaced meanwhile."""
         if channel is None or channel is not self._link.channel or self._link.stopping:
             return
+        if channel.protocol >= STATES_RELEASE:
+            joined = msgspec.structs.replace(joined, release=__version__)
         self._link.send(joined)
         self._joined = True
         self._report_leaving()
