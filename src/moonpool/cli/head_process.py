@@ -30,6 +30,7 @@ def head_process(fd: int) -> None:
 
     async def run() -> None:
         link = SupervisorLink(socket.socket(fileno=fd))
+        link.loaded()
         try:
             await serve_cluster(link)
         except ClusterError as error:

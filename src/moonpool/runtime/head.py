@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from secrets import token_hex
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -92,6 +92,33 @@ HOT_S = 2.0
 """An instance that does not report its hot prefixes within this time is left out."""
 
 
+class Succession(Protocol):
+    """What replaces processes by those of the code on disk."""
+
+    upgrade_error: str | None
+    """Why the last upgrade was called off."""
+
+    def replace(self, instance_id: InstanceId) -> None:
+        """The worker is about to leave: another one shall start in its place."""
+        ...
+
+    def upgrade(self) -> None:
+        """Lets another head take this one's place."""
+        ...
+
+
+class _NoSuccession:
+    """Of a head without a supervisor."""
+
+    upgrade_error: str | None = None
+
+    def replace(self, instance_id: InstanceId) -> None:
+        """Does nothing: whoever started the worker starts the next one."""
+
+    def upgrade(self) -> None:
+        self.upgrade_error = "this head has no supervisor"
+
+
 class Head:
     """One cluster's head. Call `start`, then serve; `stop` ends the workers."""
 
@@ -142,12 +169,13 @@ class Head:
         self._clock = ListeningClock(now())
         self._server: asyncio.Server | None = None
         self._stopping = False
-        self._leaving = False
+        self._leaving = self._views_end = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
         self.on_instances: Callable[[dict[InstanceId, Role]], None] = _remember_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
-        self.num_restarts = 0
-        """Earlier heads of this cluster that died."""
+        self.num_restarts = self.num_upgrades = 0
+        """Earlier heads of this cluster: those that died, and those that handed over."""
+        self.succession: Succession = _NoSuccession()
 
     async def start(self, listener: socket.socket) -> None:
         """Accepts workers."""
@@ -231,6 +259,8 @@ class Head:
         described["head"] = {
             "pid": os.getpid(),
             "restarts": self.num_restarts,
+            "upgrades": self.num_upgrades,
+            "upgrade_error": self.succession.upgrade_error,
             "release": __version__,
         }
         described["attention_own_tokens"] = self.config.attention.own_tokens
@@ -250,7 +280,7 @@ class Head:
         return describe_live(self.conductor, newest, self.now(), tenant)
 
     def is_stopping(self) -> bool:
-        return self._leaving or self._stopping
+        return self._leaving or self._stopping or self._views_end
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         for state in self.conductor.instances.values():
@@ -266,12 +296,23 @@ class Head:
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
 
-    def drain(self, instance_id: str, within_s: float) -> str:
-        refusal = self.conductor.drains.why_not(InstanceId(instance_id))
+    def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
+        name = InstanceId(instance_id)
+        attention = self._attention.get(instance_id)
+        if attention is not None and returns:  # its owner's requests are placed again
+            self.succession.replace(name)
+            attention.channel.send(Stop())
+            return ""
+        refusal = self.conductor.drains.why_not(name, returns)
         if not refusal:
-            why = "a client requested it"
-            self._post(DrainRequested(InstanceId(instance_id), within_s, why))
+            if returns:
+                self.succession.replace(name)
+            why = "another process takes its place" if returns else "a client requested it"
+            self._post(DrainRequested(name, within_s, why, returns))
         return refusal
+
+    def upgrade(self) -> None:
+        self.succession.upgrade()
 
     def beliefs(self) -> dict[str, Any]:
         conductor = self.conductor
@@ -294,6 +335,10 @@ class Head:
         return "" if any(role.decodes for role in roles) else "no decode instance is up"
 
     # The end
+
+    def end_views(self) -> None:
+        """Ends the streams of the live page, which connect again."""
+        self._views_end = True
 
     @property
     def num_answers(self) -> int:
