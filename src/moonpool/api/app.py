@@ -229,8 +229,9 @@ class HttpServer(uvicorn.Server):
 
     async def adopt(self, sock: socket.socket) -> None:
         """Serves a connection of another head, on which no call is under way."""
-        loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(self._new_protocol, sock)
+        protocol = self._new_protocol()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
+        protocol.await_next()
 
     async def hand_over(self, give: Callable[[int], None], calls_s: float) -> None:
         """Accepts no more, and gives away the file descriptors of connections without a call.

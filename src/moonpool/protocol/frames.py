@@ -86,7 +86,7 @@ class Setup(Struct, frozen=True, tag=True):
     sharing: AttentionConfig = AttentionConfig()  # how blocks are shared out among them
 
 
-class Joined(Struct, frozen=True, tag=True, omit_defaults=True):
+class Joined(Struct, frozen=True, tag=True):
     """The instance is ready to serve."""
 
     info: InstanceInfo

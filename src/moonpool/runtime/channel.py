@@ -13,6 +13,8 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
+from moonpool.protocol.sparse import without_defaults
+from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.transfer.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
 from moonpool.types import MALFORMED
 
@@ -69,7 +71,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._fail("the peer does not read its messages")
             return
-        bodies = [self._encoder.encode(frame) for frame in frames]
+        whole = self.protocol == NEWEST_PROTOCOL
+        bodies = [
+            self._encoder.encode(frame if whole else without_defaults(frame)) for frame in frames
+        ]
         transport.write(b"".join(_HEADER.pack(len(body)) + body for body in bodies))
 
     def close(self, reason: str = "closed on this side") -> None:

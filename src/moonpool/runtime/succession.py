@@ -42,12 +42,14 @@ class NextHead:
         self.packets.close()
 
 
-async def load_head(environment: Mapping[str, str]) -> NextHead:
+async def load_head(environment: Mapping[str, str], with_engine: bool) -> NextHead:
     """Starts the next head as a new interpreter. Raises SuccessionError."""
+    options = ("--engine",) if with_engine else ()
     ours, theirs = packet_pair()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moonpool", "head-process", "--fd", str(theirs.fileno())),
+            *(sys.executable, "-m", "moonpool", "head-process", *options),
+            *("--fd", str(theirs.fileno())),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,

@@ -330,7 +330,7 @@ class Supervisor:
         assert head is not None
         assert packets is not None
         try:
-            found = await load_head(self._environment())
+            found = await load_head(self._environment(), self._config.engine.kind != "vllm")
             try:
                 await try_state(self._leave(found))
             except SuccessionError:

@@ -163,6 +163,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
         return 0.0
 
+    def await_next(self) -> None:
+        """The connection is one of another head, after a response: it waits like any such."""
+        self._stop_timer()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
     # Answers that outlive this process
 
     def keep(
