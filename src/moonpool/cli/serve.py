@@ -106,6 +106,9 @@ HEAD_FLAGS = ConfigFlags(
     "engine.kind",
     "network.head_host",
     "network.head_port",
+    "tls.certfile",
+    "tls.keyfile",
+    "tls.ca_certs",
     helps={"network.head_port": f"Port for workers to join at; {HEAD_PORT} unless configured."},
 )
 

@@ -8,6 +8,7 @@ that does not read is disconnected.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -16,6 +17,7 @@ import msgspec
 from moonpool.protocol.sparse import without_defaults
 from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.transfer.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
+from moonpool.transfer.tls import NO_TLS_HERE, TLS_STARTS, is_refusal, tls_text
 from moonpool.types import MALFORMED
 
 In = TypeVar("In")
@@ -31,8 +33,12 @@ HANDSHAKE_S = 10.0
 class Listener(Protocol[In_contra]):
     """The user of a channel. Called on the event loop.
 
-    `on_closed` is called exactly once, also after a failed handshake.
+    `on_closed` is called exactly once after `on_connected`, also after a failed handshake.
     """
+
+    def on_connected(self) -> None:
+        """The connection is there, and the handshake begins."""
+        ...
 
     def on_open(self, peer: Identity) -> None: ...
 
@@ -98,6 +104,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._handshake is not None
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
+        self._listener.on_connected()
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(
             self._handshake_s, self._fail, "the handshake took too long"
@@ -109,6 +116,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         if self._buffer:
             self._buffer += data
             buffer = self._buffer
+        if self._handshake is not None and buffer[:2] in TLS_STARTS:
+            self.refused = True
+            self._fail(NO_TLS_HERE)
+            return
         offset = 0
         while len(buffer) - offset >= _HEADER.size and not self._reason:
             (length,) = _HEADER.unpack_from(buffer, offset)
@@ -133,6 +144,9 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
             self._patience.cancel()
+        if isinstance(exc, ssl.SSLError):
+            self.refused = self.refused or is_refusal(exc)
+            self._reason = self._reason or tls_text(exc)
         self._listener.on_closed(self._reason or (str(exc) if exc else "closed by the peer"))
 
     def _take(self, body: bytes) -> None:

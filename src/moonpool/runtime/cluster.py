@@ -35,6 +35,7 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
+from moonpool.transfer.tls import PeerTls, PeerTlsError
 
 log = logging.getLogger("moonpool")
 
@@ -48,7 +49,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     inherited = await link.inherit()
     begin = inherited.begin
     config = resolved(begin.config)
-    tls = _tls(config)
+    tls, peer_tls = _tls(config), _peer_tls(config)
     try:
         keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
     except KeyFileError as error:
@@ -57,7 +58,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     head.on_silent, head.on_instances = link.kill, link.know
     head.succession, head.num_restarts = link, begin.num_restarts
     head.num_upgrades = begin.num_upgrades
-    await head.start(inherited.control)
+    await head.start(inherited.control, peer_tls)
     if begin.expected:
         head.expect(begin.expected)
     options = _api_options(config, tokenizer, keys)
@@ -120,6 +121,14 @@ def _tls(config: Config) -> TlsFiles | None:
     try:
         return TlsFiles(api.ssl_certfile, api.ssl_keyfile) if api.ssl_certfile else None
     except TlsError as error:
+        raise ClusterError(str(error)) from None
+
+
+def _peer_tls(config: Config) -> PeerTls | None:
+    own = config.tls
+    try:
+        return PeerTls(own.certfile, own.keyfile, own.ca_certs) if own.certfile else None
+    except PeerTlsError as error:
         raise ClusterError(str(error)) from None
 
 

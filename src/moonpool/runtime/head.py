@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -50,16 +50,13 @@ from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
     AttentionMoved,
-    DownFrame,
     Joined,
     Setup,
     Stop,
-    UpFrame,
 )
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.rewind.event_log import EventLog, write_file
-from moonpool.runtime.channel import Channel
 from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.explain import (
     MAX_LISTED_BLOCKS,
@@ -73,9 +70,12 @@ from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.trace_export import open_exporter
 from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
+from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
 
 log = limited_logger("moonpool.head")
@@ -90,33 +90,6 @@ LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
 HOT_S = 2.0
 """An instance that does not report its hot prefixes within this time is left out."""
-
-
-class Succession(Protocol):
-    """What replaces processes by those of the code on disk."""
-
-    upgrade_error: str | None
-    """Why the last upgrade was called off."""
-
-    def replace(self, instance_id: InstanceId) -> None:
-        """The worker is about to leave: another one shall start in its place."""
-        ...
-
-    def upgrade(self) -> None:
-        """Lets another head take this one's place."""
-        ...
-
-
-class _NoSuccession:
-    """Of a head without a supervisor."""
-
-    upgrade_error: str | None = None
-
-    def replace(self, instance_id: InstanceId) -> None:
-        """Does nothing: whoever started the worker starts the next one."""
-
-    def upgrade(self) -> None:
-        self.upgrade_error = "this head has no supervisor"
 
 
 class Head:
@@ -175,12 +148,17 @@ class Head:
         """Called with the instances that are up or should soon be, whenever they change."""
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
-        self.succession: Succession = _NoSuccession()
+        self.succession: Succession = NoSuccession()
 
-    async def start(self, listener: socket.socket) -> None:
-        """Accepts workers."""
+    async def start(self, listener: socket.socket, tls: PeerTls | None = None) -> None:
+        """Accepts workers, with `tls` only encrypted connections."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._new_link, sock=listener)
+        self._server = await loop.create_server(
+            lambda: WorkerLink(self, self._secret).channel,
+            sock=listener,
+            ssl=None if tls is None else tls.server,
+            ssl_handshake_timeout=None if tls is None else TLS_HANDSHAKE_S,
+        )
         self.ticker = asyncio.create_task(self._tick_forever())
 
     def expect(self, roles: dict[InstanceId, Role]) -> None:
@@ -433,15 +411,13 @@ class Head:
 
     # Workers
 
-    def _new_link(self) -> Channel[UpFrame, DownFrame]:
+    def on_connected(self, link: WorkerLink) -> None:
         if len(self._half_open) >= MAX_HALF_OPEN:
             oldest = next(iter(self._half_open))
             oldest.channel.abort("too many connections that have not proved the secret")
             self._half_open.pop(oldest, None)
-        link = WorkerLink(self, self._secret)
         self._open.add(link)
         self._half_open[link] = None
-        return link.channel
 
     def listened_s(self) -> float:
         return self._clock.listened_s

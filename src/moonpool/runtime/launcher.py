@@ -56,15 +56,17 @@ class LocalLauncher:
         shares: Sequence[CoreShare] = (),
         fork_server: ForkServer | None = None,
         vllm: VllmConfig | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
         """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
 
         Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
-        the servers of workers with vLLM.
+        the servers of workers with vLLM, and `flags` further options of every worker.
         """
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
         self._fork_server = fork_server
+        self._flags = flags
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
         self._places: dict[str, tuple[str, ...]] = {}
@@ -223,7 +225,7 @@ class LocalLauncher:
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
-        line += self._places.get(instance_id, ())
+        line += [*self._flags, *self._places.get(instance_id, ())]
         line += self._kept_memory(role, instance_id)
         if self._fork_server is not None:
             try:

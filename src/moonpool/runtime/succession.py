@@ -13,11 +13,13 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from moonpool.protocol.supervision import FromHead, HeadLoaded, SupervisorState
 from moonpool.runtime.packets import MAX_PACKET_BYTES, packet_pair
+from moonpool.types import InstanceId
 
 LOAD_S = 120.0
 TRIAL_S = 60.0
@@ -139,3 +141,30 @@ def _write(state: SupervisorState) -> int:
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(msgspec.msgpack.encode(state))
     return fd
+
+
+class Succession(Protocol):
+    """What replaces processes by those of the code on disk."""
+
+    upgrade_error: str | None
+    """Why the last upgrade was called off."""
+
+    def replace(self, instance_id: InstanceId) -> None:
+        """The worker is about to leave: another one shall start in its place."""
+        ...
+
+    def upgrade(self) -> None:
+        """Lets another head take this one's place."""
+        ...
+
+
+class NoSuccession:
+    """Of a head without a supervisor."""
+
+    upgrade_error: str | None = None
+
+    def replace(self, instance_id: InstanceId) -> None:
+        """Does nothing: whoever started the worker starts the next one."""
+
+    def upgrade(self) -> None:
+        self.upgrade_error = "this head has no supervisor"

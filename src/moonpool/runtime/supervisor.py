@@ -307,6 +307,7 @@ class Supervisor:
             [CoreShare(engine, others) for engine, others in prepared.cores],
             self._fork_server,
             self._config.vllm,
+            self._config.tls.flags(),
         )
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:

@@ -53,6 +53,8 @@ class LinkOwner(Protocol):
         """Called also for links that never joined."""
         ...
 
+    def on_connected(self, link: WorkerLink) -> None: ...
+
     def on_proved(self, link: WorkerLink) -> None:
         """The peer knows the secret."""
         ...
@@ -76,6 +78,9 @@ class WorkerLink:
         self.channel: Channel[UpFrame, DownFrame] = Channel(
             ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
         )
+
+    def on_connected(self) -> None:
+        self._owner.on_connected(self)
 
     def on_open(self, peer: Identity) -> None:
         self.instance_id = peer.instance_id
