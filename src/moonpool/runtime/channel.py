@@ -17,7 +17,7 @@ import msgspec
 from moonpool.protocol.sparse import without_defaults
 from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.transfer.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
-from moonpool.transfer.tls import NO_TLS_HERE, TLS_STARTS, is_refusal, tls_text
+from moonpool.transfer.tls import NO_TLS_HERE, PLAIN_ANSWER, TLS_STARTS, is_refusal, tls_text
 from moonpool.types import MALFORMED
 
 In = TypeVar("In")
@@ -118,7 +118,9 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
             buffer = self._buffer
         if self._handshake is not None and buffer[:2] in TLS_STARTS:
             self.refused = True
-            self._fail(NO_TLS_HERE)
+            if self._transport is not None:
+                self._transport.write(PLAIN_ANSWER)
+            self.close(NO_TLS_HERE)
             return
         offset = 0
         while len(buffer) - offset >= _HEADER.size and not self._reason:

@@ -31,7 +31,14 @@ from moonpool.protocol.messages import LeaveRequested
 from moonpool.protocol.versions import STATES_RELEASE
 from moonpool.runtime.channel import Channel
 from moonpool.transfer.auth import ClientHandshake, Identity
-from moonpool.transfer.tls import CERTIFICATE_REFUSED, HANDSHAKE_S, PeerTls, is_refusal, tls_text
+from moonpool.transfer.tls import (
+    CERTIFICATE_REFUSED,
+    HANDSHAKE_S,
+    SERVER_MAY_NEED_TLS,
+    PeerTls,
+    is_refusal,
+    tls_text,
+)
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.worker")
@@ -121,7 +128,8 @@ class HeadLink:
             now_s = time.monotonic()
             heard_s = now_s if was_there else heard_s
             if now_s - heard_s > RECONNECT_S:
-                raise WorkerError(f"the head at {where} is gone: {reason}")
+                hint = f" ({SERVER_MAY_NEED_TLS})" if self._num_cuts and not self._tls else ""
+                raise WorkerError(f"the head at {where} is gone: {reason}{hint}")
             log.warning("no connection to the head at %s: %s; trying again", where, reason)
             # A supervisor keeps the port open, and has another head soon.
             await asyncio.sleep(AGAIN_S if was_there else RETRY_S)
@@ -171,8 +179,8 @@ class HeadLink:
     def _note_cut(self, channel: HeadChannel) -> None:
         """A server of TLS 1.3 that does not accept a certificate ends the connection after the
         client believes it open, and often without a reason."""
-        self._num_cuts = 0 if channel.protocol or self._tls is None else self._num_cuts + 1
-        if self._num_cuts >= MAX_CUTS:
+        self._num_cuts = 0 if channel.protocol else self._num_cuts + 1
+        if self._num_cuts >= MAX_CUTS and self._tls is not None:
             self.fatal = f"the head and this worker do not agree: {CERTIFICATE_REFUSED}"
 
     def _hang_up(self, reason: str) -> None:

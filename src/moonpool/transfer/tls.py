@@ -20,6 +20,9 @@ HANDSHAKE_S = 10.0
 _FLAG = "--cluster-ssl-"
 TLS_STARTS = (b"\x15\x03", b"\x16\x03")
 """The first bytes of an alert and of a handshake of TLS."""
+SERVER_MAY_NEED_TLS = f"if it has {_FLAG}certfile, give it to this part, too"
+PLAIN_ANSWER = b"no TLS here"
+"""Shows a client of TLS that this port does not speak it."""
 NO_TLS_HERE = (
     f"the peer speaks TLS, and this part does not: give {_FLAG}certfile to all parts, or to none"
 )
