@@ -20,6 +20,7 @@ from moonpool.config_telemetry import LOG_LEVELS as LOG_LEVELS
 from moonpool.config_telemetry import LogFormat as LogFormat
 from moonpool.config_telemetry import LogLevel as LogLevel
 from moonpool.config_telemetry import TelemetryConfig as TelemetryConfig
+from moonpool.config_tls import TlsConfig as TlsConfig
 from moonpool.types import Role, Struct
 
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
@@ -515,6 +516,7 @@ class Config(Struct, frozen=True):
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    tls: TlsConfig = TlsConfig()
 
 
 def parse_config(

@@ -62,12 +62,28 @@ def check_values(config: Config) -> None:
         "api.ssl_certfile",
         "given with api.ssl_keyfile",
     )
+    _check_tls(config)
     for key in config.api.api_keys:
         require(
             0 < len(key) <= 1024 and key.isascii() and key.isprintable() and " " not in key,
             "api.api_keys",
             "non-empty ASCII texts without spaces",
         )
+
+
+def _check_tls(config: Config) -> None:
+    tls = config.tls
+    if not (tls.certfile or tls.keyfile or tls.ca_certs):
+        return
+    together = "given: TLS between machines needs a certificate and the authority of all parts"
+    require(bool(tls.certfile), "tls.certfile", together)
+    require(bool(tls.ca_certs), "tls.ca_certs", together)
+    require(not config.network.nixl, "network.nixl", "false with tls.certfile: NIXL has no TLS")
+    require(
+        not config.cluster.attention,
+        "cluster.attention",
+        "0 with tls.certfile: connections to attention workers have no TLS",
+    )
 
 
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)

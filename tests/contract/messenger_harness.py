@@ -25,6 +25,7 @@ from moonpool.transfer.nixl_agent import NixlAgent, has_nixl
 from moonpool.transfer.reshard import ShardView
 from moonpool.transfer.slice_copier import PlainSliceCopier
 from moonpool.types import BlockKey, InstanceId
+from tests.certificates import shared_tls
 
 SECRET = b"a secret of the tests"
 NUM_BLOCKS = 32
@@ -77,6 +78,7 @@ class Node:
             checksum=checksum,
             nixl_agent=self.nixl_agent,
             native=open_slices() if native else None,
+            tls=shared_tls() if transport == "tls" else None,
         )
         self.address: PeerAddress = self.messenger.start()
 
@@ -123,7 +125,9 @@ def rogue_connection(
 ) -> Connection:
     """Returns an authenticated connection on which a test can send invalid messages."""
     by_s = time.monotonic() + 60
-    frames = FrameSocket(bare_socket(address, transport))
+    sock = bare_socket(address, transport)
+    frames = shared_tls().connected(sock) if transport == "tls" else FrameSocket(sock)
+    frames.begin(by_s)
     me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)
     if transport == "shm":

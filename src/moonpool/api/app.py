@@ -40,6 +40,7 @@ from moonpool.api.openapi import openapi_document
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that the server holds at a time, unless four of the largest need more."""
+HAND_OVER_LOOK_S = 0.01
 RENEWAL_TICKS = 20
 """The server's ticks of 0.1 s from one look at the certificate's files to the next."""
 Handler = Callable[[HttpContext], Awaitable[None]]
@@ -103,6 +104,7 @@ def make_app(
             route("/cluster/hot", inspector.hot),
             route("/reset_prefix_cache", controller.reset_prefix_cache, "POST"),
             route("/cluster/drain", controller.drain, "POST"),
+            route("/cluster/upgrade", controller.upgrade, "POST"),
             route("/beliefs", inspector.beliefs),
             route("/cluster/events", live_page.events),
             route("/cluster/event_log", inspector.event_log),
@@ -219,17 +221,45 @@ class HttpServer(uvicorn.Server):
             kept.drop()
             sock.close()
             return
-        if not self.config.loaded:
-            self.config.load()
-        loop = asyncio.get_running_loop()
-        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state={}, _loop=loop
-        )
-        assert isinstance(protocol, LimitedProtocol)
+        protocol = self._new_protocol()
         protocol.resume(kept, num_sent)
-        await loop.connect_accepted_socket(lambda: protocol, sock)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
         if not protocol.transport.is_closing():
             protocol.data_received(kept.opening.request)
+
+    async def adopt(self, sock: socket.socket) -> None:
+        """Serves a connection of another head, on which no call is under way."""
+        protocol = self._new_protocol()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
+        protocol.await_next()
+
+    async def hand_over(self, give: Callable[[int], None], calls_s: float) -> None:
+        """Accepts no more, and gives away the file descriptors of connections without a call.
+        Returns when all others have kept answers; calls without one may take `calls_s`."""
+        for listener in self.servers:
+            listener.close()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while True:
+            waits = [connection.leave(give) for connection in self._connections()]
+            if loop.time() - began_s >= min(max(waits, default=0.0), calls_s):
+                return
+            await asyncio.sleep(HAND_OVER_LOOK_S)
+
+    def _connections(self) -> list[LimitedProtocol]:
+        return [c for c in self.server_state.connections if isinstance(c, LimitedProtocol)]
+
+    def _new_protocol(self) -> LimitedProtocol:
+        if not self.config.loaded:
+            self.config.load()
+        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            _loop=asyncio.get_running_loop(),
+        )
+        assert isinstance(protocol, LimitedProtocol)
+        return protocol
 
     async def on_tick(self, counter: int) -> bool:
         if self._tls is not None and counter % RENEWAL_TICKS == 0:

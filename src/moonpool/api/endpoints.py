@@ -163,6 +163,7 @@ MAX_WITHIN_S = 3600.0
 class DrainBody(msgspec.Struct):
     instance_id: str
     within_s: float = 60.0
+    returns: bool = False
 
 
 _DRAIN = msgspec.json.Decoder(DrainBody)
@@ -193,10 +194,19 @@ class Controller:
         if not 0 <= body.within_s <= MAX_WITHIN_S:
             text = f"'within_s' must be between 0 and {MAX_WITHIN_S:.0f} seconds."
             raise ApiError(text, status=400, param="within_s")
-        refusal = self._frontend.drain(body.instance_id, body.within_s)
+        refusal = self._frontend.drain(body.instance_id, body.within_s, body.returns)
         if refusal:
             raise ApiError(refusal, status=409, param="instance_id", code="cannot_drain")
         await context.respond(200, msgspec.json.encode({"draining": body.instance_id}))
+
+    async def upgrade(self, context: HttpContext) -> None:
+        """Replaces the head by one from the code on disk, and responds at once. `/cluster` shows
+        the next head, or why there is none."""
+        _check_local(context)
+        _check_not_from_a_page(context)
+        _check_admin(context)
+        self._frontend.upgrade()
+        await context.respond(202, msgspec.json.encode({"upgrading": True}))
 
 
 def _check_admin(context: HttpContext) -> None:

@@ -122,8 +122,13 @@ class Frontend(Protocol):
         """Lets all instances forget the cached blocks that no request holds."""
         ...
 
-    def drain(self, instance_id: str, within_s: float) -> str:
-        """Begins to drain an instance. Returns "", or why it cannot be drained."""
+    def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
+        """Begins to drain an instance. Returns "", or why it cannot be drained. `returns`: another
+        process, from the code on disk, takes its place."""
+        ...
+
+    def upgrade(self) -> None:
+        """Lets a head from the code on disk take this one's place."""
         ...
 
     def beliefs(self) -> dict[str, Any]:

@@ -58,6 +58,7 @@ _SUMMARIES = {
     "/cluster/hot": "The most used prefixes.",
     "/reset_prefix_cache": "Forget all cached blocks that no request holds.",
     "/cluster/drain": "Let an instance hand over its hottest blocks and leave.",
+    "/cluster/upgrade": "Replace the head by one from the code on disk.",
     "/beliefs": "The learned corrections of cost estimates.",
     "/openapi.json": "This document.",
 }

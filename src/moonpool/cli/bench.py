@@ -70,19 +70,33 @@ bench.add_command(capacity)
     "--peer-python",
     help="Compare with the Mooncake Store and redis of this Python installation.",
 )
+@click.option(
+    "--cluster-ssl",
+    "tls",
+    nargs=3,
+    metavar="CERT KEY CA",
+    help="Measure TCP also with TLS, by these files (PEM) of this machine and its authority.",
+)
 @json_option
 def transfer(
-    sizes_kib: tuple[int, ...], rounds: int, peer_python: str | None, json_file: str | None
+    sizes_kib: tuple[int, ...],
+    rounds: int,
+    peer_python: str | None,
+    tls: tuple[str, str, str] | None,
+    json_file: str | None,
 ) -> None:
     """Move blocks between two processes, against memcpy, sockets, the Mooncake Store and Redis."""
     from moonpool.profiling.transfer_speed import TransferBenchError, bench_transfer
+    from moonpool.transfer.tls import PeerTls, PeerTlsError
 
     if any(size & (size - 1) or not 64 <= size <= 16384 for size in sizes_kib):
         fail("--size-kib must be a power of two from 64 to 16384")
     sizes = tuple(size << 10 for size in sizes_kib)
     try:
-        found = bench_transfer(sizes, rounds, peer_python, click.echo)
-    except TransferBenchError as error:
+        if tls:
+            PeerTls(*tls)
+        found = bench_transfer(sizes, rounds, peer_python, click.echo, tls)
+    except (TransferBenchError, PeerTlsError) as error:
         fail(str(error))
     show_figures(found, json_file)
 

@@ -54,13 +54,16 @@ def _check_references(file: str, found: Config) -> None:
     from moonpool.api.connection.tls import TlsError, TlsFiles
     from moonpool.api.keys import KeyFileError, read_keys
     from moonpool.policy_loading import load_policies
+    from moonpool.transfer.tls import PeerTls, PeerTlsError
 
     try:
         load_policies(found.conductor)
         read_keys(found.api.api_keys, found.api.api_key_file, os.environ)
         if found.api.ssl_certfile:
             TlsFiles(found.api.ssl_certfile, found.api.ssl_keyfile)
-    except (ConfigError, KeyFileError, TlsError) as error:
+        if found.tls.certfile:
+            PeerTls(found.tls.certfile, found.tls.keyfile, found.tls.ca_certs)
+    except (ConfigError, KeyFileError, TlsError, PeerTlsError) as error:
         fail(f"{file}: {error}")
     template = found.model.chat_template
     if template:

@@ -19,7 +19,8 @@ log = logging.getLogger("moonpool")
 
 @click.command(hidden=True)
 @click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
-def head_process(fd: int) -> None:
+@click.option("--engine", is_flag=True, help="Import the engine before HeadLoaded.")
+def head_process(fd: int, engine: bool) -> None:
     """Serve as a supervisor's head."""
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's
@@ -28,8 +29,13 @@ def head_process(fd: int) -> None:
     from moonpool.runtime.cluster_error import ClusterError
     from moonpool.runtime.supervisor_link import SupervisorLink
 
+    if engine:
+        import moonpool.engine.builtin
+        import moonpool.engine.device  # noqa: F401
+
     async def run() -> None:
         link = SupervisorLink(socket.socket(fileno=fd))
+        link.loaded()
         try:
             await serve_cluster(link)
         except ClusterError as error:

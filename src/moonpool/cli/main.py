@@ -38,10 +38,16 @@ COMMANDS = {
     ),
     "profile": ("moonpool.cli.profile", "profile", "Measure this machine and fit the cost model."),
     "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
+    "upgrade": (
+        "moonpool.cli.watch.upgrade",
+        "upgrade",
+        "Replace every process of a cluster, without an end of answers.",
+    ),
     "bench": ("moonpool.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
 }
 INTERNAL = {  # the supervisor and workers start these
     "head-process": ("moonpool.cli.head_process", "head_process"),
+    "next-supervisor": ("moonpool.cli.serve", "next_supervisor"),
     "stage": ("moonpool.cli.engine_process", "stage"),
     "rank": ("moonpool.cli.engine_process", "rank"),
 }

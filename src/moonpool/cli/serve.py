@@ -7,7 +7,9 @@ import os
 import re
 import secrets
 import signal
+import socket
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +35,7 @@ from moonpool.cores import threads_per_process
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
 from moonpool.runtime.launcher import worker_environment
+from moonpool.runtime.succession import SuccessionError, keep_private, read_state
 from moonpool.runtime.supervisor import Supervisor
 
 HEAD_PORT = 8001
@@ -103,6 +106,9 @@ HEAD_FLAGS = ConfigFlags(
     "engine.kind",
     "network.head_host",
     "network.head_port",
+    "tls.certfile",
+    "tls.keyfile",
+    "tls.ca_certs",
     helps={"network.head_port": f"Port for workers to join at; {HEAD_PORT} unless configured."},
 )
 
@@ -201,12 +207,14 @@ def _model_of(place: str) -> str:
         fail(f"vLLM at {vllm_place(place).url}: {error}")
 
 
-def _open_fork_server(config: Config, secret: bytes) -> ForkServer | None:
-    """Opens a fork server, which imports what head and workers need."""
+def _open_fork_server(config: Config, secret: bytes, fds: Sequence[int] = ()) -> ForkServer | None:
+    """Opens a fork server, which imports what head and workers need. It closes `fds`."""
     environment = worker_environment(secret, threads_per_process(config))
 
     def prepare() -> None:
         """Imports with the threads of a worker: torch reads them once."""
+        for fd in fds:
+            os.close(fd)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
         own = ("runtime.worker", "attention_offload.worker_process", "runtime.cluster")
         external = ("vllm.worker", "runtime.cluster")  # needs no torch
@@ -240,6 +248,30 @@ def _run(config: Config, launch: bool, secret: bytes) -> None:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@click.command(hidden=True)
+@click.option("--fd", type=int, required=True, help="Memory file with the state.")
+@click.option("--trial", is_flag=True, help="Only read the state.")
+def next_supervisor(fd: int, trial: bool) -> None:
+    """Go on as the supervisor of an upgraded cluster."""
+    try:
+        state = read_state(fd)
+    except SuccessionError as error:
+        fail(str(error))
+    if trial:
+        return
+    keep_private(state)
+    setproctitle(state.title)
+    choose_logging(state.config.telemetry)
+    fork_server = _open_fork_server(state.config, state.secret, state.fds)
+    set_up_logging("supervisor")
+    with socket.socket(fileno=state.http) as http, socket.socket(fileno=state.control) as control:
+        own = (state.config, state.secret, state.launch, http, control, fork_server, state)
+        try:
+            asyncio.run(_supervise(Supervisor(*own)))
+        except ClusterError as error:
+            fail(str(error))
 
 
 async def _supervise(supervisor: Supervisor) -> None:

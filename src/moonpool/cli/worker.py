@@ -30,6 +30,7 @@ from moonpool.types import InstanceId, Role
 if TYPE_CHECKING:
     from moonpool.attention_offload.worker_process import AttentionWorker
     from moonpool.cores import CoreShare
+    from moonpool.transfer.tls import PeerTls
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -100,6 +101,27 @@ def cluster_secret() -> bytes:
     "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
+@click.option(
+    "--cluster-ssl-certfile",
+    "certfile",
+    default="",
+    metavar="FILE",
+    help="Encrypt connections to head and peers; certificate of this machine (PEM).",
+)
+@click.option(
+    "--cluster-ssl-keyfile",
+    "keyfile",
+    default="",
+    metavar="FILE",
+    help="Key of that certificate (PEM); in the certificate's file unless given.",
+)
+@click.option(
+    "--cluster-ssl-ca-certs",
+    "ca_certs",
+    default="",
+    metavar="FILE",
+    help="Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
+)
 @click.option("--kept-memory", "kept", nargs=2, hidden=True)
 @log_options
 @click.option(
@@ -116,6 +138,9 @@ def worker(
     place: str | None,
     cores: str,
     other_cores: str,
+    certfile: str,
+    keyfile: str,
+    ca_certs: str,
     kept: tuple[str, str] | None,
     log_level: LogLevel,
     log_format: LogFormat,
@@ -134,6 +159,7 @@ def worker(
         end_with(os.getppid())
     from moonpool.runtime.head_link import HungError, WorkerError
 
+    tls = _peer_tls(certfile, keyfile, ca_certs, role)
     share = _core_share(cores, other_cores)
     vllm = None if place is None else _vllm_address(place, role)
 
@@ -144,7 +170,8 @@ def worker(
             from moonpool.vllm.worker import VllmWorker
 
             key = os.environ.get(API_KEY_VARIABLE, "")
-            running = VllmWorker(Role(role), InstanceId(name), machine, secret, vllm, key)
+            same = (Role(role), InstanceId(name), machine, secret)
+            running = VllmWorker(*same, vllm, key, tls)
         elif role == ATTENTION:
             from moonpool.attention_offload.worker_process import AttentionWorker
 
@@ -153,7 +180,7 @@ def worker(
             from moonpool.runtime.worker import Worker
 
             own = (Role(role), InstanceId(name), machine, host, secret, share)
-            running = Worker(*own, num_stages, num_ranks, kept)
+            running = Worker(*own, num_stages, num_ranks, kept, tls)
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
         await running.run(head_host.strip("[]"), int(port))
 
@@ -168,6 +195,21 @@ def worker(
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+def _peer_tls(certfile: str, keyfile: str, ca_certs: str, role: str) -> PeerTls | None:
+    from moonpool.transfer.tls import PeerTls, PeerTlsError
+
+    if not (certfile or keyfile or ca_certs):
+        return None
+    if not certfile or not ca_certs:
+        fail("give both --cluster-ssl-certfile and --cluster-ssl-ca-certs, or neither")
+    if role == ATTENTION:
+        fail("attention workers have no TLS: leave out --cluster-ssl-certfile, or --role attention")
+    try:
+        return PeerTls(certfile, keyfile, ca_certs)
+    except PeerTlsError as error:
+        fail(str(error))
 
 
 class DrainableWorker(Protocol):

@@ -49,11 +49,13 @@ class Reported(msgspec.Struct, frozen=True):
 
 
 class DrainRequested(msgspec.Struct, frozen=True):
-    """An instance is to leave within `within_s` seconds; `Draining.why_not` tells if it cannot."""
+    """An instance is to leave within `within_s` seconds; `Draining.why_not` tells if it cannot.
+    `returns`: another process takes its place, which requests wait for."""
 
     instance_id: InstanceId
     within_s: float
     why: str
+    returns: bool = False
 
 
 class CacheDropRequested(msgspec.Struct, frozen=True):

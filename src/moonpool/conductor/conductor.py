@@ -161,7 +161,7 @@ class Conductor:
             case InstanceLost():
                 self._on_instance_lost(event.instance_id, event.reason, now)
             case DrainRequested():
-                self._drain(event.instance_id, event.within_s, event.why, now)
+                self._drain(event.instance_id, event.within_s, event.why, now, event.returns)
             case HotRequested():
                 command = ListHot(number=OPERATOR_LIST, num_blocks=event.num_blocks)
                 self._actions += [Send(instance_id, command) for instance_id in self.instances]
@@ -264,14 +264,23 @@ class Conductor:
             case _:
                 self._lifecycle.on_report(report, instance_id, now)
 
-    def _drain(self, instance_id: InstanceId, within_s: float, why: str, now: float) -> None:
+    def _drain(
+        self,
+        instance_id: InstanceId,
+        within_s: float,
+        why: str,
+        now: float,
+        returns: bool = False,
+    ) -> None:
         """Starts an instance's departure. Ignores unknown instances."""
         state = self.instances.get(instance_id)
         if state is None:
             return
         self._actions += self.roles.give_up(state, now)
         within_s = min(max(within_s, 0.0), MAX_WITHIN_S)
-        self._actions += self.drains.begin(state, within_s, why, now)
+        self._actions += self.drains.begin(state, within_s, why, now, returns)
+        if returns:
+            self._lifecycle.waiting.expect({instance_id: state.info.role})
 
     def _on_tick(self, now: float) -> None:
         at_s = now + self._lifecycle.mean_ttft_s.value

@@ -97,19 +97,15 @@ class Draining:
         self._fetches: dict[int, _PrefixTransfer] = {}
         self._numbers = count(1)
 
-    def why_not(self, instance_id: InstanceId) -> str:
-        """Why the instance must not leave; "" if it may."""
-        state, table = self._instances.get(instance_id), self._table
+    def why_not(self, instance_id: InstanceId, returns: bool = False) -> str:
+        """Why the instance must not leave; "" if it may. One that returns may be the last."""
+        state = self._instances.get(instance_id)
         if state is None:
             known = ", ".join(self._instances) or "none"
             return f"there is no instance {instance_id!r}; there are: {known}"
-        row = state.row
-        for does, number, what in (
-            (table.prefills[row], table.num_prefills, "prefills"),
-            (table.decodes[row], table.num_decodes, "decodes"),
-        ):
-            if does and number == 1:
-                return f"{instance_id} is the last instance that {what}: start another first"
+        what = self._sole_work(state)
+        if what and not returns:
+            return f"{instance_id} is the last instance that {what}: start another first"
         return ""
 
     def num_handed(self, instance_id: InstanceId) -> int:
@@ -118,10 +114,16 @@ class Draining:
         return 0 if departure is None else departure.num_handed
 
     def begin(
-        self, state: InstanceState, within_s: float, why: str, now: float
+        self,
+        state: InstanceState,
+        within_s: float,
+        why: str,
+        now: float,
+        returns: bool = False,
     ) -> list[ConductorAction]:
         """Starts a departure that ends within `within_s` seconds. A second call may shorten the
-        time. The instance must not drain for another reason."""
+        time. The instance must not drain for another reason. If it is the last one of its role
+        and returns, its attempts move at once: new requests would wait for them, too."""
         until_s = now + within_s
         known = self._departures.get(state.info.instance_id)
         if known is not None:
@@ -129,11 +131,12 @@ class Draining:
             known.move_s = min(known.move_s, now + within_s / 2)
             return []
         assert state.drain is None
-        state.drain = Drain(f"leaves: {why}", now, until_s, None)
+        moves_in_s = 0.0 if returns and self._sole_work(state) else within_s / 2
+        state.drain = Drain(f"leaves: {why}", now, until_s, None, returns=returns)
         self._table.set_role(state.row, prefills=False, decodes=False)
         block_bytes = max(state.info.layout.block_bytes, 1)
         num_blocks = min(MAX_BLOCKS, MAX_BYTES // block_bytes)
-        departure = _Departure(state, now + within_s / 2, until_s, num_blocks)
+        departure = _Departure(state, now + moves_in_s, until_s, num_blocks)
         self._departures[state.info.instance_id] = departure
         return [
             self._announce(departure, f"drains and leaves within {within_s:.0f} s: {why}"),
@@ -213,6 +216,17 @@ class Draining:
             assert departure.state.drain is not None
             fetch = sum(t.departure is departure for t in self._fetches.values())
             assert fetch == departure.num_fetches <= MAX_FETCHES
+
+    def _sole_work(self, state: InstanceState) -> str:
+        """What no other instance does: "prefills", "decodes" or nothing."""
+        row, table = state.row, self._table
+        for does, number, what in (
+            (table.prefills[row], table.num_prefills, "prefills"),
+            (table.decodes[row], table.num_decodes, "decodes"),
+        ):
+            if does and number == 1:
+                return what
+        return ""
 
     def _advance(self, departure: _Departure, now: float) -> list[ConductorAction]:
         state = departure.state

@@ -87,6 +87,7 @@ class Drain:
     until_s: float  # a role change is given up then; a departure takes place
     becomes: Role | None  # None: it leaves
     commanded: bool = False  # the instance has received the command
+    returns: bool = False  # another process takes its place
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 A lost instance is restarted within seconds, while a request has minutes. A request therefore waits
 where nothing is missing but an instance that was lost, or room for an answer that was admitted
-before. Only its deadline ends the wait. Instances that left in order are not awaited.
+before. Only its deadline ends the wait. Instances that left for good are not awaited.
 
 A new request that is refused for the load waits if its tenant is owed a place (`fair_share`), for
 at most half of its SLO of TTFT.
@@ -63,8 +63,9 @@ class WaitingRequests:
             del self.lost[next(iter(self.lost))]
 
     def note_lost(self, state: InstanceState) -> None:
-        """An instance was lost. It is expected back unless it was leaving."""
-        if state.drain is not None and state.drain.becomes is None:
+        """An instance was lost. It is expected back unless it was leaving for good."""
+        drain = state.drain
+        if drain is not None and drain.becomes is None and not drain.returns:
             return
         self.expect({state.info.instance_id: state.info.role})
 

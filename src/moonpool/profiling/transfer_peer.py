@@ -20,12 +20,13 @@ from moonpool.protocol.transfer_events import (
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.messenger import TCP_CONNECTIONS, Messenger
 from moonpool.transfer.nixl_agent import NixlAgent, has_nixl
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import BlockId, InstanceId, Struct
 
 SECRET = b"benchmark"
 TIMEOUT_S = 30.0
-TRANSPORTS = ("shm", "tcp", "nixl")
-"""NIXL takes part only where it is installed."""
+TlsPaths = tuple[str, str, str]
+"""Certificate, key and authority, as `PeerTls` takes them."""
 INDEX_BYTES = 4
 TAKEN = b"k"
 
@@ -37,9 +38,10 @@ class RemoteAddress(Struct, frozen=True):
     bare: dict[str, str | tuple[str, int]]
 
 
-def transports() -> tuple[str, ...]:
-    """Returns the transports that this machine has."""
-    return TRANSPORTS if has_nixl() else TRANSPORTS[:2]
+def transports(tls: TlsPaths | None) -> tuple[str, ...]:
+    """Returns the transports that can be measured here."""
+    more = (("tls", tls is not None), ("nixl", has_nixl()))
+    return ("shm", "tcp", *(name for name, takes_part in more if takes_part))
 
 
 def make_layout(block_bytes: int) -> BlockLayout:
@@ -64,7 +66,9 @@ def make_messenger(
     arena: Arena,
     post: Callable[[MessengerEvent], None],
     tcp_connections: int = TCP_CONNECTIONS,
+    tls: TlsPaths | None = None,
 ) -> Messenger:
+    """`tls` counts for the transport of this name only."""
     return Messenger(
         arena,
         arena.layout,
@@ -76,14 +80,15 @@ def make_messenger(
         native=open_slices(),
         nixl_agent=NixlAgent(arena, "127.0.0.1") if transport == "nixl" else None,
         tcp_connections=tcp_connections,
+        tls=PeerTls(*tls) if tls and transport == "tls" else None,
     )
 
 
-def run_far(pipe: Pipe, block_bytes: int, num_blocks: int) -> None:
+def run_far(pipe: Pipe, block_bytes: int, num_blocks: int, tls: TlsPaths | None = None) -> None:
     """Serves until the pipe sends None. A read gets the blocks whose numbers are its keys."""
     arena = Arena(make_layout(block_bytes), num_blocks, sealed=not has_nixl())
     arena.buffer[:] = os.urandom(1 << 16) * (arena.num_bytes >> 16)
-    messengers = {transport: _serve(transport, arena) for transport in transports()}
+    messengers = {transport: _serve(transport, arena, tls) for transport in transports(tls)}
     listeners = {"tcp": socket.create_server(("127.0.0.1", 0)), "unix": socket.socket(1)}
     listeners["inside"] = socket.socket(socket.AF_UNIX)
     for kind in ("unix", "inside"):
@@ -111,7 +116,7 @@ def run_far(pipe: Pipe, block_bytes: int, num_blocks: int) -> None:
         messenger.close()
 
 
-def _serve(transport: str, arena: Arena) -> Messenger:
+def _serve(transport: str, arena: Arena, tls: TlsPaths | None) -> Messenger:
     def post(event: MessengerEvent) -> None:
         if isinstance(event, ReadRequested):
             blocks = [BlockId(int.from_bytes(key, "big")) for key in event.keys]
@@ -119,7 +124,7 @@ def _serve(transport: str, arena: Arena) -> Messenger:
         elif isinstance(event, ReceiveEnded) and (event.error or event.corrupt):
             raise RuntimeError(f"a stream failed: {event}")
 
-    messenger = make_messenger("far", transport, arena, post)
+    messenger = make_messenger("far", transport, arena, post, tls=tls)
     return messenger
 
 

@@ -35,6 +35,7 @@ from moonpool.profiling.transfer_peer import (
     TAKEN,
     TIMEOUT_S,
     RemoteAddress,
+    TlsPaths,
     make_layout,
     make_messenger,
     receive_into,
@@ -57,6 +58,7 @@ MANY_UP_TO_BYTES = 1 << 20
 LIMITS = {
     "shm": {"get": "memcpy", "put": "memcpy"},
     "tcp": {"get": "tcp socket get", "put": "tcp socket put"},
+    "tls": {"get": "tcp socket get", "put": "tcp socket put"},
     "nixl": {"get": "tcp socket get", "put": "tcp socket put"},
 }
 
@@ -68,8 +70,11 @@ class TransferBenchError(RuntimeError):
 class LocalTransfer:
     """This process. Each way moves `count` blocks in turn and returns seconds."""
 
-    def __init__(self, pipe: Pipe, block_bytes: int, count: int) -> None:
+    def __init__(
+        self, pipe: Pipe, block_bytes: int, count: int, tls: TlsPaths | None = None
+    ) -> None:
         self._pipe = pipe
+        self._transports = transports(tls)
         self._size, self._count = block_bytes, count
         layout = make_layout(block_bytes)
         self._blocks = ARENA_BYTES // block_bytes
@@ -93,7 +98,8 @@ class LocalTransfer:
         socket.send_fds(self._inside, [b"a"], [self._arena.fd])
         self._events: queue.SimpleQueue[MessengerEvent] = queue.SimpleQueue()
         self._messengers = {
-            way: make_messenger("near", way, self._arena, self._events.put) for way in transports()
+            way: make_messenger("near", way, self._arena, self._events.put, tls=tls)
+            for way in self._transports
         }
         for messenger in self._messengers.values():
             messenger.start()
@@ -108,7 +114,7 @@ class LocalTransfer:
         for kind in self._sockets:
             ways[f"{kind} socket get"] = lambda kind=kind: self._bare_get(kind)  # type: ignore[misc]
             ways[f"{kind} socket put"] = lambda kind=kind: self._bare_put(kind)  # type: ignore[misc]
-        for way in transports():
+        for way in self._transports:
             ways[f"{way} get"] = lambda way=way: self._get(way)  # type: ignore[misc]
             ways[f"{way} put"] = lambda way=way: self._put(way)  # type: ignore[misc]
             if _takes_many(self._size, self._count):
@@ -257,14 +263,19 @@ class ExternalPools:
 
 
 def bench_transfer(
-    sizes: tuple[int, ...], rounds: int, peer_python: str | None, say: Callable[[str], None]
+    sizes: tuple[int, ...],
+    rounds: int,
+    peer_python: str | None,
+    say: Callable[[str], None],
+    tls: TlsPaths | None = None,
 ) -> dict[str, Any]:
-    """Returns the figures by block size in bytes. Raises TransferBenchError."""
+    """Returns the figures by block size in bytes. With `tls`, TCP is measured encrypted, too.
+    Raises TransferBenchError."""
     pools = None if peer_python is None else ExternalPools(peer_python)
     try:
         for name, reason in (pools.absent if pools else {}).items():
             say(f"{name} does not take part: {reason}")
-        found = {str(size): _measure(size, rounds, pools) for size in sizes}
+        found = {str(size): _measure(size, rounds, pools, tls) for size in sizes}
     finally:
         if pools is not None:
             pools.close()
@@ -276,14 +287,16 @@ def bench_transfer(
     return {"rounds": rounds, "sizes": found, "flows": flows, "absent": absent}
 
 
-def _measure(size: int, rounds: int, pools: ExternalPools | None) -> dict[str, Any]:
+def _measure(
+    size: int, rounds: int, pools: ExternalPools | None, tls: TlsPaths | None
+) -> dict[str, Any]:
     count = max(4, min(MAX_OPERATIONS, ARENA_BYTES // size))
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=run_far, args=(there, size, ARENA_BYTES // size))
+    process = context.Process(target=run_far, args=(there, size, ARENA_BYTES // size, tls))
     process.start()
     there.close()  # so that the end of the other process is noticed
-    near = LocalTransfer(here, size, count)
+    near = LocalTransfer(here, size, count, tls)
     ways = near.ways()
     for peer in pools.names if pools else []:
         for what in ("get", "put"):
@@ -315,12 +328,13 @@ def _figures(size: int, taken_s: dict[str, list[float]]) -> dict[str, Any]:
         return statistics.median(theirs / ours for ours, theirs in pairs)
 
     ratios = {}
-    for transport in transports():
+    for transport in ("shm", "tcp", "tls", "nixl"):
         for what in ("get", "put", "get many", "put many"):
             ours = f"{transport} {what}"
             if ours not in taken_s:
                 continue
             others = [LIMITS[transport][what.removesuffix(" many")]]
+            others += [f"tcp {what}"] if transport == "tls" else []
             others += [f"{peer} {what}" for peer in ("mooncake", "redis")]
             ratios[ours] = {other: over(ours, other) for other in others if other in taken_s}
     medians = {way: statistics.median(values) for way, values in taken_s.items()}

@@ -15,8 +15,8 @@ instance that has attention workers receives its Setup once they are ready, and 
 when one of them is replaced.
 
 A frame is 4 bytes of length and a msgpack map, tagged with the name of its class
-(`runtime.channel`). The handshake compares `transfer.auth.PROTOCOL_VERSION` and refuses a peer with
-another version, so frames need not be compatible between versions.
+(`runtime.channel`). The handshake agrees on a version (`protocol.versions`). What a version adds is
+left out where an older one was agreed on: both ends refuse fields and frames that they do not know.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Joined(Struct, frozen=True, tag=True):
     """The instance is ready to serve."""
 
     info: InstanceInfo
+    release: str = ""  # of the worker; since protocol 11
 
 
 class Failed(Struct, frozen=True, tag=True):

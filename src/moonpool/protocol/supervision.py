@@ -12,6 +12,15 @@
       | -- FinishHead (a signal came) -----------------------> |
       | <-- HeadEnding --------------------------------------- |  then it stops the workers
 
+An upgrade replaces the head, and the program of the supervisor (`runtime.succession`):
+
+      | <-- ReplaceWorker (the next one from the disk) ------- |  for each, when it leaves
+      | <-- UpgradeWanted ------------------------------------ |
+      |   starts the next head, which sends HeadLoaded         |
+      | -- UpgradeFailed (why), or HandOver -----------------> |
+      | <-- PassConnection (a client without a call) --------- |  for each, then the head ends
+      | -- HeadBegin, TakeConnection, as above --------------> |  to the next head
+
 Each is one packet of a Unix socket, with file descriptors where the text says so.
 """
 
@@ -33,7 +42,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
     `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
-    `expected`: the instances that the one before had.
+    `num_upgrades`: those that handed over. `expected`: the instances that the one before had.
     """
 
     num_fds: ClassVar[int] = 2
@@ -42,6 +51,12 @@ class HeadBegin(Packet, frozen=True, tag=True):
     launch: bool
     num_restarts: int
     expected: dict[InstanceId, Role]
+    num_upgrades: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there was no head before."""
+        return not self.num_restarts and not self.num_upgrades
 
 
 class TakeAnswer(Packet, frozen=True, tag=True):
@@ -49,6 +64,12 @@ class TakeAnswer(Packet, frozen=True, tag=True):
 
     num_fds: ClassVar[int] = 2
     number: int
+
+
+class TakeConnection(Packet, frozen=True, tag=True):
+    """Serve this connection, on which no call is under way; with its socket."""
+
+    num_fds: ClassVar[int] = 1
 
 
 class TakeNoMore(Packet, frozen=True, tag=True):
@@ -59,6 +80,20 @@ class TakeNoMore(Packet, frozen=True, tag=True):
 
 class FinishHead(Packet, frozen=True, tag=True):
     """End in order."""
+
+
+class HandOver(Packet, frozen=True, tag=True):
+    """Accept no more, pass on the connections without a call, and end: another head goes on."""
+
+
+class UpgradeFailed(Packet, frozen=True, tag=True):
+    """The code on disk cannot go on; one line for the user."""
+
+    message: str
+
+
+class HeadLoaded(Packet, frozen=True, tag=True):
+    """The head has imported its modules, and waits for HeadBegin."""
 
 
 class HeadPrepared(Packet, frozen=True, tag=True):
@@ -89,6 +124,22 @@ class KillWorker(Packet, frozen=True, tag=True):
     instance_id: InstanceId
 
 
+class ReplaceWorker(Packet, frozen=True, tag=True):
+    """This worker is about to leave: start another one in its place, from the code on disk."""
+
+    instance_id: InstanceId
+
+
+class UpgradeWanted(Packet, frozen=True, tag=True):
+    """Replace supervisor and head by those of the code on disk."""
+
+
+class PassConnection(Packet, frozen=True, tag=True):
+    """A connection for the next head, on which no call is under way; with its socket."""
+
+    num_fds: ClassVar[int] = 1
+
+
 class InstancesKnown(Packet, frozen=True, tag=True):
     """The instances that a further head should wait for."""
 
@@ -112,9 +163,49 @@ class HeadEnding(Packet, frozen=True, tag=True):
     """The head ends in order, and stops the workers."""
 
 
-ToHead = HeadBegin | TakeAnswer | TakeNoMore | FinishHead
+class SupervisorState(Struct, frozen=True):
+    """What a supervisor leaves to its next program, which has the same process id and children.
+
+    Numbers of file descriptors are `http`, `control`, `connections`, `head_fd`, and those in
+    `answers` and `memory`. `workers`: process ids; 0: to be started. A further field needs a
+    default: the next release reads what this one has written.
+    """
+
+    title: str  # the command line to show
+    config: Config
+    secret: bytes
+    launch: bool
+    http: int
+    control: int
+    answers: dict[int, tuple[int, int]]
+    connections: tuple[int, ...]
+    next_number: int
+    expected: dict[InstanceId, Role]
+    num_restarts: int
+    num_upgrades: int
+    head_pid: int  # of the next head, which waits
+    head_fd: int
+    prepared: HeadPrepared | None
+    workers: dict[str, int]
+    memory: dict[str, tuple[int, int]]
+
+    @property
+    def fds(self) -> list[int]:
+        """All file descriptors."""
+        pairs = [*self.answers.values(), *self.memory.values()]
+        single = [self.http, self.control, self.head_fd, *self.connections]
+        return single + [fd for pair in pairs for fd in pair]
+
+
+ToHead = (
+    HeadBegin | TakeAnswer | TakeConnection | TakeNoMore | FinishHead | HandOver | UpgradeFailed
+)
 FromHead = (
-    HeadPrepared
+    HeadLoaded
+    | HeadPrepared
+    | ReplaceWorker
+    | UpgradeWanted
+    | PassConnection
     | HeadUp
     | HeadBeat
     | HeadFailed

@@ -8,12 +8,16 @@ that does not read is disconnected.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
+from moonpool.protocol.sparse import without_defaults
+from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.transfer.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
+from moonpool.transfer.tls import NO_TLS_HERE, PLAIN_ANSWER, TLS_STARTS, is_refusal, tls_text
 from moonpool.types import MALFORMED
 
 In = TypeVar("In")
@@ -29,8 +33,12 @@ HANDSHAKE_S = 10.0
 class Listener(Protocol[In_contra]):
     """The user of a channel. Called on the event loop.
 
-    `on_closed` is called exactly once, also after a failed handshake.
+    `on_closed` is called exactly once after `on_connected`, also after a failed handshake.
     """
+
+    def on_connected(self) -> None:
+        """The connection is there, and the handshake begins."""
+        ...
 
     def on_open(self, peer: Identity) -> None: ...
 
@@ -57,6 +65,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._reason = ""
+        self.protocol = 0  # as agreed on; 0 before `on_open`
         self.refused = False  # the handshake failed: a retry would not help
         self._patience: asyncio.TimerHandle | None = None
 
@@ -68,7 +77,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._fail("the peer does not read its messages")
             return
-        bodies = [self._encoder.encode(frame) for frame in frames]
+        whole = self.protocol == NEWEST_PROTOCOL
+        bodies = [
+            self._encoder.encode(frame if whole else without_defaults(frame)) for frame in frames
+        ]
         transport.write(b"".join(_HEADER.pack(len(body)) + body for body in bodies))
 
     def close(self, reason: str = "closed on this side") -> None:
@@ -92,6 +104,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._handshake is not None
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
+        self._listener.on_connected()
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(
             self._handshake_s, self._fail, "the handshake took too long"
@@ -103,6 +116,12 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         if self._buffer:
             self._buffer += data
             buffer = self._buffer
+        if self._handshake is not None and buffer[:2] in TLS_STARTS:
+            self.refused = True
+            if self._transport is not None:
+                self._transport.write(PLAIN_ANSWER)
+            self.close(NO_TLS_HERE)
+            return
         offset = 0
         while len(buffer) - offset >= _HEADER.size and not self._reason:
             (length,) = _HEADER.unpack_from(buffer, offset)
@@ -127,6 +146,9 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
             self._patience.cancel()
+        if isinstance(exc, ssl.SSLError):
+            self.refused = self.refused or is_refusal(exc)
+            self._reason = self._reason or tls_text(exc)
         self._listener.on_closed(self._reason or (str(exc) if exc else "closed by the peer"))
 
     def _take(self, body: bytes) -> None:
@@ -145,8 +167,8 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
             self._write_body(error.reply)
             self.close(str(error))
             return
-        if handshake.done and handshake.peer is not None:
-            self._handshake = None
+        if handshake.done and handshake.peer is not None and handshake.agreed is not None:
+            self._handshake, self.protocol = None, handshake.agreed.protocol
             if self._patience is not None:
                 self._patience.cancel()
             self._listener.on_open(handshake.peer)

@@ -35,6 +35,7 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
+from moonpool.transfer.tls import PeerTls, PeerTlsError
 
 log = logging.getLogger("moonpool")
 
@@ -48,15 +49,16 @@ async def serve_cluster(link: SupervisorLink) -> None:
     inherited = await link.inherit()
     begin = inherited.begin
     config = resolved(begin.config)
-    tls = _tls(config)
+    tls, peer_tls = _tls(config), _peer_tls(config)
     try:
         keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
     except KeyFileError as error:
         raise ClusterError(str(error)) from None
     head, tokenizer = _make_head(config, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
-    head.num_restarts = begin.num_restarts
-    await head.start(inherited.control)
+    head.succession, head.num_restarts = link, begin.num_restarts
+    head.num_upgrades = begin.num_upgrades
+    await head.start(inherited.control, peer_tls)
     if begin.expected:
         head.expect(begin.expected)
     options = _api_options(config, tokenizer, keys)
@@ -66,6 +68,8 @@ async def serve_cluster(link: SupervisorLink) -> None:
     await _begin(link, head, config, inherited)
     for kept, sock in inherited.answers:
         await server.resume(sock, kept)
+    for sock in inherited.connections:
+        await server.adopt(sock)
     broken: list[str] = []
     serving = asyncio.create_task(server.serve(sockets=[inherited.http]))
     for task in (serving, head.ticker, beat):
@@ -75,6 +79,12 @@ async def serve_cluster(link: SupervisorLink) -> None:
         await link.stop.wait()
     if broken:  # the next head goes on with the workers and the answers
         raise ClusterError(broken[0])
+    if link.hands_over:
+        head.end_views()
+        await server.hand_over(link.pass_on, config.api.drain_seconds)
+        bodies.close()
+        await link.flush()
+        os._exit(0)  # at once: an end in order would end the answers, which go on
     log.info("stopping")
     await drain(head, config.api.drain_seconds)
     link.ending()
@@ -93,16 +103,16 @@ async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: In
     link.prepared(shares, threads_per_process(config))
     if begin.launch:
         pin_thread(shares[0].others if shares else ())
-    if not begin.num_restarts and begin.launch:
+    if begin.is_first and begin.launch:
         await _wait_for_workers(head, config.cluster.num_instances, link.stop)
-    if not begin.num_restarts and not begin.launch:
+    if begin.is_first and not begin.launch:
         log.info("waiting for workers at %s:%d", *inherited.control.getsockname()[:2])
     settle_memory()
     if not link.stop.is_set():
         host = f"[{config.api.host}]" if ":" in config.api.host else config.api.host
         scheme = "https" if config.api.ssl_certfile else "http"
         url = f"{scheme}://{host}:{inherited.http.getsockname()[1]}"
-        again = " again" if begin.num_restarts else ""
+        again = "" if begin.is_first else " again"
         log.info("serving %s%s at %s (Ctrl-C ends it)", config.model.name, again, url)
 
 
@@ -111,6 +121,14 @@ def _tls(config: Config) -> TlsFiles | None:
     try:
         return TlsFiles(api.ssl_certfile, api.ssl_keyfile) if api.ssl_certfile else None
     except TlsError as error:
+        raise ClusterError(str(error)) from None
+
+
+def _peer_tls(config: Config) -> PeerTls | None:
+    own = config.tls
+    try:
+        return PeerTls(own.certfile, own.keyfile, own.ca_certs) if own.certfile else None
+    except PeerTlsError as error:
         raise ClusterError(str(error)) from None
 
 

@@ -38,6 +38,7 @@ from moonpool.storage.block_ledger import BlockLedger
 from moonpool.storage.folder import StoreError
 from moonpool.storage.kept_memory import OFF, KeptMemory, open_in_folder
 from moonpool.transfer.arena import Arena, ArenaError, available_memory_bytes
+from moonpool.transfer.tls import PeerTls
 from moonpool.transfer.touch_ahead import may_touch_late
 from moonpool.types import InstanceId, Role
 
@@ -65,6 +66,7 @@ class InstancePlace:
     degree: ParallelConfig = field(default_factory=ParallelConfig)
     share: CoreShare = field(default_factory=CoreShare)
     kept: tuple[str, str] | None = None  # memory files of an earlier process of this instance
+    tls: PeerTls | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,16 +50,13 @@ from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
     AttentionMoved,
-    DownFrame,
     Joined,
     Setup,
     Stop,
-    UpFrame,
 )
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.rewind.event_log import EventLog, write_file
-from moonpool.runtime.channel import Channel
 from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.explain import (
     MAX_LISTED_BLOCKS,
@@ -73,9 +70,12 @@ from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.trace_export import open_exporter
 from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
+from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
 
 log = limited_logger("moonpool.head")
@@ -142,17 +142,23 @@ class Head:
         self._clock = ListeningClock(now())
         self._server: asyncio.Server | None = None
         self._stopping = False
-        self._leaving = False
+        self._leaving = self._views_end = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
         self.on_instances: Callable[[dict[InstanceId, Role]], None] = _remember_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
-        self.num_restarts = 0
-        """Earlier heads of this cluster that died."""
+        self.num_restarts = self.num_upgrades = 0
+        """Earlier heads of this cluster: those that died, and those that handed over."""
+        self.succession: Succession = NoSuccession()
 
-    async def start(self, listener: socket.socket) -> None:
-        """Accepts workers."""
+    async def start(self, listener: socket.socket, tls: PeerTls | None = None) -> None:
+        """Accepts workers, with `tls` only encrypted connections."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._new_link, sock=listener)
+        self._server = await loop.create_server(
+            lambda: WorkerLink(self, self._secret).channel,
+            sock=listener,
+            ssl=None if tls is None else tls.server,
+            ssl_handshake_timeout=None if tls is None else TLS_HANDSHAKE_S,
+        )
         self.ticker = asyncio.create_task(self._tick_forever())
 
     def expect(self, roles: dict[InstanceId, Role]) -> None:
@@ -224,7 +230,17 @@ class Head:
         if tenant is not None:
             return describe_to_tenant(self.conductor, tenant)
         described = describe_cluster(self.conductor, self.now())
-        described["head"] = {"pid": os.getpid(), "restarts": self.num_restarts}
+        for instance in described["instances"]:
+            link = self._links[instance["instance_id"]]
+            instance["release"] = link.release or None
+            instance["protocol"] = link.channel.protocol
+        described["head"] = {
+            "pid": os.getpid(),
+            "restarts": self.num_restarts,
+            "upgrades": self.num_upgrades,
+            "upgrade_error": self.succession.upgrade_error,
+            "release": __version__,
+        }
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [
             {
@@ -242,7 +258,7 @@ class Head:
         return describe_live(self.conductor, newest, self.now(), tenant)
 
     def is_stopping(self) -> bool:
-        return self._leaving or self._stopping
+        return self._leaving or self._stopping or self._views_end
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         for state in self.conductor.instances.values():
@@ -258,12 +274,23 @@ class Head:
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
 
-    def drain(self, instance_id: str, within_s: float) -> str:
-        refusal = self.conductor.drains.why_not(InstanceId(instance_id))
+    def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
+        name = InstanceId(instance_id)
+        attention = self._attention.get(instance_id)
+        if attention is not None and returns:  # its owner's requests are placed again
+            self.succession.replace(name)
+            attention.channel.send(Stop())
+            return ""
+        refusal = self.conductor.drains.why_not(name, returns)
         if not refusal:
-            why = "a client requested it"
-            self._post(DrainRequested(InstanceId(instance_id), within_s, why))
+            if returns:
+                self.succession.replace(name)
+            why = "another process takes its place" if returns else "a client requested it"
+            self._post(DrainRequested(name, within_s, why, returns))
         return refusal
+
+    def upgrade(self) -> None:
+        self.succession.upgrade()
 
     def beliefs(self) -> dict[str, Any]:
         conductor = self.conductor
@@ -286,6 +313,10 @@ class Head:
         return "" if any(role.decodes for role in roles) else "no decode instance is up"
 
     # The end
+
+    def end_views(self) -> None:
+        """Ends the streams of the live page, which connect again."""
+        self._views_end = True
 
     @property
     def num_answers(self) -> int:
@@ -380,15 +411,13 @@ class Head:
 
     # Workers
 
-    def _new_link(self) -> Channel[UpFrame, DownFrame]:
+    def on_connected(self, link: WorkerLink) -> None:
         if len(self._half_open) >= MAX_HALF_OPEN:
             oldest = next(iter(self._half_open))
             oldest.channel.abort("too many connections that have not proved the secret")
             self._half_open.pop(oldest, None)
-        link = WorkerLink(self, self._secret)
         self._open.add(link)
         self._half_open[link] = None
-        return link.channel
 
     def listened_s(self) -> float:
         return self._clock.listened_s

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from abc import ABC, abstractmethod
 from typing import Protocol
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     DownFrame,
@@ -26,8 +28,17 @@ from moonpool.protocol.frames import (
     WorkFrame,
 )
 from moonpool.protocol.messages import LeaveRequested
+from moonpool.protocol.versions import STATES_RELEASE
 from moonpool.runtime.channel import Channel
 from moonpool.transfer.auth import ClientHandshake, Identity
+from moonpool.transfer.tls import (
+    CERTIFICATE_REFUSED,
+    HANDSHAKE_S,
+    SERVER_MAY_NEED_TLS,
+    PeerTls,
+    is_refusal,
+    tls_text,
+)
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.worker")
@@ -35,6 +46,8 @@ log = logging.getLogger("moonpool.worker")
 RECONNECT_S = 60.0
 """How long a worker tries to reach a lost head before it ends."""
 RETRY_S = 1.0
+MAX_CUTS = 4
+"""Encrypted connections in a row that end before the head proves the secret: the worker ends."""
 AGAIN_S = 0.02
 """Time until the first try after a connection was lost."""
 
@@ -66,13 +79,17 @@ class Follower(Protocol):
 class HeadLink:
     """`run` lasts as long as the worker; `channel` is None while there is no connection."""
 
-    def __init__(self, name: InstanceId, secret: bytes, follower: Follower) -> None:
+    def __init__(
+        self, name: InstanceId, secret: bytes, follower: Follower, tls: PeerTls | None = None
+    ) -> None:
         self.channel: HeadChannel | None = None
         self.stopping = False
         self.fatal = ""
         self._name = name
         self._secret = secret
         self._follower = follower
+        self._tls = tls
+        self._num_cuts = 0  # in a row
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
 
@@ -111,7 +128,8 @@ class HeadLink:
             now_s = time.monotonic()
             heard_s = now_s if was_there else heard_s
             if now_s - heard_s > RECONNECT_S:
-                raise WorkerError(f"the head at {where} is gone: {reason}")
+                hint = f" ({SERVER_MAY_NEED_TLS})" if self._num_cuts and not self._tls else ""
+                raise WorkerError(f"the head at {where} is gone: {reason}{hint}")
             log.warning("no connection to the head at %s: %s; trying again", where, reason)
             # A supervisor keeps the port open, and has another head soon.
             await asyncio.sleep(AGAIN_S if was_there else RETRY_S)
@@ -131,19 +149,48 @@ class HeadLink:
         channel: HeadChannel = Channel(handshake, msgspec.msgpack.Decoder(DownFrame), self)
         self.channel = channel
         try:
-            await self._loop.create_connection(lambda: channel, head_host, head_port)
-            return True, await self._closed
+            await self._connect(channel, head_host, head_port)
+            reason = await self._closed
+            self._note_cut(channel)
+            return channel.protocol > 0, reason
+        except ssl.SSLError as error:
+            if is_refusal(error):
+                self.fatal = f"the head and this worker do not agree: {tls_text(error)}"
+            return False, tls_text(error)
         except OSError as error:
             return False, str(error)
         finally:
             channel.close()
             self.channel = None
 
+    async def _connect(self, channel: HeadChannel, head_host: str, head_port: int) -> None:
+        if self._tls is None:
+            await self._loop.create_connection(lambda: channel, head_host, head_port)
+            return
+        await self._loop.create_connection(
+            lambda: channel,
+            head_host,
+            head_port,
+            ssl=self._tls.client,
+            server_hostname="",
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )
+
+    def _note_cut(self, channel: HeadChannel) -> None:
+        """A server of TLS 1.3 that does not accept a certificate ends the connection after the
+        client believes it open, and often without a reason."""
+        self._num_cuts = 0 if channel.protocol else self._num_cuts + 1
+        if self._num_cuts >= MAX_CUTS and self._tls is not None:
+            self.fatal = f"the head and this worker do not agree: {CERTIFICATE_REFUSED}"
+
     def _hang_up(self, reason: str) -> None:
         if self.channel is not None:
             self.channel.close(reason)
 
     # The channel's listener
+
+    def on_connected(self) -> None:
+        """Does nothing: the handshake decides."""
 
     def on_open(self, peer: Identity) -> None:
         self._follower.on_head()
@@ -171,13 +218,21 @@ class InstanceProcess(ABC):
     drains the instance and then lets it go.
     """
 
-    def __init__(self, role: Role, instance_id: InstanceId, machine: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        role: Role,
+        instance_id: InstanceId,
+        machine: str,
+        secret: bytes,
+        tls: PeerTls | None = None,
+    ) -> None:
         self.role = role
         self.instance_id = instance_id
         self._machine = machine
         self._secret = secret
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._link = HeadLink(instance_id, secret, self)
+        self._link = HeadLink(instance_id, secret, self, tls)
         self._joined = False  # over the current connection
         self._leave_by_s: float | None = None
 
@@ -210,6 +265,8 @@ class InstanceProcess(ABC):
         """Joins, unless the connection of the `Setup` has been replaced meanwhile."""
         if channel is None or channel is not self._link.channel or self._link.stopping:
             return
+        if channel.protocol >= STATES_RELEASE:
+            joined = msgspec.structs.replace(joined, release=__version__)
         self._link.send(joined)
         self._joined = True
         self._report_leaving()

@@ -187,6 +187,7 @@ def _open_messenger(
         use_shared_memory=setup.network.use_shared_memory,
         nixl_agent=_open_nixl_agent(setup, arena, place.listen_host),
         native=open_slices(),
+        tls=place.tls,
     )
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moonpool.config import ClusterConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
@@ -56,15 +56,17 @@ class LocalLauncher:
         shares: Sequence[CoreShare] = (),
         fork_server: ForkServer | None = None,
         vllm: VllmConfig | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
         """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
 
         Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
-        the servers of workers with vLLM.
+        the servers of workers with vLLM, and `flags` further options of every worker.
         """
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
         self._fork_server = fork_server
+        self._flags = flags
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
         self._places: dict[str, tuple[str, ...]] = {}
@@ -87,11 +89,44 @@ class LocalLauncher:
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
         self._stopping = False
         self._started = False
+        self._returning: set[str] = set()
 
     def start(self) -> None:
         """Begins to start all workers. One keeper task per worker restarts it."""
         for role, instance_id in self._wanted:
-            self.keepers.append(asyncio.create_task(self._keep(role, instance_id)))
+            name = f"keeper of {instance_id}"
+            self.keepers.append(asyncio.create_task(self._keep(role, instance_id), name=name))
+
+    def adopt(self, workers: Mapping[str, int], memory: Mapping[str, tuple[int, int]]) -> None:
+        """Goes on with the workers of an earlier program of this process, in place of `start`."""
+        self._started = True
+        self._memory = {name: KeptMemoryFiles(fds) for name, fds in memory.items()}
+        for name, pid in workers.items():
+            if pid:
+                self._processes[name] = ForkedProcess(pid)
+        self._wanted = [pair for pair in self._wanted if pair[1] in workers]
+        self.start()
+
+    def workers(self) -> dict[str, int]:
+        """The process ids of all workers that have not left; 0 for one that does not run."""
+        left = {keeper.get_name() for keeper in self.keepers if keeper.done()}
+        found = {}
+        for _, name in self._wanted:
+            process = self._processes.get(name)
+            runs = process is not None and process.returncode is None
+            if f"keeper of {name}" not in left:
+                found[name] = process.pid if runs and process is not None else 0
+        return found
+
+    def memory(self) -> dict[str, tuple[int, int]]:
+        """The memory files of the workers."""
+        return {name: files.fds for name, files in self._memory.items()}
+
+    def expect_return(self, instance_id: str) -> None:
+        """The worker is about to leave, and another one from the code on disk takes its place. From
+        now on none is forked from a process of the former code."""
+        self._fork_server = None
+        self._returning.add(instance_id)
 
     @property
     def is_ending(self) -> bool:
@@ -142,6 +177,10 @@ class LocalLauncher:
             code = await self._run_once(role, instance_id)
             if self._stopping:
                 return
+            if code == 0 and instance_id in self._returning:
+                self._returning.discard(instance_id)
+                log.info("%s has left; another one starts from the code on disk", instance_id)
+                continue
             if code == 0:
                 log.info("%s has left the cluster", instance_id)
                 self._forget_memory(instance_id)
@@ -171,20 +210,22 @@ class LocalLauncher:
 
     async def _run_once(self, role: str, instance_id: str) -> int | None:
         """Starts a worker, and returns its status when it has ended; None: none could start."""
-        try:
-            process = await self._spawn(role, instance_id)
-        except OSError as error:
-            if not self._started:
-                raise
-            log.warning("cannot start %s: %s", instance_id, error)
-            return None
+        process = self._processes.get(instance_id)
+        if process is None or process.returncode is not None:
+            try:
+                process = await self._spawn(role, instance_id)
+            except OSError as error:
+                if not self._started:
+                    raise
+                log.warning("cannot start %s: %s", instance_id, error)
+                return None
         self._processes[instance_id] = process
         return await process.wait()
 
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
-        line += self._places.get(instance_id, ())
+        line += [*self._flags, *self._places.get(instance_id, ())]
         line += self._kept_memory(role, instance_id)
         if self._fork_server is not None:
             try:

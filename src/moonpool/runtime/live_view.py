@@ -248,7 +248,7 @@ def _describe_instance(
             "held": load.held_blocks,
             "cached": load.cached_blocks,
             "received_bytes": sum(
-                load.counters.get(f"{kind}_received_bytes", 0.0) for kind in ("shm", "tcp")
+                load.counters.get(f"{kind}_received_bytes", 0.0) for kind in ("shm", "tcp", "tls")
             ),
         }
         if load.ssd is not None:

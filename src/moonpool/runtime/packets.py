@@ -72,6 +72,11 @@ class PacketSocket(Generic[In, Out]):
         self._pending.append((body, [os.dup(fd) for fd in fds]))
         return True
 
+    @property
+    def num_pending(self) -> int:
+        """Packets that wait until the peer reads."""
+        return len(self._pending)
+
     def close(self) -> None:
         if not self._is_open:
             return

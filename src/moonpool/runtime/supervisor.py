@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import setproctitle
 
 from moonpool.config import Config
 from moonpool.cores import CoreShare
@@ -27,24 +28,39 @@ from moonpool.protocol.supervision import (
     DropAnswer,
     FinishHead,
     FromHead,
+    HandOver,
     HeadBeat,
     HeadBegin,
     HeadEnding,
     HeadFailed,
+    HeadLoaded,
     HeadPrepared,
     HeadUp,
     InstancesKnown,
     KeepAnswer,
     KillWorker,
+    PassConnection,
+    ReplaceWorker,
+    SupervisorState,
     TakeAnswer,
+    TakeConnection,
     TakeNoMore,
     ToHead,
+    UpgradeFailed,
+    UpgradeWanted,
 )
 from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.fork_server import ForkServer, ForkServerError
+from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.succession import (
+    NextHead,
+    SuccessionError,
+    become_next,
+    load_head,
+    try_state,
+)
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")
@@ -73,9 +89,10 @@ class Supervisor:
         http: socket.socket,
         control: socket.socket,
         fork_server: ForkServer | None,
+        state: SupervisorState | None = None,
     ) -> None:
         """`launch`: start the workers of the configuration. Without `fork_server`, head and workers
-        start as new interpreters."""
+        start as new interpreters. `state`: what an earlier program of this process has left."""
         self._config = config
         self._secret = secret
         self._launch = launch
@@ -88,7 +105,12 @@ class Supervisor:
         self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
         self._next_number = 0
         self._expected: dict[InstanceId, Role] = {}
-        self._num_restarts = 0
+        self._num_restarts = self._num_upgrades = 0
+        self._connections: list[int] = []  # clients without a call, for the next head
+        self._prepared: HeadPrepared | None = None
+        self._state = state
+        self._next_head: NextHead | None = None
+        self._upgrade: asyncio.Task[None] | None = None
         self._was_up = False
         self._up_s: float | None = None  # when the present head began to serve
         self._fatal = ""
@@ -100,6 +122,8 @@ class Supervisor:
         _raise_file_limit()
         watch = asyncio.create_task(self._watch())
         try:
+            if self._state is not None:
+                self._adopt(self._state)
             await self._keep_head(stop)
         finally:
             watch.cancel()
@@ -113,6 +137,9 @@ class Supervisor:
                 raise ClusterError(self._fatal)
             if stop.is_set():
                 return
+            if self._next_head is not None:
+                await self._succeed(self._next_head)
+                continue  # only if that failed
             if not self._was_up:
                 text = f"the head ended with code {code} while it started; see the log above"
                 raise ClusterError(text)
@@ -133,7 +160,11 @@ class Supervisor:
 
     async def _run_head(self, stop: asyncio.Event) -> int | None:
         """Runs one head to its end. Returns its exit status; None: it could not be started."""
+        waiting, self._state = self._state, None
         ours, theirs = packet_pair()
+        if waiting is not None:  # an earlier program of this process has started the head
+            ours.close()
+            ours = socket.socket(fileno=waiting.head_fd)
         silent = asyncio.Event()
         decoder = msgspec.msgpack.Decoder(FromHead)
         packets: PacketSocket[FromHead, ToHead] = PacketSocket(
@@ -142,7 +173,7 @@ class Supervisor:
         self._packets, self._up_s, self._heard_s = packets, None, None
         self._bequeath(packets)
         stopped = asyncio.create_task(stop.wait())
-        spawned = asyncio.create_task(self._spawn(theirs))
+        spawned = asyncio.create_task(self._spawn(theirs, waiting))
         try:
             await asyncio.wait({spawned, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not spawned.done():
@@ -177,14 +208,21 @@ class Supervisor:
             secret=self._secret,
             launch=self._launch,
             num_restarts=self._num_restarts,
+            num_upgrades=self._num_upgrades,
             expected=self._expected,
         )
         packets.send(begin, (self._http.fileno(), self._control.fileno()))
+        for fd in self._connections:
+            packets.send(TakeConnection(), (fd,))
+            os.close(fd)
+        self._connections.clear()
         for number, fds in self._answers.items():
             packets.send(TakeAnswer(number=number), fds)
         packets.send(TakeNoMore(next_number=self._next_number))
 
-    async def _spawn(self, theirs: socket.socket) -> WorkerProcess:
+    async def _spawn(self, theirs: socket.socket, waiting: SupervisorState | None) -> WorkerProcess:
+        if waiting is not None:
+            return ForkedProcess(waiting.head_pid)
         line, fd = ["head-process", "--fd"], theirs.fileno()
         if self._fork_server is not None:
             try:
@@ -197,7 +235,7 @@ class Supervisor:
             "moonpool",
             *line,
             str(fd),
-            env=os.environ | worker_environment(self._secret, self._config.engine.threads or 1),
+            env=self._environment(),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(fd,),
@@ -217,10 +255,21 @@ class Supervisor:
                 self._heard_s = self._clock.listened_s
             case InstancesKnown():
                 self._expected = packet.roles
+            case PassConnection():
+                self._connections.append(fds[0])
+            case ReplaceWorker():
+                if self._launcher is not None:
+                    self._launcher.expect_return(packet.instance_id)
+            case UpgradeWanted():
+                if self._upgrade is None or self._upgrade.done():
+                    self._upgrade = asyncio.create_task(self._prepare_upgrade())
+            case HeadLoaded():
+                pass  # only the one who prepares an upgrade waits for it
             case KillWorker():
                 if self._launcher is not None:
                     self._launcher.kill(packet.instance_id)
             case HeadPrepared():
+                self._prepared = packet
                 if self._launch and self._launcher is None:
                     self._start_workers(packet)
             case HeadUp():
@@ -241,7 +290,16 @@ class Supervisor:
             self._fatal = self._fatal or message
 
     def _start_workers(self, prepared: HeadPrepared) -> None:
-        self._launcher = LocalLauncher(
+        self._launcher = self._new_launcher(prepared)
+        self._launcher.start()
+        self._watch_keepers(self._launcher)
+
+    def _watch_keepers(self, launcher: LocalLauncher) -> None:
+        for keeper in launcher.keepers:
+            keeper.add_done_callback(self._on_given_up)
+
+    def _new_launcher(self, prepared: HeadPrepared) -> LocalLauncher:
+        return LocalLauncher(
             self._config.cluster,
             self._control.getsockname()[1],
             self._secret,
@@ -249,10 +307,8 @@ class Supervisor:
             [CoreShare(engine, others) for engine, others in prepared.cores],
             self._fork_server,
             self._config.vllm,
+            self._config.tls.flags(),
         )
-        self._launcher.start()
-        for keeper in self._launcher.keepers:
-            keeper.add_done_callback(self._on_given_up)
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
         """A worker has ended for good, which is right only once the cluster is up."""
@@ -263,6 +319,82 @@ class Supervisor:
         self._fatal = self._fatal or f"{text}; see the log above"
         if self._head is not None:
             _kill(self._head)
+
+    # An upgrade: the next program of this process, and the next head
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | worker_environment(self._secret, self._config.engine.threads or 1)
+
+    async def _prepare_upgrade(self) -> None:
+        """Loads the next head and tries the next program; then lets the present head hand over."""
+        head, packets = self._head, self._packets
+        assert head is not None
+        assert packets is not None
+        try:
+            found = await load_head(self._environment(), self._config.engine.kind != "vllm")
+            try:
+                await try_state(self._leave(found))
+            except SuccessionError:
+                found.end()
+                raise
+        except SuccessionError as error:
+            log.error("the upgrade is called off: %s", error)
+            packets.send(UpgradeFailed(message=str(error)))
+            return
+        self._next_head = found
+        packets.send(HandOver())
+        await asyncio.sleep(self._config.api.drain_seconds + FINISH_S)
+        _kill(head)
+
+    async def _succeed(self, head: NextHead) -> None:
+        """Becomes the next program. Returns only if that fails."""
+        log.info("the code on disk takes over, and goes on with %d answers", len(self._answers))
+        if self._upgrade is not None:
+            self._upgrade.cancel()
+        if self._fork_server is not None:
+            await self._fork_server.close()
+            self._fork_server = None
+        try:
+            become_next(self._leave(head))
+        except OSError as error:
+            log.error("the upgrade is called off: cannot start %s: %s", sys.executable, error)
+        self._next_head = None
+        head.end()
+
+    def _leave(self, head: NextHead) -> SupervisorState:
+        """What the next program gets."""
+        launcher = self._launcher
+        return SupervisorState(
+            title=setproctitle.getproctitle(),
+            config=self._config,
+            secret=self._secret,
+            launch=self._launch,
+            http=self._http.fileno(),
+            control=self._control.fileno(),
+            answers=self._answers,
+            connections=tuple(self._connections),
+            next_number=self._next_number,
+            expected=self._expected,
+            num_restarts=self._num_restarts,
+            num_upgrades=self._num_upgrades + 1,
+            head_pid=head.process.pid,
+            head_fd=head.packets.fileno(),
+            prepared=self._prepared,
+            workers={} if launcher is None else launcher.workers(),
+            memory={} if launcher is None else launcher.memory(),
+        )
+
+    def _adopt(self, state: SupervisorState) -> None:
+        """Goes on with what an earlier program of this process has left."""
+        self._answers, self._connections = dict(state.answers), list(state.connections)
+        self._next_number, self._expected = state.next_number, state.expected
+        self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
+        self._prepared = state.prepared
+        self._was_up = True
+        if state.launch and state.prepared is not None:
+            self._launcher = self._new_launcher(state.prepared)
+            self._launcher.adopt(state.workers, state.memory)
+            self._watch_keepers(self._launcher)
 
     # The head's health, and the end
 
@@ -280,14 +412,19 @@ class Supervisor:
                 _kill(self._head)
 
     async def _end(self) -> None:
+        if self._upgrade is not None:
+            self._upgrade.cancel()
+        if self._next_head is not None:
+            self._next_head.end()
         if self._launcher is not None:
             await self._launcher.stop()
         if self._fork_server is not None:
             await self._fork_server.close()
-        for fds in self._answers.values():
+        for fds in [*self._answers.values(), self._connections]:
             for fd in fds:
                 os.close(fd)
         self._answers.clear()
+        self._connections.clear()
         self._http.close()
         self._control.close()
 

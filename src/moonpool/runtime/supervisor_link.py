@@ -18,18 +18,25 @@ from moonpool.protocol.supervision import (
     DropAnswer,
     FinishHead,
     FromHead,
+    HandOver,
     HeadBeat,
     HeadBegin,
     HeadEnding,
     HeadFailed,
+    HeadLoaded,
     HeadPrepared,
     HeadUp,
     InstancesKnown,
     KeepAnswer,
     KillWorker,
+    PassConnection,
+    ReplaceWorker,
     TakeAnswer,
+    TakeConnection,
     TakeNoMore,
     ToHead,
+    UpgradeFailed,
+    UpgradeWanted,
 )
 from moonpool.runtime.packets import PacketSocket
 from moonpool.types import InstanceId, Role
@@ -37,6 +44,7 @@ from moonpool.types import InstanceId, Role
 log = limited_logger("moonpool.head")
 
 BEAT_S = 1.0
+FLUSH_S, FLUSH_LOOK_S = 5.0, 0.01
 MAX_KEPT = 4096
 MAX_LOG_BYTES = 512 << 20
 """Most bytes of the logs of all answers."""
@@ -50,13 +58,17 @@ class Inheritance:
     http: socket.socket
     control: socket.socket
     answers: list[tuple[KeptStream, socket.socket]] = field(default_factory=list)
+    connections: list[socket.socket] = field(default_factory=list)
 
 
 class SupervisorLink:
-    """Made on the running loop. `stop` is set when the head shall end in order."""
+    """Made on the running loop. `stop` is set when the head shall end in order, or hand over."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stop = asyncio.Event()
+        self.hands_over = False
+        self.upgrade_error: str | None = None
+        """Why the last upgrade was called off."""
         self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
         self._inheritance: Inheritance | None = None
         self._next_number = 0
@@ -73,6 +85,27 @@ class SupervisorLink:
     async def inherit(self) -> Inheritance:
         """Waits for what an earlier head has left."""
         return await self._inherited
+
+    def loaded(self) -> None:
+        self._packets.send(HeadLoaded())
+
+    def replace(self, instance_id: InstanceId) -> None:
+        self._packets.send(ReplaceWorker(instance_id=instance_id))
+
+    def upgrade(self) -> None:
+        self.upgrade_error = None
+        self._packets.send(UpgradeWanted())
+
+    def pass_on(self, socket_fd: int) -> None:
+        """Gives the next head a connection on which no call is under way."""
+        self._packets.send(PassConnection(), (socket_fd,))
+
+    async def flush(self) -> None:
+        """Returns when everything is sent, after FLUSH_S at the latest."""
+        for _ in range(int(FLUSH_S / FLUSH_LOOK_S)):
+            if not self._packets.num_pending:
+                return
+            await asyncio.sleep(FLUSH_LOOK_S)
 
     def prepared(self, shares: Sequence[CoreShare], threads: int) -> None:
         cores = tuple((share.engine, share.others) for share in shares)
@@ -142,7 +175,16 @@ class SupervisorLink:
                 assert self._inheritance is not None
                 self._next_number = packet.next_number
                 self._inherited.set_result(self._inheritance)
+            case TakeConnection():
+                assert self._inheritance is not None
+                self._inheritance.connections.append(socket.socket(fileno=fds[0]))
+            case UpgradeFailed():
+                self.upgrade_error = packet.message
+            case HandOver():
+                self.hands_over = True
+                self.stop.set()
             case FinishHead():
+                self.hands_over = False
                 self.stop.set()
 
     def _take(self, number: int, socket_fd: int, log_fd: int) -> None:

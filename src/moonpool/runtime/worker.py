@@ -63,6 +63,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance import Instance
 from moonpool.transfer.messenger import Messenger
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.worker")
@@ -85,10 +86,11 @@ class Worker(InstanceProcess):
         num_stages: int | None = None,
         num_ranks: int | None = None,
         kept: tuple[str, str] | None = None,
+        tls: PeerTls | None = None,
     ) -> None:
         """`num_stages` and `num_ranks` override the head's configuration of the role. `kept`: the
         memory files that an earlier process of this instance may have filled."""
-        super().__init__(role, instance_id, machine, secret)
+        super().__init__(role, instance_id, machine, secret, tls)
         self._num_stages = num_stages
         self._num_ranks = num_ranks
         self._share = share
@@ -192,6 +194,7 @@ class Worker(InstanceProcess):
             degree,
             self._share,
             self._kept,
+            self._tls,
         )
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:

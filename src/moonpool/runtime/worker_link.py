@@ -53,6 +53,8 @@ class LinkOwner(Protocol):
         """Called also for links that never joined."""
         ...
 
+    def on_connected(self, link: WorkerLink) -> None: ...
+
     def on_proved(self, link: WorkerLink) -> None:
         """The peer knows the secret."""
         ...
@@ -70,14 +72,15 @@ class WorkerLink:
         self._owner = owner
         self._reason = ""
         self.instance_id = InstanceId("")
-        self.pid, self.host = (
-            0,
-            "",
-        )  # of an attention worker; instances report theirs when they join
+        self.pid, self.host = 0, ""  # of an attention worker; those of instances are in their info
+        self.release = ""  # of an instance's worker; "" if it does not state it
         self.heard_s = owner.listened_s()  # on the head's clock of listening
         self.channel: Channel[UpFrame, DownFrame] = Channel(
             ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
         )
+
+    def on_connected(self) -> None:
+        self._owner.on_connected(self)
 
     def on_open(self, peer: Identity) -> None:
         self.instance_id = peer.instance_id
@@ -94,6 +97,7 @@ class WorkerLink:
             case AttentionReady():
                 self._owner.on_attention(self, frame.address)
             case Joined():
+                self.release = frame.release
                 unwanted = self._owner.admit(self, frame)
                 if unwanted is not None:
                     self.channel.send(TurnedAway(message=unwanted))

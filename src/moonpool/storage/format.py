@@ -36,9 +36,9 @@ from dataclasses import dataclass
 import xxhash
 
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.versions import BLOCK_FORMATS
 from moonpool.types import BlockKey
 
-VERSION = 1
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 256 << 20
 HELD, USED, VOID = 1, 2, 3
@@ -133,7 +133,7 @@ def encode_header(header: SlotHeader) -> bytes:
     geometry = header.geometry
     body = _SLOT.pack(
         _SLOT_MAGIC,
-        VERSION,
+        BLOCK_FORMATS.newest,
         geometry.num_layers,
         geometry.slice_bytes,
         geometry.slots_per_segment,
@@ -156,8 +156,8 @@ def decode_header(data: bytes | memoryview) -> SlotHeader:
     _, version, num_layers, slice_bytes, slots, _, fingerprint, key, slot, sequence = fields
     end = _SLOT.size + num_layers * _CHECKSUM.size
     _verify(data, end, "the slot's header")
-    if version != VERSION:
-        raise OtherVersionError(f"the slot is of format version {version}, not {VERSION}")
+    if not BLOCK_FORMATS.includes(version):
+        raise OtherVersionError(f"the slot is of format version {version}, not {BLOCK_FORMATS}")
     checksums = struct.unpack_from(f"<{num_layers}Q", data, _SLOT.size)
     geometry = Geometry(fingerprint, num_layers, slice_bytes, slots)
     return SlotHeader(geometry, BlockKey(key), slot, sequence, checksums)
@@ -167,7 +167,7 @@ def encode_index_head(geometry: Geometry) -> bytes:
     """Returns the first INDEX_HEAD_BYTES of an index."""
     body = _INDEX.pack(
         _INDEX_MAGIC,
-        VERSION,
+        BLOCK_FORMATS.newest,
         geometry.num_layers,
         geometry.slice_bytes,
         geometry.slots_per_segment,
@@ -183,8 +183,8 @@ def decode_index_head(data: bytes) -> Geometry:
         raise FormatError("no index begins here")
     _verify(data, _INDEX.size, "the index's head")
     _, version, num_layers, slice_bytes, slots, _, fingerprint = _INDEX.unpack_from(data)
-    if version != VERSION:
-        raise OtherVersionError(f"the index is of format version {version}, not {VERSION}")
+    if not BLOCK_FORMATS.includes(version):
+        raise OtherVersionError(f"the index is of format version {version}, not {BLOCK_FORMATS}")
     return Geometry(fingerprint, num_layers, slice_bytes, slots)
 
 

@@ -28,13 +28,14 @@ from pathlib import Path
 import xxhash
 
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.versions import BLOCK_FORMATS
 from moonpool.storage.folder import StoreError, instance_folder, make_folder
 from moonpool.transfer.arena import ArenaError, check_memory
 
 HEAD_BYTES = 4096
 OFF = "off"
 """The value of `pool.keep_memory` that keeps nothing."""
-_MAGIC, _VERSION = b"moonkept", 1
+_MAGIC = b"moonkept"
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
 _LOCK_S = 5.0
@@ -165,7 +166,7 @@ def record_bytes(layout: BlockLayout) -> int:
 
 def _encode_head(layout: BlockLayout, num_blocks: int) -> bytes:
     sizes = (layout.num_layers, layout.slice_bytes, num_blocks)
-    body = _HEAD.pack(_MAGIC, _VERSION, *sizes, layout.fingerprint)
+    body = _HEAD.pack(_MAGIC, BLOCK_FORMATS.newest, *sizes, layout.fingerprint)
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 

@@ -13,14 +13,17 @@ class KeptMemoryFiles:
     """Empty memory files without names, for one instance's processes, one after the other. They
     exist as long as this process, or another that has opened them."""
 
-    def __init__(self) -> None:
-        names = ("moonpool-arena", "moonpool-ledger")
-        self._fds = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
-        for fd in self._fds:
-            os.fchmod(fd, 0o600)
-        self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
+    def __init__(self, fds: tuple[int, int] | None = None) -> None:
+        """`fds`: files of an earlier program of this process."""
+        self.fds = fds or (_new_file("moonpool-arena"), _new_file("moonpool-ledger"))
+        self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in self.fds)
 
     def close(self) -> None:
-        for fd in self._fds:
+        for fd in self.fds:
             os.close(fd)
-        self._fds.clear()
+
+
+def _new_file(name: str) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    return fd

@@ -6,9 +6,10 @@ parts of a cluster starts with this handshake:
     client Hello -> server Greeting (its Hello and proof) -> client Proof -> server Welcome
 
 Both proofs cover both hellos (with fresh nonces), so neither can be replayed or reflected. The
-hellos carry protocol version, service and block layout; a mismatch is refused with the reason.
-The core does no I/O: `start` and `feed` return the bodies to send, as frames of 4 bytes of length
-and the body. `authenticate_frames` runs it over a FrameSocket; other channels have their own loop.
+hellos carry service and block layout, and in their nonces the versions that each side speaks
+(`protocol.versions`); a mismatch is refused with the reason. The form of a hello never changes. The
+core does no I/O: `start` and `feed` return the bodies to send, as frames of 4 bytes of length and
+the body. `authenticate_frames` runs it over a FrameSocket; other channels have their own loop.
 The connection is not encrypted: keep attackers who can alter packets off that network.
 """
 
@@ -21,11 +22,23 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from moonpool.protocol.versions import (
+    OWN,
+    STATED_BYTES,
+    Agreed,
+    VersionError,
+    VersionRange,
+    Versions,
+    agree,
+    read_versions,
+    state_versions,
+)
 from moonpool.transfer.errors import TransportError
 from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.types import MALFORMED, InstanceId, Struct
 
-PROTOCOL_VERSION = 10
+HELLO_FORM = 10
+"""In every hello. Protocol 10 had it as its version and accepts no other number."""
 MAX_HANDSHAKE_FRAME_BYTES = 2048
 _NONCE_BYTES = 32
 _Short = Annotated[str, msgspec.Meta(max_length=200)]
@@ -45,7 +58,7 @@ class Identity(Struct, frozen=True):
     instance_id: Annotated[InstanceId, msgspec.Meta(max_length=200)]
     service: _Short
     fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
-    version: int = PROTOCOL_VERSION
+    version: int = HELLO_FORM
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -84,9 +97,11 @@ _WRONG_SECRET = "the cluster secret differs; start all parts with the same one" 
 
 
 class Handshake(Protocol):
-    """Either side. `peer` is set once the peer is authenticated, `done` once both are."""
+    """Either side. `peer` and `agreed` are set once the peer is authenticated, `done` once both
+    are."""
 
     peer: Identity | None
+    agreed: Agreed | None
     done: bool
 
     def start(self) -> bytes:
@@ -101,9 +116,11 @@ class Handshake(Protocol):
 class ClientHandshake:
     """The side that connected."""
 
-    def __init__(self, secret: bytes, me: Identity) -> None:
+    def __init__(self, secret: bytes, me: Identity, versions: Versions = OWN) -> None:
         self._secret = _checked(secret)
-        self._hello = Hello(identity=me, nonce=secrets.token_bytes(_NONCE_BYTES))
+        self._versions = versions
+        self._hello = Hello(identity=me, nonce=_nonce(versions))
+        self.agreed: Agreed | None = None
         self.peer: Identity | None = None
         self.done = False
 
@@ -118,7 +135,7 @@ class ClientHandshake:
             expected = _mac(self._secret, b"server", self._hello, step.hello)
             if not hmac.compare_digest(expected, step.proof):
                 raise _refusal(_WRONG_SECRET)
-            _check_fits(self._hello.identity, step.hello.identity)
+            self.agreed = _check_fits(self._hello, step.hello, self._versions)
             self.peer = step.hello.identity
             return _encode(Proof(proof=_mac(self._secret, b"client", self._hello, step.hello)))
         if self.peer is not None and isinstance(step, Welcome) and not self.done:
@@ -130,9 +147,11 @@ class ClientHandshake:
 class ServerHandshake:
     """The side that accepted."""
 
-    def __init__(self, secret: bytes, me: Identity) -> None:
+    def __init__(self, secret: bytes, me: Identity, versions: Versions = OWN) -> None:
         self._secret = _checked(secret)
-        self._hello = Hello(identity=me, nonce=secrets.token_bytes(_NONCE_BYTES))
+        self._versions = versions
+        self._hello = Hello(identity=me, nonce=_nonce(versions))
+        self.agreed: Agreed | None = None
         self._client: Hello | None = None
         self.peer: Identity | None = None
         self.done = False
@@ -145,8 +164,7 @@ class ServerHandshake:
         if isinstance(step, Denied):
             raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
         if self._client is None and isinstance(step, Hello):
-            if step.identity.version != PROTOCOL_VERSION:  # first: the rest may differ
-                raise _refusal(_version_text(step.identity.version))
+            _agree(self._hello, step, self._versions)  # first: the rest may differ
             self._client = step
             proof = _mac(self._secret, b"server", step, self._hello)
             return _encode(Greeting(hello=self._hello, proof=proof))
@@ -154,7 +172,7 @@ class ServerHandshake:
             expected = _mac(self._secret, b"client", self._client, self._hello)
             if not hmac.compare_digest(expected, step.proof):
                 raise _refusal(_WRONG_SECRET)
-            _check_fits(self._hello.identity, self._client.identity)
+            self.agreed = _check_fits(self._hello, self._client, self._versions)
             self.peer = self._client.identity
             self.done = True
             return _encode(Welcome())
@@ -191,9 +209,24 @@ def _checked(secret: bytes) -> bytes:
     return secret
 
 
-def _check_fits(ours: Identity, theirs: Identity) -> None:
-    if theirs.version != PROTOCOL_VERSION:
-        raise _refusal(_version_text(theirs.version))
+def _nonce(versions: Versions) -> bytes:
+    return state_versions(versions) + secrets.token_bytes(_NONCE_BYTES - STATED_BYTES)
+
+
+def _agree(our_hello: Hello, their_hello: Hello, versions: Versions) -> Agreed:
+    ours, theirs = our_hello.identity, their_hello.identity
+    stated = read_versions(their_hello.nonce)
+    if theirs.version != HELLO_FORM:  # before protocol 10
+        stated = Versions(VersionRange(theirs.version, theirs.version), stated.blocks)
+    try:
+        return agree(versions, stated, ours.instance_id, theirs.instance_id)
+    except VersionError as error:
+        raise _refusal(str(error)) from None
+
+
+def _check_fits(our_hello: Hello, their_hello: Hello, versions: Versions) -> Agreed:
+    agreed = _agree(our_hello, their_hello, versions)
+    ours, theirs = our_hello.identity, their_hello.identity
     if theirs.service != ours.service:
         raise _refusal(f"service {theirs.service!r} was requested, but this is {ours.service!r}")
     if not hmac.compare_digest(theirs.fingerprint, ours.fingerprint):
@@ -202,10 +235,7 @@ def _check_fits(ours: Identity, theirs: Identity) -> None:
             f" {theirs.fingerprint.hex()[:12]} at {theirs.instance_id!r});"
             " all instances must serve the same model, dtype and block size"
         )
-
-
-def _version_text(theirs: int) -> str:
-    return f"protocol version {theirs} there, {PROTOCOL_VERSION} here; install the same release"
+    return agreed
 
 
 def _mac(secret: bytes, side: bytes, client: Hello, server: Hello) -> bytes:

@@ -34,6 +34,7 @@ from moonpool.transfer.errors import PeerGoneError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.transfer.nixl_agent import NixlAgent
 from moonpool.transfer.slice_copier import SliceCopier
+from moonpool.transfer.tls import PeerTls
 from moonpool.transfer.wire import Message
 from moonpool.types import InstanceId
 
@@ -58,6 +59,7 @@ class Credentials:
     peer_arenas: PeerArenas
     slice_copier: SliceCopier
     nixl_agent: NixlAgent | None = None
+    tls: PeerTls | None = None
 
     def can_use_shm(self, peer: PeerAddress) -> bool:
         """Whether the peer runs on this host and both use shared memory."""
@@ -142,7 +144,8 @@ class Connector:
 
     def _dial_tcp(self, deadline_s: float) -> Connection:
         by_s = min(deadline_s, time.monotonic() + HANDSHAKE_TIMEOUT_S)
-        frames = FrameSocket(tcp.connect(self._peer.tcp_host, self._peer.tcp_port, by_s))
+        sock, tls = tcp.connect(self._peer.tcp_host, self._peer.tcp_port, by_s), self._own.tls
+        frames = FrameSocket(sock) if tls is None else tls.connected(sock)
         return self._handshake(
             frames, by_s, lambda peer: tcp.TcpConnection(frames, peer, self._own.slice_copier)
         )
@@ -156,6 +159,7 @@ class Connector:
         """Authenticates both ends, then makes the connection. Closes `frames` on failure."""
         own, peer_id = self._own, self._peer.instance_id
         try:
+            frames.begin(deadline_s)
             handshake = ClientHandshake(own.secret, own.identity)
             found = authenticate_frames(frames, handshake, deadline_s)
             if found.instance_id != peer_id:

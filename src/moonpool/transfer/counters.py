@@ -8,7 +8,7 @@ from moonpool.types import Struct
 
 
 class TransferCounts(Struct, frozen=True):
-    """A snapshot of the counters. Dict keys are transport names (shm, tcp, nixl)."""
+    """A snapshot of the counters. Dict keys are transport names (shm, tcp, tls, nixl)."""
 
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]

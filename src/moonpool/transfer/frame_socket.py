@@ -22,8 +22,8 @@ _MAX_BUFFERS = 512  # the kernel's limit per call is 1024
 _READ_AHEAD_BYTES = 16 << 10
 _TIMEVAL = struct.Struct("ll")
 # Setting a timeout costs a system call: a long one is set to this, and rarely renewed.
-_TICK_S = 1.0
-_TICK_SLACK_S = 0.005
+TICK_S = 1.0
+TICK_SLACK_S = 0.005
 
 
 class FrameSocket:
@@ -37,6 +37,9 @@ class FrameSocket:
     They protect the messages: an intact slice in the wrong place is as wrong as a damaged one.
     """
 
+    is_encrypted = False
+    """Whether only this object's methods may move bytes, because they are encrypted on the way."""
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         sock.settimeout(None)
@@ -49,6 +52,9 @@ class FrameSocket:
         self._start = self._end = 0
         self._armed_s = -1.0
         self._has_checksums = False
+
+    def begin(self, deadline_s: float) -> None:
+        """Does what the transport needs before the first frame. Raises TransportError."""
 
     @property
     def socket(self) -> socket.socket:
@@ -207,8 +213,8 @@ class FrameSocket:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineError(timeout_text or "the deadline passed")
-        timeout_s = min(left_s, _TICK_S)
-        if timeout_s / 2 <= self._armed_s <= left_s + _TICK_SLACK_S:
+        timeout_s = min(left_s, TICK_S)
+        if timeout_s / 2 <= self._armed_s <= left_s + TICK_SLACK_S:
             return
         seconds, rest_s = divmod(timeout_s, 1.0)
         value = _TIMEVAL.pack(int(seconds), max(1, int(rest_s * 1e6)) if not seconds else 0)

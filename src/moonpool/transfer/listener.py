@@ -110,7 +110,9 @@ class PeerListener:
                 _log.warning("cannot accept a connection: %s", error)
                 time.sleep(0.05)  # out of descriptors: do not spin
             return
-        frames = FrameSocket(sock)
+        tls = self._own.tls
+        is_local = sock.family == socket.AF_UNIX
+        frames = FrameSocket(sock) if tls is None or is_local else tls.accepted(sock)
         with self._lock:
             since_s = self._idle_since_s
             if len(self._half_open) >= MAX_HALF_OPEN:
@@ -187,6 +189,7 @@ def accept_handshake(frames: FrameSocket, own: Credentials) -> Connection:
     """Authenticates an accepted connection. Raises AuthError or TransportError; does not close
     `frames`."""
     by_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    frames.begin(by_s)
     found = authenticate_frames(frames, ServerHandshake(own.secret, own.identity), by_s)
     if frames.socket.family == socket.AF_UNIX:
         return shm.exchange_arenas(

@@ -37,6 +37,7 @@ from moonpool.transfer.slice_copier import (
     SliceCopier,
     supports_native,
 )
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import BlockId, BlockKey, InstanceId
 
 PARK_S = 5.0
@@ -71,9 +72,10 @@ class Messenger:
         nixl_agent: NixlAgent | None = None,
         native: SliceCalls | None = None,
         tcp_connections: int = TCP_CONNECTIONS,
+        tls: PeerTls | None = None,
     ) -> None:
         """With `native`, its kernels copy the slices if they support this layout. A large fetch
-        from another machine uses up to `tcp_connections` at once."""
+        from another machine uses up to `tcp_connections` at once, encrypted with `tls`."""
         if arena.shard_view is None and layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
         if not secret:
@@ -92,7 +94,8 @@ class Messenger:
         self._tcp_connections = tcp_connections
         self._incoming = IncomingStreams(self._context, park_s)
         self._reads = IncomingReads(self._context, lease_s)
-        own = Credentials(secret, identity, host_id, arena, PeerArenas(), slice_copier, nixl_agent)
+        arenas = PeerArenas()
+        own = Credentials(secret, identity, host_id, arena, arenas, slice_copier, nixl_agent, tls)
         self._nixl_agent = nixl_agent
         self._pool = ConnectionPool(own, self._spawn)
         self._listener = PeerListener(self._context, own, self._reads, self._incoming, self._spawn)

@@ -12,7 +12,7 @@ from moonpool.transfer.connection import FrameConnection
 from moonpool.transfer.errors import PeerGoneError
 from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.transfer.reshard import ShardView
-from moonpool.transfer.slice_copier import SliceCopier
+from moonpool.transfer.slice_copier import PlainSliceCopier, SliceCopier
 from moonpool.transfer.slice_receiver import SliceReceiver
 from moonpool.transfer.wire import Codec, Slices, unpack_offers
 from moonpool.types import InstanceId
@@ -22,7 +22,7 @@ _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt of linux/tcp.h's tcp_info, in m
 
 
 class TcpConnection(FrameConnection):
-    """See `connection.Connection`."""
+    """See `connection.Connection`. Over TLS its `transport` is "tls"."""
 
     transport = "tcp"
     defers_checksums = False
@@ -30,6 +30,9 @@ class TcpConnection(FrameConnection):
     def __init__(self, frames: FrameSocket, peer: InstanceId, slice_copier: SliceCopier) -> None:
         super().__init__(frames, peer)
         self._slice_copier = slice_copier
+        if frames.is_encrypted:
+            self.transport = "tls"
+            self._slice_copier = PlainSliceCopier()  # the kernels write to the descriptor itself
         self._codec = Codec()
 
     def send_slices(

@@ -32,6 +32,7 @@ from moonpool.protocol.messages import AttemptId, InstanceInfo
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.runtime.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
 from moonpool.scheduler.actions import ExitProcess, SendReport
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId, Role
 from moonpool.vllm.client import Health, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output, same_model
@@ -84,9 +85,10 @@ class VllmWorker(InstanceProcess):
         secret: bytes,
         place: VllmAddress,
         api_key: str = "",
+        tls: PeerTls | None = None,
     ) -> None:
         """Raises WorkerError."""
-        super().__init__(role, instance_id, machine, secret)
+        super().__init__(role, instance_id, machine, secret, tls)
         self._place = place
         self._client = VllmClient(place.url, api_key)
         try:

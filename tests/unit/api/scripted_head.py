@@ -72,7 +72,7 @@ class ScriptedHead:
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
         self.is_healthy = True
-        self.num_drops = 0
+        self.num_drops = self.num_upgrades = 0
         self.num_views = 0
         self.most_views = 1
         self.explanations: dict[str, dict[str, Any]] = {}
@@ -90,11 +90,14 @@ class ScriptedHead:
     def drop_cached_blocks(self) -> None:
         self.num_drops += 1
 
-    def drain(self, instance_id: str, within_s: float) -> str:
+    def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
         if instance_id != "prefill-1":
             return f"there is no instance {instance_id!r}; there are: prefill-1"
         self.drained.append((instance_id, within_s))
         return ""
+
+    def upgrade(self) -> None:
+        self.num_upgrades += 1
 
     def submit(
         self, request: Request, delivered: tuple[int, ...] | None = None

@@ -120,21 +120,21 @@ def test_a_tenant_sees_its_own_and_the_operator_sees_all() -> None:
     assert ask("/explain/r?tenant=ann", "k-op", head=head).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("key", "headers", "status"),
-    [
-        ("k-op", {}, 200),
-        ("k-op", {"host": "localhost:8000"}, 200),
-        ("k-op", {"host": "[::1]:8000", "origin": "http://127.0.0.1:3000"}, 200),
-        ("k-ann", {}, 403),
-        ("k-op", {"host": "evil.example"}, 403),
-        ("k-op", {"host": "127.0.0.1.evil.example"}, 403),
-        ("k-op", {"origin": "http://evil.example"}, 403),
-        ("k-op", {"origin": "null"}, 403),
-        ("k-op", {"content-type": "text/plain"}, 415),
-        ("k-op", {"content-type": ""}, 415),
-    ],
-)
+STEERING = [
+    ("k-op", {}, 200),
+    ("k-op", {"host": "localhost:8000"}, 200),
+    ("k-op", {"host": "[::1]:8000", "origin": "http://127.0.0.1:3000"}, 200),
+    ("k-ann", {}, 403),
+    ("k-op", {"host": "evil.example"}, 403),
+    ("k-op", {"host": "127.0.0.1.evil.example"}, 403),
+    ("k-op", {"origin": "http://evil.example"}, 403),
+    ("k-op", {"origin": "null"}, 403),
+    ("k-op", {"content-type": "text/plain"}, 415),
+    ("k-op", {"content-type": ""}, 415),
+]
+
+
+@pytest.mark.parametrize(("key", "headers", "status"), STEERING)
 def test_only_the_operator_drains_and_no_web_page(
     key: str, headers: dict[str, str], status: int
 ) -> None:
@@ -142,3 +142,13 @@ def test_only_the_operator_drains_and_no_web_page(
     found = ask("/cluster/drain", key, DRAIN, head=head, headers={"host": "127.0.0.1", **headers})
     assert found.status_code == status, found.text
     assert bool(head.drained) == (status == 200)
+
+
+@pytest.mark.parametrize(("key", "headers", "status"), STEERING)
+def test_only_the_operator_upgrades_and_no_web_page(
+    key: str, headers: dict[str, str], status: int
+) -> None:
+    head = ScriptedHead()
+    found = ask("/cluster/upgrade", key, {}, head=head, headers={"host": "127.0.0.1", **headers})
+    assert found.status_code == (202 if status == 200 else status), found.text
+    assert head.num_upgrades == (status == 200)

@@ -30,6 +30,9 @@ class Ear:
         self.heard = asyncio.Event()
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
+    def on_connected(self) -> None:
+        """Does nothing."""
+
     def on_open(self, peer: Identity) -> None:
         self.peer = peer
         self.heard.set()

@@ -47,6 +47,9 @@ class FakeHead:
         self._channel = Channel(handshake, msgspec.msgpack.Decoder(UpFrame), self)
         return self._channel
 
+    def on_connected(self) -> None:
+        """Does nothing."""
+
     def on_open(self, peer: Identity) -> None:
         assert self._channel is not None
         self.acts.pop(0)(self._channel)

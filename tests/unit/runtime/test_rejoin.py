@@ -58,6 +58,7 @@ class FakeChannel:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.ended: list[str] = []
+        self.protocol = 10
 
     def send(self, *frames: Any) -> None:
         self.sent += frames

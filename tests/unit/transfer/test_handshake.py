@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+
 import msgspec
 import pytest
 
+from moonpool.protocol.versions import OWN, UNSTATED, Agreed, VersionRange, Versions
 from moonpool.transfer.auth import (
-    PROTOCOL_VERSION,
+    HELLO_FORM,
     AuthError,
     ClientHandshake,
     Greeting,
@@ -24,7 +27,7 @@ def identity(
     name: str,
     service: str = "control",
     fingerprint: bytes = b"f" * 32,
-    version: int = PROTOCOL_VERSION,
+    version: int = HELLO_FORM,
 ) -> Identity:
     return Identity(
         instance_id=InstanceId(name), service=service, fingerprint=fingerprint, version=version
@@ -100,7 +103,7 @@ def test_the_identity_is_part_of_the_proof() -> None:
     [
         (identity("s", fingerprint=b"g" * 32), "block layouts differ"),
         (identity("s", service="blocks"), "service"),
-        (identity("s", version=PROTOCOL_VERSION + 1), "protocol version"),
+        (identity("s", version=9), "c speaks protocol 10 to 11, s 9: upgrade s, one release"),
     ],
 )
 def test_a_mismatch_is_refused_with_the_reason(theirs: Identity, reason: str) -> None:
@@ -117,3 +120,69 @@ def test_unexpected_steps_and_invalid_bodies_are_refused() -> None:
             ServerHandshake(SECRET, identity("s")).feed(rubbish)
     with pytest.raises(AuthError, match="empty"):
         ClientHandshake(b"", identity("c"))
+
+
+def speaking(oldest: int, newest: int, blocks: int = 1) -> Versions:
+    return Versions(VersionRange(oldest, newest), VersionRange(blocks, blocks))
+
+
+NEXT = speaking(OWN.protocol.newest, OWN.protocol.newest + 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "protocol"),
+    [
+        (OWN, OWN, OWN.protocol.newest),
+        (OWN, NEXT, OWN.protocol.newest),
+        (NEXT, OWN, OWN.protocol.newest),
+        (speaking(10, 10), OWN, 10),
+    ],
+)
+def test_both_sides_use_the_newest_version_that_both_speak(
+    here: Versions, there: Versions, protocol: int
+) -> None:
+    client = ClientHandshake(SECRET, identity("c"), here)
+    server = ServerHandshake(SECRET, identity("s"), there)
+    run(client, server)
+    assert client.agreed == server.agreed == Agreed(protocol, 1)
+
+
+def without_statement(hello: Hello) -> Hello:
+    """The hello of protocol 10: all of its nonce is random."""
+    return msgspec.structs.replace(hello, nonce=secrets.token_bytes(32))
+
+
+def test_a_peer_that_states_nothing_speaks_protocol_10() -> None:
+    client = ClientHandshake(SECRET, identity("c"))
+    server = ServerHandshake(SECRET, identity("s"))
+    client._hello = without_statement(client._hello)
+    run(client, server)
+    assert server.agreed == Agreed(UNSTATED.protocol.newest, 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "text"),
+    [
+        (speaking(10, 11), speaking(12, 13), "s speaks protocol 12 to 13, c 10 to 11: upgrade c"),
+        (speaking(12, 13), speaking(10, 11), "s speaks protocol 10 to 11, c 12 to 13: upgrade s"),
+        (speaking(10, 11, 1), speaking(10, 11, 2), "s speaks block format 2, c 1: upgrade c"),
+    ],
+)
+def test_a_peer_without_a_common_version_learns_both_and_what_to_do(
+    here: Versions, there: Versions, text: str
+) -> None:
+    client = ClientHandshake(SECRET, identity("c"), here)
+    with pytest.raises(AuthError, match=text) as caught:
+        run(client, ServerHandshake(SECRET, identity("s"), there))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(AuthError, match=f"refused us.*{text}"):
+        client.feed(caught.value.reply)
+
+
+def test_versions_cannot_be_lowered_on_the_way() -> None:
+    client = ClientHandshake(SECRET, identity("c"))
+    server = ServerHandshake(SECRET, identity("s"))
+    hello = msgspec.msgpack.decode(client.start(), type=Hello)
+    lowered = msgspec.msgpack.encode(without_statement(hello))
+    with pytest.raises(AuthError, match="secret differs"):
+        client.feed(server.feed(lowered))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Callable
+from math import inf
 from typing import Any, cast
 
 from starlette.types import Scope
@@ -27,6 +29,8 @@ from moonpool.log_limit import limited_logger
 MAX_HEADER_BYTES = 64 << 10
 HEADER_S = 20.0
 """Seconds for the header of a request to arrive, from its first byte or the connection's start."""
+READ_S = 5.0
+"""Seconds for a request to arrive whose connection another head shall have."""
 FLUSH_S = 0.05
 """How often a complete response is looked at until the kernel has all of it."""
 _RESERVED_FILES = 192
@@ -142,6 +146,29 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_header()
         if self._in_header:
             self.limit.idle[self] = None
+
+    # Another head takes over
+
+    def leave(self, give: Callable[[int], None]) -> float:
+        """Gives the connection away if no call is under way on it. Returns how many seconds to wait
+        for it: 0 if it has gone, or its answer is kept."""
+        if self._kept is not None or self.transport.is_closing():
+            return 0.0
+        if self._responds:
+            return inf
+        if self._header_bytes or not self._in_header:
+            return READ_S
+        if self.scheme != "https":
+            give(self.transport.get_extra_info("socket").fileno())
+        self.transport.abort()
+        return 0.0
+
+    def await_next(self) -> None:
+        """The connection is one of another head, after a response: it waits like any such."""
+        self._stop_timer()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     # Answers that outlive this process
 

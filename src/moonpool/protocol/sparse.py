@@ -1,0 +1,38 @@
+"""The form of a message for a peer of the version before, which refuses fields that it lacks.
+
+Fields with their default value are left out. So a setting or field that a version adds reaches such
+a peer only if it is in use, and the peer then refuses the message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+def without_defaults(value: Any) -> Any:
+    """Returns what encodes to the message without fields that have their default value."""
+    if isinstance(value, msgspec.Struct):
+        form = value.__struct_config__
+        if form.array_like:
+            return value
+        found: dict[str, Any] = {}
+        if form.tag_field is not None:
+            found[form.tag_field] = form.tag
+        for field in msgspec.structs.fields(value):
+            own = getattr(value, field.name)
+            if own != _default(field):
+                found[field.encode_name] = without_defaults(own)
+        return found
+    if isinstance(value, list | tuple):
+        return [without_defaults(one) for one in value]
+    if isinstance(value, dict):
+        return {key: without_defaults(one) for key, one in value.items()}
+    return value
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default

@@ -1,0 +1,45 @@
+"""Messages for a peer of the version before: the same values, without fields that it may lack."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from moonpool.config import AttentionConfig, Config, PoolConfig
+from moonpool.protocol.frames import DownFrame, Joined, Setup, Stop
+from moonpool.protocol.messages import Abort
+from moonpool.protocol.sparse import without_defaults
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import InstanceId
+
+CONFIG = Config()
+ADDRESS = PeerAddress(
+    instance_id=InstanceId("a"), host_id="h", unix_name="", tcp_host="", tcp_port=1
+)
+SETUP = Setup(
+    model=CONFIG.model,
+    pool=PoolConfig(block_tokens=32),
+    mooncake=CONFIG.mooncake,
+    network=CONFIG.network,
+    engine=CONFIG.engine,
+    slo=CONFIG.slo,
+    learning=True,
+    num_instances=1,
+    num_processes=1,
+    attention=(ADDRESS,),
+    sharing=AttentionConfig(),
+)
+
+
+@pytest.mark.parametrize("frame", [SETUP, Stop(), Abort(attempt_id="x")])
+def test_the_form_decodes_to_the_same_message(frame: DownFrame) -> None:
+    body = msgspec.msgpack.encode(without_defaults(frame))
+    assert msgspec.msgpack.decode(body, type=DownFrame) == frame
+    assert len(body) <= len(msgspec.msgpack.encode(frame))
+
+
+def test_fields_with_their_default_are_left_out() -> None:
+    found = without_defaults(SETUP)
+    assert found["pool"] == {"block_tokens": 32}
+    assert "sharing" not in found
+    assert "release" not in without_defaults(Joined(info=3))  # type: ignore[arg-type]
