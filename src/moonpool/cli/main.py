@@ -41,6 +41,7 @@ COMMANDS = {
     "bench": ("moonpool.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
 }
 INTERNAL = {  # the supervisor and workers start these
+    "fork-server": ("moonpool.cli.head_process", "fork_server"),
     "head-process": ("moonpool.cli.head_process", "head_process"),
     "stage": ("moonpool.cli.engine_process", "stage"),
     "rank": ("moonpool.cli.engine_process", "rank"),
