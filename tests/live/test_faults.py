@@ -184,7 +184,7 @@ def command_of(pid: int) -> str:
 
 
 @pytest.mark.long
-def test_workers_come_back_without_the_fork_server_they_were_forked_from() -> None:
+def test_workers_come_back_without_their_fork_server_which_comes_back_too() -> None:
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]

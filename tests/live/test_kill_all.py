@@ -1,10 +1,12 @@
-"""Every process but the supervisor is killed at random moments: every stream ends right."""
+"""Every process but the supervisor is killed or stopped at random: every stream ends right."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -16,6 +18,8 @@ from tests.live.test_head_death import Body, Streams, ask, bodies
 
 RUN_S = 60.0
 STREAMS_S = 240.0
+STOPPED_SHARE = 0.25
+LONGEST_STOP_S = 3.0
 
 
 def kind_of(pid: int) -> str:
@@ -26,7 +30,7 @@ def kind_of(pid: int) -> str:
         return ""
     if "head-process" in command:
         return "head"
-    if command == "moonpool fork server":
+    if command == "moonpool fork server" or " fork-server " in command:
         return "fork server"
     words = command.split()
     return words[words.index("--role") + 1] if "--role" in words else ""
@@ -41,6 +45,17 @@ def victims(server: LocalServer) -> dict[str, list[int]]:
     return found
 
 
+def stop_for(pid: int, seconds: float) -> None:
+    """Lets a process stand still for so long."""
+
+    def go_on() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(seconds, go_on).start()
+
+
 def wait_until_begun(streams: Streams, numbers: set[int]) -> None:
     """A call that the head has not read completely ends with the head."""
     deadline = time.monotonic() + STREAMS_S
@@ -53,8 +68,8 @@ def wait_until_begun(streams: Streams, numbers: set[int]) -> None:
 @pytest.mark.parametrize(
     ("arrangement", "kinds"),
     [
-        (["--prefill", "1", "--decode", "1"], {"head", "prefill", "decode"}),
-        (["--mixed", "2"], {"head", "mixed"}),
+        (["--prefill", "1", "--decode", "1"], {"head", "fork server", "prefill", "decode"}),
+        (["--mixed", "2"], {"head", "fork server", "mixed"}),
     ],
     ids=["1P+1D", "2M"],
 )
@@ -77,10 +92,12 @@ def test_no_death_but_the_supervisors_costs_an_answer(
                 if not streams.are_running or not found:
                     break
                 kind = drawn.choice(sorted(found))
-                if kind == "fork server" and drawn.random() < 0.7:
-                    continue  # there is none after its death: what it would test comes once
                 pid = drawn.choice(found[kind])
-                os.kill(pid, signal.SIGKILL)
+                if drawn.random() < STOPPED_SHARE:
+                    stop_for(pid, drawn.random() * LONGEST_STOP_S)
+                    kind = f"{kind} stopped"
+                else:
+                    os.kill(pid, signal.SIGKILL)
                 killed[kind] = killed.get(kind, 0) + 1
             streams.join()
             assert streams.errors == [], killed

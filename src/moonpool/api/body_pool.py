@@ -12,22 +12,20 @@ import contextlib
 import logging
 import os
 import sys
-from collections import deque
-from collections.abc import AsyncIterator
 
 import msgspec
 
 from moonpool.api.body_process import LENGTH, BodyResult, BodyStart, BodyWork, Kind, unpack
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
+from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.preparation import PreparedCall, Preparer
+from moonpool.api.turns import FairTurns
 
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 64 << 10
 HUGE_BYTES = 2 << 20
-MAX_WAITING = 128
-MAX_WAITING_OF_TENANT = 96
 STREAM_BYTES = 1 << 20
 _DONE = msgspec.msgpack.Decoder(BodyResult)
 
@@ -41,14 +39,20 @@ class BodyReader:
         self._options = options
         self._large = _Lane()
         self._huge = _Lane()
+        self._grammars = GrammarCheck()
 
     async def call(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> PreparedCall:
         """Returns a checked call. Raises `ApiError` and `RequestRefused`."""
+        began_s = self._frontend.now()
         if self._is_small(raw):
-            found = await getattr(self._preparer, kind)(raw)
-            assert isinstance(found, PreparedCall)
-            return found
-        return unpack(kind, await self._run(kind, raw, tenant, timeout_s))
+            call = await getattr(self._preparer, kind)(raw)
+            assert isinstance(call, PreparedCall)
+        else:
+            call = unpack(kind, await self._run(kind, raw, tenant, timeout_s))
+        if call.grammar:
+            left_s = began_s + timeout_s - self._frontend.now()
+            await self._grammars.require(call.grammar_field, call.grammar, tenant, left_s)
+        return call
 
     async def respond(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> bytes:
         """Returns a whole response, of an endpoint that generates nothing. Raises as `call`."""
@@ -67,6 +71,7 @@ class BodyReader:
     def close(self) -> None:
         self._large.close()
         self._huge.close()
+        self._grammars.close()
 
     async def _run(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> BodyResult:
         lane = self._huge if len(raw) > HUGE_BYTES else self._large
@@ -103,13 +108,12 @@ class _Lane:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._start = b""
-        self._busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next tenant first
+        self._turns = FairTurns("large bodies wait to be read", "too_many_large_bodies")
         self._closed = False
 
     async def run(self, tenant: str, start: bytes, work: bytes) -> bytes:
         """Returns the reply. A process that ended is replaced once. Raises ApiError."""
-        async with self._turn(tenant):
+        async with self._turns.turn(tenant):
             for is_last in (False, True):
                 try:
                     return await self._exchange(start, work)
@@ -127,44 +131,6 @@ class _Lane:
     def close(self) -> None:
         self._closed = True
         self._end_process()
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
-        if self._busy:
-            await self._wait(tenant)
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._pass_on()
-
-    async def _wait(self, tenant: str) -> None:
-        own = self._waiting.get(tenant, ())
-        num_waiting = sum(len(turns) for turns in self._waiting.values())
-        if num_waiting >= MAX_WAITING or len(own) >= MAX_WAITING_OF_TENANT:
-            text = "Too many large bodies wait to be read. Send the request again later."
-            raise RequestRefused(503, "too_many_large_bodies", text, 5.0)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()  # the turn came at the same moment
-            raise
-
-    def _pass_on(self) -> None:
-        """Gives the turn to the next tenant's oldest body."""
-        while self._waiting:
-            tenant, turns = next(iter(self._waiting.items()))
-            del self._waiting[tenant]
-            turn = turns.popleft()
-            if turns:
-                self._waiting[tenant] = turns
-            if not turn.done():
-                turn.set_result(None)
-                return  # `_busy` stays set for it
-        self._busy = False
 
     async def _exchange(self, start: bytes, work: bytes) -> bytes:
         process = await self._ready(start)

@@ -97,6 +97,7 @@ class BodyResult(Struct, frozen=True):
     prompts: tuple[bytes, ...] = ()
     echoes: tuple[str, ...] = ()
     grammar: str = ""
+    grammar_field: str = ""
 
 
 _WORK = msgspec.msgpack.Decoder(BodyWork)
@@ -138,6 +139,7 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
         prompts=prompts,
         echoes=tuple(prepared.echoes),
         grammar=prepared.grammar,
+        grammar_field=prepared.grammar_field,
     )
 
 
@@ -150,12 +152,26 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
     if kind in ("completion", "embeddings"):
         body: CompletionBody | ChatBody = COMPLETION.decode(done.body)
         embedded = EMBEDDINGS.decode(done.original) if kind == "embeddings" else None
-        return PreparedCall(body, prompts, done.grammar, echoes=done.echoes, original=embedded)
+        return PreparedCall(
+            body,
+            prompts,
+            done.grammar,
+            echoes=done.echoes,
+            original=embedded,
+            grammar_field=done.grammar_field,
+        )
     chat = CHAT.decode(done.body)
     original: Any = None
     if done.original:
         original = (RESPONSES if kind == "responses" else MESSAGES).decode(done.original)
-    return PreparedCall(chat, prompts, done.grammar, Tools(chat), original=original)
+    return PreparedCall(
+        chat,
+        prompts,
+        done.grammar,
+        Tools(chat),
+        original=original,
+        grammar_field=done.grammar_field,
+    )
 
 
 async def perform(preparer: Preparer, work: BodyWork) -> BodyResult:

@@ -154,21 +154,19 @@ class HttpContext:
                 raise _too_large(max_bytes)
             self._count(len(body))
             return body
-        chunks = []
-        num_bytes = 0
+        received = bytearray()  # no list: a part may be as small as a byte
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     chunk = message.get("body", b"")
-                    num_bytes += len(chunk)
-                    if num_bytes > max_bytes:
+                    if len(received) + len(chunk) > max_bytes:
                         raise _too_large(max_bytes)
                     self._count(len(chunk))
-                    chunks.append(chunk)
+                    received += chunk
                     if not message.get("more_body"):
-                        return b"".join(chunks)
+                        return bytes(received)
                     message = await self._receive()
         except TimeoutError:
             text = f"The request body did not arrive within {timeout_s:g} s. Send it again."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -72,6 +73,35 @@ _KINDS = {
 }
 
 
+_OF_BODIES = (400, 408, 413, 415, 503)
+_OF_CALLS = (*_OF_BODIES, 404, 429, 504)
+_ERRORS: dict[str, tuple[int, ...]] = {
+    "/v1/chat/completions": _OF_CALLS,
+    "/v1/completions": _OF_CALLS,
+    "/v1/embeddings": _OF_CALLS,
+    "/v1/responses": _OF_CALLS,
+    "/v1/messages": _OF_CALLS,
+    "/v1/messages/count_tokens": (*_OF_BODIES, 404, 504),
+    "/tokenize": (*_OF_BODIES, 404, 504),
+    "/detokenize": (*_OF_BODIES, 404, 504),
+    "/v1/models/{model_id}": (404,),
+    "/explain/{request_id}": (404,),
+    "/ready": (503,),
+    "/cluster/events": (503,),
+    "/cluster/event_log": (403,),
+    "/cluster/hot": (400, 403),
+    "/reset_prefix_cache": (403,),
+    "/cluster/drain": (*_OF_BODIES, 403, 409),
+    "/beliefs": (403,),
+}
+"""Error statuses besides 401. Any endpoint may also respond 500, which is a bug."""
+_OPEN = frozenset(
+    {"/", "/version", "/openapi.json", "/load", "/metrics", "/health", "/ping", "/live", "/ready"}
+)
+"""They need no API key."""
+_MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+
+
 def openapi_document(routes: Sequence[BaseRoute]) -> bytes:
     """Returns the document as JSON."""
     known = (route for route in routes if isinstance(route, Route))
@@ -98,7 +128,9 @@ def _document(routes: tuple[tuple[str, frozenset[str]], ...]) -> bytes:
             "info": {"title": "moonpool", "version": installed_version()},
             "paths": paths,
             "components": {
-                "schemas": components | {"Error": _ERROR},
+                "schemas": components
+                | {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
+                | _RESPONSES,
                 "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
             },
             "security": [{}, {"bearer": []}],
@@ -124,19 +156,126 @@ _ERROR = {
 }
 
 
-def _operation(path: str, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    kinds = [_KINDS.get(path, "text/plain" if path in _TEXT else _JSON)]
+_MESSAGES_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+
+
+def _object(required: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with these fields, of the given JSON types, and others."""
+    properties = {
+        name: what if isinstance(what, dict) else {"type": what} for name, what in required.items()
+    }
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+_MODEL = {"id": "string", "object": {"const": "model"}, "created": "integer"}
+_ANSWER = {"id": "string", "created": "integer", "model": "string", "choices": "array"}
+_RESPONSES: dict[str, Any] = {
+    "Model": _object({**_MODEL, "owned_by": "string", "max_model_len": "integer"}),
+    "ModelList": _object(
+        {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+        }
+    ),
+    "ChatCompletion": _object(
+        {**_ANSWER, "object": {"const": "chat.completion"}, "usage": "object"}
+    ),
+    "Completion": _object({**_ANSWER, "object": {"const": "text_completion"}, "usage": "object"}),
+    "EmbeddingList": _object(
+        {"object": {"const": "list"}, "data": "array", "model": "string", "usage": "object"}
+    ),
+    "Response": _object(
+        {"id": "string", "object": {"const": "response"}, "status": "string", "output": "array"}
+    ),
+    "Message": _object(
+        {
+            "id": "string",
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "content": "array",
+            "stop_reason": {"type": ["string", "null"]},
+            "usage": "object",
+        }
+    ),
+    "TokenCount": _object({"input_tokens": "integer"}),
+    "Tokens": _object(
+        {
+            "count": "integer",
+            "max_model_len": "integer",
+            "tokens": {"type": "array", "items": {"type": "integer"}},
+        }
+    ),
+    "Text": _object({"prompt": "string"}),
+    "Live": _object({"live": "boolean"}),
+    "Ready": _object({"ready": "boolean", "reason": {"type": ["string", "null"]}}),
+    "Load": _object({"server_load": "integer"}),
+    "Version": _object({"version": "string"}),
+    "Cluster": _object({"instances": "array"}),
+    "Prefixes": _object({"prefixes": "array"}),
+    "Draining": _object({"draining": "string"}),
+}
+_RESPONSE_OF = {
+    "/v1/models": "ModelList",
+    "/v1/models/{model_id}": "Model",
+    "/v1/chat/completions": "ChatCompletion",
+    "/v1/completions": "Completion",
+    "/v1/embeddings": "EmbeddingList",
+    "/v1/responses": "Response",
+    "/v1/messages": "Message",
+    "/v1/messages/count_tokens": "TokenCount",
+    "/tokenize": "Tokens",
+    "/detokenize": "Text",
+    "/live": "Live",
+    "/ready": "Ready",
+    "/load": "Load",
+    "/version": "Version",
+    "/cluster": "Cluster",
+    "/cluster/hot": "Prefixes",
+    "/cluster/drain": "Draining",
+}
+
+
+def _content(kind: str, schema: str | None) -> dict[str, Any]:
+    found = {"schema": {"$ref": f"#/components/schemas/{schema}"}} if schema else {}
+    return {kind: found}
+
+
+def _responses(path: str) -> dict[str, Any]:
+    """What an operation may respond, by status."""
+    success = _content(
+        _KINDS.get(path, "text/plain" if path in _TEXT else _JSON), _RESPONSE_OF.get(path)
+    )
     if path in _EVENTS:
-        kinds.append("text/event-stream")
+        success |= _content("text/event-stream", None)
+    found: dict[str, Any] = {"200": {"description": "Success", "content": success}}
+    errors = _content(_JSON, "MessagesError" if path in _MESSAGES else "Error")
+    if path == "/ready":
+        errors = _content(_JSON, "Ready")
+    statuses = {*_ERRORS.get(path, ()), *(() if path in _OPEN else (401,))}
+    for status in sorted(statuses):
+        found[str(status)] = {"description": HTTPStatus(status).phrase, "content": errors}
+    if path in ("/health", "/ping"):
+        found["503"] = {"description": "The cluster cannot serve", "content": {"text/plain": {}}}
+    return found
+
+
+def _operation(path: str, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
     name = path.strip("/").translate(str.maketrans("/{}.", "____")) or "index"
-    failed = {"$ref": "#/components/schemas/Error"}
     found: dict[str, Any] = {
         "operationId": f"{method.lower()}_{name}",
         "summary": _SUMMARIES.get(path, ""),
-        "responses": {
-            "200": {"description": "Success", "content": {kind: {} for kind in kinds}},
-            "default": {"description": "An error", "content": {_JSON: {"schema": failed}}},
-        },
+        "responses": _responses(path),
     }
     if "{" in path:
         parameter = path[path.index("{") + 1 : path.index("}")]

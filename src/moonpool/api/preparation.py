@@ -57,8 +57,9 @@ MAX_INPUTS = 2048
 class PreparedCall:
     """A checked call. `prompts` holds token ids, `echoes` the text before each output.
 
-    `grammar` constrains the output; "": nothing does. `original` is the body of an API other than
-    chat and completions, for its response.
+    `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
+    checks it afterwards. `original` is the body of an API other than chat and completions, for its
+    response.
     """
 
     body: ChatBody | CompletionBody
@@ -67,6 +68,7 @@ class PreparedCall:
     tools: Tools | None = None
     echoes: Sequence[str] = ()
     original: Any = None
+    grammar_field: str = ""
 
 
 class Preparer:
@@ -103,7 +105,8 @@ class Preparer:
         most_prompts = max(1, self._options.max_choices // (body.n or 1))
         prompts = await self._prompts.read_completion(body, most_prompts)
         echoes = self._prompts.echoes(body, prompts) if body.echo else ()
-        return PreparedCall(body, prompts, await self._grammar(body, None), echoes=echoes)
+        field, grammar = await self._grammar(body, None)
+        return PreparedCall(body, prompts, grammar, echoes=echoes, grammar_field=field)
 
     async def count_tokens(self, raw: bytes) -> bytes:
         """Returns the response with the number of prompt tokens of a message."""
@@ -176,8 +179,8 @@ class Preparer:
         self._check(body)
         tools = Tools(body)
         prompt = await self._prompts.read_chat(body)
-        grammar = await self._grammar(body, tools)
-        return PreparedCall(body, [prompt], grammar, tools, original=original)
+        field, grammar = await self._grammar(body, tools)
+        return PreparedCall(body, [prompt], grammar, tools, original=original, grammar_field=field)
 
     def _check(self, body: ChatBody | CompletionBody) -> None:
         check_model(body.model, self._names)
@@ -192,10 +195,13 @@ class Preparer:
             text = f"'n' must be at most {self._options.max_choices} on this server."
             raise ApiError(text, param="n")
 
-    async def _grammar(self, body: ChatBody | CompletionBody, tools: Tools | None) -> str:
+    async def _grammar(
+        self, body: ChatBody | CompletionBody, tools: Tools | None
+    ) -> tuple[str, str]:
+        """Returns the field that constrains the output and the grammar; both empty if none does."""
         must_call = tools.schema() if tools is not None and tools.must_call else None
         if must_call is None and not body.has_structured_output:
-            return ""
+            return "", ""
         can_end = bool(self.card.eos_token_ids)
         return await asyncio.to_thread(grammar_of, body, can_end, must_call)
 

@@ -1,9 +1,9 @@
 """Structured output: converts the client's constraint to a grammar of llguidance.
 
 A constraint comes from `response_format` (OpenAI), `structured_outputs` (vLLM), or tools of which
-one must be called. The grammar travels with the request. Constraints are untrusted: they only go to
-llguidance, which bounds its own work. If llguidance gives up in the middle of a response, the
-response ends and becomes an error instead of a 200.
+one must be called. The grammar travels with the request. Constraints are untrusted: they go to
+llguidance alone, first in a process of its own (`grammars.check`). If llguidance gives up in the
+middle of a response, the response ends and becomes an error instead of a 200.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
-from moonpool.engine.grammar import LIMITS, first_error, matches_grammar
+from moonpool.engine.grammar import matches_grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -37,12 +37,13 @@ _JSON_OPTIONS: JsonCompileOptions = {
 
 def grammar_of(
     body: ChatBody | CompletionBody, can_end: bool, must_call: dict[str, Any] | None = None
-) -> str:
-    """Returns the grammar of a body with structured output, or with tools that must be called.
+) -> tuple[str, str]:
+    """Returns the field that asks for structured output, or for tools that must be called, and its
+    grammar.
 
     `must_call` is the schema of the required calls. They are the whole output, so a schema of the
     answer has no effect then. `can_end` says whether the model has a token
-    that ends its output. Takes milliseconds for large schemas, without the GIL. Raises `ApiError`.
+    that ends its output. Nothing is compiled yet (see `grammars.check`). Raises `ApiError`.
     """
     if must_call is not None:
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
@@ -54,12 +55,6 @@ def grammar_of(
             "are allowed. Simplify the schema or grammar."
         )
         raise ApiError(text, param=name)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    if is_error:
-        raise _unusable(name, messages[0])
-    trouble = first_error(grammar)
-    if trouble:
-        raise _unusable(name, trouble)
     if body.ignore_eos or body.min_tokens:
         other = "ignore_eos" if body.ignore_eos else "min_tokens"
         text = (
@@ -73,7 +68,7 @@ def grammar_of(
             "Leave it out."
         )
         raise ApiError(text, param=name, code="unsupported_parameter")
-    return grammar
+    return name, grammar
 
 
 async def check_satisfied(grammar: str, text: str) -> None:
@@ -126,7 +121,7 @@ def _json_grammar(name: str, schema: Any) -> str:
             raise ValueError("a JSON schema must be a JSON object")
         return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     except (ValueError, RecursionError) as error:
-        raise _unusable(name, str(error)) from None
+        raise unusable(name, str(error)) from None
 
 
 def _choice_grammar(choices: list[str]) -> str:
@@ -154,6 +149,7 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _unusable(name: str, why: str) -> ApiError:
+def unusable(name: str, why: str) -> ApiError:
+    """The error of a call whose field `name` has a grammar that cannot be used."""
     line = " ".join(why.split())[:300]
     return ApiError(f"The schema or grammar in '{name}' is invalid: {line}", param=name)

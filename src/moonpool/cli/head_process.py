@@ -1,4 +1,5 @@
-"""The process of a head, which the supervisor starts."""
+"""The processes that the supervisor starts besides workers: a head, and a fork server that replaces
+one that has ended."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ import logging
 import os
 import signal
 import socket
+import sys
+from importlib import import_module
 
 import click
 import uvloop
+from setproctitle import setproctitle
 
 from moonpool.cli.logs import set_up_logging
 from moonpool.transfer.parent import end_with
@@ -48,3 +52,32 @@ def head_process(fd: int, engine: bool) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+_OWN = ("runtime.worker", "attention_offload.worker_process", "runtime.cluster")
+_VLLM = ("vllm.worker", "runtime.cluster")  # needs no torch
+
+
+def import_for(engine: str) -> None:
+    """Imports what head and workers need, with the threads of a worker: torch reads them once."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
+    for module in _VLLM if engine == "vllm" else _OWN:
+        import_module(f"moonpool.{module}")
+
+
+def run_line(line: list[str]) -> None:
+    """Runs a command line in a process that was forked for it."""
+    from moonpool.cli.main import cli
+
+    setproctitle(" ".join([sys.executable, "-m", "moonpool", *line]))
+    cli(args=line, prog_name="moonpool")
+
+
+@click.command(hidden=True)
+@click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
+@click.option("--engine", type=click.Choice(["own", "vllm"]), required=True, help="Of workers.")
+def fork_server(fd: int, engine: str) -> None:
+    """Fork a supervisor's head and workers."""
+    from moonpool.runtime.fork_server import serve_renewed
+
+    run_line(serve_renewed(socket.socket(fileno=fd), lambda: import_for(engine)))

@@ -46,6 +46,7 @@ COMMANDS = {
     "bench": ("moonpool.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
 }
 INTERNAL = {  # the supervisor and workers start these
+    "fork-server": ("moonpool.cli.head_process", "fork_server"),
     "head-process": ("moonpool.cli.head_process", "head_process"),
     "next-supervisor": ("moonpool.cli.serve", "next_supervisor"),
     "stage": ("moonpool.cli.engine_process", "stage"),

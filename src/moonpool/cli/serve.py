@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +18,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from moonpool.api.connection.listening import PortError, listen
+from moonpool.cli.head_process import import_for, run_line
 from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
     POLICY_KEYS,
@@ -210,24 +210,25 @@ def _model_of(place: str) -> str:
 def _open_fork_server(config: Config, secret: bytes, fds: Sequence[int] = ()) -> ForkServer | None:
     """Opens a fork server, which imports what head and workers need. It closes `fds`."""
     environment = worker_environment(secret, threads_per_process(config))
+    engine = "vllm" if config.engine.kind == "vllm" else "own"
 
     def prepare() -> None:
-        """Imports with the threads of a worker: torch reads them once."""
         for fd in fds:
             os.close(fd)
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
-        own = ("runtime.worker", "attention_offload.worker_process", "runtime.cluster")
-        external = ("vllm.worker", "runtime.cluster")  # needs no torch
-        for module in external if config.engine.kind == "vllm" else own:
-            import_module(f"moonpool.{module}")
+        import_for(engine)
 
-    def run_line(line: list[str]) -> None:
-        from moonpool.cli.main import cli
+    async def renewal(control: socket.socket) -> asyncio.subprocess.Process:
+        fd = control.fileno()
+        return await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "moonpool", "fork-server", "--engine", engine],
+            *["--fd", str(fd)],
+            env=os.environ | environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(fd,),
+        )
 
-        setproctitle(" ".join([sys.executable, "-m", "moonpool", *line]))
-        cli(args=line, prog_name="moonpool")
-
-    return open_fork_server(environment, run_line, prepare)
+    return open_fork_server(environment, run_line, prepare, renewal)
 
 
 def _run(config: Config, launch: bool, secret: bytes) -> None:

@@ -21,10 +21,17 @@ from moonpool.engine.tokenizer import Tokenizer
 
 MAX_KEPT = 256
 """Matchers in the cache. With more answers at a time, some are read again for each token."""
-LIMITS = LLParserLimits(max_items_in_row=500, verbose_errors=False)
+LIMITS = LLParserLimits(
+    max_items_in_row=500,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=40_000,
+    max_lexer_states=20_000,
+    verbose_errors=False,
+)
 """Limits on grammars from clients. The cost of an ambiguous grammar grows with the square of its
 items per row. At 500 items a token takes 10 ms; at llguidance's default of 2,000, half a second.
-JSON schemas have tens."""
+JSON schemas have tens. The lexer's limits are a fifth of the defaults and less: `(a{1000}){1000}`
+takes half a second and 50 MB with them, and 2 s and 180 MB without."""
 log = logging.getLogger("moonpool.engine")
 
 Mask = NDArray[np.bool_]
@@ -97,11 +104,16 @@ def matches_grammar(grammar: str, text: str) -> bool:
 
 
 def first_error(grammar: str) -> str:
-    """Why no answer under `grammar` could be followed from its first character on; "" if one can.
+    """Why `grammar` is invalid or could not be followed from its first character on; "" if it can.
+
+    May take seconds, and end the process: llguidance recurses without a bound of its own.
 
     The compiler accepts a grammar with too many alternatives in one place, such as an object with
     thousands of properties. That shows at the opening brace at the latest.
     """
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    if is_error:
+        return str(messages[0])
     matcher = LLMatcher(_single_bytes(), grammar, log_level=0, limits=LIMITS)
     mask = matcher.compute_bitmask()
     if not matcher.is_error() and mask[_BRACE // 8] >> _BRACE % 8 & 1:

@@ -3,8 +3,8 @@
 A new interpreter would need 1.5 to 2 s of CPU to import torch. The supervisor forks the process
 first, before any thread. It then imports what head and workers need, keeps to one thread, and
 receives command lines. It forks each process twice, so that this becomes the supervisor's child
-(`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers live on, and further ones
-start as new interpreters.
+(`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers live on. Further ones start
+as new interpreters until another fork server, a new interpreter itself, has imported the same.
 
 `multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
 the supervisor, and end with it. It also pickles what it starts (see
@@ -16,23 +16,32 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import setproctitle
 
 from moonpool.transfer.parent import end_with
 
+log = logging.getLogger("moonpool.supervisor")
+
 PR_SET_CHILD_SUBREAPER = 36
 FORK_S = 20.0
 IMPORT_S = 100.0
 ADOPTED_S = 5.0
 END_S = 3.0
+LOOK_S = 0.5
+"""From one look at a fork server that does not reply to the next."""
+RENEWAL_DELAY_S = 1.0
+"""From the end of a fork server to the start of the next one."""
+_READY = b"ready"
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -72,15 +81,21 @@ class ForkedProcess:
         self._ended.set_result(self.returncode)
 
 
+Renewal = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
+
+
 class ForkServer:
     """The supervisor's side of the fork server. Made by `open_fork_server`."""
 
-    def __init__(self, pid: int, control: socket.socket) -> None:
+    def __init__(self, pid: int, control: socket.socket, renewal: Renewal | None = None) -> None:
+        """`renewal` starts another fork server, which calls `serve_renewed` with the socket."""
         self.pid = pid
-        self._control = control
-        self._control.setblocking(False)
+        self._control: socket.socket | None = control
+        control.setblocking(False)
+        self._renewal = renewal
         self._one_at_a_time = asyncio.Lock()
-        self._process: ForkedProcess | None = None
+        self._process: ForkedProcess | asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         self._limit_s = IMPORT_S + FORK_S  # the first answer comes after the imports
 
@@ -92,8 +107,12 @@ class ForkServer:
                 raise ForkServerError("the fork server is closed")
             if self._process is None:
                 self._process = ForkedProcess(self.pid)
+                self._keeper = asyncio.create_task(self._keep(self._process))
+            if self._control is None or is_stopped(self.pid):
+                raise ForkServerError("the fork server has ended, or is stopped")
             try:
-                pid = await self._ask(msgspec.json.encode(list(arguments)), fd)
+                line = msgspec.json.encode(list(arguments))
+                pid = await self._ask(self._control, line, fd)
             except (OSError, TimeoutError) as error:
                 self._shut()
                 raise ForkServerError(
@@ -106,42 +125,94 @@ class ForkServer:
 
     async def close(self) -> None:
         """Ends the fork server. What it forked stays."""
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         self._shut()
         process = self._process or ForkedProcess(self.pid)
+        if is_stopped(process.pid):
+            process.kill()
         try:
             await asyncio.wait_for(process.wait(), END_S)
         except TimeoutError:
             process.kill()
             await process.wait()
 
-    async def _ask(self, line: bytes, fd: int | None) -> int:
+    async def _keep(self, process: ForkedProcess | asyncio.subprocess.Process) -> None:
+        """Replaces the fork server when it has ended."""
+        while True:
+            await process.wait()
+            async with self._one_at_a_time:  # a fork under way finds out by itself
+                self._shut()
+            if self._renewal is None:
+                return
+            await asyncio.sleep(RENEWAL_DELAY_S)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            with theirs:
+                try:
+                    process = self._process = await self._renewal(theirs)
+                except OSError as error:
+                    ours.close()
+                    log.warning("cannot start a fork server: %s", error)
+                    continue
+            try:
+                is_ready = await asyncio.get_running_loop().sock_recv(ours, MAX_LINE_BYTES)
+            except asyncio.CancelledError:
+                ours.close()
+                raise
+            except OSError:
+                is_ready = b""
+            if is_ready != _READY:
+                ours.close()
+                continue
+            self.pid, self._control, self._limit_s = process.pid, ours, FORK_S
+
+    async def _ask(self, control: socket.socket, line: bytes, fd: int | None) -> int:
         loop = asyncio.get_running_loop()
         adopt_orphans(True)  # only now: no code here waits for orphans of other processes
         limit_s, self._limit_s = self._limit_s, FORK_S
         try:
             async with asyncio.timeout(limit_s):
-                socket.send_fds(self._control, [line], [] if fd is None else [fd])
-                answer = await loop.sock_recv(self._control, MAX_LINE_BYTES)
+                socket.send_fds(control, [line], [] if fd is None else [fd])
+                answer = await self._until_stopped(loop.sock_recv(control, MAX_LINE_BYTES))
         finally:
             adopt_orphans(False)
         if not answer.isdigit():
             raise OSError(answer.decode() or "it has ended")
         return int(answer)
 
+    async def _until_stopped(self, reply: Coroutine[object, object, bytes]) -> bytes:
+        """Raises OSError if the fork server is stopped before its reply."""
+        waiting = asyncio.ensure_future(reply)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=LOOK_S))[0]:
+                if is_stopped(self.pid):
+                    raise OSError("it is stopped")
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
     def _shut(self) -> None:
-        if not self._closed:
-            self._closed = True
+        """Ends the connection. The fork server then ends by itself, unless it is stopped."""
+        if self._control is not None:
             self._control.close()
+            self._control = None
+            if self._process is not None and is_stopped(self.pid):
+                self._process.kill()
 
 
 def open_fork_server(
     environment: Mapping[str, str],
     run_line: Callable[[list[str]], object],
     prepare: Callable[[], object] = lambda: None,
+    renewal: Renewal | None = None,
 ) -> ForkServer | None:
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
-    The fork server first calls `prepare`, which imports what those need. Must be called before
+    The fork server first calls `prepare`, which imports what those need. `renewal` starts another
+    one when it has ended. Must be called before
     there are threads or an event loop. Returns None if the system does not support it, or if there
     are threads: a fork would copy only one. Raises SystemExit.
     """
@@ -154,7 +225,7 @@ def open_fork_server(
     pid = os.fork()
     if pid:
         theirs.close()
-        return ForkServer(pid, ours)
+        return ForkServer(pid, ours, renewal)
     ours.close()
     os.setsid()  # Ctrl-C must reach only the supervisor
     end_with(parent_pid)
@@ -163,6 +234,25 @@ def open_fork_server(
     line = _serve_forks(theirs, parent_pid)
     run_line(line)
     raise SystemExit(0)
+
+
+def serve_renewed(control: socket.socket, prepare: Callable[[], object]) -> list[str]:
+    """Serves as a fork server that is a new interpreter in a session of its own. Returns only in
+    forked processes, with their command line."""
+    parent_pid = os.getppid()
+    end_with(parent_pid)
+    prepare()
+    control.send(_READY)
+    return _serve_forks(control, parent_pid)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _may_fork() -> bool:
@@ -225,7 +315,10 @@ def _be_adopted(control: socket.socket, parent_pid: int) -> None:
             os._exit(1)
         time.sleep(0.0005)
     os.setsid()
-    control.send(str(os.getpid()).encode())
+    try:
+        control.send(str(os.getpid()).encode())
+    except OSError:
+        os._exit(1)  # the supervisor no longer waits for this process
     control.close()
 
 

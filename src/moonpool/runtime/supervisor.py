@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import setproctitle
@@ -50,7 +49,7 @@ from moonpool.protocol.supervision import (
     UpgradeWanted,
 )
 from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
+from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.silence import ListeningClock
@@ -404,7 +403,7 @@ class Supervisor:
             self._clock.tick(time.monotonic())
             if self._head is None or self._heard_s is None:
                 continue
-            if _is_stopped(self._head.pid):
+            if is_stopped(self._head.pid):
                 self._heard_s = self._clock.listened_s
             elif self._clock.listened_s - self._heard_s > HUNG_S:
                 log.error("the head has not responded for %.0f s; killing it", HUNG_S)
@@ -433,15 +432,6 @@ def _kill(process: WorkerProcess) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _raise_file_limit() -> None:

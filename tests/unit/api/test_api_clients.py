@@ -137,7 +137,7 @@ def test_tokens_are_written_as_ids_on_demand(stream: bool) -> None:
 def test_white_space_between_jsons_tokens_is_bounded() -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
     body = ChatBody(response_format=ResponseFormat("json_schema", JsonSchemaFormat(schema=schema)))
-    grammar = grammar_of(body, can_end=True)
+    _, grammar = grammar_of(body, can_end=True)
     for text in ('{"a":1}', '{"a": 1}', json.dumps({"a": 1}, indent=4), '{\r\n\t"a": 1\r\n}'):
         assert matches_grammar(grammar, text)
     for text in ('{   "a": 1}', '{\n\n"a": 1}', '{"a":\r\r1}', "{\n" + " " * 13 + '"a": 1}'):

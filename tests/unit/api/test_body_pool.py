@@ -11,7 +11,7 @@ import httpx
 import pytest
 from scripted_head import ScriptedHead, served
 
-from moonpool.api import body_pool
+from moonpool.api import body_pool, turns
 from moonpool.api.body_pool import _Lane
 from moonpool.api.frontend import ApiOptions, RequestRefused
 
@@ -109,8 +109,8 @@ class SlowLane(_Lane):
 
 
 def test_tenants_take_turns_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_pool, "MAX_WAITING_OF_TENANT", 20)
-    monkeypatch.setattr(body_pool, "MAX_WAITING", 22)
+    monkeypatch.setattr(turns, "MAX_WAITING_OF_TENANT", 20)
+    monkeypatch.setattr(turns, "MAX_WAITING", 22)
 
     async def run() -> None:
         lane = SlowLane()
@@ -123,7 +123,7 @@ def test_tenants_take_turns_and_what_waits_is_bounded(monkeypatch: pytest.Monkey
         assert lane.order[0] == b"a0"
         assert lane.order.index(b"b0") < 3 and lane.order.index(b"b1") < 5
         assert b"a5" not in lane.order
-        assert not lane._busy and not lane._waiting
+        assert not lane._turns._busy and not lane._turns._waiting
 
     asyncio.run(run())
 

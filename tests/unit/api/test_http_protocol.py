@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Iterator
 
 import httpx
 import pytest
-from scripted_head import ScriptedHead, served, spoken
+from scripted_head import ScriptedHead, Step, served, spoken, wait_until
 
 from moonpool.api import app as app_module
 from moonpool.api.connection import http_protocol
 from moonpool.api.connection.http_protocol import limited_protocol
+from moonpool.api.frontend import Output
+from moonpool.log_limit import MAX_LINES
+from moonpool.types import Request, Token
 
 BODY = {"prompt": "x"}
 
@@ -65,12 +69,78 @@ def test_the_time_of_a_header_does_not_count_while_a_response_runs(
         assert b"HTTP/1.1 408" in got  # of the half header, after the response
 
 
-def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def endless(_: Request) -> Iterator[Step]:
+    while True:
+        yield Output(tokens=tuple(Token(97) for _ in range(200)))
+        yield 0.0
+
+
+def streaming(url: str) -> socket.socket:
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = url.removeprefix("http://").split(":")
+    link.settimeout(60)
+    link.connect((host, int(port)))
+    body = json.dumps(BODY | {"stream": True, "return_token_ids": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+    link.sendall(request % (len(body), body))
+    return link
+
+
+def test_a_stream_that_nobody_reads_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.5)
+    head = ScriptedHead(endless)  # type: ignore[arg-type]
+    with served(head) as url, streaming(url):
+        assert wait_until(lambda: len(head.requests) == 1)
+        assert wait_until(lambda: len(head.aborted) == 1)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 3.0)
+    monkeypatch.setattr(http_protocol, "MIN_READ_BYTES", 1)
+    head = ScriptedHead(endless)  # type: ignore[arg-type]
+    with served(head) as url, streaming(url) as link:
+        until_s = time.monotonic() + 7
+        while time.monotonic() < until_s:
+            for _ in range(200):
+                assert link.recv(4096)
+            time.sleep(0.05)
+        assert head.aborted == []
+
+
+def test_requests_sent_far_ahead_end_the_connection() -> None:
+    head = ScriptedHead(lambda _: [*spoken("a", finish=None), 3600.0])
+    body = json.dumps(BODY).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+    with served(head) as url, connected(url) as link:
+        link.sendall(request % (len(body), body))
+        assert wait_until(lambda: len(head.requests) == 1)
+        link.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+        assert wait_until(lambda: len(head.aborted) == 1)
+
+
+def test_a_client_that_leaves_ends_its_request_though_another_waits_behind_it() -> None:
+    head = ScriptedHead(lambda _: [*spoken("a", finish=None), 3600.0])
+    body = json.dumps(BODY).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+    with served(head) as url:
+        with connected(url) as link:
+            link.sendall(request % (len(body), body) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert wait_until(lambda: len(head.requests) == 1)
+        assert wait_until(lambda: len(head.aborted) == 1)
+
+
+def test_idle_connections_make_room_and_busy_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(4))
     head = ScriptedHead(lambda _: [*spoken("a", finish=None), 3600.0])
     with served(head) as url:
         waiting = [connected(url) for _ in range(20)]
         assert httpx.get(f"{url}/health").status_code == 200
+        said = [line for line in caplog.messages if "4 connections are open" in line]
+        assert 1 <= len(said) <= MAX_LINES
         body = json.dumps(BODY | {"stream": True}).encode()
         request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
         busy = [connected(url) for _ in range(4)]

@@ -21,7 +21,7 @@ HEAD = """
 import asyncio, json, os, signal, sys, time
 import uvloop
 from moonpool.transfer.parent import end_with
-from moonpool.runtime.fork_server import ForkServerError, open_fork_server
+from moonpool.runtime.fork_server import ForkServerError, is_stopped, open_fork_server
 
 def work(line):
     match line:
@@ -185,3 +185,71 @@ def test_serve_imports_nothing_that_starts_threads() -> None:
     code = "import os, moonpool.cli.serve; print(len(os.listdir('/proc/self/task')))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "1"
+
+
+RENEWING = """
+RENEWED = (
+    "import socket, sys; from moonpool.runtime.fork_server import serve_renewed; "
+    "line = serve_renewed(socket.socket(fileno=int(sys.argv[1])), lambda: None); "
+    "sys.exit(int(line[1]))"
+)
+
+async def renewal(control):
+    fd = control.fileno()
+    command = [sys.executable, "-c", RENEWED, str(fd)]
+    return await asyncio.create_subprocess_exec(
+        *command, pass_fds=(fd,), start_new_session=True)
+
+fork_server._renewal = renewal
+said["before"] = await (await fork_server.fork(["end", "3"])).wait()
+said["first"] = fork_server.pid
+
+async def forked(code):
+    by_s = time.monotonic() + 60
+    while True:
+        try:
+            return await (await fork_server.fork(["end", str(code)])).wait()
+        except ForkServerError:
+            assert time.monotonic() < by_s
+            await asyncio.sleep(0.05)
+"""
+
+
+def test_a_fork_server_that_has_ended_is_replaced_each_time() -> None:
+    found = run_head(
+        RENEWING
+        + """
+said["codes"], said["pids"] = [], []
+for code in (4, 5):
+    os.kill(fork_server.pid, signal.SIGKILL)
+    said["codes"].append(await forked(code))
+    said["pids"].append(fork_server.pid)
+await fork_server.close()
+"""
+    )
+    assert (found["before"], found["codes"]) == (3, [4, 5])
+    assert len({found["first"], *found["pids"]}) == 3
+    assert not any(map(is_alive, found["pids"]))
+
+
+def test_a_stopped_fork_server_is_not_waited_for() -> None:
+    found = run_head(
+        """
+await (await fork_server.fork(["end", "0"])).wait()
+os.kill(fork_server.pid, signal.SIGSTOP)
+while not is_stopped(fork_server.pid):
+    await asyncio.sleep(0.01)
+try:
+    await fork_server.fork(["end", "0"])
+except ForkServerError as error:
+    said["error"] = str(error)
+os.kill(fork_server.pid, signal.SIGCONT)
+while is_stopped(fork_server.pid):
+    await asyncio.sleep(0.01)
+said["code"] = await (await fork_server.fork(["end", "7"])).wait()
+os.kill(fork_server.pid, signal.SIGSTOP)
+await fork_server.close()
+"""
+    )
+    assert "stopped" in found["error"] and found["code"] == 7
+    assert not is_alive(found["fork_server"])

@@ -2,7 +2,8 @@
 
 A header has a largest size and a time to arrive. A connection that sends neither a header nor waits
 for a response is idle; when all connections are taken, a new one ends the one idle longest. So
-connections that only wait cannot lock clients out.
+connections that only wait cannot lock clients out. A client that does not read its response, or
+sends too many requests ahead, loses its connection.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from math import inf
 from typing import Any, cast
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moonpool.api.connection.kept_stream import (
     MAX_KEPT_SHARE,
@@ -31,12 +33,20 @@ HEADER_S = 20.0
 """Seconds for the header of a request to arrive, from its first byte or the connection's start."""
 READ_S = 5.0
 """Seconds for a request to arrive whose connection another head shall have."""
+UNREAD_S = 60.0
+MIN_READ_BYTES = 16 << 10
+"""A client whose response waits reads so many bytes every UNREAD_S, or loses its connection."""
+MAX_PIPELINED = 64
+"""Most requests that may wait behind the one that is answered."""
 FLUSH_S = 0.05
 """How often a complete response is looked at until the kernel has all of it."""
 _RESERVED_FILES = 192
 """Descriptors kept for workers, files and the process itself."""
 _MOST_CONNECTIONS = 16_384
 _BODY = '{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}'
+
+
+log = limited_logger("moonpool.http")
 
 
 class ConnectionLimit:
@@ -51,7 +61,13 @@ class ConnectionLimit:
         """Makes room for one more connection. Returns False if all of them are in use."""
         if self.num_open >= self.largest:
             if not self.idle:
+                log.warning("all %d connections are in use: new ones get 503", self.largest)
                 return False
+            log.warning(
+                "%d connections are open, as many as the limit of file descriptors allows: the one"
+                " idle longest ends for each new one",
+                self.largest,
+            )
             longest = next(iter(self.idle))
             del self.idle[longest]
             longest.transport.abort()
@@ -72,6 +88,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = True
         self._entered = False
         self._header_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._accepted_bytes = 0
+        self._running: RequestResponseCycle | None = None
         self._kept: KeptStream | None = None
         self._resumed: tuple[KeptStream, int] | None = None
 
@@ -89,12 +108,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_unread()
         self._drop_kept()
         self.limit.idle.pop(self, None)
         if self._entered:
             self.limit.num_open -= 1
             self._entered = False
         super().connection_lost(exc)
+        # uvicorn tells it the newest request only, which may wait behind the one that is answered.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._kept is not None:
@@ -114,7 +139,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             super().data_received(data)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
+
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.abort()
+            return
         self._stop_timer()
         self._in_header = False
         self.limit.idle.pop(self, None)
@@ -128,6 +164,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.default_headers = list(self._kept.opening.default_headers)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_header = True  # of the next request, if there is one
@@ -138,6 +178,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._watch_reader()
         if self._kept is not None:
             self.loop.call_soon(self._end_kept, self._kept)
         if self.transport.is_closing() or self._responds:
@@ -225,6 +267,35 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._kept is not None:
             self._kept.drop()
             self._kept = None
+
+    # Clients that do not read
+
+    def _watch_reader(self) -> None:
+        if self._unread_timer is None:
+            self._accepted_bytes = self._accepted()
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._on_unread)
+
+    def _on_unread(self) -> None:
+        self._unread_timer = None
+        if not self.transport.get_write_buffer_size():
+            return
+        if self._accepted() - self._accepted_bytes < MIN_READ_BYTES:
+            log.warning("a client read less than %d bytes in %g s", MIN_READ_BYTES, UNREAD_S)
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _stop_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _accepted(self) -> int:
+        """The bytes that the kernel has accepted; it accepts more when the client reads."""
+        try:
+            return accepted_bytes(self.transport.get_extra_info("socket").fileno())
+        except OSError:
+            return 0
 
     @property
     def _responds(self) -> bool:

@@ -1,0 +1,81 @@
+"""The process that compiles clients' grammars first: `python -m moonpool.api.grammars.check_process
+PARENT_PID`.
+
+llguidance recurses as deep as a grammar's rules refer to each other, so a chain of some thousand
+rules ends the process that compiles it. It takes long, or much memory, for others. This process has
+a smaller stack than every thread that follows grammars, and limits on CPU time and memory: what it
+compiles, an engine compiles too. Frames of 4 length bytes and a text go both ways.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+from typing import IO
+
+from moonpool.engine.grammar import first_error
+from moonpool.transfer.parent import end_with
+
+LENGTH = struct.Struct("<I")
+STACK_BYTES = 1 << 20
+"""The C library gives threads 2 MiB at least, and 8 MiB usually."""
+MAX_CPU_S = 1.0
+MAX_MEMORY_BYTES = 1 << 30
+TOO_COMPLEX = "its rules are nested too deeply, or need too much memory; simplify it"
+TOO_LONG = f"it takes more than {MAX_CPU_S:g} s to compile; simplify it"
+
+
+def read_frame(source: IO[bytes]) -> bytes | None:
+    """Returns the next frame; None at the end."""
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    body = source.read(length)
+    return body if len(body) == length else None
+
+
+def write_frame(sink: IO[bytes], body: bytes) -> None:
+    sink.write(LENGTH.pack(len(body)) + body)
+    sink.flush()
+
+
+def trouble_of(grammar: str) -> str:
+    """Returns why the grammar cannot be used; "" if it can. Ends the process after too long."""
+    began_s = time.process_time()
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began_s + MAX_CPU_S) + 1, hard))
+    try:
+        trouble = first_error(grammar)
+    except MemoryError:
+        return TOO_COMPLEX
+    except BaseException as error:  # a panic of llguidance is no Exception
+        return f"it cannot be compiled: {error}"
+    return TOO_LONG if time.process_time() - began_s > MAX_CPU_S else trouble
+
+
+def _serve() -> None:
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        write_frame(sys.stdout.buffer, trouble_of(frame.decode()).encode())
+
+
+def main() -> None:
+    end_with(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)  # running answers come first
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    worker = threading.Thread(target=_serve)
+    worker.start()
+    worker.join()
+
+
+if __name__ == "__main__":
+    main()

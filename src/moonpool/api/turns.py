@@ -1,0 +1,62 @@
+"""Turns at something that serves one call at a time: the tenants take them one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+from moonpool.api.frontend import RequestRefused
+
+MAX_WAITING = 128
+MAX_WAITING_OF_TENANT = 96
+
+
+class FairTurns:
+    """`async with turns.turn(tenant)` holds the turn. What waits is bounded."""
+
+    def __init__(self, what: str, code: str) -> None:
+        """A call too many is refused with `code`, and a text with `what`: "large bodies wait"."""
+        self._what = what
+        self._code = code
+        self._busy = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next tenant first
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        if self._busy:
+            await self._wait(tenant)
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, tenant: str) -> None:
+        own = self._waiting.get(tenant, ())
+        num_waiting = sum(len(turns) for turns in self._waiting.values())
+        if num_waiting >= MAX_WAITING or len(own) >= MAX_WAITING_OF_TENANT:
+            text = f"Too many {self._what}. Send the request again later."
+            raise RequestRefused(503, self._code, text, 5.0)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()  # the turn came at the same moment
+            raise
+
+    def _pass_on(self) -> None:
+        """Gives the turn to the next tenant's oldest body."""
+        while self._waiting:
+            tenant, turns = next(iter(self._waiting.items()))
+            del self._waiting[tenant]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return  # `_busy` stays set for it
+        self._busy = False
