@@ -44,6 +44,7 @@ class NodeHardware:
     decode_spread: DecodeSpread = ((), (), ())
     domain: CostDomain | None = None  # of a measured ground truth
     outside_domain: str = ""  # what takes over there
+    kept_tokens: int = 0  # the window, if all layers have one
 
     @property
     def steady(self) -> bool:
@@ -327,4 +328,5 @@ def _node_hardware(
         num_slots=num_slots,
         domain=node.domain,
         outside_domain=node.outside_domain,
+        kept_tokens=node.shape.window if node.shape.windowed_share == 1 else 0,
     )

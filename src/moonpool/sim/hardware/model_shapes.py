@@ -40,7 +40,8 @@ class ModelShape(Struct, frozen=True):
     `tied`: the embedding is the LM head too.
 
     `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
-    All KVCache is kept. With `latent`, `kv_heads` is 1 and `head_dim` its rank + rope.
+    Requests hold all KVCache, unless all layers have the window. With `latent`, `kv_heads` is 1 and
+    `head_dim` its rank + rope.
     `bytes_per_embedding`: of a weight of embedding and LM head; 0: as all others. `fp8_products`:
     the layers multiply in FP8 on devices that can.
     """

@@ -129,6 +129,18 @@ def test_weights_in_four_and_eight_bits() -> None:
         assert fp8_prefill_s < prefill_s * 1.001
 
 
+def test_requests_hold_the_window_where_all_layers_have_one() -> None:
+    catalogue = parse_catalogue("""
+        [shapes.sliding]
+        like = "mistral-7b"
+        window = 4096
+    """)
+    for shape, kept in (("sliding", 4096), ("gpt-oss-20b", 0), ("mistral-7b", 0)):
+        hardware = HardwareConfig(device="H200", shape=shape, devices_per_node=1, cost="roofline")
+        built = build_hardware(Config(hardware=hardware), catalogue=catalogue)
+        assert built.decode.kept_tokens == built.prefill.kept_tokens == kept
+
+
 def test_a_measured_node_has_no_other_formats() -> None:
     config = Config(model=ModelConfig(quantization="int4"))
     with pytest.raises(ConfigError, match="measured with bfloat16"):
