@@ -12,6 +12,7 @@ import msgspec
 from moonpool.cost.domain import CostDomain
 from moonpool.sim.simulation import Simulation
 
+SHOWN_TENANTS = 8
 LATE_S = 0.05
 """A client whose requests leave later than this on average did not keep up."""
 
@@ -40,6 +41,20 @@ def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple
     yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
     yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
     yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+    yield from _tenants(figures)
+
+
+def _tenants(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields a line for each of the tenants with most requests, if the trace names tenants."""
+    tenants = figures.get("tenants", {})
+    most = sorted(tenants, key=lambda name: -tenants[name]["requests"])[:SHOWN_TENANTS]
+    for number, name in enumerate(most):
+        found = tenants[name]
+        share = f"{found['effective']:,} of {found['requests']:,} effective"
+        label = "" if number else "tenants"
+        yield label, f"{name or '(none)'}: {share}, TTFT {_spread(found['ttft_s'], 1.0, 's')}"
+    if len(tenants) > len(most):
+        yield "", f"and {len(tenants) - len(most)} other tenants (--json has all)"
 
 
 def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -134,6 +134,12 @@ RUN_OPTIONS = (
     help="Drain this instance then, and let an empty one join in its place.",
 )
 @click.option(
+    "--tenant-share",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Share of an overloaded cluster for this tenant of the trace; all others have 1.",
+)
+@click.option(
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
@@ -169,6 +175,7 @@ def simulate(
     config_file: str | None,
     scale: Fraction,
     slow: tuple[str, ...],
+    tenant_share: tuple[str, ...],
     drain: tuple[str, ...],
     restart: tuple[str, ...],
     json_file: str | None,
@@ -189,7 +196,8 @@ def simulate(
     config = read_cluster(config_file, SIMULATE_FLAGS.overrides(options))
     check_folders(json_file, report_file)
     settings = RunSettings(
-        slow=_read_slow(slow),
+        slow=_read_factors(slow, "--slow", "FACTOR, such as prefill-0=2"),
+        tenant_share=_read_factors(tenant_share, "--tenant-share", "SHARE, such as sales=2"),
         drain=_read_instants(drain, "--drain"),
         restart=_read_instants(restart, "--restart"),
         scale_tokens=scale,
@@ -253,18 +261,18 @@ def _read_instants(values: tuple[str, ...], option: str) -> dict[str, float]:
     return instants
 
 
-def _read_slow(values: tuple[str, ...]) -> dict[str, float]:
-    slow: dict[str, float] = {}
+def _read_factors(values: tuple[str, ...], option: str, form: str) -> dict[str, float]:
+    factors: dict[str, float] = {}
     for value in values:
-        name, _, text = value.partition("=")
+        name, _, text = value.rpartition("=")
         try:
             factor = float(text)
         except ValueError:
             factor = 0.0
-        if not 0.01 <= factor <= 100.0:
-            fail(f"--slow {value}: must be NAME=FACTOR, such as prefill-0=2, from 0.01 to 100")
-        slow[name] = factor
-    return slow
+        if not name or not 0.01 <= factor <= 100.0:
+            fail(f"{option} {value}: must be NAME={form}, from 0.01 to 100")
+        factors[name] = factor
+    return factors
 
 
 def _with_progress(rows: Iterator[TraceRow], info: TraceInfo) -> Iterator[TraceRow]:

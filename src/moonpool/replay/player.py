@@ -199,7 +199,8 @@ class Player:
 
     def _body(self, row: TraceRow, number: int) -> bytes:
         prompt = self._prompts.json(row, number)
-        return b'%b%b,"max_tokens":%d}' % (self._head, prompt, row.output_tokens)
+        priority = b',"priority":%d' % row.priority if row.priority else b""
+        return b'%b%b,"max_tokens":%d%b}' % (self._head, prompt, row.output_tokens, priority)
 
 
 def _body_head(model: str) -> bytes:

@@ -124,13 +124,17 @@ def trace_lines(
         names = _trace_blocks(arrival)
         names += [(number, place) for place in range(len(names), num_full)]  # shared by no other
         length = output_tokens.get(request.request_id, 0) or request.sampling.max_tokens
-        row = {
+        row: dict[str, Any] = {
             "chat_id": number,
             "timestamp": round(request.arrived_s - first_s, 6),
             "input_length": request.num_prompt_tokens,
             "output_length": length,
             "hash_ids": [ids.setdefault(name, len(ids)) for name in names[:num_full]],
         }
+        if request.tenant:
+            row["tenant"] = request.tenant
+        if request.priority:
+            row["priority"] = request.priority
         yield msgspec.json.encode(row) + b"\n"
 
 

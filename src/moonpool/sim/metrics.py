@@ -21,6 +21,8 @@ _LOG_GROWTH = log(GROWTH)
 SMALLEST = 1e-7
 
 MAX_SAMPLES = 1440
+MAX_TENANTS = 1000
+OTHER_TENANTS = "(others)"
 COMPLETED = ("stop", "length")
 """The outcomes of an answered request."""
 
@@ -121,6 +123,28 @@ class Timeline:
         return [(row[0], row[column]) for row in self.rows]
 
 
+class TenantFigures:
+    """What the requests of one tenant got."""
+
+    __slots__ = ("num_completed", "num_effective", "num_requests", "output_tokens", "ttft_s")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_completed = 0
+        self.num_effective = 0
+        self.output_tokens = 0
+        self.ttft_s = Histogram()
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "requests": self.num_requests,
+            "completed": self.num_completed,
+            "effective": self.num_effective,
+            "output_tokens": self.output_tokens,
+            "ttft_s": self.ttft_s.summary(),
+        }
+
+
 class Collector:
     """Sums and distributions over all requests, taken from their records as they end."""
 
@@ -144,6 +168,7 @@ class Collector:
         self.stages_s: dict[str, float] = {}
         self.ttft_error_s = Histogram()
         self.ttft_bias_s = 0.0
+        self._tenants: dict[str, TenantFigures] = {}
         self._refused: dict[RequestId, tuple[int, str]] = {}
         self._prefill_s: dict[RequestId, float] = {}
 
@@ -158,6 +183,7 @@ class Collector:
     def note_ended(self, record: RequestRecord) -> None:
         """Adds a request that has ended. The record itself is not kept."""
         self.num_requests += 1
+        self._note_tenant(record)
         prefill_s = self._prefill_s.pop(record.request_id, 0.0)
         status, reason = self._refused.pop(record.request_id, (0, ""))
         if record.outcome in COMPLETED:
@@ -170,6 +196,22 @@ class Collector:
             self.rejected[reason] += 1
         else:
             self.num_failed += 1
+
+    def tenants(self) -> dict[str, TenantFigures]:
+        """The figures by tenant, if there are several or the one has a name. Tenants beyond
+        MAX_TENANTS count as one, named OTHER_TENANTS."""
+        return self._tenants if self._tenants.keys() - {""} else {}
+
+    def _note_tenant(self, record: RequestRecord) -> None:
+        is_known = record.tenant in self._tenants or len(self._tenants) < MAX_TENANTS
+        name = record.tenant if is_known else OTHER_TENANTS
+        figures = self._tenants.setdefault(name, TenantFigures())
+        figures.num_requests += 1
+        if record.outcome in COMPLETED and record.ttft_s is not None:
+            figures.num_completed += 1
+            figures.num_effective += record.effective
+            figures.output_tokens += record.num_generated_tokens
+            figures.ttft_s.add(record.ttft_s)
 
     def _note_completed(self, record: RequestRecord, prefill_s: float) -> None:
         gap_runs = record.gap_runs

@@ -91,7 +91,16 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
             "mean_absolute": rounded(found.ttft_error_s.mean),
             "bias": rounded(found.ttft_bias_s / max(found.ttft_error_s.count, 1)),
         },
+        **_tenants(found),
     }
+
+
+def _tenants(found: Collector) -> dict[str, Any]:
+    """The figures of each tenant, if the trace names tenants."""
+    tenants = found.tenants()
+    return (
+        {"tenants": {name: tenants[name].summary() for name in sorted(tenants)}} if tenants else {}
+    )
 
 
 def _replicated(simulation: Simulation) -> dict[str, int]:

@@ -83,6 +83,7 @@ class Simulation:
         drains: Mapping[str, float] | None = None,
         restarts: Mapping[str, float] | None = None,
         boot_s: float = 0.0,
+        tenant_shares: Mapping[str, float] | None = None,
         objects: Objects = MappingProxyType({}),
         on_end: Callable[[RequestRecord], None] | None = None,
     ) -> None:
@@ -91,20 +92,20 @@ class Simulation:
         `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
         the times at which instances drain and leave; `restarts` likewise, and an empty instance of
         the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
-        joined. `objects` are policies themselves, by config key. `on_end` gets the record of
-        each request that has ended. Raises ConfigError for unknown instance names.
+        joined. `tenant_shares`: of an overloaded cluster, relative to 1. `objects` are policies
+        themselves, by config key. `on_end` gets the record of each request that has ended. Raises
+        ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware
         self.seed = seed
         self.clock = Clock()
         self.network = Network(self.clock)
-        slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self._slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
         load_eviction(config.pool.eviction, objects)
+        policies = load_policies(config.conductor, objects)
         self.conductor = Conductor(
-            config.conductor,
-            default_slo=slo,
-            policies=load_policies(config.conductor, objects),
+            config.conductor, "", self._slo, policies, tenant_weights=tenant_shares
         )
         self._on_end = on_end
         self.collector = Collector()
@@ -121,7 +122,6 @@ class Simulation:
         self._capped = capped
         self._latency_s = hardware.control_latency_s
         self._rng = Random(seed)
-        self._slo = slo
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[RequestId, int] = {}

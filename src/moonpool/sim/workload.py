@@ -55,4 +55,5 @@ def make_arrivals(
                 raise TraceError(str(error)) from None
         else:
             keys = private_keys(number, row.input_tokens, block_tokens)
-        yield Arrival(row.arrived_s, row.input_tokens, row.output_tokens, keys)
+        shape = row.input_tokens, row.output_tokens
+        yield Arrival(row.arrived_s, *shape, keys, row.tenant, row.priority)

@@ -36,6 +36,7 @@ class RunSettings(Struct, frozen=True):
 
     `slow`, `drain` and `restart` are by name of an instance. `capped_answers`: clients cap each
     answer at the length it has. `boot_s`: until an instance that autoscale starts can serve.
+    `tenant_share`: a tenant's share of an overloaded cluster, relative to 1.
     """
 
     speed: float = 1.0
@@ -48,6 +49,7 @@ class RunSettings(Struct, frozen=True):
     slow: Mapping[str, float] = {}
     drain: Mapping[str, float] = {}
     restart: Mapping[str, float] = {}
+    tenant_share: Mapping[str, float] = {}
     beliefs_file: str | None = None
     layer_wise: bool = True
     capped_answers: bool = False
@@ -58,7 +60,7 @@ class RunSettings(Struct, frozen=True):
         """The part `run` of the figures: all but the number of requests, which stands beside."""
         named = {name: getattr(self, name) for name in self.__struct_fields__}
         del named["requests"]
-        for name in ("slow", "drain", "restart"):
+        for name in ("slow", "drain", "restart", "tenant_share"):
             named[name] = [f"{key}={value:g}" for key, value in named[name].items()]
         return named | {"scale_tokens": str(self.scale_tokens)}
 
@@ -95,6 +97,7 @@ def run_simulation(
         slow=settings.slow,
         drains=settings.drain,
         restarts=settings.restart,
+        tenant_shares=settings.tenant_share,
         recorded=read_beliefs(settings.beliefs_file),
         capped=settings.capped_answers,
         boot_s=settings.boot_s,

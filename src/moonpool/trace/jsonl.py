@@ -2,8 +2,9 @@
 
 Times are milliseconds in Mooncake's files and seconds in Bailian's. A Mooncake file whose first
 times have fractions, as some tools write them, is in seconds. Blocks of a Mooncake file have 512
-tokens unless its first rows show another size. Unknown fields are ignored, misspelt ones are
-errors. `write_trace` writes Mooncake's format.
+tokens unless its first rows show another size. Rows of both may name a `tenant`, whose blocks
+nobody else shares, and a `priority`, of which a lower one is served first. Unknown fields are
+ignored, misspelt ones are errors. `write_trace` writes Mooncake's format.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ BAILIAN_BLOCK_TOKENS = 16
 _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
 _HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class _MooncakeLine(msgspec.Struct, gc=False):
@@ -33,6 +35,8 @@ class _MooncakeLine(msgspec.Struct, gc=False):
     output_length: _Length
     hash_ids: tuple[_HashId, ...] | None = None
     session_id: str | int = ""
+    tenant: str = ""
+    priority: _Priority = 0
 
 
 class _BailianLine(msgspec.Struct, gc=False):
@@ -41,6 +45,8 @@ class _BailianLine(msgspec.Struct, gc=False):
     output_length: _Length
     hash_ids: tuple[_HashId, ...]
     chat_id: str | int = ""
+    tenant: str = ""
+    priority: _Priority = 0
 
 
 _REQUIRED = {
@@ -85,7 +91,13 @@ class JsonlParser:
         if row.input_length == 0 or row.output_length == 0:
             return None
         return ParsedRow(
-            row.timestamp, row.input_length, row.output_length, ids, str(row.session_id)
+            row.timestamp,
+            row.input_length,
+            row.output_length,
+            ids,
+            str(row.session_id),
+            row.tenant,
+            row.priority,
         )
 
 
@@ -112,8 +124,15 @@ class BailianParser:
             raise LineError(_wrong_ids(len(row.hash_ids), row.input_length, BAILIAN_BLOCK_TOKENS))
         if row.input_length == 0 or row.output_length == 0:
             return None
-        chat = str(row.chat_id)
-        return ParsedRow(row.timestamp, row.input_length, row.output_length, row.hash_ids, chat)
+        return ParsedRow(
+            row.timestamp,
+            row.input_length,
+            row.output_length,
+            row.hash_ids,
+            str(row.chat_id),
+            row.tenant,
+            row.priority,
+        )
 
 
 def jsonl_parser(first_lines: list[bytes], name: str) -> JsonlParser | BailianParser:
@@ -188,7 +207,12 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
             return f"unknown field {field!r}; did you mean {near[0]}? rename it"
     if missing:
         return f"this row has no {' and no '.join(missing)}; every row of a {name} trace needs them"
-    for field in ("timestamp", "input_length", "output_length"):
+    for field in (
+        "timestamp",
+        "input_length",
+        "output_length",
+        *({"tenant", "priority"} & set(fields)),
+    ):
         problem = _problem(field, fields[field])
         if problem is not None:
             return problem
@@ -203,8 +227,13 @@ def _problem(field: str, value: Any) -> str | None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
             return f"timestamp is {shown}; it must be a finite number, 0 or more"
+    elif field == "tenant":
+        return None if isinstance(value, str) else f"tenant is {shown}; it must be a name"
     elif not isinstance(value, int) or isinstance(value, bool):
         return f"{field} is {shown}; it must be an integer"
+    elif field == "priority":
+        if not -(2**31) <= value < 2**31:
+            return f"priority is {shown}; it must be between -2147483648 and 2147483647"
     elif not 0 <= value <= MAX_LENGTH_TOKENS:
         return f"{field} is {shown}; it must be between 0 and {MAX_LENGTH_TOKENS}"
     return None
@@ -215,6 +244,8 @@ class _WrittenLine(msgspec.Struct, omit_defaults=True, gc=False):
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] | None = None
+    tenant: str = ""
+    priority: int = 0
 
 
 def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
@@ -234,6 +265,8 @@ def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
                     row.input_tokens,
                     row.output_tokens,
                     row.hash_ids or None,
+                    row.tenant,
+                    row.priority,
                 )
                 file.write(encode(line))
                 file.write(b"\n")

@@ -61,7 +61,8 @@ class OwnParser:
         except TypeError:
             raise LineError(
                 f"{self.format} returned {type(found).__name__}: it must return None or (time,"
-                " input_tokens, output_tokens), then hash_ids and session if it has them"
+                " input_tokens, output_tokens), then hash_ids, session, tenant and priority if it"
+                " has them"
             ) from None
         if not isinstance(row.time, int | float) or not isfinite(row.time):
             raise LineError(f"{self.format} returned the time {row.time!r}, which is no number")
@@ -73,7 +74,11 @@ class OwnParser:
                 )
         ids = tuple(row.hash_ids)
         self._check_ids(ids, row.input_tokens)
-        return row._replace(hash_ids=ids, session=str(row.session))
+        if not isinstance(row.priority, int):
+            raise LineError(
+                f"{self.format} returned the priority {row.priority!r}: give a whole number"
+            )
+        return row._replace(hash_ids=ids, session=str(row.session), tenant=str(row.tenant))
 
     def _check_ids(self, ids: tuple[Any, ...], input_tokens: int) -> None:
         if not self.block_tokens:

@@ -11,6 +11,7 @@ is, it would measure bursts of ten. Rows of one tick are therefore spread evenly
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from array import array
 from codecs import BOM_UTF8
@@ -230,10 +231,25 @@ def _parsed_rows(path: Path, parser: Parser, index: _Index | None) -> Iterator[P
 
 
 def _rows(parsed: Iterator[ParsedRow], first_time: float, units_per_s: float) -> Iterator[TraceRow]:
-    for time, input_tokens, output_tokens, hash_ids, session in parsed:
+    for row in parsed:
+        ids = row.hash_ids
+        if row.tenant:
+            ids = tuple(_of_tenant(row.tenant, number) for number in ids)
         yield TraceRow(
-            (time - first_time) / units_per_s, input_tokens, output_tokens, hash_ids, session
+            (row.time - first_time) / units_per_s,
+            row.input_tokens,
+            row.output_tokens,
+            ids,
+            row.session,
+            row.tenant,
+            row.priority,
         )
+
+
+def _of_tenant(tenant: str, hash_id: int) -> int:
+    """An id of this tenant alone: equal prompts of two tenants share no block."""
+    digest = hashlib.blake2b(b"%d/%b" % (hash_id, tenant.encode()), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def error_at(path: Path, number: int, what: str) -> TraceError:

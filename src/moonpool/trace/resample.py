@@ -92,7 +92,8 @@ class _Draw:
         """Adds row `number` of the trace."""
         ids = self._renamed(number, row.hash_ids, at_s, slot, reuse)
         session = f"{row.session}/{slot}" if row.session else ""
-        self.rows.append(TraceRow(at_s, row.input_tokens, row.output_tokens, ids, session))
+        shape = row.input_tokens, row.output_tokens
+        self.rows.append(TraceRow(at_s, *shape, ids, session, row.tenant, row.priority))
         self._times.append(at_s)
         self._drawn.add(number)
         for block, name in zip(row.hash_ids, ids, strict=True):

@@ -22,7 +22,8 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     """One request. `arrived_s` counts from the start of the trace.
 
     `hash_ids` are the ids of the prompt's blocks, in the block size of the trace; the last block is
-    usually partial. Equal ids mean equal whole prefixes. Without hashes the tuple is empty.
+    usually partial. Equal ids mean equal whole prefixes. Without hashes the tuple is empty. Tenants
+    share no prefixes, so their ids differ. `priority`: a lower one is served first, as in the API.
     """
 
     arrived_s: float
@@ -30,11 +31,24 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     session: str = ""
+    tenant: str = ""
+    priority: int = 0
 
     def faster(self, speed: float) -> TraceRow:
         """The same request in a trace that arrives `speed` times as fast."""
-        at_s = self.arrived_s / speed
-        return TraceRow(at_s, self.input_tokens, self.output_tokens, self.hash_ids, self.session)
+        return self.at(self.arrived_s / speed)
+
+    def at(self, arrived_s: float) -> TraceRow:
+        """The same request at another time."""
+        return TraceRow(
+            arrived_s,
+            self.input_tokens,
+            self.output_tokens,
+            self.hash_ids,
+            self.session,
+            self.tenant,
+            self.priority,
+        )
 
 
 class TraceInfo(Struct, frozen=True):
@@ -64,6 +78,8 @@ class ParsedRow(NamedTuple):
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     session: str = ""
+    tenant: str = ""
+    priority: int = 0
 
 
 class LineError(ValueError):

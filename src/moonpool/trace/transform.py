@@ -58,6 +58,8 @@ def scale_rows(rows: Iterable[TraceRow], share: Fraction) -> Iterator[TraceRow]:
             max((2 * row.output_tokens * up + down) // (2 * down), 1),
             row.hash_ids,
             row.session,
+            row.tenant,
+            row.priority,
         )
 
 

@@ -63,9 +63,9 @@ def test_session_ids_and_foreign_fields_of_mooncakes_format(tmp_path: Path) -> N
 
 
 def test_unused_fields_are_accepted_and_listed(tmp_path: Path) -> None:
-    text = '{"timestamp":0,"input_length":1,"output_length":1,"model":"x","priority":{"a":[1]}}\n'
+    text = '{"timestamp":0,"input_length":1,"output_length":1,"model":"x","hints":{"a":[1]}}\n'
     trace = open_trace(write(tmp_path, "a.jsonl", text + line(5, 2, 2, None)))
-    assert trace.info.ignored == ("model", "priority")
+    assert trace.info.ignored == ("model", "hints")
     assert [row.input_tokens for row in trace] == [1, 2]
     head = ",TIMESTAMP,ContextTokens,GeneratedTokens,region\n"
     csv = open_trace(write(tmp_path, "a.csv", f"{head}0,2023-11-16 10:00:00.0,5,6,west\n"))
