@@ -36,7 +36,7 @@ Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
@@ -62,9 +62,9 @@ class ModelConfig(Struct, frozen=True):
     dtype: Annotated[
         Dtype, about("Number format of weights and KVCache; auto takes the model's own.")
     ] = "auto"
-    quantization: Annotated[Quantization, about("Quantize the weights while they are loaded.")] = (
-        "none"
-    )
+    quantization: Annotated[
+        Quantization, about("Quantize the weights while they are loaded; fp8 is simulated only.")
+    ] = "none"
     kv_cache_dtype: Annotated[
         KvCacheDtype, about("Number format of KVCache; fp8 halves its bytes, auto takes dtype.")
     ] = "auto"

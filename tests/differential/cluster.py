@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +133,7 @@ class Node:
             prefix_caching=options.get("prefix_caching", True),
             layer_wise_load=options.get("layer_wise_load", False),
             speculative=options.get("speculative"),
+            kept_tokens=0 if options.get("keeps_all") else model.spec.kept_tokens,
         )
         self.gates = LayerGates()
         self.instance = Instance(config, self.layout, 256, role, options.get("cost", FREE), ())
@@ -154,6 +156,7 @@ class MiniCluster:
         self.outcomes: dict[str, Outcome] = {}
         self.corrupt_blocks = 0
         self.missed_steps = 0
+        self.after_step: Callable[[], None] = lambda: None
         self._decode_of: dict[str, Node] = {}
 
     def submit(
@@ -182,6 +185,8 @@ class MiniCluster:
                 self._perform(node, action)
             node.gates.note(event)
             node.instance.validate()
+            if isinstance(event, StepEnded):
+                self.after_step()
 
     def close(self) -> None:
         for node in self.nodes.values():

@@ -56,6 +56,8 @@ _FLAGS = ConfigFlags(
     "slo.tbt_s",
     "pool.block_tokens",
     "engine.max_sequences",
+    "model.quantization",
+    "model.kv_cache_dtype",
     "hardware.shape",
     "hardware.devices_per_node",
     "hardware.nodes_per_prefill",

@@ -232,6 +232,11 @@ def _open_fork_server(config: Config, secret: bytes, fds: Sequence[int] = ()) ->
 
 
 def _run(config: Config, launch: bool, secret: bytes) -> None:
+    if config.model.quantization == "fp8":
+        fail(
+            'model.quantization "fp8" is simulated only: serve a checkpoint that is stored in FP8'
+            " without it, or use int8 or int4"
+        )
     if config.engine.kind != "vllm" and find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")  # here, and not in each process that needs it
     choose_logging(config.telemetry)

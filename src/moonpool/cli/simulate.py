@@ -54,6 +54,8 @@ CLUSTER_KEYS = (
     "engine.decode_pipeline_parallel_size",
     "engine.tensor_parallel_size",
     "engine.decode_tensor_parallel_size",
+    "model.quantization",
+    "model.kv_cache_dtype",
     "hardware.cost",
     "hardware.device",
     "hardware.shape",

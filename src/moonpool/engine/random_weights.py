@@ -53,32 +53,36 @@ _KEYS = {
     "vocab": "vocab_size",
     "context": "max_positions",
 }
+_OTHER_KEYS = ("seed", "window")
 
 
 def random_spec(name: str) -> tuple[ModelSpec, int]:
     """Spec and seed of `random:SIZE` or `random:key=value,...` (missing keys as in m150).
 
-    A size may be followed by keys: `random:m30,layers=2,seed=7`. Raises `ModelError`.
+    A size may be followed by keys: `random:m30,layers=2,seed=7`. `window`: tokens that each layer
+    sees. Raises `ModelError`.
     """
-    spec, seed = _BASE, 0
+    spec, seed, window = _BASE, 0, 0
     given: dict[str, int] = {}
     for i, word in enumerate(name.removeprefix(PREFIX).split(",")):
         key, equals, value = word.partition("=")
         if i == 0 and word in SIZES:
             spec = SIZES[word]
-        elif not equals or not value.isdecimal() or (key not in _KEYS and key != "seed"):
+        elif not equals or not value.isdecimal() or (key not in (*_KEYS, *_OTHER_KEYS)):
             raise ModelError(
                 f"model {name!r}: {word!r} is neither a size ({', '.join(SIZES)}) nor "
-                f"key=number with a key of {', '.join([*_KEYS, 'seed'])}"
+                f"key=number with a key of {', '.join([*_KEYS, *_OTHER_KEYS])}"
             )
         elif key == "seed":
             seed = int(value)
+        elif key == "window":
+            window = int(value)
         else:
             given[_KEYS[key]] = int(value)
-    return _checked(name, spec, given), seed
+    return _checked(name, spec, given, window), seed
 
 
-def _checked(name: str, spec: ModelSpec, given: dict[str, int]) -> ModelSpec:
+def _checked(name: str, spec: ModelSpec, given: dict[str, int], window: int) -> ModelSpec:
     _check_numbers(name, given)
     if "num_heads" in given and "num_kv_heads" not in given:
         given["num_kv_heads"] = given["num_heads"]
@@ -93,6 +97,8 @@ def _checked(name: str, spec: ModelSpec, given: dict[str, int]) -> ModelSpec:
             f"model {name!r}: heads ({spec.num_heads}) must be a multiple of kv_heads "
             f"({spec.num_kv_heads})"
         )
+    if 0 < window < spec.max_positions:
+        spec = replace(spec, windows=(window,) * spec.num_layers)
     return spec
 
 

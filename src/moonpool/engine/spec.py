@@ -171,6 +171,11 @@ class ModelSpec:
         """The tokens that a row of the layer sees, its own included; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    @property
+    def kept_tokens(self) -> int:
+        """The newest tokens whose KVCache later rows can see, their own included; 0: all."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
+
     def scale(self) -> float:
         """The factor of attention's scores."""
         return self.score_scale or self.head_dim**-0.5

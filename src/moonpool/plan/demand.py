@@ -28,6 +28,7 @@ from moonpool.plan.trial import WHOLE, Span, Workload
 from moonpool.sim.capacity import PromptCache, prompts_of
 from moonpool.sim.hardware import calibrated
 from moonpool.sim.hardware.build import Hardware, NodeHardware, build_hardware
+from moonpool.sim.hardware.formats import is_plain
 from moonpool.types import Struct
 
 SPAN_SHARE = 1 / 6
@@ -219,6 +220,7 @@ def truth_for(base: Config, kinds: Sequence[NodeKind], cost: str | None) -> Conf
     measured = NodeKind(calibrated.DEVICE, calibrated.NUM_DEVICES)
     if cost is None:
         alone = set(kinds) == {measured} and base.hardware.shape == calibrated.SHAPE
+        alone = alone and is_plain(base.model)
         cost = calibrated.NAME if alone else "roofline"
     return msgspec.structs.replace(base, hardware=msgspec.structs.replace(base.hardware, cost=cost))
 

@@ -116,7 +116,7 @@ def _decode_node(
     kind: NodeKind, base: Config, catalogue: Catalogue, prices: Prices, context_tokens: int
 ) -> DecodeNode:
     candidate = Candidate(kind, kind, 1, 1, 0, CACHE_STEPS[-1], base.engine.chunk_tokens)
-    node = open_node(decode_nodes(candidate.config(base)), None, catalogue)
+    node = open_node(decode_nodes(candidate.config(base)), None, catalogue, base.model)
     room = node.kv_capacity_tokens // context_tokens
     most = min(room, base.engine.max_sequences)
     batch = _largest_batch(node.cost, context_tokens, most, base.slo.tbt_s)

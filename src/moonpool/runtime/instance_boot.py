@@ -247,7 +247,11 @@ def _wants_mooncake(setup: Setup) -> bool:
 
 
 def live_config(
-    setup: Setup, num_stages: int, store: TierStore | None, layer_wise_load: bool
+    setup: Setup,
+    num_stages: int,
+    store: TierStore | None,
+    layer_wise_load: bool,
+    kept_tokens: int = 0,
 ) -> InstanceConfig:
     """The settings of a live instance's state machine."""
     return instance_config(
@@ -261,6 +265,7 @@ def live_config(
         engine_tokens=0,  # the engine computes in the pool's own memory, or in a copy of it
         layer_wise_load=layer_wise_load,
         max_repeats=1,  # the live engine reports every step
+        kept_tokens=kept_tokens,
     )
 
 
@@ -278,7 +283,7 @@ def _state_machine(
 ) -> Instance:
     # An engine with host-GPU sync, stages and attention workers do not wait for single layers.
     layer_wise = parts is None and isinstance(engine, Engine) and engine.host_sync is None
-    config = live_config(setup, num_stages, store, layer_wise)
+    config = live_config(setup, num_stages, store, layer_wise, engine.spec.kept_tokens)
     stored = () if store is None else store.stored
     if parts is not None:
         return Instance(

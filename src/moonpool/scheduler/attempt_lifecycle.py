@@ -253,6 +253,7 @@ class AttemptLifecycle:
             tokens = () if token is None else (token, *event.further.get(index, ()))
             self._take_drafts(request, tokens)
             self._kv_cache.cache_full_blocks(request)
+            self._kv_cache.release_unseen(request)
             if not tokens:
                 continue
             if request.scored:
@@ -297,6 +298,7 @@ class AttemptLifecycle:
             request.num_scheduled = request.num_computed
             request.tokens.extend([token.token_id for token in tokens])
             self._kv_cache.cache_full_blocks(request)
+            self._kv_cache.release_unseen(request)
             self._report_tokens(request, tuple(tokens), reported)
         if reported:
             self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))

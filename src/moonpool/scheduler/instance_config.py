@@ -33,6 +33,7 @@ class InstanceConfig(Struct, frozen=True):
     ssd_write_ahead: bool = False
     store_shared: bool = False  # a store that other instances use takes the place of the SSD
     learning: bool = True  # measured times correct the cost model
+    kept_tokens: int = 0  # a token sees this many, its own included; 0: all before it
     speculative: SpeculativeConfig | None = None  # None: steps have no drafts
 
 
@@ -48,6 +49,7 @@ def instance_config(
     engine_tokens: int,
     layer_wise_load: bool,
     max_repeats: int,
+    kept_tokens: int,
 ) -> InstanceConfig:
     """Derives an instance's settings from the cluster's, for the live worker and the simulator.
 
@@ -72,6 +74,7 @@ def instance_config(
         ssd_write_ahead=pool.ssd_write_ahead,
         store_shared=store_shared,
         learning=learning,
+        kept_tokens=kept_tokens,
         speculative=engine.speculative_config,
     )
 

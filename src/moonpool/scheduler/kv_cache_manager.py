@@ -25,6 +25,8 @@ One request's block table, with `hits` = blocks that `allocate` found in the pre
     [cached, end)    no hash; this owner's     the same: not full, or its    free list
                      alone                     tokens are not computed
 
+`release_unseen` does to the leading blocks what `free` does to all.
+
 If another block already has the hash, `cache_full_blocks` leaves the duplicate without one, and
 `free` puts it on the free list.
 """
@@ -88,6 +90,7 @@ class KVCacheManager:
         self.num_dropped = 0  # blocks evicted from DRAM that are not on the SSD
         self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
+        self._kept_tokens = config.kept_tokens
         self.continuations: Continuations | None = None
         if config.speculative is not None:
             self.continuations = Continuations(self.pool, layout.block_tokens)
@@ -210,7 +213,7 @@ class KVCacheManager:
     def free(self, request: RequestState) -> None:
         """Ends the request's holds on its block table; blocks with a hash stay cached."""
         self.pool.release(request.owner)
-        request.block_ids, request.num_cached_blocks = [], 0
+        request.block_ids, request.num_cached_blocks, request.num_unseen_blocks = [], 0, 0
         request.num_computed = request.num_scheduled = 0
 
     def cache_full_blocks(self, request: RequestState) -> None:
@@ -228,6 +231,26 @@ class KVCacheManager:
             request.num_cached_blocks = end
             if self.continuations is not None:
                 self.continuations.note(request.keys, request.tokens, start, end)
+
+    def release_unseen(self, request: RequestState) -> None:
+        """Ends the request's holds on blocks that none of its later tokens sees, because all layers
+        have a window; blocks with a hash stay cached. The full blocks must be cached before.
+
+        A step in progress or a transfer may still touch these blocks; then a later call ends the
+        holds. A kernel may read beside the window, so a block of the window takes their place in
+        the block table.
+        """
+        if not self._kept_tokens or request.steps_pending or request.pending:
+            return
+        if request.arriving or request.overlapping:
+            return
+        seen_from = request.num_computed - self._kept_tokens + 1
+        end = min(seen_from // self.layout.block_tokens, len(request.block_ids) - 1)
+        start = request.num_unseen_blocks
+        if end > start:
+            self.pool.release_some(request.owner, request.block_ids[start:end])
+            request.block_ids[:end] = [request.block_ids[end]] * end
+            request.num_unseen_blocks = end
 
     def mark_replicas(self, command: MarkReplicas) -> None:
         """Records which blocks other instances hold too; ignores blocks that have been evicted."""

@@ -65,7 +65,8 @@ class RequestState:
     """Mutable state of one attempt at a request.
 
     `tokens` are the prompt and the generated tokens. The KVCache of the first `num_computed` tokens
-    is in `block_ids`; the first `num_cached_blocks` of these blocks are in the prefix cache. The
+    is in `block_ids`, but in place of the first `num_unseen_blocks` stands a later block. The first
+    `num_cached_blocks` of these blocks are, or were, in the prefix cache. The
     tokens up to `num_scheduled` are computed, or will be by the `steps_pending` steps in progress.
     """
 
@@ -83,6 +84,7 @@ class RequestState:
     fetch_s: float = 0.0
     num_cached_blocks: int = 0
     num_streamed_blocks: int = 0
+    num_unseen_blocks: int = 0  # leading blocks that it holds no longer: no later token sees them
     block_ids: list[BlockId] = field(default_factory=list)  # the block table
     keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as known
     pending: set[PendingTransfer] = field(default_factory=set)

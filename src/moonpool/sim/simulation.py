@@ -295,6 +295,7 @@ class Simulation:
             layer_wise_load=self._layer_wise,
             # Where instances slow each other down, each step depends on which others compute.
             max_repeats=MAX_REPEATS if hardware.steady else 1,
+            kept_tokens=hardware.kept_tokens,
         )
 
     def _step_factor(

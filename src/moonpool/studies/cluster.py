@@ -16,6 +16,8 @@ from moonpool.studies.hardware_files import read_text_file
 
 _ROOFLINE_KEYS = ("device", "shape", "decode_device", "attention_device")
 """Values of these mean the catalogue's hardware, not the node that was measured."""
+_FORMAT_KEYS = ("quantization", "kv_cache_dtype")
+"""Values of these in [model] mean it too: the node was measured with bfloat16."""
 
 
 def cluster_config(
@@ -35,7 +37,8 @@ def cluster_config(
     if cluster.get("mixed") and "prefill" not in cluster and "decode" not in cluster:
         # Instead of the paper's instances, but in addition to those that a file names.
         defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
-    if "cost" not in hardware and any(name in hardware for name in _ROOFLINE_KEYS):
+    quantized = any(name in given.get("model", {}) for name in _FORMAT_KEYS)
+    if "cost" not in hardware and (quantized or any(name in hardware for name in _ROOFLINE_KEYS)):
         given = _merged(given, {"hardware": {"cost": "roofline"}})
     return parse_config(text, given, defaults, own_name)
 

@@ -145,13 +145,14 @@ def priced_workload(
     """What candidates are simulated with, and what they cost. Raises ConfigError."""
     from moonpool.plan.trial import Workload
     from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
+    from moonpool.sim.hardware.formats import in_formats
 
     catalogue, profile = read_catalogue_and_profile(base, catalogue_file)
     if profile is not None and len(kinds) > 1:
         raise ConfigError("a profile was measured on one kind of node: name one of --devices")
     text = "" if prices_file is None else read_text_file(prices_file, "the price file")
     prices = parse_prices(text, catalogue)
-    kv_bytes = catalogue.shape(base.hardware.shape).kv_bytes_per_token
+    kv_bytes = in_formats(catalogue.shape(base.hardware.shape), base.model).kv_bytes_per_token
     workload = Workload(rows, block_tokens, catalogue, profile)
     stages = base.engine.pipeline_parallel_size  # which each candidate counts itself
     prefills = prefill_nodes(base).nodes_per_prefill // stages

@@ -26,6 +26,7 @@ DRIVERS_OWN = {
     "engine_tokens",
     "layer_wise_load",
     "max_repeats",
+    "kept_tokens",
 }
 """What only a driver knows: of its store, its engine and its memory."""
 

@@ -30,8 +30,8 @@ SOURCES = (
     "slices.cpp",
 )
 # Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
-# all-gather of ranks.
-PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp")
+# all-gather of ranks, repack.cpp the loading of quantized weights.
+PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp", "repack.cpp")
 HEADERS = ("simd.h", "panels.h", "rounded.h", "calls.h", "ring.h", "fp8.h")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")

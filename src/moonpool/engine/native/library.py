@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (*[_POINTER] * 4, *[_INT64] * 3, _INT),
     "linear_int8": (*[_POINTER] * 5, *[_INT64] * 3, _INT),
     "linear_quantized": (_INT, *[_POINTER] * 4, *[_INT64] * 4, _INT, _INT),
+    "repack": (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT),
     "rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "add_rms_norm": (*[_POINTER] * 4, _INT64, _INT64, _FLOAT, _INT),
     "glu": (_POINTER, _POINTER, _INT64, _INT64, _INT, _FLOAT, _FLOAT, _INT),
@@ -62,6 +63,7 @@ class Kernels:
         "linear_int8",
         "linear_quantized",
         "merge",
+        "repack",
         "rms_norm",
         "rope",
         "rope_store",
@@ -73,6 +75,7 @@ class Kernels:
         self.linear = _bind(library, "linear", kind, isa)
         self.linear_int8 = _bind(library, "linear_int8", kind, isa)
         self.linear_quantized = _bind(library, "linear_quantized", kind, isa)
+        self.repack = _bind(library, "repack", "", "")
         self.rms_norm = _bind(library, "rms_norm", kind, isa)
         self.add_rms_norm = _bind(library, "add_rms_norm", kind, isa)
         self.glu = _bind(library, "glu", kind, isa)

@@ -82,8 +82,8 @@ class NativeOps:
         if self._quantization == "int4" and isinstance(weight, Tensor):
             weight = rounded_to_int4(weight)
         if isinstance(weight, QuantizedMatrix):
-            call = self._kernels[weight.dtype].linear_quantized
-            return NativeQuantizedLinear(call, weight, bias, self._memory)
+            kernels = self._kernels[weight.dtype]
+            return NativeQuantizedLinear(kernels, weight, bias, self._memory)
         if self._quantization == "int8":
             return NativeInt8Linear(self._of(weight).linear_int8, weight, bias, self._memory)
         return NativeLinear(self._of(weight).linear, weight, bias, self._memory)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonpool.engine.native.library import Call
+from moonpool.engine.native.library import Call, Kernels
 from moonpool.engine.native.linear import PANEL, PackedMemory
 from moonpool.engine.quantized.formats import Decoded, Format
 from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows
@@ -36,6 +36,8 @@ _FORMS = (
     (8, "whole", False),
 )
 """Bits, scales and minimums of the kernels' forms, in the order of linear_quantized.cpp."""
+_REPACKED = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""The formats that repack.cpp arranges, in its order."""
 _FIRST = tuple(4 * (lane // 2) + lane % 2 for lane in range(16))
 """The first of the two weights that lane i of a row meets; the second is 2 later."""
 
@@ -54,12 +56,12 @@ class NativeQuantizedLinear:
     __slots__ = ("_bias", "_call", "_parts", "dtype", "in_features", "out_features")
 
     def __init__(
-        self, call: Call, weight: QuantizedMatrix, bias: Tensor | None, memory: PackedMemory
+        self, kernels: Kernels, weight: QuantizedMatrix, bias: Tensor | None, memory: PackedMemory
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._call = call
-        self._parts = [_pack(part, memory) for part in _joined(weight.parts)]
+        self._call = kernels.linear_quantized
+        self._parts = [_pack(part, memory, kernels.repack) for part in _joined(weight.parts)]
         self._bias: list[Tensor | None] = [None] * len(self._parts)
         if bias is not None:
             pieces = bias.float().split([part.out for part in self._parts])
@@ -116,10 +118,40 @@ def _form(format: Format) -> int:
     return _FORMS.index((format.bits, scales, format.has_minimum))
 
 
-def _pack(rows: StoredRows, memory: PackedMemory) -> _Packed:
+def _pack(rows: StoredRows, memory: PackedMemory, repack: Call) -> _Packed:
     format, out = rows.format, len(rows.data)
-    blocks = rows.width // BLOCK
+    if format.name in _REPACKED:
+        weight = _repacked(rows, memory, repack)
+    else:
+        weight = packed_rows(rows, memory)
+    return _Packed(_form(format), weight, out, format.offset)
+
+
+def _repacked(rows: StoredRows, memory: PackedMemory, repack: Call) -> Tensor:
+    """What `packed_rows` gives, by the kernels."""
+    out, format = len(rows.data), rows.format
+    panel_bytes = _panels(StoredRows(format, rows.data[:1]), rows.width // BLOCK).shape[1]
     panels = -(-out // PANEL)
+    weight = memory.take(panels * panel_bytes).view(panels, panel_bytes)
+    data = rows.data.contiguous()
+    wrong = repack(
+        _REPACKED.index(format.name),
+        data.data_ptr(),
+        weight.data_ptr(),
+        out,
+        rows.width // format.group,
+        panel_bytes,
+        torch.get_num_threads(),
+    )
+    if wrong:
+        raise ValueError(f"the kernels do not arrange {format.name}")
+    return weight
+
+
+def packed_rows(rows: StoredRows, memory: PackedMemory) -> Tensor:
+    """Stored rows in panels: [panels, bytes of a panel] uint8. Slow."""
+    blocks = rows.width // BLOCK
+    panels = -(-len(rows.data) // PANEL)
     weight: Tensor | None = None
     at = 0
     for piece in rows.chunks(PANEL):
@@ -130,7 +162,7 @@ def _pack(rows: StoredRows, memory: PackedMemory) -> _Packed:
         weight[at : at + len(packed)] = packed
         at += len(packed)
     assert weight is not None and at == panels
-    return _Packed(_form(format), weight, out, format.offset)
+    return weight
 
 
 def _panels(rows: StoredRows, blocks: int) -> Tensor:

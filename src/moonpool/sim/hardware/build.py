@@ -11,7 +11,7 @@ from moonpool.cost.derived import fit_to_ground_truth, scaled
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.cost.model import StepCost
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import FP8, LATENT, BlockLayout
 from moonpool.scheduler.ssd_offload import reserved_blocks
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
 from moonpool.sim.hardware.node_cost import NodeCost, open_node
@@ -44,6 +44,7 @@ class NodeHardware:
     decode_spread: DecodeSpread = ((), (), ())
     domain: CostDomain | None = None  # of a measured ground truth
     outside_domain: str = ""  # what takes over there
+    kept_tokens: int = 0  # the window, if all layers have one
 
     @property
     def steady(self) -> bool:
@@ -94,8 +95,8 @@ def build_hardware(
             'conductor.role_balance = "switch" cannot be simulated with instances of several'
             ' stages or ranks, because their nodes would change too; use "advise"'
         )
-    node = open_node(grouped, profile, catalogue)
-    decoder = open_node(decoding_nodes, profile, catalogue)
+    node = open_node(grouped, profile, catalogue, config.model)
+    decoder = open_node(decoding_nodes, profile, catalogue, config.model)
     layout = _layout(node, config, profile)
     stages = decoding_nodes.nodes_per_prefill
     decoder_ground_truth = decoder.cost if stages == 1 else decoder.prefill_cost
@@ -257,6 +258,18 @@ def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> Block
             head_dim=profile.token_bytes // 4,  # keys and values of two bytes
             arithmetic="simulated",
         )
+    if config.model.kv_cache_dtype == FP8:
+        return BlockLayout(
+            model_fingerprint=shape.name,
+            dtype="bfloat16",
+            block_tokens=config.pool.block_tokens,
+            num_layers=shape.layers,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            inner="paired-v1" if shape.latent is None else LATENT,
+            arithmetic="simulated",
+            kv_dtype=FP8,
+        )
     if shape.latent is not None or shape.bytes_per_kv not in (2, 4):
         return BlockLayout(
             model_fingerprint=shape.name,
@@ -315,4 +328,5 @@ def _node_hardware(
         num_slots=num_slots,
         domain=node.domain,
         outside_domain=node.outside_domain,
+        kept_tokens=node.shape.window if node.shape.windowed_share == 1 else 0,
     )

@@ -37,7 +37,7 @@ Entry = TypeVar("Entry", Device, ModelShape)
 MAY_BE_ZERO = {"nvlink_bytes_per_s", "launch_s", "alpha_s", "nic_latency_s", "usd_per_h"}
 MAY_BE_ZERO |= {"window", "full_every"}
 MAY_BE_ZERO |= {"experts.shared_ffn", "experts.dense_layers", "experts.bytes_per_weight"}
-MAY_BE_ZERO |= {"latent.query_rank"}
+MAY_BE_ZERO |= {"latent.query_rank", "bytes_per_embedding", "peak_fp8_flops_per_s"}
 
 
 class Catalogue(Struct, frozen=True):

@@ -61,6 +61,7 @@ class Device(Struct, frozen=True):
     pcie_bytes_per_s: float
     nic_bytes_per_s: float
     all_reduce: tuple[AllReduce, ...]
+    peak_fp8_flops_per_s: float = 0.0  # dense; 0: products in FP8 run as bfloat16
     gemm: Gemm = Gemm()
     attention: Attention = Attention()
     elementwise_share: float = 0.5  # of memory_bytes_per_s: norms, rotary, activation, additions

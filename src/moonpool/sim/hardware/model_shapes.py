@@ -40,7 +40,10 @@ class ModelShape(Struct, frozen=True):
     `tied`: the embedding is the LM head too.
 
     `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
-    All KVCache is kept. With `latent`, `kv_heads` is 1 and `head_dim` its rank + rope.
+    Requests hold all KVCache, unless all layers have the window. With `latent`, `kv_heads` is 1 and
+    `head_dim` its rank + rope.
+    `bytes_per_embedding`: of a weight of embedding and LM head; 0: as all others. `fp8_products`:
+    the layers multiply in FP8 on devices that can.
     """
 
     name: str
@@ -58,6 +61,8 @@ class ModelShape(Struct, frozen=True):
     experts: ExpertShape | None = None
     latent: LatentShape | None = None
     bytes_per_weight: float = 2.0
+    bytes_per_embedding: float = 0.0
+    fp8_products: bool = False
     bytes_per_kv: float = 2.0
     bytes_per_activation: float = 2.0
 
@@ -101,7 +106,7 @@ class ModelShape(Struct, frozen=True):
         return self._params(self.experts.per_token) if self.experts else self._params(0)
 
     def _params(self, experts: int) -> int:
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        embeddings = self._embedding_params
         mixture = self.experts
         if mixture is None:
             return self.layers * self.params_per_layer + embeddings
@@ -111,15 +116,31 @@ class ModelShape(Struct, frozen=True):
         return dense + sparse * (self._attention_params + self.hidden * width) + embeddings
 
     @property
+    def _embedding_params(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
     def weight_bytes(self) -> float:
         """Bytes of `params`."""
-        mixture = self.experts
-        if mixture is None or not mixture.bytes_per_weight:
-            return self.params * self.bytes_per_weight
-        sparse = self.layers - mixture.dense_layers
-        in_experts = sparse * 3 * self.hidden * mixture.ffn * mixture.count
-        others = (self.params - in_experts) * self.bytes_per_weight
-        return others + in_experts * mixture.bytes_per_weight
+        return self._bytes(self.params, self.experts.count if self.experts else 0)
+
+    @property
+    def active_weight_bytes(self) -> float:
+        """Bytes of `active_params`."""
+        return self._bytes(self.active_params, self.experts.per_token if self.experts else 0)
+
+    def _bytes(self, params: int, experts: int) -> float:
+        """Bytes of `params` weights, with `experts` experts in each sparse layer."""
+        total, mixture = 0.0, self.experts
+        if self.bytes_per_embedding:
+            total += self._embedding_params * self.bytes_per_embedding
+            params -= self._embedding_params
+        if mixture is not None and mixture.bytes_per_weight:
+            sparse = self.layers - mixture.dense_layers
+            in_experts = sparse * 3 * self.hidden * mixture.ffn * experts
+            total += in_experts * mixture.bytes_per_weight
+            params -= in_experts
+        return total + params * self.bytes_per_weight
 
     @property
     def kv_bytes_per_token_per_layer(self) -> float:

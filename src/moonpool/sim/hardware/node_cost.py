@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moonpool.config import ConfigError, HardwareConfig
+from moonpool.config import ConfigError, HardwareConfig, ModelConfig
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
@@ -12,6 +12,7 @@ from moonpool.sim.hardware import calibrated
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue, nearest
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.domain_cost import DomainCost
+from moonpool.sim.hardware.formats import in_formats, is_plain
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.offload_cost import AttentionPool, OffloadCost, OffloadNetwork
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
@@ -26,6 +27,7 @@ SSD_WRITE_BYTES_PER_S = 4 * 4.0e9
 """Bandwidth of a node's four NVMe drives on PCIe 4.0 x4, by a vendor's data sheet. This is an
 assumption: Mooncake mentions SSDs without figures."""
 COSTS = (calibrated.NAME, "roofline")
+PLAIN = ModelConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,21 @@ def open_cost(
 
 
 def open_node(
-    hardware: HardwareConfig, profile: FittedCost | None = None, catalogue: Catalogue = BUILT_IN
+    hardware: HardwareConfig,
+    profile: FittedCost | None = None,
+    catalogue: Catalogue = BUILT_IN,
+    model: ModelConfig = PLAIN,
 ) -> NodeCost:
-    """Builds a node. Raises ConfigError for unknown names, and for a model that does not fit the
-    memory or cannot be divided as configured."""
+    """Builds a node; `model` says the number formats of weights and KVCache. Raises ConfigError for
+    unknown names, and for a model that does not fit the memory or cannot be divided as configured.
+    """
     device, shape = catalogue.device(hardware.device), catalogue.shape(hardware.shape)
+    if profile is None and hardware.cost == calibrated.NAME and not is_plain(model):
+        raise ConfigError(
+            f"hardware.cost {calibrated.NAME!r} was measured with bfloat16: use hardware.cost ="
+            ' "roofline", or leave out model.quantization and model.kv_cache_dtype'
+        )
+    shape = in_formats(shape, model)
     num_devices, num_nodes = hardware.devices_per_node, hardware.nodes_per_prefill
     cost = open_cost(hardware.cost, device, shape, num_devices, profile)
     nic = Nic.of(device, num_devices)

@@ -14,7 +14,8 @@ FLOPs and its KVCache reads, per prefill chunk, and once for all decodes togethe
 
 Layers with a window count only the pairs and keys inside it, with contexts taken as equally long.
 Latents (MLA) are expanded in prefills and read as they are in decodes; each device holds all of
-them. Experts are shared out whole over the devices (`expert_cost`).
+them. Experts are shared out whole over the devices (`expert_cost`). Layers in FP8 multiply at the
+device's FP8 rate, if it has one.
 
 Norms, rotary embedding, activation and additions move bytes at `elementwise_share` of the memory
 bandwidth; tensor parallelism divides only part of them. A layer has two all-reduces, and a step has
@@ -167,7 +168,8 @@ class RooflineCost:
         )
         if shape.latent is not None:
             attention = self._latent_products()
-        self._lm_head = self._product("lm_head", hidden, -(-shape.vocab // tp))
+        embedding = shape.bytes_per_embedding
+        self._lm_head = self._product("lm_head", hidden, -(-shape.vocab // tp), embedding)
         self._experts: ExpertCost | None = None
         mixture = shape.experts
         if mixture is None:
@@ -204,11 +206,14 @@ class RooflineCost:
     def _product(self, name: str, k: int, n: int, bytes_per_weight: float = 0.0) -> Product:
         gemm, shape = self.device.gemm, self.shape
         rate = gemm.bandwidth_share * self.device.memory_bytes_per_s
+        flops_per_s = self.device.peak_flops_per_s
+        if shape.fp8_products and name != "lm_head":
+            flops_per_s = self.device.peak_fp8_flops_per_s or flops_per_s
         return Product(
             name=name,
             weights_s=(bytes_per_weight or shape.bytes_per_weight) * k * n / rate,
             memory_s_per_row=shape.bytes_per_activation * (k + n) / rate,
-            compute_s_per_row=2 * k * n / (gemm.flops_share * self.device.peak_flops_per_s),
+            compute_s_per_row=2 * k * n / (gemm.flops_share * flops_per_s),
             launch_s=gemm.launch_s,
             tile_rows=gemm.tile_tokens,
             soft=soft_maximum(gemm.sharpness),

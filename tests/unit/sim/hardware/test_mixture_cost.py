@@ -5,13 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config import Config, HardwareConfig
+from moonpool.config import Config, ConfigError, HardwareConfig, ModelConfig, Quantization
 from moonpool.cost.model import Chunk
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN, parse_catalogue
 from moonpool.sim.hardware.expert_cost import power
+from moonpool.sim.hardware.formats import in_formats
 from moonpool.sim.hardware.node_cost import kv_capacity_tokens
 from moonpool.sim.hardware.roofline import RooflineCost
+from moonpool.studies.cluster import cluster_config
 
 H200 = BUILT_IN.device("H200")
 NAMES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "llama4-maverick")
@@ -89,6 +91,61 @@ def test_eight_bit_weights_and_kv_halve_their_bytes() -> None:
     hardware = HardwareConfig(device="H200", shape="half", devices_per_node=8, cost="roofline")
     layout = build_hardware(Config(hardware=hardware), catalogue=catalogue).layout
     assert layout.token_bytes == half.kv_bytes_per_token == whole.kv_bytes_per_token / 2
+
+
+@pytest.mark.parametrize("shape", ["llama3-70b", "deepseek-v3", "gpt-oss-120b"])
+def test_fp8_kvcache_has_the_blocks_of_the_engine(shape: str) -> None:
+    hardware = HardwareConfig(device="H200", shape=shape, devices_per_node=8, cost="roofline")
+    plain = build_hardware(Config(hardware=hardware))
+    fp8 = build_hardware(Config(hardware=hardware, model=ModelConfig(kv_cache_dtype="fp8")))
+    own = BUILT_IN.shape(shape)
+    halves = 1 if own.latent else 2
+    assert fp8.layout.token_bytes == own.layers * halves * own.kv_heads * (own.head_dim + 1)
+    gained = fp8.decode.engine_tokens / plain.decode.engine_tokens
+    assert gained == pytest.approx(plain.layout.token_bytes / fp8.layout.token_bytes, rel=1e-4)
+    assert fp8.layout.fingerprint != plain.layout.fingerprint
+    kv_s = [node.decode.ground_truth.step_s((), 1, 10**6) for node in (plain, fp8)]
+    assert kv_s[1] < kv_s[0]
+
+
+def test_weights_in_four_and_eight_bits() -> None:
+    """A decode reads fewer bytes; a prefill is faster only where the device multiplies in FP8."""
+    shape, chunk = BUILT_IN.shape("llama3-70b"), Chunk(8192, 0, 0, True)
+
+    def steps(device: str, quantization: Quantization) -> tuple[float, float]:
+        stored = in_formats(shape, ModelConfig(quantization=quantization))
+        cost = RooflineCost(BUILT_IN.device(device), stored, 8)
+        return cost.step_s((), 1, 1000), cost.step_s((chunk,), 0, 0)
+
+    for device, faster in (("H100-SXM", True), ("A100-SXM", False)):
+        (decode_s, prefill_s), (fp8_decode_s, fp8_prefill_s) = (
+            steps(device, "none"),
+            steps(device, "fp8"),
+        )
+        int4_decode_s, int4_prefill_s = steps(device, "int4")
+        assert max(int4_decode_s, fp8_decode_s) < 0.95 * decode_s
+        assert int4_prefill_s == pytest.approx(prefill_s, rel=0.01)
+        assert (fp8_prefill_s < 0.8 * prefill_s) == faster
+        assert fp8_prefill_s < prefill_s * 1.001
+
+
+def test_requests_hold_the_window_where_all_layers_have_one() -> None:
+    catalogue = parse_catalogue("""
+        [shapes.sliding]
+        like = "mistral-7b"
+        window = 4096
+    """)
+    for shape, kept in (("sliding", 4096), ("gpt-oss-20b", 0), ("mistral-7b", 0)):
+        hardware = HardwareConfig(device="H200", shape=shape, devices_per_node=1, cost="roofline")
+        built = build_hardware(Config(hardware=hardware), catalogue=catalogue)
+        assert built.decode.kept_tokens == built.prefill.kept_tokens == kept
+
+
+def test_a_measured_node_has_no_other_formats() -> None:
+    config = Config(model=ModelConfig(quantization="int4"))
+    with pytest.raises(ConfigError, match="measured with bfloat16"):
+        build_hardware(config)
+    assert cluster_config(None, {"model": {"quantization": "int4"}}).hardware.cost == "roofline"
 
 
 def test_a_power_by_multiplications() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moonpool.config import ModelConfig, Quantization
 from moonpool.sim.hardware.catalogue import BUILT_IN
+from moonpool.sim.hardware.formats import in_formats
 
 BILLIONS_OF_PARAMETERS = {
     "llama3-8b": 8.03,
@@ -45,6 +47,56 @@ MIXTURES = {
     "llama4-scout": (107.8, 17.2, 215.5, 196_608),  # of 109, 1.2 are for images
     "llama4-maverick": (400.7, 17.2, 801.4, 196_608),
 }
+
+
+# By hand, from the published configurations: bytes of the weights that a token passes, and of its
+# KVCache in FP8, whose scale takes a byte per head, K and V.
+ACTIVE_AND_FP8_BYTES = {
+    "deepseek-v3": (37_551_276_032, 61 * 577),
+    "kimi-k2": (32_860_471_296, 61 * 577),
+    "qwen3-30b-a3b": (2 * 3_352_821_760, 48 * 2 * 4 * 129),
+    "qwen3-235b-a22b": (44_379_930_624, 94 * 2 * 4 * 129),
+    "gpt-oss-20b": (4_864_020_480, 24 * 2 * 8 * 65),
+    "gpt-oss-120b": (6_157_670_400, 36 * 2 * 8 * 65),
+    "llama4-scout": (34_344_796_160, 48 * 2 * 8 * 129),
+    "llama4-maverick": (34_368_389_120, 48 * 2 * 8 * 129),
+    "llama3-70b": (2 * 70_552_387_584, 80 * 2 * 8 * 129),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVE_AND_FP8_BYTES)
+def test_active_bytes_and_fp8_kvcache(name: str) -> None:
+    shape = BUILT_IN.shape(name)
+    active, kv = ACTIVE_AND_FP8_BYTES[name]
+    assert shape.active_weight_bytes == active
+    in_fp8 = in_formats(shape, ModelConfig(kv_cache_dtype="fp8"))
+    assert in_fp8.kv_bytes_per_token == pytest.approx(kv, rel=1e-12)
+    assert in_fp8.weight_bytes == shape.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "active"),
+    [
+        # Linears in 5, 8.125 and 8 bits; embedding and LM head as they are.
+        ("qwen3-30b-a3b", "int4", 0.625 * 2_730_491_904 + 2 * 622_329_856),
+        ("qwen3-30b-a3b", "int8", (1 + 1 / 64) * 2_730_491_904 + 2 * 622_329_856),
+        ("llama3-70b", "fp8", 68_451_041_280 + 2 * 2_101_346_304),
+        ("deepseek-v3", "fp8", 37_551_276_032),
+        ("deepseek-v3", "int4", 0.625 * 35_697_917_952 + 1_853_358_080),
+        # MXFP4 experts stay.
+        (
+            "gpt-oss-120b",
+            "int4",
+            0.625 * 968_785_920 + 0.53125 * 3_583_180_800 + 2 * 1_158_266_880,
+        ),
+    ],
+)
+def test_active_bytes_of_quantized_weights(
+    name: str, quantization: Quantization, active: float
+) -> None:
+    shape = in_formats(BUILT_IN.shape(name), ModelConfig(quantization=quantization))
+    assert shape.active_weight_bytes == pytest.approx(active, rel=1e-12)
+    assert shape.active_params == BUILT_IN.shape(name).active_params
 
 
 def test_every_shape_is_checked_and_named_once() -> None:
