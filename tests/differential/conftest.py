@@ -10,6 +10,15 @@ import torch
 from tests.differential.plans import EXACT_OPS, OPS_NAMES, missing
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The kernels are tested each time, and the plain operations, which they are compared with and
+    which are slow, in the long run."""
+    for item in items:
+        if "differential" in item.path.parts and "reference" in item.name:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -39,7 +39,10 @@ def alone() -> list[tuple[int, ...]]:
     "flags",
     [
         ["--prefill", "1", "--decode", "2", "--ssd-tokens", "4096"],
-        ["--prefill", "1", "--decode", "2", "--pipeline-parallel-size", "2"],
+        pytest.param(
+            ["--prefill", "1", "--decode", "2", "--pipeline-parallel-size", "2"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["ssd", "stages"],
 )
@@ -56,6 +59,7 @@ def test_every_way_and_a_killed_instance(
         assert [future.result() for future in running] == alone
 
 
+@pytest.mark.long
 def test_ranks_agree_with_themselves() -> None:
     ranks = ["--tensor-parallel-size", "2"]
     with LocalServer([*FP8, *ranks, "--prefill", "1", "--decode", "1"]) as up:

@@ -156,7 +156,10 @@ def cached_tokens(url: str, prompt: list[int]) -> int:
 
 @pytest.mark.parametrize(
     "arrangement",
-    [["--prefill", "1", "--decode", "1"], ["--mixed", "2"]],
+    [
+        ["--prefill", "1", "--decode", "1"],
+        pytest.param(["--mixed", "2"], marks=pytest.mark.long),
+    ],
     ids=["1P+1D", "2M"],
 )
 def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:

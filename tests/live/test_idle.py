@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.suite.live.idle import bench_idle
 
 
@@ -17,6 +19,7 @@ def test_an_idle_cluster_of_a_toy_model_takes_little_memory() -> None:
     assert said[-1].endswith("MB in all")
 
 
+@pytest.mark.long
 def test_a_pool_of_a_chosen_size_is_taken_whole() -> None:
     found = bench_idle("moonpool/induction", 1, 1, ["--kv-tokens", "16384"], 1.0, lambda line: None)
     taken = [row["kvcache_mib"] for row in found["processes"] if "-0" in row["process"]]

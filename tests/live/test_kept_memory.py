@@ -76,7 +76,9 @@ def expected() -> list[str]:
         return texts
 
 
-@pytest.mark.parametrize("parts", ["one process", "two stages"])
+@pytest.mark.parametrize(
+    "parts", ["one process", pytest.param("two stages", marks=pytest.mark.long)]
+)
 def test_the_successor_of_a_killed_worker_is_warm(expected: list[str], parts: str) -> None:
     flags = ["--pipeline-parallel-size", "2"] if parts == "two stages" else []
     with serve(*flags) as server:
@@ -89,6 +91,7 @@ def test_the_successor_of_a_killed_worker_is_warm(expected: list[str], parts: st
             assert asker.ask_all() == (expected, MOST)
 
 
+@pytest.mark.long
 def test_a_worker_killed_while_it_computes_leaves_no_wrong_block(expected: list[str]) -> None:
     """With a pool that is too small for all prompts, so that blocks are overwritten."""
     rng = random.Random(1)
@@ -106,7 +109,7 @@ def test_a_worker_killed_while_it_computes_leaves_no_wrong_block(expected: list[
         assert cached
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.long), "killed"])
 def test_memory_survives_a_restart_of_the_server(
     expected: list[str], folder: Path, how: str
 ) -> None:
@@ -123,6 +126,7 @@ def test_memory_survives_a_restart_of_the_server(
         assert asker.ask_all() == (expected, MOST)
 
 
+@pytest.mark.long
 def test_another_model_or_server_starts_cold(expected: list[str], folder: Path) -> None:
     with serve("--keep-memory", str(folder)) as server:
         assert Asker(server.url).ask_all() == (expected, 0)

@@ -100,6 +100,7 @@ def test_no_adapter_reads_anothers_cache(modules: list[str]) -> None:
         assert cached[:3] == [0, 0, 0] and min(cached[3:]) >= 256, cached
 
 
+@pytest.mark.long
 def test_stages_and_a_killed_instance(alone: dict[str, list[str]], modules: list[str]) -> None:
     stages = ("--prefill", "1", "--decode", "2", "--pipeline-parallel-size", "2")
     with server(modules, *stages) as up, ThreadPoolExecutor(6) as pool:

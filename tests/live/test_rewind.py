@@ -19,7 +19,7 @@ from tests.live.conftest import MODEL, SMALL
 pytestmark = pytest.mark.live
 
 
-@pytest.mark.parametrize("log_bytes", [32 << 20, 20_000])
+@pytest.mark.parametrize("log_bytes", [32 << 20, pytest.param(20_000, marks=pytest.mark.long)])
 def test_a_live_log_replays(log_bytes: int, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f"[api]\nevent_log_bytes = {log_bytes}\n")
     arguments = [MODEL, "--prefill", "2", "--decode", "1", "--config", str(tmp_path / "c.toml")]

@@ -124,6 +124,7 @@ def test_instances_change_sides_and_back_and_answers_stay_right(server: LocalSer
     assert "moonpool:role_switches_total{" in metrics and "moonpool:role_load{" in metrics
 
 
+@pytest.mark.long
 def test_an_instance_killed_while_it_drains_costs_no_answer(server: LocalServer) -> None:
     desk = Desk(server)
     expected = desk.answer()

@@ -123,6 +123,7 @@ def test_other_numbers(model: list[str]) -> None:
         check(server.url, http)
 
 
+@pytest.mark.long
 def test_structured_answers() -> None:
     """Of the built-in model, which ends its answers and continues what it has read."""
     names = ["ann", "bob", "cat", "dan"] * 4

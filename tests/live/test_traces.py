@@ -128,6 +128,7 @@ def test_a_call_without_a_header_begins_a_trace(traced: tuple[LocalServer, Recei
     assert counter(server, "moonpool:trace_spans") >= 6
 
 
+@pytest.mark.long
 def test_a_collector_that_is_gone_costs_spans_and_no_answers() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     endpoint = f"http://127.0.0.1:{free_port()}"
@@ -141,6 +142,7 @@ def test_a_collector_that_is_gone_costs_spans_and_no_answers() -> None:
         assert counter(server, "moonpool:trace_spans") == 0
 
 
+@pytest.mark.long
 def test_the_context_is_passed_on_to_an_engine() -> None:
     """The engine is a moonpool server, which speaks vLLM's API and traces by itself."""
     with (

@@ -57,7 +57,14 @@ FOUND = {"drop": "missing", "double": "doubled", "mix": "wrong"}
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("fault", ["drop", "mix", pytest.param("double", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "drop",
+        pytest.param("mix", marks=pytest.mark.long),
+        pytest.param("double", marks=pytest.mark.long),
+    ],
+)
 def test_changed_tokens_are_found(right_server: LocalServer, tmp_path: Path, fault: str) -> None:
     with faulty_proxy(right_server.url, fault) as (url, proxy):
         code, output, figures = run_trial(tmp_path, url)
@@ -69,6 +76,7 @@ def test_changed_tokens_are_found(right_server: LocalServer, tmp_path: Path, fau
     assert figures["load"][f"{FOUND[fault]}_tokens"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.live
 def test_answers_of_others_are_foreign(right_server: LocalServer, tmp_path: Path) -> None:
     with faulty_proxy(right_server.url, "swap") as (url, proxy):

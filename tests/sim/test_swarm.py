@@ -28,7 +28,16 @@ SEEDS_PER_TEST = 50
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", range(0, 150, SEEDS_PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        0,
+        *(
+            pytest.param(n, marks=pytest.mark.long)
+            for n in range(SEEDS_PER_TEST, 150, SEEDS_PER_TEST)
+        ),
+    ],
+)
 def test_invariants_hold(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         world = run_seed(seed)  # its own checks raise SeedFailed, with seed and options

@@ -39,6 +39,7 @@ def test_a_short_soak_keeps_invariants(tmp_path: Path, monkeypatch: pytest.Monke
     assert lacking(found) == []
 
 
+@pytest.mark.long
 def test_an_unknown_flip_on_the_disk_ends_the_soak(tmp_path: Path) -> None:
     soak = Soak(tmp_path, 1000, 3, 6, lambda text: None)
     try:

@@ -26,6 +26,7 @@ def test_there_are_snippets() -> None:
     assert len(SNIPPETS) >= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_the_snippet_runs(folder: Path, snippet: str) -> None:
     done = subprocess.run(

@@ -108,7 +108,7 @@ class _Lane:
         self._closed = False
 
     async def run(self, tenant: str, start: bytes, work: bytes) -> bytes:
-        """Returns the reply. A process that ended is replaced once."""
+        """Returns the reply. A process that ended is replaced once. Raises ApiError."""
         async with self._turn(tenant):
             for is_last in (False, True):
                 try:

@@ -258,7 +258,10 @@ async def _end_with_error(context: HttpContext, writer: EventWriter, error: ApiE
 
 
 def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
-    """Joins tenant and salt. A tenant's name has no '/', so no salt can imitate another tenant."""
+    """Joins tenant and salt. A tenant's name has no '/', so no salt can imitate another tenant.
+
+    Raises ApiError.
+    """
     if cache_salt is None:
         return key_tenant
     if not 0 < len(cache_salt) <= 256:

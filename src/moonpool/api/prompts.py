@@ -151,7 +151,7 @@ class PromptReader:
     async def read_completion(
         self, body: CompletionBody, most_prompts: int, param: str = "prompt"
     ) -> list[tuple[int, ...]]:
-        """`param` is the field's name in the client's body."""
+        """`param` is the field's name in the client's body. Raises ApiError."""
         prompt = body.prompt
         if prompt is None:
             raise missing_parameter(param)

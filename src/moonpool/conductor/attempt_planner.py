@@ -208,7 +208,7 @@ class AttemptPlanner:
                 footprint, decision, budget, self._table, forecast, config, now
             )
             if config.admission == "goodput" and slo is not UNLIMITED:
-                expected = self._goodput.expect(context, not tracked.num_decisions)
+                expected = self._goodput.expect(context, tracked.keys, not tracked.num_decisions)
                 tracked.predicted_step_s = expected.step_s
                 decision = msgspec.structs.replace(
                     decision,

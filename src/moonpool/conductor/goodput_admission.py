@@ -15,6 +15,7 @@ The chances are learned from the answers that have ended (`slo_chances`). Nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,10 @@ from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, RunningMean, lengt
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.resource_prices import ClusterCapacity, RequestNeed, ResourcePrices
+from moonpool.conductor.sharing_forecast import SharingForecast
 from moonpool.conductor.slo_chances import MIXED_STEP_SHARE, TbtChances, TtftChances
 from moonpool.request_record import RequestRecord
+from moonpool.types import BlockKey
 
 if TYPE_CHECKING:
     from moonpool.conductor.admission import AdmissionContext
@@ -119,6 +122,8 @@ class GoodputModel:
         self.tbt_decode, self.tbt_mixed = TbtChances(), TbtChances()
         self.prices = ResourcePrices()
         self.lengths = AnswerLengths()
+        self.sharing = SharingForecast()
+        self._sharer_s = RunningMean(0.0)  # prefill of a prompt whose known blocks are cached
 
     def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
         """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted. A
@@ -138,16 +143,20 @@ class GoodputModel:
             ttft_s = record.first_token_s - record.placed_s
             self.ttft.note_answer(ttft_s, record.predicted_ttft_s, record.slo.ttft_s)
 
-    def expect(self, context: AdmissionContext, first: bool) -> ExpectedGoodput:
-        """Must be asked before the request is booked. `first`: the request has just arrived, so it
-        counts as demand (mutates)."""
+    def expect(
+        self, context: AdmissionContext, keys: Sequence[BlockKey], first: bool
+    ) -> ExpectedGoodput:
+        """Must be asked before the request is booked. `keys`: of the prompt's blocks. `first`: the
+        request has just arrived, so it counts as demand (mutates)."""
         budget, placement = context.budget, context.placement
         left_s = budget.slo.ttft_s - budget.waited_s
         load = self._decode_load(context)
         chances, slo_s = self._tbt(context), budget.slo.tbt_s
         tbt_chance = chances.chance(load.with_s, slo_s)
         worth = tbt_chance * self.ttft.chance(placement.prefill_s, budget.slo.ttft_s)
-        need = self._need(context, worth)
+        if first:
+            self._note_sharing(context, keys)
+        need = self._need(context, keys, worth)
         if first:
             self.prices.note_arrival(need)
         capacity = self._capacity(context, load.wait_s)
@@ -221,13 +230,29 @@ class GoodputModel:
         lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
         return lacking_s / room_s * lifetime_s + lost_s
 
-    def _need(self, context: AdmissionContext, worth: float) -> RequestNeed:
+    def _need(
+        self, context: AdmissionContext, keys: Sequence[BlockKey], worth: float
+    ) -> RequestNeed:
         footprint, table = context.footprint, context.table
+        num_cached = context.placement.hit_tokens // footprint.block_tokens
+        share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
+        alone_s = context.placement.prefill_s
+        prefill_s = share * alone_s + (1.0 - share) * min(self._sharer_s.value, alone_s)
         decode = 0.0
         if footprint.decodes:
             decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
             decode *= self.lengths.relative(footprint.num_tokens)
-        return RequestNeed(context.now, worth, context.placement.prefill_s, decode)
+        return RequestNeed(context.now, worth, prefill_s, decode)
+
+    def _note_sharing(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> None:
+        """Counts the demand for the prompt's blocks, and learns what a prompt costs whose known
+        blocks are all cached."""
+        footprint, placement = context.footprint, context.placement
+        known = self.sharing.note_arrival(keys, footprint.block_tokens, context.now)
+        if known:
+            computed = max(footprint.num_tokens - placement.hit_tokens, 1)
+            new = max(footprint.num_tokens - known * footprint.block_tokens, 1)
+            self._sharer_s.add(placement.prefill_s * min(new / computed, 1.0))
 
     def _capacity(self, context: AdmissionContext, wait_s: float) -> ClusterCapacity:
         table, slo = context.table, context.budget.slo

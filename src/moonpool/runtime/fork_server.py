@@ -143,7 +143,7 @@ def open_fork_server(
 
     The fork server first calls `prepare`, which imports what those need. Must be called before
     there are threads or an event loop. Returns None if the system does not support it, or if there
-    are threads: a fork would copy only one.
+    are threads: a fork would copy only one. Raises SystemExit.
     """
     if not _may_fork():
         return None

@@ -95,7 +95,7 @@ class Clock:
         """Runs callbacks in order up to and including `until`, and sets `now` to `until`.
 
         Without `until`, it runs until none is waiting. An exception of a callback propagates; the
-        callback counts as run, and the clock can run on.
+        callback counts as run, and the clock can run on. Raises ValueError.
         """
         if until is not None and not self.now <= until < inf:
             raise ValueError(f"cannot run until {until} s at {self.now} s: give a later time")

@@ -115,7 +115,10 @@ class FrameSocket:
         return b"".join([*queued, self._framed(body)])
 
     def receive_frame(self, max_bytes: int, deadline_s: float) -> bytes:
-        """Returns the next frame's body. Allocates nothing for a frame beyond `max_bytes`."""
+        """Returns the next frame's body. Allocates nothing for a frame beyond `max_bytes`.
+
+        Raises ProtocolError.
+        """
         if self._has_checksums:
             num_bytes, expected = _CHECKED_HEADER.unpack(
                 self._read(_CHECKED_HEADER.size, deadline_s)

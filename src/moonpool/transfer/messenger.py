@@ -179,7 +179,7 @@ class Messenger:
         gate: LayerGate | None = None,
     ) -> None:
         """Copies block `keys[i]` of the source into `block_ids[i]`. Ends with FetchEnded. With a
-        `gate`, FetchProgress events come before."""
+        `gate`, FetchProgress events come before. Raises ValueError."""
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys but {len(block_ids)} blocks to fetch them into")
 
@@ -219,7 +219,10 @@ class Messenger:
     # Sending a layer stream
 
     def open_stream(self, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
-        """Connects in the background; `timeout_s` covers the whole stream. Ends with SendEnded."""
+        """Connects in the background; `timeout_s` covers the whole stream. Ends with SendEnded.
+
+        Raises ValueError.
+        """
 
         def end(event: SendEnded) -> None:
             with self._lock:
@@ -268,7 +271,7 @@ class Messenger:
         self, stream_id: str, block_ids: Sequence[BlockId], first_index: int, timeout_s: float
     ) -> None:
         """Receives index `first_index + i` of the stream into `block_ids[i]`. Ends with
-        ReceiveEnded."""
+        ReceiveEnded. Raises ValueError."""
         if first_index < 0:
             raise ValueError(f"first_index {first_index} is negative")
         receiver = self._context.slice_receiver(block_ids, first_index, accepts_deferred=True)

@@ -84,7 +84,10 @@ class IncomingReads:
                 read.answer()
 
     def serve(self, connection: Connection, request: ReadBlocks) -> bool:
-        """Serves one read. Returns whether the connection can serve another operation."""
+        """Serves one read. Returns whether the connection can serve another operation.
+
+        Raises ProtocolError.
+        """
         arena, view = self._context.arena, request.shard_view
         layers = range(request.first_layer, arena.layout.num_layers)
         if not layers:

@@ -87,7 +87,7 @@ class SliceReceiver:
         return self.arena.shard_view
 
     def skip(self, indices: Sequence[int]) -> None:
-        """Marks these indices as complete: other peers bring them."""
+        """Marks these indices as complete: other peers bring them. Raises ProtocolError."""
         layers = self.num_layers
         self._skipped.update(indices)
         for index in indices:

@@ -84,7 +84,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     """Returns the body of the request for one attempt.
 
     Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
-    are as random but not the same.
+    are as random but not the same. Raises DialectError.
     """
     work, sampling = submit.work, submit.work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.suite.cluster.autoscale import ScaledDay, _saving, run_day
 
 
@@ -16,6 +18,7 @@ def test_the_saving_is_against_fixed_numbers_that_serve_as_many() -> None:
     assert _saving(runs) == {"scaled": 0.25, "roomy": None}
 
 
+@pytest.mark.long
 def test_a_run_counts_hours_and_price() -> None:
     day = ScaledDay(prefill=1, decode=1, load=None, boot_s=0.0, seed=1, day_s=120.0)
     found = run_day(day)

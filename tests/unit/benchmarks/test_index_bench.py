@@ -20,6 +20,7 @@ def test_rows_have_both_memories_and_times() -> None:
     assert len(lines) == 2
 
 
+@pytest.mark.long
 def test_what_is_over_a_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.suite.pool.index.LIMIT_MATCH_US", 0.0)
     assert not bench_index(600, 3, lambda text: None)["rows"][0]["within_limits"]

@@ -24,6 +24,7 @@ def proof() -> PlanProof:
     return made
 
 
+@pytest.mark.long
 def test_a_plan_that_is_too_dear_is_found_out(proof: PlanProof) -> None:
     [mixed] = [start for start in proof._prepared.starts if start.mixed]
     dear = msgspec.structs.replace(mixed, mixed=2, cache_tokens=500_000, chunk_tokens=256)
@@ -41,12 +42,14 @@ def test_a_plan_that_is_too_dear_is_found_out(proof: PlanProof) -> None:
     assert decided == counts["candidates"] > 10
 
 
+@pytest.mark.long
 def test_the_right_plan_is_confirmed(proof: PlanProof) -> None:
     found = proof.run(2, lambda text: None)
     assert found["right"] and found["cheaper"] is None and found["audited_kept"] == 0
     assert found["named"]["share"] >= 0.9 and len(found["fresh"]) == 4
 
 
+@pytest.mark.long
 def test_the_workloads_are_many_kinds() -> None:
     assert len(PROOF_WORKLOADS) == 12 == len({one.name for one in PROOF_WORKLOADS})
     assert sum(one.profile.burst_short_cv2 >= 1 for one in PROOF_WORKLOADS) >= 3

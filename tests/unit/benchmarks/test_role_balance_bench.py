@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.suite.cluster.role_balance import RoleBalanceRun, _compare, _run_apart
 
 
@@ -37,6 +39,7 @@ def test_switching_is_held_against_the_best_fixed_split() -> None:
     assert found["switches_under_constant_load"] == [1]
 
 
+@pytest.mark.long
 def test_a_run_apart_tells_its_figures() -> None:
     run = RoleBalanceRun(prefill=1, decode=1, mode="switch", window_s=30.0, seed=1, day_s=300.0)
     found = _run_apart(run)

@@ -25,6 +25,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["bench", "capacity", *arguments])
 
 
+@pytest.mark.long
 def test_it_finds_a_rate_and_says_how_sure_it_is(trace: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     small = ("--prefill", "1", "--decode", "1", "--slo-ttft", "10")

@@ -109,6 +109,7 @@ def test_the_check_uses_fresh_draws(answer: tuple[dict[str, Any], str]) -> None:
     assert len(found["check"]["shares"]) == 4
 
 
+@pytest.mark.long
 def test_the_number_of_processes_changes_nothing(trace: str, tmp_path: Path) -> None:
     few = ("--trace", trace, *SMALL, "--runs", "8")
     one, text = plan_of(tmp_path, *few, "--processes", "1")

@@ -178,6 +178,7 @@ def test_mixed_instances_never_switch() -> None:
     assert not hall.offer(1.0, 100, 5 * WINDOW_S)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     num_prefills=st.integers(1, 5),
@@ -205,6 +206,7 @@ def test_constant_load_with_noise_never_flaps(
     assert len(roles) <= num_prefills + num_decodes
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     split=st.sampled_from([(5, 1), (4, 2), (2, 4), (1, 5)]),

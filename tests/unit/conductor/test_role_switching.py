@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from moonpool.conductor.actions import Announce, InstanceLost, Tick
 from moonpool.protocol.messages import (
     AttemptId,
@@ -111,6 +113,7 @@ def test_an_instance_lost_while_it_drains_rejoins_with_its_reported_role() -> No
     )
 
 
+@pytest.mark.long
 def test_rejected_requests_count_and_instances_switch_one_after_another() -> None:
     d = desk("p0", "p1", "p2", "d0", role_balance_window_s=10.0)
     said: list[str] = []

@@ -19,6 +19,7 @@ from moonpool.engine.tokenizer import TokenizerError
 from tests.unit.engine.gguf_files import GgufDraft, Stored, text, tiny_llama, value_bytes
 
 WHOLE = tiny_llama({"": "Q8_0"}).content()
+MOST_TAKEN_BYTES = 20 << 20
 HEADER_BYTES = len(tiny_llama({"": "Q8_0"}).header())
 
 
@@ -116,16 +117,21 @@ def test_missing_and_superfluous_tensors_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "b.gguf", draft.content(), "no known use: other.weight")
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Modules that the first file imports are no memory of a damaged one."""
-    path = tmp_path_factory.mktemp("whole") / "whole.gguf"
-    path.write_bytes(WHOLE)
-    open_model(str(path), "float32")
-    gguf_tokenizer(path).encode("abc d")
+def taken_bytes(path: Path) -> tuple[int, str]:
+    """Peak of the memory that one load takes, and what it says."""
+    tracemalloc.start()
+    said = ""
+    try:
+        open_model(str(path), "float32")
+        gguf_tokenizer(path).encode("abc d")
+    except (ModelError, TokenizerError) as error:
+        said = str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak, said
 
 
-@pytest.mark.usefixtures("imported")
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_files_end_in_one_line_and_take_little_memory(
@@ -139,15 +145,8 @@ def test_damaged_files_end_in_one_line_and_take_little_memory(
     kept = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(content[:kept])
-    tracemalloc.start()
-    said = ""
-    try:
-        open_model(str(path), "float32")
-        gguf_tokenizer(path).encode("abc d")
-    except (ModelError, TokenizerError) as error:
-        said = str(error)
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    peak, said = taken_bytes(path)
+    if peak >= MOST_TAKEN_BYTES:  # another thread or a first use may have taken it
+        peak, said = taken_bytes(path)
     assert "\n" not in said
-    assert peak < 20 << 20
+    assert peak < MOST_TAKEN_BYTES

@@ -139,6 +139,7 @@ def prompts_of(kind: Callable[[Random], Iterator[Names]]) -> list[list[BlockKey]
     return [chains.prompt(names) for names in kind(Random(5))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_it_is_not_worse_than_lru_on_any_workload(
     kind: Callable[[Random], Iterator[Names]],

@@ -45,6 +45,7 @@ def held(finding: Finding) -> dict[str, bool]:
     return {check.text.split(":")[0].split(" (")[0]: check.holds for check in finding.checks}
 
 
+@pytest.mark.long
 def test_the_papers_claims_and_what_does_not_hold(options: Options) -> None:
     finding = run("mooncake-cpp", options)
     claims = held(finding)

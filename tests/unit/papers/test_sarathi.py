@@ -77,6 +77,7 @@ def test_orcas_best_case_lies_between(decode_maximal: Finding) -> None:
     assert 1.02 < orca < ours(decode_maximal, "over request-level, 1K B=18")
 
 
+@pytest.mark.long
 def test_findings_are_the_same_each_time(decode_maximal: Finding) -> None:
     again = sarathi_decode_maximal.run(QUICK)
     assert json.dumps(figures(again)) == json.dumps(figures(decode_maximal))

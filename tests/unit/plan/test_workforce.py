@@ -30,6 +30,7 @@ def outcomes(workload: Workload, trials: list[Trial], processes: int) -> list[Ou
         return workforce.run(trials)
 
 
+@pytest.mark.long
 def test_the_number_of_processes_changes_nothing(workload: Workload) -> None:
     trials = [trial(seed=seed, speed=speed) for seed in (0, 1) for speed in (1.0, 4.0)]
     assert outcomes(workload, trials, 1) == outcomes(workload, trials, 2)

@@ -123,6 +123,7 @@ def test_what_is_left_out_shows(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert replay.num_differences > 3
 
 
+@pytest.mark.long
 def test_arrivals_become_a_trace(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_no_policy_beats_belady(policy: str) -> None:
         assert ratios.by_prefix <= ratios.by_block <= best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["conversation", "toolagent", "synthetic", "simulated-64k"])
 def test_predictive_loses_nothing_on_generated_traces(name: str) -> None:
     rows = generate(BUILT_IN[name], num_requests=1500, seed=3)
@@ -126,6 +127,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.long
 @needs_trace
 @pytest.mark.parametrize("policy", PUBLISHED)
 def test_hit_ratios_by_policy_and_capacity_are_the_known_ones(policy: str) -> None:

@@ -70,6 +70,7 @@ def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
     assert figures["requests"] == len(requests) and figures["drains"]["left"] == 1
 
 
+@pytest.mark.long
 def test_what_it_had_is_not_lost_with_it() -> None:
     requests = sessions(60, 8, 0.5)
     stays, _ = simulate(requests)

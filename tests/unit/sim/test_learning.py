@@ -47,6 +47,7 @@ def run(
     return simulation, summarise(simulation, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [0.5, 2.0])
 def test_a_wrong_belief_is_mended(error: float) -> None:
     requests = arrivals(400, 0.25)
@@ -58,6 +59,7 @@ def test_a_wrong_belief_is_mended(error: float) -> None:
     assert ours < 0.6 * stubborn["predictions"]["ttft_s"]["mean_absolute"]
 
 
+@pytest.mark.long
 def test_a_straggler_is_avoided() -> None:
     requests, slow = arrivals(500, 0.28), {"prefill-0": 3.0}
     simulation, figures = run(config(), requests, slow=slow)

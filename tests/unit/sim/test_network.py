@@ -167,6 +167,7 @@ def changes(draw: st.DrawFn) -> list[Change]:
     return made
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=NUM_LINKS, max_size=NUM_LINKS), changes())
 @example(  # nothing to send, and given up before it would have begun
@@ -441,6 +442,7 @@ def test_same_seed_same_history_to_the_last_bit() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_thousand_links_do_not_make_every_change_a_change_of_all() -> None:
     bench = random_load(1000, 2000, 4000, seed=5)
     assert bench.network.num_rerated < 4000 * 2 * 100

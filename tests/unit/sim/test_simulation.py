@@ -192,6 +192,7 @@ def test_noise_stays_within_its_bound() -> None:
     assert noisy["ttft_s"]["mean"] == pytest.approx(quiet["ttft_s"]["mean"], rel=0.31)
 
 
+@pytest.mark.long
 def test_colocated_instances_serve_too() -> None:
     for batching in ("chunked", "prefill-first"):
         settings = config(
@@ -202,6 +203,7 @@ def test_colocated_instances_serve_too() -> None:
         assert_nothing_left(simulation)
 
 
+@pytest.mark.long
 def test_chunked_batches_stall_decodes_less_than_prefill_first() -> None:
     worst_s = {}
     for batching, chunk_tokens in (("chunked", 512), ("prefill-first", 16384)):
@@ -232,6 +234,7 @@ print(json.dumps(run(settings, arrivals(150, gap_s=0.3), noise=0.2, seed=3)[1]))
 """
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed() -> None:
     outputs = set()
     for hash_seed in ("0", "1", "4242"):
@@ -257,6 +260,7 @@ def test_what_is_given_up_at_its_deadline_leaves_nothing_either() -> None:
     assert [len(node.engine._began) for node in simulation.nodes.values()] == [0] * 4
 
 
+@pytest.mark.long
 def test_a_silent_year_costs_next_to_nothing() -> None:
     year_s = 365 * 86_400.0
     first = Arrival(0.0, 2000, 40, private_keys(0, 2000, BLOCK))

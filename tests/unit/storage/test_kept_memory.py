@@ -227,6 +227,7 @@ for number in itertools.count(int(sys.argv[2])):
 """
 
 
+@pytest.mark.long
 def test_a_process_may_be_killed_at_any_moment(folder: Path) -> None:
     """The bytes of every block that is found are those of its key (`recovered`)."""
     num_found = 0

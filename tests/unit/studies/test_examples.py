@@ -53,6 +53,7 @@ def test_own_placement(folder: Path) -> None:
     assert "kvcache-centric" in page and "conductor.placement" in page
 
 
+@pytest.mark.long
 def test_own_eviction(folder: Path) -> None:
     shown = run(folder, "own_eviction.py", "trace.jsonl")
     rows = re.findall(r"oldest first ([\d.]+)%, lru ([\d.]+)%", shown)
@@ -73,6 +74,7 @@ def test_request_log(folder: Path) -> None:
     assert sum(int(row["cached_tokens"]) for row in rows) == int(hits)
 
 
+@pytest.mark.long
 def test_the_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     notebook = json.loads((EXAMPLES / "what_if.ipynb").read_text())
@@ -86,6 +88,7 @@ def test_the_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (folder / "shapes.html").stat().st_size > 5000
 
 
+@pytest.mark.long
 @pytest.mark.live
 def test_two_tenants(tmp_path: Path) -> None:
     text = (EXAMPLES / "two_tenants.py").read_text()

@@ -141,6 +141,7 @@ def test_a_plan_is_a_configuration() -> None:
     assert sum(cluster.get(role, 0) for role in ("prefill", "decode", "mixed")) < 16
 
 
+@pytest.mark.long
 def test_runs_beside_each_other(folder: Path, result: moonpool.SimulationResult) -> None:
     slower = moonpool.simulate(folder / "trace.jsonl", prefill=2, decode=2)
     slower.save(folder / "slower.json")

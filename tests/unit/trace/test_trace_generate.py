@@ -193,6 +193,7 @@ def test_another_seed_makes_other_rows() -> None:
     assert one != other
 
 
+@pytest.mark.long
 def test_memory_holds_live_sessions_only() -> None:
     peaks = []
     for num_requests in (3_000, 30_000):
@@ -258,6 +259,7 @@ def test_sessions_that_never_end_and_no_limits_are_refused() -> None:
         fit([TraceRow(0.0, 1, 1)], 512)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "num_requests", "input_tokens", "output_tokens", "hit_ratio"),
     [
@@ -293,6 +295,7 @@ def test_what_was_drawn_is_found_again_by_fitting() -> None:
     assert fitted.output_tokens == (100.0,)
 
 
+@pytest.mark.long
 @needs_conversation
 def test_fitted_to_the_conversation_trace() -> None:
     trace = open_trace(CONVERSATION)

@@ -127,6 +127,7 @@ def test_only_mappings_from_before_the_seal_can_write() -> None:
     arena.close()
 
 
+@pytest.mark.long
 def test_a_peer_is_mapped_once_and_until_its_last_release(arena: Arena) -> None:
     peers = PeerArenas()
     gc.collect()  # what tests before this one left behind

@@ -6,10 +6,12 @@ import contextlib
 import os
 import queue
 import select
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 import click
 from rich.console import Console
@@ -43,8 +45,8 @@ def top(url: str, api_key: str | None, ca_file: str, once: bool) -> None:
     if once or not console.is_terminal:
         console.print(render(frame, url, "", console.width, None))
         return
-    with contextlib.suppress(KeyboardInterrupt), _single_keys() as has_keys:
-        _watch(console, _Reader(url, key, ca_file, frame), has_keys)
+    with _single_keys() as has_keys, _interrupt_noted() as interrupted:
+        _watch(console, _Reader(url, key, ca_file, frame), has_keys, interrupted)
 
 
 class _Reader(threading.Thread):
@@ -76,11 +78,14 @@ class _Reader(threading.Thread):
             time.sleep(_RETRY_S)
 
 
-def _watch(console: Console, reader: _Reader, has_keys: bool) -> None:
-    """Draws until q is pressed. Ends the command with one line if no further frame can come."""
+def _watch(console: Console, reader: _Reader, has_keys: bool, interrupted: threading.Event) -> None:
+    """Draws until q or Ctrl-C is pressed. Ends the command with one line if no further frame can
+    come."""
     reader.start()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while reader.ended_by is None:
+            if interrupted.is_set():
+                return
             with contextlib.suppress(queue.Empty):
                 frame, state = reader.newest.get(timeout=_POLL_S)
                 height = console.height
@@ -90,6 +95,23 @@ def _watch(console: Console, reader: _Reader, has_keys: bool) -> None:
                 if b"q" in pressed or b"Q" in pressed or not pressed:
                     return
     fail(reader.ended_by)
+
+
+@contextlib.contextmanager
+def _interrupt_noted() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event that is yielded. An exception in the middle of drawing could be lost in
+    a library's clean-up. A second Ctrl-C ends the process at once."""
+    interrupted = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,10 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 def full_rope(
     config: Mapping[str, Any], family: Family, head_dim: int, max_positions: int
 ) -> tuple[RopeSpec, int, tuple[str, ...]]:
-    """The RoPE of layers that see the whole context, the context it serves, and notes."""
+    """The RoPE of layers that see the whole context, the context it serves, and notes.
+
+    Raises ModelError.
+    """
     rope = _parameters(config, "full_attention")
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = number(rope, "rope_theta", number(config, "rope_theta", _default_theta(family)))
@@ -51,7 +54,10 @@ def full_rope(
 
 
 def local_rope(config: Mapping[str, Any], family: Family) -> RopeSpec | None:
-    """The RoPE of layers with a window, where the family gives them one of their own."""
+    """The RoPE of layers with a window, where the family gives them one of their own.
+
+    Raises ModelError.
+    """
     if not family.local_theta:
         return None
     rope = mapping(mapping(config, "rope_parameters"), "sliding_attention")

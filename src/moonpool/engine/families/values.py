@@ -9,7 +9,7 @@ from moonpool.engine.spec import LARGEST, LARGEST_SIZE, ModelError
 
 
 def mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object of the config; empty if it is missing."""
+    """An object of the config; empty if it is missing. Raises ModelError."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ModelError(f"config.json: {name} is {value!r}, not an object")
@@ -17,7 +17,7 @@ def mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def number(config: Mapping[str, Any], name: str, default: float) -> float:
-    """A number above 0."""
+    """A number above 0. Raises ModelError."""
     value = config.get(name)
     if value is None:
         return default
@@ -27,7 +27,7 @@ def number(config: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number above 0."""
+    """A whole number above 0. Raises ModelError."""
     value = config.get(name)
     if value is None:
         value = default
@@ -42,7 +42,7 @@ def positive(config: Mapping[str, Any], name: str, default: int | None = None) -
 
 
 def whole_numbers(config: Mapping[str, Any], name: str) -> list[int] | None:
-    """A list of whole numbers; None if it is missing."""
+    """A list of whole numbers; None if it is missing. Raises ModelError."""
     value = config.get(name)
     if value is None:
         return None

@@ -169,7 +169,7 @@ class _Values:
         return self._metadata.get(f"{self._prefix}.{name}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0. An array must have it at every place."""
+        """A whole number above 0. An array must have it at every place. Raises ModelError."""
         value = self.optional(name)
         if value is None:
             value = default

@@ -303,7 +303,7 @@ class _Arena:
         self.block_tokens = layout.block_tokens
 
     def slice_address(self, layer: int) -> int:
-        """The address of the layer's slice in block 0."""
+        """The address of the layer's slice in block 0. Raises IndexError."""
         if not 0 <= layer < self._num_layers:
             raise IndexError(f"layer {layer} of {self._num_layers}")
         return self._base + layer * self._slice_stride

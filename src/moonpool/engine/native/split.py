@@ -59,7 +59,10 @@ class NativeSplitOps(NativeOps):
             raise IndexError("store: a row's position lies outside its block table")
 
     def store_call(self, kv: Tensor, args: AttendArgs) -> bytes:
-        """The packed arguments of `store`. All tensors must live until the kernel has run."""
+        """The packed arguments of `store`. All tensors must live until the kernel has run.
+
+        Raises ValueError.
+        """
         heads, cache, layer, meta, *_ = args
         expected = (meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
         if tuple(kv.shape) != expected or not kv.is_contiguous():
