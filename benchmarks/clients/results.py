@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from benchmarks.clients.environments import read_clients
 from benchmarks.clients.page import RESULTS
 
 _MARK = "RESULT "
+_PATH = re.compile(r"(?<![\w:/.])/(?:tmp|root|home|work)/\S+")
 
 
 def read_tries(out: str, err: str) -> list[dict[str, Any]]:
@@ -16,6 +18,8 @@ def read_tries(out: str, err: str) -> list[dict[str, Any]]:
     tries = [
         json.loads(line.removeprefix(_MARK)) for line in out.splitlines() if line.startswith(_MARK)
     ]
+    for each in tries:
+        each["remark"] = _PATH.sub("(a path)", each["remark"])
     if tries:
         return tries
     last = (err.strip().splitlines() or ["it printed nothing"])[-1]
