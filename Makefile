@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types check long docs swarm soak bench clean
+.PHONY: setup setup-dev demo test lint types check long docs wheel swarm soak bench clean
 
 setup: $(VENV)/.installed
 
@@ -62,6 +62,17 @@ $(VENV)-docs/.installed: requirements-docs.lock
 	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip --disable-pip-version-check install -q -r requirements-docs.lock
 	@touch $@
+
+# An sdist, and a manylinux wheel with the kernels. They use the OpenMP library that torch brings: a
+# second one in the same process would have threads of its own.
+DIST ?= dist
+wheel: setup-dev
+	rm -rf $(DIST)
+	$(BIN)/python -m build --no-isolation --outdir $(DIST)/unrepaired .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 \
+	  --wheel-dir $(DIST) $(DIST)/unrepaired/*.whl
+	mv $(DIST)/unrepaired/*.tar.gz $(DIST)
+	rm -r $(DIST)/unrepaired
 
 swarm: setup-dev
 	$(BIN)/python -m tests.sim.swarm --seeds 5000

@@ -15,6 +15,7 @@ from moonpool.engine.gguf.reader import read_gguf
 from moonpool.engine.gguf.tokenizer import tokenizer_parts
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
+from moonpool.engine.tokenizers.huggingface import TokenizerParts
 
 USAGE = "usage: python -m benchmarks.gguf_folder MODEL FOLDER (MODEL: a GGUF file, or smollm2)"
 
@@ -26,6 +27,18 @@ def write_folder(name: str, folder: Path) -> None:
         raise ModelError(f"{name} is no GGUF model")
     parts = tokenizer_parts(read_gguf(path))
     export_checkpoint(open_model(name, "bfloat16"), folder)
+    _write_tokenizer(parts, folder)
+
+
+def write_tokenizer(name: str, folder: Path) -> None:
+    """Writes only what `transformers` reads a tokenizer from. Raises as `write_folder`."""
+    path = gguf_file(name)
+    if path is None:
+        raise ModelError(f"{name} is no GGUF model")
+    _write_tokenizer(tokenizer_parts(read_gguf(path)), folder)
+
+
+def _write_tokenizer(parts: TokenizerParts, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(parts.source)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **parts.special_tokens}
     if parts.template is not None:

@@ -1,4 +1,4 @@
-"""The wheel works in an environment of its own, away from any checkout."""
+"""The wheel works in an environment of its own, away from any checkout; the sdist is whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
+
+from moonpool.demo.local_server import free_port
+from moonpool.engine.native.build import library_name
+from tests.live.waiting import wait_until_ready
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,24 +30,72 @@ def run(*command: str, cwd: Path, check: bool = True) -> subprocess.CompletedPro
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what `make wheel` makes."""
+    place = tmp_path_factory.mktemp("made") / "dist"
+    as_they_are = ("-o", ".venv/.installed", "-o", ".venv/.installed-dev")
+    run("make", *as_they_are, "wheel", f"DIST={place}", cwd=ROOT)
+    return place
+
+
+@pytest.fixture(scope="module")
+def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `moonpool` command of a new environment that has the wheel.
 
     Its dependencies are those of the environment that runs the tests, by a path file. That file
     brings no editable installation along.
     """
     place = tmp_path_factory.mktemp("wheel")
-    wheel = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(place))
-    run(sys.executable, *wheel, str(ROOT), cwd=place)
     run(sys.executable, "-m", "venv", str(place / "venv"), cwd=place)
     python = place / "venv" / "bin" / "python"
-    (found,) = place.glob("moonpool-*.whl")
+    (found,) = dist.glob("moonpool-*.whl")
     run(str(python), "-m", "pip", "install", "-q", "--no-deps", str(found), cwd=place)
     (site,) = (place / "venv" / "lib").glob("python*/site-packages")
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(str(python), "-c", "import moonpool; print(moonpool.__file__)", cwd=place)
     assert str(place) in where.stdout
     return place / "venv" / "bin" / "moonpool"
+
+
+def test_the_wheel_has_its_kernels_and_no_second_openmp(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    assert "-py3-none-manylinux" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    kernels = [name for name in names if name.endswith(".so")]
+    assert [Path(name).name for name in kernels] == [library_name()]
+    assert not any("libgomp" in name for name in names)
+
+
+def test_a_prompt_runs_through_the_kernels_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    port = free_port()
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        line = [str(installed), "serve", "--port", str(port)]
+        server = subprocess.Popen(line, cwd=tmp_path, stdout=out, stderr=out)
+    try:
+        wait_until_ready(server, port, log)
+        body = {"prompt": "one two one", "max_tokens": 2, "temperature": 0}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        (worker, *_) = httpx.get(f"http://127.0.0.1:{port}/cluster").json()["instances"]
+        mapped = Path(f"/proc/{worker['pid']}/maps").read_text()
+    finally:
+        server.terminate()
+        server.wait(60)
+    kernels = {line.split()[-1] for line in mapped.splitlines() if "_kernels-" in line}
+    assert [str(installed.parent.parent) in path for path in kernels] == [True]
+    assert len({line.split()[-1] for line in mapped.splitlines() if "libgomp" in line}) == 1
+    assert "runs on native kernels" in log.read_text()
+
+
+def test_the_sdist_has_every_file_of_the_checkout(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = run("git", "ls-files", cwd=ROOT).stdout.splitlines()
+    missing = [n for n in tracked if n not in names and n not in (".gitignore", ".ci/run")]
+    assert not missing
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_the_demo_runs_and_all_answers_are_right(installed: Path, tmp_path: Path) -> None:

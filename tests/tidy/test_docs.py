@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,8 @@ import click
 import pytest
 from test_structure import LEVELS
 
+from benchmarks.clients import page as clients_page
+from benchmarks.clients.environments import read_clients
 from benchmarks.page import PAGE as BENCHMARK_PAGE
 from benchmarks.page import page as benchmark_page
 from moonpool.cli.main import cli
@@ -83,6 +86,15 @@ def test_the_tables_of_the_config_are_those_the_page_names() -> None:
 
 def test_the_benchmark_page_is_what_the_results_give() -> None:
     assert benchmark_page() == BENCHMARK_PAGE.read_text(), "run `python -m benchmarks.page`"
+
+
+def test_the_clients_page_is_what_the_results_give() -> None:
+    again = "run `python -m benchmarks.clients`"
+    assert clients_page.current() == clients_page.PAGE.read_text(), again
+    results = json.loads(clients_page.RESULTS.read_text())["clients"]
+    tried = [(row["name"], row["version"]) for row in results]
+    assert tried == [(client.name, client.version) for client in read_clients()], again
+    assert all(row["tries"] or row["install_error"] for row in results)
 
 
 def test_every_room_is_in_the_map() -> None:

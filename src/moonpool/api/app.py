@@ -31,6 +31,7 @@ from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
+from moonpool.api.html_page import HtmlPage
 from moonpool.api.http_context import ActiveCalls, BodyMemory, HttpContext, request_id_of
 from moonpool.api.keys import KeyRing
 from moonpool.api.live_page import LivePage
@@ -108,7 +109,8 @@ def make_app(
             route("/beliefs", inspector.beliefs),
             route("/cluster/events", live_page.events),
             route("/cluster/event_log", inspector.event_log),
-            route("/", live_page.page, open_to_all=True),
+            route("/docs", HtmlPage("docs_page.html").send, open_to_all=True),
+            route("/", HtmlPage("live_page.html").send, open_to_all=True),
         ],
         exception_handlers={HTTPException: _routing_error},
     )

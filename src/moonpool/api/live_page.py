@@ -7,7 +7,6 @@ while nobody looks.
 from __future__ import annotations
 
 import asyncio
-from importlib import resources
 
 import msgspec
 
@@ -17,29 +16,15 @@ from moonpool.api.http_context import HttpContext
 
 FRAME_S = 1.0
 MAX_VIEWERS = 16
-_PAGE = resources.files(__package__).joinpath("live_page.html").read_bytes()
-_POLICY = (
-    b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
-    b" connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
-    b" frame-ancestors 'none'"
-)
-_HEADERS = (
-    (b"content-security-policy", _POLICY),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-)
 
 
 class LivePage:
-    """Serves the page and its events for one frontend."""
+    """Serves the events of the page for one frontend."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._num_viewers = 0
         self._frames: dict[str | None, tuple[float, bytes]] = {}
-
-    async def page(self, context: HttpContext) -> None:
-        await context.respond(200, _PAGE, b"text/html; charset=utf-8", _HEADERS)
 
     async def events(self, context: HttpContext) -> None:
         """Sends a frame each second until the client or the server ends.

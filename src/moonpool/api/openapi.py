@@ -62,12 +62,14 @@ _SUMMARIES = {
     "/cluster/upgrade": "Replace the head by one from the code on disk.",
     "/beliefs": "The learned corrections of cost estimates.",
     "/openapi.json": "This document.",
+    "/docs": "A page that shows this document and sends requests.",
 }
 _EVENTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _TEXT = frozenset({"/reset_prefix_cache", "/metrics", "/health", "/ping"})
 _JSON = "application/json"
 _KINDS = {
     "/": "text/html",
+    "/docs": "text/html",
     "/cluster/events": "text/event-stream",
     "/cluster/event_log": "application/octet-stream",
 }

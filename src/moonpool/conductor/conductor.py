@@ -141,6 +141,12 @@ class Conductor:
         return len(self._lifecycle.waiting)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a request or the drain of an instance is under way; else a tick may be late."""
+        states = self.instances.values()
+        return bool(self.requests) or any(state.drain is not None for state in states)
+
+    @property
     def expected(self) -> dict[InstanceId, Role]:
         """The instances that are up or should soon be."""
         up = {name: state.info.role for name, state in self.instances.items()}

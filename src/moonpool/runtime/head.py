@@ -81,6 +81,8 @@ from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, S
 log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
+IDLE_TICKS = 5
+"""Ticks of one turn while nothing is under way. A turn stays far below one that stands still."""
 KEPT_RECORDS = 4096
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
@@ -562,7 +564,7 @@ class Head:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(TICK_S if self.conductor.is_busy else TICK_S * IDLE_TICKS)
             missed_s = self._clock.tick(self.now())
             if missed_s:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)

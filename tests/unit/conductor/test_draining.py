@@ -54,6 +54,16 @@ def give_room(desk: Desk, num_tokens: int, *names: str) -> None:
         table.room_tokens[row] = num_tokens
 
 
+def test_ticks_may_be_late_only_while_nothing_is_under_way() -> None:
+    desk = Desk("p0", "p1", "d0")
+    assert not desk.conductor.is_busy
+    desk.ask()
+    assert desk.conductor.is_busy, "a request"
+    desk = Desk("p0", "p1", "d0")
+    drain(desk, "p0")
+    assert desk.conductor.is_busy, "a drain"
+
+
 def test_unique_blocks_are_handed_over_before_the_instance_leaves() -> None:
     desk = Desk("p0", "p1", "p2", "d0")
     holds(desk, "p0", *KEYS, *OTHERS)

@@ -106,7 +106,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(head_module, "TICK_S", 0.001)
+    monkeypatch.setattr(head_module, "TICK_S", 0.0002)
     silent: list[str] = []
 
     async def run() -> None:

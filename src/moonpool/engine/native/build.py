@@ -92,6 +92,7 @@ def build(folder: Path | None = None) -> Path:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise BuildError(f"the kernels need an x86-64 CPU, this is {platform.machine()}")
     target = (folder or _writable_folder()) / library_name()
+    _remove_older(target)
     if target.is_file():
         return target
     found = (shutil.which(name) for name in COMPILERS)
@@ -102,10 +103,13 @@ def build(folder: Path | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
         built = _compile(compiler, Path(work))
         os.replace(built, target)
+    return target
+
+
+def _remove_older(target: Path) -> None:
     for old in target.parent.glob(f"{STEM}*.so"):
         if old != target:
             old.unlink(missing_ok=True)
-    return target
 
 
 def _writable_folder() -> Path:

@@ -1,0 +1,1 @@
+"""Today's clients against a running server: `python -m benchmarks.clients`."""

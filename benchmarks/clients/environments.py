@@ -1,0 +1,107 @@
+"""The clients of clients.toml, and an environment of its own for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = HERE / "scripts"
+INSTALL_S = 600.0
+"""Longest time of one installation."""
+_PINS = "pins.json"
+
+
+class InstallError(RuntimeError):
+    """A client could not be installed; the text is the installer's last line."""
+
+
+class Client(NamedTuple):
+    """One client: its name on the page, its pinned packages, and the script that uses it."""
+
+    name: str
+    packages: tuple[str, ...]
+    script: str
+
+    @property
+    def version(self) -> str:
+        """The version of the first package; empty for a program of the system."""
+        first = self.packages[0] if self.packages else ""
+        return first.rpartition("@" if self.is_node else "==")[2]
+
+    @property
+    def is_node(self) -> bool:
+        return self.script.endswith(".mjs")
+
+
+def read_clients() -> list[Client]:
+    table = tomllib.loads((HERE / "clients.toml").read_text())
+    return [Client(c["name"], tuple(c["packages"]), c["script"]) for c in table["client"]]
+
+
+def command_line(client: Client, folder: Path) -> list[str]:
+    """Installs a client below `folder` unless its pins are there; returns what runs its script.
+
+    Raises InstallError.
+    """
+    if not client.packages:
+        return [sys.executable, str(SCRIPTS / client.script)]
+    place = folder / client.script.partition(".")[0]
+    pins = place / _PINS
+    if not pins.exists() or json.loads(pins.read_text()) != list(client.packages):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        (_install_node if client.is_node else _install_python)(client, place)
+        pins.write_text(json.dumps(client.packages))
+    if not client.is_node:
+        return [str(place / "venv/bin/python"), str(SCRIPTS / client.script)]
+    for script in SCRIPTS.glob("*.mjs"):  # Node looks for packages beside the script
+        shutil.copy(script, place)
+    return ["node", str(place / client.script)]
+
+
+def _install_python(client: Client, place: Path) -> None:
+    forbidden = place / "forbidden.txt"
+    forbidden.write_text("torch<0\n")
+    _run([sys.executable, "-m", "venv", str(place / "venv")], place)
+    pip = [str(place / "venv/bin/pip"), "install", "-q", "--no-input", "-c", str(forbidden)]
+    _run([*pip, *client.packages], place)
+
+
+def _install_node(client: Client, place: Path) -> None:
+    if shutil.which("npm") is None:
+        raise InstallError("npm is not installed")
+    (place / "package.json").write_text('{"private": true}\n')
+    _run(["npm", "install", "--no-fund", "--no-audit", *client.packages], place)
+
+
+def _run(line: list[str], place: Path) -> None:
+    try:
+        done = subprocess.run(
+            line, cwd=place, capture_output=True, text=True, timeout=INSTALL_S, env=environment()
+        )
+    except subprocess.TimeoutExpired:
+        raise InstallError(f"not installed within {INSTALL_S:.0f} s") from None
+    if done.returncode:
+        raise InstallError(_reason(done.stderr) or f"status {done.returncode}")
+
+
+def _reason(said: str) -> str:
+    """The line of an installer that says why: a conflict, or its first error."""
+    lines = [line.strip() for line in said.splitlines()]
+    for word in (" depends on ", "ERROR", "npm error"):
+        for line in lines:
+            if word in line:
+                return line.removeprefix("ERROR:").strip()[:200]
+    return lines[-1][:200] if lines else ""
+
+
+def environment() -> dict[str, str]:
+    """The environment of clients: nothing of this process's Python."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}

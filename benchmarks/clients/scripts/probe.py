@@ -1,0 +1,53 @@
+"""What every script of this folder uses: it tries features and prints one JSON line for each.
+
+The folder's scripts run in environments of their own. They call a client as its documentation
+does, with nothing set but the address, the key and the model.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+URL = os.environ["MOONPOOL_URL"]
+MODEL = os.environ["MOONPOOL_MODEL"]
+TOKENIZER = os.environ.get("MOONPOOL_TOKENIZER", "")  # a folder with tokenizer.json
+KEY = "no-key"
+QUESTION = "What is the capital of France?"
+WEATHER_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather", "parameters": WEATHER_SCHEMA},
+}
+CITY_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "size": {"type": "string", "enum": ["small", "large"]},
+    },
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+
+
+def run(tries: dict[str, Callable[[], str | None]]) -> None:
+    """Runs each try; one that raises fails with its error, one that returns words remarks them."""
+    for feature, attempt in tries.items():
+        try:
+            remark = attempt() or ""
+            works = True
+        except Exception as error:  # the error is the result
+            remark, works = f"{type(error).__name__}: {error}", False
+        line = {"feature": feature, "works": works, "remark": " ".join(remark.split())[:300]}
+        print("RESULT " + json.dumps(line), file=sys.__stdout__, flush=True)
+
+
+def check(condition: object, what: object) -> None:
+    """Raises AssertionError with what was seen instead."""
+    if not condition:
+        raise AssertionError(f"unexpected answer: {str(what)[:200]}")

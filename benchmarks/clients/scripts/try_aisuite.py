@@ -1,0 +1,27 @@
+"""Tries aisuite against the server."""
+
+import aisuite
+from probe import KEY, MODEL, QUESTION, URL, WEATHER_TOOL, check, run
+
+client = aisuite.Client({"openai": {"base_url": f"{URL}/v1", "api_key": KEY}})
+asked = {
+    "model": f"openai:{MODEL}",
+    "messages": [{"role": "user", "content": QUESTION}],
+    "max_tokens": 48,
+}
+
+
+def chat():
+    check(client.chat.completions.create(**asked).choices[0].message.content, "no content")
+
+
+def stream():
+    check(len(list(client.chat.completions.create(**asked, stream=True))) > 3, "few parts")
+
+
+def tools():
+    answer = client.chat.completions.create(**asked, tools=[WEATHER_TOOL], tool_choice="required")
+    check(answer.choices[0].message.tool_calls, answer)
+
+
+run({"chat": chat, "stream": stream, "tools": tools})

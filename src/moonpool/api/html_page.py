@@ -1,0 +1,28 @@
+"""Pages of the package: each is one file that asks nobody but this server."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from moonpool.api.http_context import HttpContext
+
+_POLICY = (
+    b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
+    b" connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    b" frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+class HtmlPage:
+    """Sends one HTML file of this folder; the browser may load nothing from elsewhere."""
+
+    def __init__(self, file_name: str) -> None:
+        self._page = resources.files(__package__).joinpath(file_name).read_bytes()
+
+    async def send(self, context: HttpContext) -> None:
+        await context.respond(200, self._page, b"text/html; charset=utf-8", _HEADERS)

@@ -1,0 +1,94 @@
+"""The pages in headless Chromium: accessible by axe, no request outside, no error, no side scroll.
+
+axe and the driver of the browser come from npm when the test is set up.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.demo.local_server import LocalServer
+
+HERE = Path(__file__).parent / "browser"
+TOOLS = ("chromium", "node", "npm")
+ABSENT = [tool for tool in TOOLS if shutil.which(tool) is None]
+BAD_PAGE = """<!DOCTYPE html><html><head><title>bad</title></head><body style="width: 3000px">
+<img src="http://127.0.0.2:9/a.png"><p style="color: #eee; background: #fff">pale</p>
+<script>throw new Error("planted")</script></body></html>"""
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(ABSENT), reason=f"needs {', '.join(ABSENT)}"),
+]
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script and what it imports."""
+    folder = tmp_path_factory.mktemp("browser")
+    for name in ("look.mjs", "package.json"):
+        shutil.copy(HERE / name, folder)
+    line = ["npm", "install", "--no-fund", "--no-audit"]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    with LocalServer(["moonpool/induction"]) as server:
+        for _ in range(4):
+            body = {"prompt": "one two one two " * 20, "max_tokens": 8}
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
+        yield server
+
+
+def look(tools: Path, url: str, awaited: str) -> list[dict[str, Any]]:
+    chromium = shutil.which("chromium") or ""
+    line = ["node", str(tools / "look.mjs"), chromium, url, str(tools), awaited]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert {(v["scheme"], v["width"]) for v in found} == {
+        (scheme, width) for scheme in ("light", "dark") for width in (1400, 390)
+    }
+    return found
+
+
+@pytest.mark.parametrize(("path", "awaited"), [("/", ".card"), ("/docs", "#schemas details")])
+def test_a_page_is_accessible_and_asks_nobody_else(
+    tools: Path, server: LocalServer, path: str, awaited: str
+) -> None:
+    for view in look(tools, server.url + path, awaited):
+        assert view["passes"] > 20
+        assert not view["violations"], view
+        assert not view["outside"] and not view["errors"], view
+        assert view["wide"] <= 0, view
+
+
+def test_what_is_wrong_with_a_page_is_seen(tools: Path, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(BAD_PAGE)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as bad:
+        Thread(target=bad.serve_forever, daemon=True).start()
+        views = look(tools, f"http://127.0.0.1:{bad.server_port}/", "p")
+        bad.shutdown()
+    for view in views:
+        kinds = {each.partition(":")[0] for each in view["violations"]}
+        assert {"image-alt", "color-contrast", "html-has-lang"} <= kinds
+        assert view["outside"] == ["http://127.0.0.2:9/a.png"]
+        assert any("planted" in error for error in view["errors"])
+        assert view["wide"] > 0
