@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
@@ -67,26 +68,26 @@ def make_app(
     async def openapi(context: HttpContext) -> None:
         await context.respond(200, openapi_document(app.routes))
 
-    def route(path: str, handler: Handler, *methods: str, open_to_all: bool = False) -> BaseRoute:
+    def route(
+        path: str,
+        handler: Handler,
+        *methods: str,
+        open_to_all: bool = False,
+        payload_of: ErrorPayload = _openai_payload,
+    ) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        return Route(
-            path, _Endpoint(handler, keys, options.admins, memory), methods=methods or ("GET",)
-        )
+        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of)
+        return Route(path, endpoint, methods=methods or ("GET",))
 
-    def message_route(path: str, handler: Handler) -> BaseRoute:
-        endpoint = _Endpoint(
-            handler, options.api_keys, options.admins, memory, messages.error_payload
-        )
-        return Route(path, endpoint, methods=["POST"])
-
+    message_route = partial(route, payload_of=messages.error_payload)
     app = Starlette(
         routes=[
             route("/v1/chat/completions", generator.chat, "POST"),
             route("/v1/completions", generator.complete, "POST"),
             route("/v1/embeddings", embedder.embed, "POST"),
             route("/v1/responses", generator.respond, "POST"),
-            message_route("/v1/messages", generator.message),
-            message_route("/v1/messages/count_tokens", inspector.count_tokens),
+            message_route("/v1/messages", generator.message, "POST"),
+            message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
             route("/load", generator.load, open_to_all=True),
             route("/openapi.json", openapi, open_to_all=True),
             route("/v1/models", inspector.models),
@@ -115,13 +116,14 @@ def make_app(
         exception_handlers={HTTPException: _routing_error},
     )
     app.router.redirect_slashes = False
-    if options.allowed_origins:
-        _allow_origins(app, options.allowed_origins)
+    _allow_origins(app, options.allowed_origins)
     return app
 
 
 def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
-    """Lets web pages of these origins call the API."""
+    """Lets web pages of these origins call the API, if there are any."""
+    if not origins:
+        return
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -129,6 +131,10 @@ def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-moonpool-timing", "retry-after"],
     )
+
+
+def _openai_payload(error: ApiError, _request_id: str) -> bytes:
+    return error.payload()
 
 
 class _Endpoint:
@@ -140,7 +146,7 @@ class _Endpoint:
         api_keys: Mapping[str, str],
         admins: frozenset[str],
         memory: BodyMemory,
-        payload_of: ErrorPayload = lambda error, _: error.payload(),
+        payload_of: ErrorPayload,
     ):
         """`payload_of` writes an error in the endpoint's format."""
         self._handler = handler
