@@ -20,7 +20,7 @@ def every_line_is_logged() -> None:
             limit.forget()
 
 
-@pytest.fixture(params=["shm", "tcp", "tls", "nixl"])
+@pytest.fixture(params=["shm", "tcp", pytest.param("tls", marks=pytest.mark.long), "nixl"])
 def transport(request: pytest.FixtureRequest) -> str:
     if request.param == "nixl":
         need_nixl()

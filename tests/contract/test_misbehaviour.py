@@ -200,6 +200,7 @@ def test_an_aborted_stream_ends_only_when_its_thread_has_stopped(
     assert "aborted" in sender.expect_event(SendEnded).error
 
 
+@pytest.mark.long
 def test_bytes_that_a_sender_writes_after_its_abort_are_in_no_received_block(
     make_node: MakeNode,
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_second_grant_changes_nothing(make_node: MakeNode) -> None:
     assert reader.block(0) == source.block(5)
 
 
+@pytest.mark.long
 def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
     make_node: MakeNode,
 ) -> None:

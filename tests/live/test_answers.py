@@ -76,6 +76,7 @@ def test_the_second_round_was_cached(http: httpx.Client, expected: dict[str, lis
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
+@pytest.mark.long
 def test_over_tcp_the_answers_are_the_same(tmp_path: Any, expected: dict[str, list[Any]]) -> None:
     config = tmp_path / "tcp.toml"
     config.write_text("[network]\nuse_shared_memory = false\n")

@@ -110,6 +110,7 @@ def while_answering(
     return answers
 
 
+@pytest.mark.long
 def test_killed_attention_workers_cost_no_answer(expected: list[str]) -> None:
     command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", "2", *SMALL]
     with LocalServer(command) as server:

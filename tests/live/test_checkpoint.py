@@ -99,6 +99,7 @@ def test_chat_answers_as_transformers_does(folder: Path, server: LocalServer) ->
     assert "".join(c.choices[0].delta.content or "" for c in stream) == expected
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

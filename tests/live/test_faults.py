@@ -163,6 +163,7 @@ def test_a_taken_port_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_too_little_memory_says_how_much_is_needed() -> None:
     done = run_command("serve", MODEL, "--kv-tokens", "10000000000", "--port", str(free_port()))
     assert done.returncode == 1

@@ -109,6 +109,7 @@ def test_many_at_once_beside_answers_without_a_form(server: LocalServer) -> None
     assert len(plain["choices"]) == 6
 
 
+@pytest.mark.long
 def test_the_form_goes_on_where_an_instance_died(server: LocalServer) -> None:
     many = {"type": "array", "items": SCHEMA, "minItems": 12, "maxItems": 12}
     wanted = {"type": "json_schema", "json_schema": {"name": "pets", "schema": many}}

@@ -35,6 +35,7 @@ def alone() -> list[tuple[int, ...]]:
         return [ask(up, prompt, **LONG) for prompt in PROMPTS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [

@@ -200,6 +200,7 @@ def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
     assert shared_memory_names() == before
 
 
+@pytest.mark.long
 def test_a_head_that_stands_still_is_not_replaced() -> None:
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         calls = bodies()[4:8]

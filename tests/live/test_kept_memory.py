@@ -76,6 +76,7 @@ def expected() -> list[str]:
         return texts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parts", ["one process", pytest.param("two stages", marks=pytest.mark.long)]
 )

@@ -30,6 +30,7 @@ def alone() -> list[tuple[int, ...]]:
         return [ask(up, prompt, **LONG) for prompt in PROMPTS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["--pipeline-parallel-size", "2"]], ids=["plain", "stages"])
 def test_every_way_and_a_killed_instance(more: list[str], alone: list[tuple[int, ...]]) -> None:
     flags = ["--prefill", "1", "--decode", "2", "--ssd-tokens", "4096", *more]

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import httpx
+import pytest
 
 from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
@@ -49,6 +50,7 @@ def test_json_lines_of_all_processes_and_of_a_request() -> None:
     assert abs(sum(ended["stages_s"].values()) - ended["total_s"]) < 1e-3
 
 
+@pytest.mark.long
 def test_text_lines_have_iso_dates_and_requests_are_logged_on_demand_only() -> None:
     with LocalServer([MODEL, *SMALL, "--log-level", "info"]) as server:
         complete(server, "unlogged-1")
@@ -72,6 +74,7 @@ def test_a_start_says_what_it_does() -> None:
         assert re.search(wanted, text), f"{wanted} is not in {text}"
 
 
+@pytest.mark.long
 def test_a_start_is_quiet_at_a_higher_level() -> None:
     with LocalServer([MODEL, *SMALL, "--log-level", "error"]) as server:
         assert server.log_lines() == []

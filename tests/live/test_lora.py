@@ -115,6 +115,7 @@ def test_stages_and_a_killed_instance(alone: dict[str, list[str]], modules: list
         assert [future.result() for future in running] == before * 2
 
 
+@pytest.mark.long
 def test_bad_adapters_end_serve_with_one_line(tmp_path: Path) -> None:
     write_adapter(tmp_path, LINEARS, 4, 1, use_dora=True)
     for flags, words in (

@@ -61,6 +61,7 @@ def test_own_policies_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "own:Last failed" in server.last_words(40)
 
 
+@pytest.mark.long
 def test_a_policy_that_is_missing_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def answer(client: httpx.Client) -> str:
     return found
 
 
+@pytest.mark.long
 def test_parts_with_certificates_serve_and_others_stay_out(parts: Parts, tmp_path: Path) -> None:
     config = tmp_path / "moonpool.toml"
     config.write_text("[network]\nuse_shared_memory = false\n")

@@ -218,6 +218,7 @@ def test_a_reset_empties_memory_and_disk(talk: Talk) -> None:
     assert talk.ask(0) == (talk.expected[0], 0)
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_had_is_said_and_served_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with serve(tmp_path / "file", tmp_path / "c.toml") as server:

@@ -38,6 +38,7 @@ def run_trial(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return done.exit_code, done.output, figures
 
 
+@pytest.mark.long
 @pytest.mark.live
 def test_nothing_is_found_where_nothing_is_wrong(right_server: LocalServer, tmp_path: Path) -> None:
     code, output, figures = run_trial(tmp_path, right_server.url, "--may-reset-cache")
@@ -87,6 +88,7 @@ def test_answers_of_others_are_foreign(right_server: LocalServer, tmp_path: Path
     assert 0 < figures["load"]["foreign"] + figures["quiet"]["foreign"] <= proxy.planted
 
 
+@pytest.mark.long
 @pytest.mark.live
 @pytest.mark.parametrize("fault", ["hang", pytest.param("cut", marks=pytest.mark.long)])
 def test_streams_that_do_not_end_are_found(

@@ -108,6 +108,7 @@ class OneConnection(threading.Thread):
         self.join(120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arrangement",
     [

@@ -68,6 +68,7 @@ def test_a_worker_of_the_release_before_serves_and_one_far_away_is_refused(parts
     assert "head speaks protocol 10 to 11, far 90 to 91: upgrade head" in line
 
 
+@pytest.mark.long
 def test_a_new_worker_serves_a_head_of_the_release_before(parts: Parts) -> None:
     ports = ["--head-port", str(parts.head_port), "--port", str(parts.port)]
     parts.start_script(FORMER, "head", MODEL, *SMALL, *ports)

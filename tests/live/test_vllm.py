@@ -162,6 +162,7 @@ def test_what_is_no_vllm_is_one_line(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
     with (
         pytest.raises(ServerError, match="start both with the same model"),

@@ -94,11 +94,23 @@ _ERRORS: dict[str, tuple[int, ...]] = {
     "/cluster/hot": (400, 403),
     "/reset_prefix_cache": (403,),
     "/cluster/drain": (*_OF_BODIES, 403, 409),
+    "/cluster/upgrade": (403, 415),
     "/beliefs": (403,),
 }
 """Error statuses besides 401. Any endpoint may also respond 500, which is a bug."""
 _OPEN = frozenset(
-    {"/", "/version", "/openapi.json", "/load", "/metrics", "/health", "/ping", "/live", "/ready"}
+    {
+        "/",
+        "/docs",
+        "/version",
+        "/openapi.json",
+        "/load",
+        "/metrics",
+        "/health",
+        "/ping",
+        "/live",
+        "/ready",
+    }
 )
 """They need no API key."""
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -260,13 +272,14 @@ def _responses(path: str) -> dict[str, Any]:
     )
     if path in _EVENTS:
         success |= _content("text/event-stream", None)
-    found: dict[str, Any] = {"200": {"description": "Success", "content": success}}
+    status = "202" if path == "/cluster/upgrade" else "200"
+    found: dict[str, Any] = {status: {"description": "Success", "content": success}}
     errors = _content(_JSON, "MessagesError" if path in _MESSAGES else "Error")
     if path == "/ready":
         errors = _content(_JSON, "Ready")
     statuses = {*_ERRORS.get(path, ()), *(() if path in _OPEN else (401,))}
-    for status in sorted(statuses):
-        found[str(status)] = {"description": HTTPStatus(status).phrase, "content": errors}
+    for error in sorted(statuses):
+        found[str(error)] = {"description": HTTPStatus(error).phrase, "content": errors}
     if path in ("/health", "/ping"):
         found["503"] = {"description": "The cluster cannot serve", "content": {"text/plain": {}}}
     return found

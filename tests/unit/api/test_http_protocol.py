@@ -96,6 +96,7 @@ def test_a_stream_that_nobody_reads_is_cancelled(monkeypatch: pytest.MonkeyPatch
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.long
 def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "UNREAD_S", 3.0)
     monkeypatch.setattr(http_protocol, "MIN_READ_BYTES", 1)

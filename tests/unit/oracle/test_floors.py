@@ -57,6 +57,7 @@ def chunk_floor_s(floor: CostFloor, chunk: Chunk) -> float:
     return floor.prefill_s(float(chunk.start), float(end)) + share * floor.departure(prompt, cached)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COSTS)
 def test_no_step_takes_less_than_its_floor(name: str) -> None:
     cost, rng = COSTS[name], random.Random(name)

@@ -25,6 +25,7 @@ def bounds(workload: Workload, kind: NodeKind) -> Bounds:
     return Bounds(workload, base, demand_of(workload, 256))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("profile", "kind"), [(BUILT_IN["toolagent"], H100), (CHATS, A800)], ids=("agents", "chats")
 )

@@ -102,6 +102,7 @@ def test_the_replay_decides_the_same(
     assert sum(len(segment.entries) for segment in file.segments) < max_bytes + 400_000
 
 
+@pytest.mark.long
 def test_what_is_left_out_shows(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: without the reports of cached blocks the replay decides otherwise."""
     recorder = Recorder(1 << 30)

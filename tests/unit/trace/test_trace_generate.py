@@ -55,6 +55,7 @@ def figures_of(rows: Iterable[TraceRow], block_tokens: int = 512) -> TraceFigure
     return character.figures()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_workload_is_a_well_formed_trace(name: str) -> None:
     rows = list(generate(BUILT_IN[name], num_requests=500, seed=3))
@@ -144,6 +145,7 @@ def test_a_limit_on_time_and_a_rate() -> None:
     assert halves[0] == pytest.approx(halves[1], rel=0.1)  # no ramp at the start
 
 
+@pytest.mark.long
 def test_bursts_spread_counts_and_poisson_does_not() -> None:
     calm = msgspec.structs.replace(
         CHATTY, first_continue_share=(0.0,) * NUM_CLASSES, continue_share=(0.0,)
