@@ -41,7 +41,8 @@ def http_page(document: bytes) -> str:
 
 
 def _row(path: str, method: str, operation: dict[str, Any]) -> str:
-    kinds = ", ".join(f"`{kind}`" for kind in operation["responses"]["200"]["content"])
+    success = min(operation["responses"])  # the only one below 400
+    kinds = ", ".join(f"`{kind}`" for kind in operation["responses"][success]["content"])
     body = operation.get("requestBody")
     taken = f" Body: {_type(body['content']['application/json']['schema'])}." if body else ""
     return f"| `{method.upper()} {path}` | {operation['summary']}{taken} | {kinds} |"
