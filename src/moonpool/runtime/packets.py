@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from moonpool.protocol.supervision import Packet
+from moonpool.types import MALFORMED
 
 log = logging.getLogger("moonpool.supervisor")
 
@@ -131,7 +132,7 @@ class PacketSocket(Generic[In, Out]):
         """Returns None if the packet is damaged."""
         try:
             packet = self._decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             log.error("a packet between supervisor and head is damaged: %s", error)
             return None
         if len(fds) == packet.num_fds and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from moonpool.api.frontend import Output, RequestRefused
-from moonpool.types import FinishReason, Struct, Token
+from moonpool.types import MALFORMED, FinishReason, Struct, Token
 
 log = logging.getLogger("moonpool.head")
 
@@ -193,7 +193,7 @@ class KeptStream:
         try:
             kept = cls(keeper, number, log_fd, _OPENING.decode(records[0]))
             kept.entries = [_ENTRY.decode(record) for record in records[1:]]
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise ValueError(f"the log of an answer is damaged: {error}") from None
         os.ftruncate(log_fd, num_bytes)  # without a record that the other head did not finish
         os.lseek(log_fd, num_bytes, os.SEEK_SET)
