@@ -35,9 +35,11 @@ CITY_SCHEMA = {
 }
 
 
-def run(tries: dict[str, Callable[[], str | None]]) -> None:
-    """Runs each try; one that raises fails with its error, one that returns words remarks them."""
-    for feature, attempt in tries.items():
+def run(*tries: Callable[[], str | None]) -> None:
+    """Runs each try, which is named for its feature. One that raises fails with its error, one that
+    returns words remarks them."""
+    for attempt in tries:
+        feature = attempt.__name__.replace("_", " ")
         try:
             remark = attempt() or ""
             works = True

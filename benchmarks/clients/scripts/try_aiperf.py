@@ -16,4 +16,4 @@ def load():
     command(*LINE, cwd=tempfile.mkdtemp())
 
 
-run({"load": load})
+run(load)

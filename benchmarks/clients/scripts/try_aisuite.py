@@ -24,4 +24,4 @@ def tools():
     check(answer.choices[0].message.tool_calls, answer)
 
 
-run({"chat": chat, "stream": stream, "tools": tools})
+run(chat, stream, tools)

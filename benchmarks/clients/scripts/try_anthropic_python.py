@@ -36,10 +36,10 @@ def tools():
     client.messages.create(**asked | {"messages": turn}, max_tokens=16, tools=[weather])
 
 
-def structured():
+def structured_output():
     form = {"format": {"type": "json_schema", "schema": CITY_SCHEMA}}
     answer = client.messages.create(**asked, max_tokens=48, output_config=form)
     check("size" in json.loads(answer.content[0].text), answer)
 
 
-run({"chat": chat, "stream": stream, "tools": tools, "structured output": structured})
+run(chat, stream, tools, structured_output)

@@ -28,7 +28,7 @@ def tools():
     check(json.loads(found)["choices"][0]["message"]["tool_calls"], found)
 
 
-def structured():
+def structured_output():
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY_SCHEMA}}
     found = post({**ASKED, "response_format": form})
     check("size" in json.loads(json.loads(found)["choices"][0]["message"]["content"]), found)
@@ -44,13 +44,4 @@ def logprobs():
     check(found["choices"][0]["logprobs"]["content"], found)
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-        "logprobs": logprobs,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings, logprobs)

@@ -19,7 +19,7 @@ def chat():
     check(model(QUESTION)[0], "no answer")
 
 
-def structured():
+def structured_output():
     with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
         check(dspy.Predict(Capital)(question=QUESTION).city in ("Paris", "Rome"), "no city")
 
@@ -41,4 +41,4 @@ def embeddings():
     check(len(embedder(["a cat", "a kitten"])) == 2, "embeddings")
 
 
-run({"chat": chat, "stream": stream, "structured output": structured, "embeddings": embeddings})
+run(chat, stream, structured_output, embeddings)

@@ -18,4 +18,4 @@ def load():
     )
 
 
-run({"load": load})
+run(load)

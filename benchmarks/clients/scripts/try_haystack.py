@@ -36,7 +36,7 @@ def tools():
     check("city" in reply.tool_calls[0].arguments, reply)
 
 
-def structured():
+def structured_output():
     form = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
     reply = ask({"response_format": {"type": "json_schema", "json_schema": form}})
     check("size" in json.loads(reply.text), reply)
@@ -51,13 +51,4 @@ def logprobs():
     check(reply.meta["logprobs"]["content"], reply)
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-        "logprobs": logprobs,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings, logprobs)

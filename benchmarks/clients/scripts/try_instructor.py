@@ -9,7 +9,7 @@ plain = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY)
 asked = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 
 
-def structured():
+def structured_output():
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
         client = instructor.from_openai(plain, mode=mode)
         found = client.chat.completions.create(**asked, response_model=City, max_tokens=64)
@@ -36,4 +36,4 @@ def responses():
     check(isinstance(found, City), found)
 
 
-run({"stream": stream, "tools": tools, "structured output": structured, "responses": responses})
+run(stream, tools, structured_output, responses)

@@ -21,7 +21,7 @@ def tools():
     check(found.tool_calls and "name" in found.tool_calls[0]["args"], found)
 
 
-def structured():
+def structured_output():
     for method in ("json_schema", "function_calling"):
         found = model.with_structured_output(City, method=method).invoke(QUESTION)
         check(isinstance(found, City), found)
@@ -47,14 +47,4 @@ def responses():
     check(other.invoke(QUESTION).content, "no content")
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-        "logprobs": logprobs,
-        "responses": responses,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings, logprobs, responses)

@@ -30,7 +30,7 @@ def tools():
     check("city" in json.loads(call.function.arguments), answer)
 
 
-def structured():
+def structured_output():
     form = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
     answer = litellm.completion(
         **asked, response_format={"type": "json_schema", "json_schema": form}
@@ -50,13 +50,4 @@ def logprobs():
     check(answer.choices[0].logprobs.content, answer)
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-        "logprobs": logprobs,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings, logprobs)

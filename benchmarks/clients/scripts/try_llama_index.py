@@ -33,7 +33,7 @@ def tools():
     check("city" in call.tool_kwargs, call)
 
 
-def structured():
+def structured_output():
     found = model.as_structured_llm(City).chat([ChatMessage(role="user", content=QUESTION)])
     check(isinstance(found.raw, City), found)
 
@@ -43,12 +43,4 @@ def embeddings():
     check(len(embedder.get_text_embedding_batch(["a cat", "a kitten"])) == 2, "embeddings")
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings)

@@ -36,9 +36,9 @@ def tools():
     return "the tool is offered; the model decides whether it calls it"
 
 
-def structured():
+def structured_output():
     found = command(*ASK, "--schema", json.dumps(CITY_SCHEMA), QUESTION)
     check("size" in json.loads(found), found)
 
 
-run({"chat": chat, "stream": stream, "tools": tools, "structured output": structured})
+run(chat, stream, tools, structured_output)

@@ -55,4 +55,4 @@ def logprobs():
     evaluate("local-completions", "completions", "sums_choice")
 
 
-run({"chat": chat, "logprobs": logprobs, "completions": completions})
+run(chat, logprobs, completions)

@@ -55,7 +55,7 @@ def tools():
     check(called, "not called")
 
 
-def structured():
+def structured_output():
     check(isinstance(ask(agent(output_type=City)).final_output, City), "no city")
 
 
@@ -64,12 +64,4 @@ def responses():
     check(ask(agent(model=other)).final_output, "no output")
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "responses": responses,
-    }
-)
+run(chat, stream, tools, structured_output, responses)

@@ -36,7 +36,7 @@ def tools():
     client.chat.completions.create(**asked | {"messages": turn}, tools=[WEATHER_TOOL])
 
 
-def structured():
+def structured_output():
     form = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
     answer = client.chat.completions.create(
         **asked, response_format={"type": "json_schema", "json_schema": form}
@@ -75,16 +75,4 @@ def errors():
         raise AssertionError("a temperature of 9 was taken")
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-        "logprobs": logprobs,
-        "completions": completions,
-        "responses": responses,
-        "errors": errors,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings, logprobs, completions, responses, errors)

@@ -25,7 +25,7 @@ def tools():
     check(isinstance(agent.run_sync(QUESTION).output, City), "no city")
 
 
-def structured():
+def structured_output():
     agent = Agent(model, output_type=NativeOutput(City), model_settings=settings)
     check(isinstance(agent.run_sync(QUESTION).output, City), "no city")
 
@@ -35,12 +35,4 @@ def responses():
     check(agent.run_sync(QUESTION).output, "no output")
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "responses": responses,
-    }
-)
+run(chat, stream, tools, structured_output, responses)

@@ -59,7 +59,7 @@ def tools():
     check(plugin.called, "not called")
 
 
-def structured():
+def structured_output():
     asked = settings(response_format=City)
     answer = wait(model.get_chat_message_content(history, asked))
     check(City.model_validate_json(str(answer)), answer)
@@ -71,12 +71,4 @@ def embeddings():
     check(len(found) == 2, len(found))
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "structured output": structured,
-        "embeddings": embeddings,
-    }
-)
+run(chat, stream, tools, structured_output, embeddings)

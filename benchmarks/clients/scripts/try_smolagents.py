@@ -30,4 +30,4 @@ def tools():
     check(answer.tool_calls, answer)
 
 
-run({"chat": chat, "stream": stream, "tools": tools})
+run(chat, stream, tools)

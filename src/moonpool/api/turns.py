@@ -49,7 +49,7 @@ class FairTurns:
             raise
 
     def _pass_on(self) -> None:
-        """Gives the turn to the next tenant's oldest body."""
+        """Gives the turn to the next tenant's oldest call."""
         while self._waiting:
             tenant, turns = next(iter(self._waiting.items()))
             del self._waiting[tenant]

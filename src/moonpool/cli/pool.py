@@ -14,11 +14,12 @@ import click
 
 from moonpool.cli.options import api_key_option, json_option, url_option
 from moonpool.cli.output import fail, write_json
-from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.watch.cluster_client import ClusterClient
 
 FOLDER = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 _GIB = float(1 << 30)
-_TIMEOUT_S = 30.0
+_LATE_S = 30.0
+"""How much later than asked for an instance may leave."""
 _POLL_S = 0.3
 _MAX_NAMES = 6
 
@@ -36,7 +37,7 @@ def stat(url: str, api_key: str | None, json_file: str | None) -> None:
     """Show the blocks of every tier of every instance, and the bytes moved between tiers."""
     from moonpool.runtime.audit import tier_name, tier_rows
 
-    cluster = _cluster(url, api_key)
+    cluster = _cluster(ClusterClient(url, api_key))
     click.echo(f"{'instance':<16} {'tier':<8} {'blocks':>9} {'held':>8} {'named':>9} {'GiB':>8}")
     for name, tier, figures in tier_rows(cluster):
         gib = figures["blocks"] * _block_bytes(cluster, name) / _GIB
@@ -71,7 +72,7 @@ def audit(url: str, api_key: str | None, json_file: str | None) -> None:
     """
     from moonpool.runtime.audit import audit_cluster, tier_rows
 
-    cluster = _cluster(url, api_key)
+    cluster = _cluster(ClusterClient(url, api_key))
     for name, tier, figures in tier_rows(cluster):
         click.echo(
             f"{name} {tier}: {figures['held']:,} held + {figures['available']:,} available"
@@ -102,7 +103,7 @@ def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -
 
     HITS counts uses since each instance got its copy. A prefix is named by its last block.
     """
-    found = _request(url, api_key, f"/cluster/hot?limit={limit}")
+    found = ClusterClient(url, api_key).get(f"/cluster/hot?limit={limit}")
     click.echo(f"{'last block':<16} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
     for one in found["prefixes"]:
         where = [*one["dram"], *(f"{name} (SSD)" for name in one["ssd"])]
@@ -137,23 +138,23 @@ def drain(
     This works on the head's own machine only. Ends with status 1 if the cluster needs the instance,
     or if it has not left in time.
     """
-    body = {"instance_id": instance, "within_s": within_s}
-    before = _request(url, api_key, "/cluster").get("drains", {})
-    _request(url, api_key, "/cluster/drain", body)
+    client = ClusterClient(url, api_key)
+    before = _cluster(client).get("drains", {})
+    client.post("/cluster/drain", {"instance_id": instance, "within_s": within_s})
     if not wait:
         click.echo(f"{instance} drains")
         return
-    until_s = time.monotonic() + within_s + _TIMEOUT_S
+    until_s = time.monotonic() + within_s + _LATE_S
     while time.monotonic() < until_s:
         time.sleep(_POLL_S)
-        cluster = _cluster(url, api_key)
+        cluster = _cluster(client)
         now = next((i for i in cluster["instances"] if i["instance_id"] == instance), None)
         if now is None or not now["draining"]:
             handed = cluster["drains"]["handed_over_blocks"] - before.get("handed_over_blocks", 0)
             write_json(json_file, {"instance_id": instance, "handed_over_blocks": handed})
             click.echo(f"{instance} has left; others took {handed:,} of its blocks")
             return
-    fail(f"{instance} has not left after {within_s + _TIMEOUT_S:.0f} s: see the head's log")
+    fail(f"{instance} has not left after {within_s + _LATE_S:.0f} s: see the head's log")
 
 
 @pool.command()
@@ -213,41 +214,11 @@ def _stores(folder: Path | None) -> list[Path]:
     return found
 
 
-def _cluster(url: str, api_key: str | None) -> dict[str, Any]:
-    cluster = _request(url, api_key, "/cluster")
+def _cluster(client: ClusterClient) -> dict[str, Any]:
+    cluster = client.get("/cluster")
     if "instances" not in cluster:
-        fail(f"{url} is no moonpool server: correct --url")
+        fail(f"{client.url} is no moonpool server: correct the URL")
     return cluster
-
-
-def _request(
-    url: str, api_key: str | None, path: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Returns the JSON answer to a GET, or to a POST if there is a body.
-
-    Ends the command with one line on any error.
-    """
-    import httpx
-
-    key = bearer_key(api_key)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    whole = f"{url.rstrip('/')}{path}"
-    try:
-        if body is None:
-            answer = httpx.get(whole, headers=headers, timeout=_TIMEOUT_S)
-        else:
-            answer = httpx.post(whole, headers=headers, json=body, timeout=_TIMEOUT_S)
-        if answer.status_code in (403, 409):
-            fail(str(answer.json()["error"]["message"]))
-        answer.raise_for_status()
-        found: Any = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}; start one or correct --url")
-    except (ValueError, KeyError, TypeError):
-        found = None
-    if not isinstance(found, dict):
-        fail(f"{url} is no moonpool server: correct --url")
-    return found
 
 
 def _some(names: list[str]) -> str:

@@ -234,12 +234,12 @@ class GoodputModel:
         self, context: AdmissionContext, keys: Sequence[BlockKey], worth: float
     ) -> RequestNeed:
         footprint, table = context.footprint, context.table
-        num_cached = context.placement.hit_tokens // footprint.block_tokens
-        share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
-        if _is_mixed(table, context.placement.decoder_row):
-            share = 1.0  # a long prompt delays the decodes of its instance, whoever shares it later
-        alone_s = context.placement.prefill_s
-        prefill_s = share * alone_s + (1.0 - share) * min(self._sharer_s.value, alone_s)
+        prefill_s = context.placement.prefill_s
+        # On a mixed instance a long prompt delays the decodes, whoever shares it later.
+        if not _is_mixed(table, context.placement.decoder_row):
+            num_cached = context.placement.hit_tokens // footprint.block_tokens
+            share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
+            prefill_s = share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
         decode = 0.0
         if footprint.decodes:
             decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)

@@ -212,9 +212,8 @@ def open_fork_server(
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
     The fork server first calls `prepare`, which imports what those need. `renewal` starts another
-    one when it has ended. Must be called before
-    there are threads or an event loop. Returns None if the system does not support it, or if there
-    are threads: a fork would copy only one. Raises SystemExit.
+    one when it has ended. Must be called before there are threads or an event loop. Returns None if
+    the system does not support it, or if there are threads: a fork would copy only one.
     """
     if not _may_fork():
         return None

@@ -36,12 +36,8 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
 
     def faster(self, speed: float) -> TraceRow:
         """The same request in a trace that arrives `speed` times as fast."""
-        return self.at(self.arrived_s / speed)
-
-    def at(self, arrived_s: float) -> TraceRow:
-        """The same request at another time."""
         return TraceRow(
-            arrived_s,
+            self.arrived_s / speed,
             self.input_tokens,
             self.output_tokens,
             self.hash_ids,

@@ -10,7 +10,8 @@ hellos carry service and block layout, and in their nonces the versions that eac
 (`protocol.versions`); a mismatch is refused with the reason. The form of a hello never changes. The
 core does no I/O: `start` and `feed` return the bodies to send, as frames of 4 bytes of length and
 the body. `authenticate_frames` runs it over a FrameSocket; other channels have their own loop.
-The connection is not encrypted: keep attackers who can alter packets off that network.
+It encrypts nothing: without certificates (`tls`), keep attackers who can alter packets off that
+network.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ import click
 
 from moonpool.cli.options import api_key_option, ca_file_option
 from moonpool.cli.output import fail
-from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.watch.cluster_client import ClusterClient
 
 _POLL_S = 0.3
-_REQUEST_S = 60.0
 _HEAD_S = 300.0
 """Seconds for the next head: it loads its code, and then calls without a kept answer may end."""
 
@@ -44,8 +43,10 @@ def upgrade(url: str, api_key: str | None, ca_file: str, within_s: float, wait_s
     supervisor. It works on the head's own machine only; workers of other machines must be started
     again by their service manager. The configuration stays the same.
     """
-    server = _Server(url, bearer_key(api_key), ca_file)
-    first = server.cluster()
+    server = ClusterClient(url, api_key, ca_file)
+    first = server.get("/cluster")
+    if "head" not in first:
+        fail(f"{server.url} shows its processes to the operator's key only: give --api-key")
     for instance in first["instances"]:
         if instance["draining"] is None:
             _replace_instance(server, instance, within_s, wait_s)
@@ -54,62 +55,12 @@ def upgrade(url: str, api_key: str | None, ca_file: str, within_s: float, wait_s
     _replace_head(server, first["head"])
 
 
-class _Server:
-    """A running head. Each failure ends the command with one line."""
-
-    def __init__(self, url: str, key: str, ca_file: str) -> None:
-        import httpx
-
-        from moonpool.api.connection.tls import TlsError, trusting_context
-
-        self.url = url.rstrip("/")
-        try:
-            verify = trusting_context(ca_file)
-        except TlsError as error:
-            fail(str(error))
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=_REQUEST_S, verify=verify)
-
-    def cluster(self) -> dict[str, Any]:
-        found = self._ask("GET", "/cluster", None)
-        if "head" not in found:
-            fail(f"{self.url} shows its processes to the operator's key only: give --api-key")
-        return found
-
-    def post(self, path: str, body: dict[str, Any]) -> None:
-        self._ask("POST", path, body)
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        import httpx
-
-        tries = 2  # the head that had the connection may have given way to the next one
-        while True:
-            tries -= 1
-            try:
-                answer = self._client.request(method, self.url + path, json=body)
-                break
-            except (httpx.RemoteProtocolError, httpx.ReadError) as error:
-                if not tries or method != "GET":
-                    fail(f"{self.url} broke off: {error}")
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                fail(f"no server answers at {self.url}: {error}; start one or correct the URL")
-        try:
-            found: Any = answer.json()
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or answer.status_code == 404:
-            fail(f"{self.url} is no moonpool server that can be upgraded: correct the URL")
-        if answer.is_error:
-            fail(str(found["error"]["message"]))
-        return found
-
-
 def _replace_instance(
-    server: _Server, instance: dict[str, Any], within_s: float, wait_s: float
+    server: ClusterClient, instance: dict[str, Any], within_s: float, wait_s: float
 ) -> None:
     """Replaces one instance, unless it has gone meanwhile or has another process already."""
     name = instance["instance_id"]
-    now = {one["instance_id"]: one for one in server.cluster()["instances"]}.get(name)
+    now = {one["instance_id"]: one for one in server.get("/cluster")["instances"]}.get(name)
     if now is None or now["pid"] != instance["pid"]:
         click.echo(f"{name}: it has another process already")
         return
@@ -117,18 +68,18 @@ def _replace_instance(
 
 
 def _replace(
-    server: _Server, listed: str, former: dict[str, Any], within_s: float, wait_s: float
+    server: ClusterClient, listed: str, former: dict[str, Any], within_s: float, wait_s: float
 ) -> None:
     """Drains a process and waits for its successor: one of its name, or else a new one of its
     role."""
     name = former["name"]
-    known = {_place(one) for one in server.cluster()[listed]}
+    known = {_place(one) for one in server.get("/cluster")[listed]}
     body = {"instance_id": name, "within_s": within_s, "returns": True}
     began_s = time.monotonic()
     server.post("/cluster/drain", body)
     while time.monotonic() - began_s < within_s + wait_s:
         time.sleep(_POLL_S)
-        for one in server.cluster()[listed]:
+        for one in server.get("/cluster")[listed]:
             if _place(one) not in known and one.get("role") == former.get("role"):
                 _report(name, former, one, began_s)
                 return
@@ -148,12 +99,12 @@ def _place(process: dict[str, Any]) -> tuple[str, int]:
     return process["host"], process["pid"]
 
 
-def _replace_head(server: _Server, former: dict[str, Any]) -> None:
+def _replace_head(server: ClusterClient, former: dict[str, Any]) -> None:
     began_s = time.monotonic()
     server.post("/cluster/upgrade", {})
     while time.monotonic() - began_s < _HEAD_S:
         time.sleep(_POLL_S)
-        head = server.cluster()["head"]
+        head = server.get("/cluster")["head"]
         if head["upgrades"] > former["upgrades"]:
             _report("head", former, head, began_s)
             click.echo(f"the cluster runs release {head['release']}")
