@@ -49,7 +49,7 @@ class _Announced:
     num_blocks: int
     next_sequence: int = 0
     in_sync: bool = False
-    keys: set[BlockKey] = field(default_factory=set)
+    keys: dict[BlockKey, None] = field(default_factory=dict)  # in order: owners follow from it
     again: dict[BlockKey, int] = field(default_factory=dict)  # further `expect`s of a key
 
 
@@ -313,7 +313,7 @@ class PrefixIndex:
                     self._discard(demoted, key, bit)
                     shared.append(key)
                 continue
-            own.add(key)
+            own[key] = None
             others = holders.get(key)
             if others is None:
                 holders[key] = bit
@@ -330,7 +330,7 @@ class PrefixIndex:
         for key in keys:
             if key not in own:
                 continue
-            own.remove(key)
+            del own[key]
             if holders[key] is bit:
                 del holders[key]
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from random import Random
 
 import pytest
@@ -125,3 +127,33 @@ def test_a_prompt_whose_beginning_has_more_holders_keeps_one_owner() -> None:
         start = owners.of(BlockKey(rng.randbytes(16)), 1 | 2 | 4)
         together += owners.of(BlockKey(rng.randbytes(16)), 1 | 2) == start
     assert together > 300, "as far as the third does not keep it"
+
+
+PRINT_MARKS_AFTER_A_LOSS = """
+from moonpool.kvcache.prefix_index import PrefixIndex
+index = PrefixIndex()
+keys = [bytes([number]) * 16 for number in range(60)]
+for name in "abc":
+    index.add_instance(name, 1, 100)
+    index.load_snapshot(name, 1, 0, keys)
+print(index.take_replica_changes(1000))
+index.remove_instance("a")
+print(index.take_replica_changes(20))
+print(index.take_replica_changes(1000))
+"""
+
+
+def test_marks_after_a_loss_do_not_hang_on_the_hash_seed() -> None:
+    """Else a log would not replay in another process."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT_MARKS_AFTER_A_LOSS],
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(6)
+    }
+    assert len(found) == 1
+    assert "spare" in found.pop()
