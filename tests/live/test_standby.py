@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,6 +111,9 @@ class CutStream:
 
 def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> None:
     expected = [whole(pair.url, body)[0] for body in BODIES]
+    status = [sys.executable, "-m", "moonpool", "status", pair.url]
+    said = subprocess.run(status, capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert "standby    127.0.0.1:" in said.stdout
     with pytest.raises(httpx.ConnectError):  # it serves nobody yet
         httpx.get(pair.standby_url)
     streams = [CutStream(pair.url, body) for body in BODIES]

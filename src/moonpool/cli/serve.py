@@ -35,9 +35,9 @@ from moonpool.cores import threads_per_process
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
 from moonpool.runtime.launcher import worker_environment
-from moonpool.runtime.standby import Standby
 from moonpool.runtime.succession import SuccessionError, keep_private, read_state
 from moonpool.runtime.supervisor import Supervisor
+from moonpool.runtime.takeover.standby import Standby
 
 HEAD_PORT = 8001
 """Port of `moonpool head`, unless flag or file names another."""

@@ -71,8 +71,8 @@ from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
-from moonpool.runtime.standby_links import StandbyLinks, setup_of
 from moonpool.runtime.succession import NoSuccession, Succession
+from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.runtime.trace_export import open_exporter
 from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
@@ -262,7 +262,9 @@ class Head:
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         newest = (ended.record for ended in reversed(self._ended.values()))
-        return describe_live(self.conductor, newest, self.now(), tenant)
+        view = describe_live(self.conductor, newest, self.now(), tenant)
+        own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
+        return view | {"standbys": own}
 
     def is_stopping(self) -> bool:
         return self._leaving or self._stopping or self._views_end

@@ -96,13 +96,14 @@ class HeadLink:
         follower: Follower,
         tls: PeerTls | None = None,
         heads: KnownHeads | None = None,
-        patience_s: float = RECONNECT_S,
+        patience_s: float | None = None,
     ) -> None:
-        """`heads`: what an earlier link knew. `patience_s`: how long to try without a head."""
+        """`heads`: what an earlier link knew. `patience_s`: how long to try without a head;
+        RECONNECT_S unless given."""
         self.heads = heads or KnownHeads()
         self.leadership: Leadership | None = None
         """What the head has said of itself last."""
-        self._patience_s = patience_s
+        self._patience_s = RECONNECT_S if patience_s is None else patience_s
         self._silent_s: int | None = None  # None: the head does not promise to be heard
         self.channel: HeadChannel | None = None
         self.stopping = False

@@ -53,7 +53,6 @@ from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerEr
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.silence import ListeningClock
-from moonpool.runtime.standby import Takeover
 from moonpool.runtime.succession import (
     NextHead,
     SuccessionError,
@@ -61,6 +60,7 @@ from moonpool.runtime.succession import (
     load_head,
     try_state,
 )
+from moonpool.runtime.takeover.standby import Takeover
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")

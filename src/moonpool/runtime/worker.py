@@ -157,7 +157,7 @@ class Worker(InstanceProcess):
                 if booted is None:
                     return
                 self._start(booted, setup)
-            elif _shared(setup) != self._setup:
+            elif self._setup is None or _shared(setup) != _shared(self._setup):
                 self._fail("the head came back with another configuration; restart this worker")
                 return
         assert self._booted is not None
@@ -198,7 +198,7 @@ class Worker(InstanceProcess):
         )
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
-        self._setup = _shared(setup)
+        self._setup = setup
         threads, post = booted.threads, self._from_thread
         engine, messenger = booted.engine, booted.messenger
         if isinstance(engine, PipelineEngine):
