@@ -187,8 +187,24 @@ def test_by_a_draft_model_that_is_the_model(
             cluster.run()
     cluster.run()
     assert_as_plain(cluster, plain, last)
-    counters = cluster.nodes[last].instance.counters
-    print(counters)
+
+
+def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -> None:
+    """Its KVCache is the draft model's own, so a mistake in keeping it would show here only."""
+    cluster = lab(
+        {"one": Role.MIXED},
+        speculative=BY_MODEL,
+        draft_model=MODEL,
+        draft_blocks=400,
+        draft_cost=CHEAP_DRAFTS,
+        chunk_tokens=24,
+    )
+    for work in works():
+        greedy = SamplingParams(temperature=0.0, max_tokens=60)
+        cluster.submit(msgspec.structs.replace(work, sampling=greedy), on="one")
+    cluster.run()
+    counters = cluster.nodes["one"].instance.counters
+    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 400
 
 
 def test_by_a_draft_model_that_knows_nothing(lab: SpeculationLab, plain: MiniCluster) -> None:
@@ -203,6 +219,6 @@ def test_by_a_draft_model_that_knows_nothing(lab: SpeculationLab, plain: MiniClu
         cluster.submit(work, on="one")
         cluster.run()
     counters = cluster.nodes["one"].instance.counters
-    print(counters)
+    assert counters["accepted_draft_tokens"] < 0.3 * counters["draft_tokens"]
     for name, outcome in cluster.outcomes.items():
         assert outcome.tokens == plain.outcomes[name].tokens, name

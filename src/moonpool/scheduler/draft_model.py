@@ -104,7 +104,7 @@ class DraftModel:
         for request, num_drafts in requests:
             size = request.tokens.size
             if self.is_ready(request):
-                if self._extend(request, size + num_drafts):
+                if self._extend(request, size + num_drafts, until):
                     until[request.attempt_id] = size
                 continue
             if request.attempt_id not in wanted:
@@ -117,7 +117,7 @@ class DraftModel:
                 number //= 2
             else:
                 continue
-            if not self._extend(request, size + num_drafts):
+            if not self._extend(request, size + num_drafts, until):
                 continue
             spent_s += seconds
             left_tokens -= number
@@ -149,21 +149,23 @@ class DraftModel:
             self._free += state.block_ids
             state.block_ids, state.num_computed = [], 0
 
-    def _extend(self, request: RequestState, num_tokens: int) -> bool:
+    def _extend(self, request: RequestState, num_tokens: int, keep: Collection[AttemptId]) -> bool:
         """Gives the request blocks for `num_tokens`, at the cost of requests that have fallen
-        behind."""
+        behind, but not of those to `keep`."""
         state = _state(request)
         lacking = -(-num_tokens // self._place.block_tokens) - len(state.block_ids)
         if lacking <= 0:
             return True
-        if len(self._free) < lacking and not self._take_from_others(request, lacking):
+        if len(self._free) < lacking and not self._take_from_others(request, lacking, keep):
             return False
         self._holders[request.attempt_id] = request
         # A new list: the task of a step in progress has the old one.
         state.block_ids = [*state.block_ids, *(self._free.pop() for _ in range(lacking))]
         return True
 
-    def _take_from_others(self, request: RequestState, num_blocks: int) -> bool:
+    def _take_from_others(
+        self, request: RequestState, num_blocks: int, keep: Collection[AttemptId]
+    ) -> bool:
         """Makes `num_blocks` free. Takes them from requests that lack more than this one, so that
         no two take from each other in turn. Returns False, having taken nothing, if they have too
         few."""
@@ -171,7 +173,9 @@ class DraftModel:
         others = [
             other
             for other in self._holders.values()
-            if self.num_lacking(other) > least and not other.steps_pending
+            if self.num_lacking(other) > least
+            and not other.steps_pending
+            and other.attempt_id not in keep
         ]
         others.sort(key=self.num_lacking)
         if len(self._free) + sum(len(_state(o).block_ids) for o in others) < num_blocks:

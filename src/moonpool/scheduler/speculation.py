@@ -44,7 +44,7 @@ TRIAL_STEPS = 200
 the factor may stem from a time when the machine was busy."""
 FIRST_MODEL_RATE = 0.7
 """A draft model's guesses are expected to be right so often, before any is known."""
-TRIAL_SHARE = 0.02
+TRIAL_SHARE = 0.05
 """A trial of a draft model may first compute what it lacks, for this share of the time between two
 trials."""
 TBT_SHARE = 0.85
@@ -118,6 +118,7 @@ class Speculation:
             for source in Source
         ]
         self._steps_without = 0  # because of the factor alone
+        self._tried: AttemptId | None = None  # whose guesses were not expected to pay
         self._steps_without_model = TRIAL_STEPS  # because its guesses do not pay
 
     def add_drafts(self, step: list[Share[RequestState]], budget_tokens: int) -> DraftedStep | None:
@@ -158,6 +159,10 @@ class Speculation:
         if task is None or self._model is None:
             return
         self._model.end(request, task, drafted, num_right)
+        if self._tried == request.attempt_id:
+            self._tried = None
+            if drafted and num_right == len(drafted):
+                self._steps_without_model = TRIAL_STEPS  # it goes on until a guess is wrong
         request.drafts = tuple(drafted or ())
 
     def forget(self, request: RequestState) -> None:
@@ -280,7 +285,9 @@ class Speculation:
             if self._steps_without_model > TRIAL_STEPS:
                 nearest = min(by_model, key=lambda offer: model.num_lacking(offer.request))
                 most_s = TRIAL_SHARE * TRIAL_STEPS * times.seconds(0)
-                if model.lacking_s(nearest.request) <= most_s:
+                certain = replace(nearest, gains=(1.0,) * len(nearest.draft))
+                might_pay = self._best([certain], times, spare, limit_s, self._factor.value).counts
+                if might_pay and model.lacking_s(nearest.request) <= most_s:
                     trial = nearest
                     wanted = {nearest.attempt_id}
         requests = [(offer.request, len(offer.draft)) for offer in by_model]
@@ -301,7 +308,7 @@ class Speculation:
         while number:
             drafting = self._drafting([(offer, i) for i in range(number)])
             if times.seconds(number) + drafting.seconds <= limit_s:
-                self._steps_without_model = 0
+                self._steps_without_model, self._tried = 0, offer.attempt_id
                 return _Choice({offer.attempt_id: number}, drafting.seconds)
             number -= 1
         return _Choice({})
