@@ -160,7 +160,8 @@ def test_structured_answers() -> None:
         "structured_outputs": {"json": {"enum": [{"names": names}, {"names": names[::-1]}]}},
     }
     found = []
-    for options in ((), NGRAM):
+    drafts = json.dumps({"method": "draft_model", "model": DRAFT_MODEL.replace("300", "259")})
+    for options in ((), NGRAM, ("--speculative-config", drafts)):
         with (
             LocalServer(["--mixed", "1", *options]) as server,
             httpx.Client(base_url=server.url, timeout=120) as client,
@@ -170,7 +171,7 @@ def test_structured_answers() -> None:
             found.append((answer.json()["choices"], answer.json()["usage"]))
             if not options:  # with drafts allowed, their price decides whether one is tried
                 assert total(client, "vllm:spec_decode_num_draft_tokens") == 0
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
