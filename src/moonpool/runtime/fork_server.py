@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 import msgspec
 import setproctitle
 
-from moonpool.runtime.stopped import process_state
+from moonpool.runtime.silence import process_state
 from moonpool.transfer.parent import end_with
 
 log = logging.getLogger("moonpool.supervisor")

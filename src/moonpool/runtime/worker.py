@@ -48,7 +48,7 @@ from moonpool.runtime.instance_boot import (
     BootedInstance,
     boot_instance,
 )
-from moonpool.runtime.stopped import StoppedProcesses
+from moonpool.runtime.silence import StoppedProcesses
 from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     ExitProcess,
