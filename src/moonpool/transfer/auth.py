@@ -129,6 +129,8 @@ class ClientHandshake:
         return _encode(self._hello)
 
     def feed(self, body: bytes) -> bytes:
+        """As `Handshake.feed`. Raises AuthError for another secret, a peer that refuses or does not
+        fit, and a message out of turn."""
         step = _decode(body)
         if isinstance(step, Denied):
             raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
@@ -161,6 +163,8 @@ class ServerHandshake:
         return b""
 
     def feed(self, body: bytes) -> bytes:
+        """As `Handshake.feed`. Raises AuthError for another secret, a peer that refuses or does not
+        fit, and a message out of turn."""
         step = _decode(body)
         if isinstance(step, Denied):
             raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
