@@ -56,7 +56,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         try:
             return msgspec.json.decode(value, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
+            self.fail(f"{value!r} is not a JSON object: {error}", param, ctx)
 
 
 class _TokenShare(click.ParamType[Fraction]):
@@ -93,7 +93,7 @@ scale_option = click.option(
     help="Share of each prompt and answer to keep, such as 1/16.",
 )
 requests_option = click.option(
-    "--requests", type=COUNT, help="Use only the first requests, this many."
+    "--requests", type=COUNT, help="Use only the first requests of the trace, at most this many."
 )
 config_option = click.option(
     "--config", "config_file", type=click.Path(dir_okay=False), help="TOML file; flags override it."

@@ -64,7 +64,7 @@ _FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
 @click.option(
     "--capped-answers",
     is_flag=True,
-    help="Let clients cap each answer at the length it has, as `replay` does.",
+    help="Limit each answer to the length it has in the trace, as `replay` does.",
 )
 @click.option(
     "--runs",

@@ -106,14 +106,14 @@ RUN_OPTIONS = (
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Factor by which the Conductor misjudges prefill times.",
+    help="Estimated over true prefill time in the Conductor.",
 )
 @click.option(
     "--decode-belief",
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Factor by which the Conductor misjudges decode times.",
+    help="Estimated over true decode time in the Conductor.",
 )
 @click.option(
     "--slow",
@@ -125,13 +125,13 @@ RUN_OPTIONS = (
     "--drain",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="Drain this instance then: its requests end or move, and it hands over its own blocks.",
+    help="Drain this instance at this time: its requests end or move, its own blocks move.",
 )
 @click.option(
     "--restart",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="Drain this instance then, and let an empty one join in its place.",
+    help="Drain this instance at this time, and start an empty one in its place.",
 )
 @click.option(
     "--tenant-share",
@@ -143,7 +143,7 @@ RUN_OPTIONS = (
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
-    help="Misjudge times as a live cluster did: the file that `profile --beliefs-of` wrote.",
+    help="Use the errors of a live cluster's estimates; a file of `profile --beliefs-of`.",
 )
 @click.option(
     "--layer-wise/--no-layer-wise",
@@ -154,7 +154,7 @@ RUN_OPTIONS = (
 @click.option(
     "--capped-answers",
     is_flag=True,
-    help="Let clients cap each answer at the length it has, as `replay` does.",
+    help="Limit each answer to the length it has in the trace, as `replay` does.",
 )
 @click.option(
     "--boot-s",
