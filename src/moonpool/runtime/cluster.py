@@ -68,6 +68,8 @@ async def serve_cluster(link: SupervisorLink) -> None:
     await _begin(link, head, config, inherited)
     for kept, sock in inherited.answers:
         await server.resume(sock, kept)
+    for half_read, sock in inherited.half_read:
+        await server.resume_half_read(sock, half_read)
     for sock in inherited.connections:
         await server.adopt(sock)
     broken: list[str] = []
