@@ -95,6 +95,25 @@ scale_option = click.option(
 requests_option = click.option(
     "--requests", type=COUNT, help="Use only the first requests of the trace, at most this many."
 )
+speed_option = click.option(
+    "--speed",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Replay the trace this many times faster.",
+)
+noise_option = click.option(
+    "--noise",
+    type=NumberRange(min=0, max=0.99),
+    default=0.0,
+    show_default=True,
+    help="Largest share by which a step departs from its true cost.",
+)
+capped_answers_option = click.option(
+    "--capped-answers",
+    is_flag=True,
+    help="Limit each answer to the length it has in the trace, as `replay` does.",
+)
 config_option = click.option(
     "--config", "config_file", type=click.Path(dir_okay=False), help="TOML file; flags override it."
 )

@@ -16,11 +16,14 @@ from moonpool.cli.options import (
     ConfigFlags,
     NumberRange,
     SectionedCommand,
+    capped_answers_option,
     catalogue_option,
     config_option,
     json_option,
+    noise_option,
     requests_option,
     scale_option,
+    speed_option,
     trace_format_option,
     trace_option,
 )
@@ -85,22 +88,10 @@ RUN_OPTIONS = (
 @config_option
 @SIMULATE_FLAGS.options(CLUSTER_DEFAULTS)
 @catalogue_option
-@click.option(
-    "--speed",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Replay the trace this many times faster.",
-)
+@speed_option
 @requests_option
 @scale_option
-@click.option(
-    "--noise",
-    type=NumberRange(min=0, max=0.99),
-    default=0.0,
-    show_default=True,
-    help="Largest share by which a step departs from its true cost.",
-)
+@noise_option
 @click.option(
     "--prefill-belief",
     type=FACTOR,
@@ -151,11 +142,7 @@ RUN_OPTIONS = (
     show_default=True,
     help="Stream KVCache while it is computed, or afterwards.",
 )
-@click.option(
-    "--capped-answers",
-    is_flag=True,
-    help="Limit each answer to the length it has in the trace, as `replay` does.",
-)
+@capped_answers_option
 @click.option(
     "--boot-s",
     type=NumberRange(min=0, max=86_400),
