@@ -23,11 +23,11 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import setproctitle
 
+from moonpool.runtime.stopped import process_state
 from moonpool.transfer.parent import end_with
 
 log = logging.getLogger("moonpool.supervisor")
@@ -248,11 +248,7 @@ def serve_renewed(control: socket.socket, prepare: Callable[[], object]) -> list
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+    return process_state(pid) in ("T", "t")
 
 
 def _may_fork() -> bool:

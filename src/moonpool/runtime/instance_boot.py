@@ -62,6 +62,13 @@ class BootedInstance:
     ledger: BlockLedger | None = None  # of memory that outlives this process
     adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
 
+    @property
+    def part_pids(self) -> list[int]:
+        """The processes of the stages or ranks after the first."""
+        if self.ranks is not None:
+            return self.ranks.pids
+        return self.engine.pids if isinstance(self.engine, PipelineEngine) else []
+
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
             instance_id=self.instance_id,
