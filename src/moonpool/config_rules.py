@@ -190,6 +190,18 @@ def _check_speculation(config: Config) -> None:
         f"{name}.prompt_lookup_min",
         f"at most prompt_lookup_max, which is {speculative.prompt_lookup_max}",
     )
+    by_model = speculative.method == "draft_model"
+    require(
+        bool(speculative.model) == by_model,
+        f"{name}.model",
+        'the draft model\'s name with method "draft_model", and left out with others',
+    )
+    require(
+        by_model or (speculative.quantization == "none" and not speculative.draft_kv_tokens),
+        name,
+        'without quantization and draft_kv_tokens unless its method is "draft_model"',
+    )
+    require(speculative.quantization != "fp8", f"{name}.quantization", '"none", "int8" or "int4"')
     require(
         config.engine.kind == "moonpool",
         name,

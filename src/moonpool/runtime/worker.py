@@ -209,10 +209,10 @@ class Worker(InstanceProcess):
         engine, messenger = booted.engine, booted.messenger
         if isinstance(engine, PipelineEngine):
             assert isinstance(messenger, Messenger), "stages have an arena of their own"
-            self._engine = PipelineThread(engine, messenger, threads, post)
+            self._engine = PipelineThread(engine, messenger, threads, post, booted.drafter)
         else:
             cores = self._share.engine if booted.ranks is None else booted.ranks.cores
-            self._engine = EngineThread(engine, messenger, threads, post, cores)
+            self._engine = EngineThread(engine, messenger, threads, post, cores, booted.drafter)
         self._engine.start()
         patience_s = OFFLOADED_PATIENCE_S if isinstance(messenger, Offload) else PATIENCE_S
         num_stages = booted.instance.config.micro_batches
