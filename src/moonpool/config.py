@@ -304,12 +304,15 @@ class ConductorConfig(Struct, frozen=True):
     ] = 300.0
 
     autoscale: Annotated[
-        bool, about("Say how many instances of each role the load wants (metric and webhook).")
+        bool,
+        about(
+            "Compute how many instances of each role the load needs, for a metric and a webhook."
+        ),
     ] = False
     autoscale_load: Annotated[
         float,
         about(
-            "Share of its time that an instance should be busy, by which autoscale counts.",
+            "Share of its time that an instance should be busy; autoscale aims at it.",
             gt=0,
             le=1,
         ),

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 import msgspec
 import setproctitle
 
-from moonpool.runtime.stopped import process_state
+from moonpool.runtime.silence import process_state
 from moonpool.transfer.parent import end_with
 
 log = logging.getLogger("moonpool.supervisor")
@@ -213,7 +213,8 @@ def open_fork_server(
 
     The fork server first calls `prepare`, which imports what those need. `renewal` starts another
     one when it has ended. Must be called before there are threads or an event loop. Returns None if
-    the system does not support it, or if there are threads: a fork would copy only one.
+    the system does not support it, or if there are threads: a fork would copy only one. Raises
+    SystemExit in a forked process, at its end, and OSError if the system cannot fork.
     """
     if not _may_fork():
         return None

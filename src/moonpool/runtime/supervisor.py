@@ -52,8 +52,7 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.silence import ListeningClock
-from moonpool.runtime.stopped import StoppedProcesses
+from moonpool.runtime.silence import ListeningClock, StoppedProcesses
 from moonpool.runtime.succession import (
     NextHead,
     SuccessionError,

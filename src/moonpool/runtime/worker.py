@@ -48,7 +48,7 @@ from moonpool.runtime.instance_boot import (
     BootedInstance,
     boot_instance,
 )
-from moonpool.runtime.stopped import StoppedProcesses
+from moonpool.runtime.silence import StoppedProcesses
 from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     ExitProcess,
@@ -111,7 +111,8 @@ class Worker(InstanceProcess):
         self._boot_lock = asyncio.Lock()
 
     async def run(self, head_host: str, head_port: int) -> None:
-        """Serves until the head stops this worker. Raises WorkerError."""
+        """Serves until the head stops this worker. Raises WorkerError: a HungError if the engine's
+        thread hangs."""
         heartbeat = asyncio.create_task(self._beat())
         try:
             await self._link.run(head_host, head_port)

@@ -109,7 +109,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._entered = self.limit.enter()
         if not self._entered:
-            self._refuse(503, "all connections of this server are in use")
+            self._refuse(
+                503, "All connections of this server are in use. Send the request again later."
+            )
             return
         self.limit.idle[self] = None
         self._await_header()
@@ -154,7 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._await_header()
             super().data_received(head)
             if data and self._in_header and not self.transport.is_closing():
-                self._refuse(431, f"the header exceeds {MAX_HEADER_BYTES} bytes")
+                self._refuse(431, f"The header exceeds {MAX_HEADER_BYTES} bytes. Shorten it.")
                 return
             if not data:
                 return
@@ -379,7 +381,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _on_late_header(self) -> None:
         self._header_timer = None
         if self._in_header and self._header_bytes:
-            self._refuse(408, f"the header did not arrive within {HEADER_S:g} s")
+            self._refuse(408, f"The header did not arrive within {HEADER_S:g} s. Send it again.")
         else:
             self.transport.close()
 

@@ -222,7 +222,7 @@ class KeptStream:
             if isinstance(entry, Delivered):
                 num_fruitless = 0
         if num_fruitless >= MAX_FRUITLESS:
-            text = f"The server failed {num_fruitless + 1} times while it worked on this request."
+            text = f"The server failed {num_fruitless + 1} times during this request."
             return RequestRefused(500, "head_failed", text)
         return None
 
