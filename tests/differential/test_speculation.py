@@ -193,7 +193,8 @@ def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -
     """Its KVCache is the draft model's own, so a mistake in keeping it would show here only."""
     cluster = lab(
         {"one": Role.MIXED},
-        speculative=BY_MODEL,
+        speculative=msgspec.structs.replace(BY_MODEL, prompt_lookup_min=32, prompt_lookup_max=32),
+        prefix_caching=False,  # so that all drafts come from the model
         draft_model=MODEL,
         draft_blocks=400,
         draft_cost=CHEAP_DRAFTS,
@@ -204,7 +205,7 @@ def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -
         cluster.submit(msgspec.structs.replace(work, sampling=greedy), on="one")
     cluster.run()
     counters = cluster.nodes["one"].instance.counters
-    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 400
+    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 200
 
 
 def test_by_a_draft_model_that_knows_nothing(lab: SpeculationLab, plain: MiniCluster) -> None:
