@@ -1,9 +1,10 @@
 """Measured step times of this machine and model, stored in the user's cache folder.
 
-The first start of a model measures them, and the first one of each week refines them. A busy machine
-makes a measurement slower, never faster, so the store keeps the best time of each kind of step, and
-the cost model is fitted to those. The instances of a machine start at the same time: under a lock,
-the first one measures while the others wait for its result. `moonpool profile` measures all anew.
+The first start of a model measures them, and the first one of each week refines them. A busy
+machine makes a measurement slower, never faster, so the store keeps the best time of each kind of
+step, and the cost model is fitted to those. The instances of a machine start at the same time:
+under a lock, the first one measures while the others wait for its result. `moonpool profile`
+measures all anew.
 """
 
 from __future__ import annotations
