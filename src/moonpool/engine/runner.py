@@ -60,10 +60,12 @@ class Engine:
         host_sync: HostGpuSync | None = None,
         staggered: bool = False,
         sharded: ShardedModel | None = None,
+        decoder: DecoderModel | None = None,
     ) -> None:
         """`host_sync` copies between GPU blocks and the arena. `staggered`: decodes run as two
         alternating half batches (`engine.staggered`). `sharded` replaces the model where it is
-        computed in shards (`engine.parallel.tensor_model`).
+        computed in shards (`engine.parallel.tensor_model`). `decoder`: the same model, packed by
+        the same kind of `ops`.
 
         Raises `ValueError` if the cache's layout does not fit the model.
         """
@@ -95,9 +97,10 @@ class Engine:
             self._model = sharded
             return
         with torch.inference_mode():
-            decoder = self._decoder = DecoderModel(
-                model.spec, model.weights, ops, adapters=model.adapters
-            )
+            if decoder is None:
+                decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)
+                model.release()
+            self._decoder = decoder
             self._model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(

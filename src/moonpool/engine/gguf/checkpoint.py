@@ -6,6 +6,7 @@ Weights stay quantized. A matrix is read from the mapped file when an engine pac
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,10 @@ class GgufWeights:
         self._dtype = dtype
         self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         self._swapped = architecture_of(file).swapped
+
+    def release(self) -> None:
+        """Drops the pages that were read. What was returned is read from the file again."""
+        self._file.mapping.madvise(mmap.MADV_DONTNEED)
 
     def load(self, name: str) -> Tensor:
         matrix = self.matrix(name)

@@ -75,6 +75,7 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     data: Tensor  # [file size] uint8, mapped
+    mapping: mmap.mmap  # of `data`; nothing is written to it
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is not quantized, in its own dtype; its bytes stay in the mapped file."""
@@ -106,7 +107,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(f"{path} is not readable: {error.strerror}") from None
     header = _Header(path, mapped)
     metadata, tensors = header.read()
-    return GgufFile(path, metadata, tensors, torch.frombuffer(mapped, dtype=torch.uint8))
+    return GgufFile(path, metadata, tensors, torch.frombuffer(mapped, dtype=torch.uint8), mapped)
 
 
 class _Header:
@@ -211,12 +212,29 @@ class _Header:
         if kind == _STRING:
             if count * 8 > self._end - self._at:
                 raise self._error(f"the key {key!r} claims {count} texts, more than fit in it")
-            return [self._text(f"a value of {key!r}", self._end) for _ in range(count)]
+            return self._texts(f"a value of {key!r}", count)
         if kind not in _SCALARS:
             raise self._error(f"the key {key!r} is an array of the unknown type {kind}")
         code = "B" if kind == _BOOL else _SCALARS[kind]
         data = self._take(count * struct.calcsize(code))
         return np.frombuffer(data, dtype=np.dtype(code).newbyteorder("<"))
+
+    def _texts(self, what: str, count: int) -> list[str]:
+        """As `_text`, in one loop: a vocabulary has hundreds of thousands."""
+        data, end, at, found = self._data, self._end, self._at, []
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if end - at < 8:
+                break
+            (length,) = unpack(data, at)
+            if length > end - at - 8:
+                break
+            at += 8 + length
+            found.append(data[at - length : at].decode("utf-8", "replace"))
+        self._at = at
+        if len(found) < count:
+            self._text(what, end)  # raises
+        return found
 
     def _text(self, what: str, limit: int) -> str:
         length = self._number("Q")
