@@ -78,7 +78,10 @@ class GgufWeights:
         stored = gguf_name(name)
         order = self._order(stored)
         if self._file.tensors[stored].kind in FORMATS:
-            matrix = QuantizedMatrix((self._file.rows(stored),), self._dtype)
+            # An embedding stays in the file: few of its rows are read.
+            is_embedding = name == "model.embed_tokens.weight"
+            rows = self._file.rows(stored) if is_embedding else self._file.read_rows(stored)
+            matrix = QuantizedMatrix((rows,), self._dtype)
             return matrix if order is None else matrix.reordered(order)
         tensor = self._file.tensor(stored)
         return tensor.to(self._dtype, copy=True) if order is None else tensor[order].to(self._dtype)

@@ -7,6 +7,7 @@ before anything of that size is made, so reading allocates no more than a few ti
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class GgufFile:
     tensors: Mapping[str, TensorEntry]
     data: Tensor  # [file size] uint8, mapped
     mapping: mmap.mmap  # of `data`; nothing is written to it
+    version: tuple[int, ...]  # changes if another file takes the path, or if this one is written
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is not quantized, in its own dtype; its bytes stay in the mapped file."""
@@ -88,6 +90,31 @@ class GgufFile:
         entry = self.tensors[name]
         data = self.data[entry.begin : entry.end]
         return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+
+    def read_rows(self, name: str) -> StoredRows:
+        """A quantized tensor's rows in memory: to read them all takes a tenth of the time that the
+        page faults of a mapping take on virtual machines. Raises `ModelError`."""
+        entry = self.tensors[name]
+        data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        rest = data.numpy().data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                if _version(file.fileno()) != self.version:
+                    raise ModelError(f"{self.path} changed while it was loaded: start again")
+                file.seek(entry.begin)
+                while rest:
+                    count = file.readinto(rest)
+                    if not count:
+                        raise ModelError(f"{self.path} is cut off at tensor {name!r}")
+                    rest = rest[count:]
+        except OSError as error:
+            raise ModelError(f"{self.path} is not readable: {error.strerror}") from None
+        return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+
+
+def _version(fd: int) -> tuple[int, ...]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -103,11 +130,13 @@ def read_gguf(path: Path) -> GgufFile:
                 raise ModelError(f"{path} is cut off: {size} bytes are no GGUF file")
             # A private mapping is writable for torch; nothing is written to it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            version = _version(file.fileno())
     except OSError as error:
         raise ModelError(f"{path} is not readable: {error.strerror}") from None
     header = _Header(path, mapped)
     metadata, tensors = header.read()
-    return GgufFile(path, metadata, tensors, torch.frombuffer(mapped, dtype=torch.uint8), mapped)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    return GgufFile(path, metadata, tensors, data, mapped, version)
 
 
 class _Header:
