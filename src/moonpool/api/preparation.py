@@ -127,7 +127,8 @@ class Preparer:
         check_model(body.model, self._names)
         size = self.card.embedding_size
         if not size:
-            text = "The engine of this server does not compute embeddings."
+            reason = self.card.no_embeddings
+            text = f"This server does not compute embeddings{reason and f': {reason}'}."
             raise ApiError(text, status=404, code="unsupported_endpoint")
         check_range(body, "priority", *PRIORITY_RANGE)
         if body.dimensions is not None and not 1 <= body.dimensions <= size:

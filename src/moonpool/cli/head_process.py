@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
 import uvloop
@@ -17,6 +18,9 @@ from setproctitle import setproctitle
 
 from moonpool.cli.logs import set_up_logging
 from moonpool.transfer.parent import end_with
+
+if TYPE_CHECKING:
+    from moonpool.engine.gguf.shared_weights import SharedWeights
 
 log = logging.getLogger("moonpool")
 
@@ -65,12 +69,12 @@ def import_for(engine: str) -> None:
         import_module(f"moonpool.{module}")
 
 
-def run_line(line: list[str]) -> None:
-    """Runs a command line in a process that was forked for it."""
+def run_line(line: list[str], shared: SharedWeights | None = None) -> None:
+    """Runs a command line in a process that was forked for it, and has `shared` weights."""
     from moonpool.cli.main import cli
 
     setproctitle(" ".join([sys.executable, "-m", "moonpool", *line]))
-    cli(args=line, prog_name="moonpool")
+    cli(args=line, prog_name="moonpool", obj=shared)
 
 
 @click.command(hidden=True)

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moonpool.engine.spec import ModelError
@@ -70,6 +71,15 @@ def pool(entry: StepEntry, states: Tensor) -> bytes | Token:
         total = total + row
     if entry.draw is None:
         return total.astype("<f8").tobytes()
+    return _embedding(total)
+
+
+def pool_last(state: Tensor) -> Token:
+    """The embedding that the last token's state [hidden] is. Raises as `pool`."""
+    return _embedding(state.detach().cpu().double().numpy())
+
+
+def _embedding(total: NDArray[np.float64]) -> Token:
     if not np.isfinite(total).all():
         raise ArithmeticError("the hidden states of a prompt contain NaN or infinity")
     # The length does not depend on the number of tokens, so the sum serves for the mean.

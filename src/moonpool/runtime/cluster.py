@@ -36,6 +36,7 @@ from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 from moonpool.transfer.tls import PeerTls, PeerTlsError
+from moonpool.types import Pooling
 
 log = logging.getLogger("moonpool")
 
@@ -229,7 +230,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
             f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name}"
             " supports; lower it"
         )
-    embeds = _computes_here(config) and model.pooling != "none"
+    no_embeddings = _why_no_embeddings(config, model.pooling)
     card = ModelCard(
         model_id=config.model.served_name or config.model.name,
         created_s=int(time.time()),
@@ -237,7 +238,8 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         scores_prompts=_computes_here(config),
-        embedding_size=model.hidden_size if embeds else 0,
+        embedding_size=0 if no_embeddings else model.hidden_size,
+        no_embeddings=no_embeddings,
         pooling=model.pooling,
         sampling=dict(model.sampling),
         adapters=_adapter_cards(config, model),
@@ -257,6 +259,21 @@ def _adapter_cards(config: Config, model: ModelInfo) -> tuple[AdapterCard, ...]:
     return tuple(
         AdapterCard(name=a.name, adapter=a.fingerprint, root=str(a.folder)) for a in model.adapters
     )
+
+
+def _why_no_embeddings(config: Config, pooling: Pooling) -> str:
+    """ "" if all instances compute them."""
+    engine = config.engine
+    if engine.kind != "moonpool":
+        return "vLLM servers behind it are asked for tokens only"
+    if config.cluster.attention:
+        return "instances with attention workers have no hidden states to pool"
+    if pooling == "none":
+        return "the model pools in a way that is not computed here (see the log)"
+    stages = max(engine.pipeline_parallel_size, engine.decode_pipeline_parallel_size)
+    if pooling == "mean" and stages > 1:
+        return "the model's mean over all tokens needs instances without pipeline stages"
+    return ""
 
 
 def _computes_here(config: Config) -> bool:

@@ -24,6 +24,7 @@ from moonpool.engine.calibrate import measure_samples
 from moonpool.engine.cuda.host_sync import make_host_sync
 from moonpool.engine.device import check_device, free_bytes, stages_of_fullest
 from moonpool.engine.drafting.drafter import Drafter
+from moonpool.engine.gguf.shared_weights import SharedWeights
 from moonpool.engine.ops import KvCache, Ops, block_dtype
 from moonpool.engine.parallel.pipeline import PipelineEngine, StageOptions
 from moonpool.engine.parallel.process_group import StageLostError
@@ -73,6 +74,7 @@ class InstancePlace:
     share: CoreShare = field(default_factory=CoreShare)
     kept: tuple[str, str] | None = None  # memory files of an earlier process of this instance
     tls: PeerTls | None = None
+    shared: SharedWeights | None = None  # packed for all workers of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,12 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
         raise BootError(str(error)) from None
     threads = _settle_threads(setup, place)
     try:
-        own = setup.model
-        log.info("loading %s", own.name)
-        model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
+        own, shared = setup.model, _shared(setup, place)
+        if shared is not None:
+            model = shared.model
+        else:
+            log.info("loading %s", own.name)
+            model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
         check_device(setup.engine.device)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
         if setup.attention:
@@ -265,7 +270,7 @@ def _local_engine(
     elif num_shards > 1:
         engine = sharded_engine(model, ops, cache, num_shards)
     else:
-        engine = _single_engine(model, ops, cache)
+        engine = _single_engine(model, ops, cache, _shared(setup, place))
     if several and not nixl and not late:
         arena.seal()  # all processes have mapped it; the NIXL agent would seal it itself
     return BuiltEngine(model, arena, engine, threads, ranks, ledger=ledger)
@@ -310,8 +315,22 @@ def _make_arena(
     return arena, BlockLedger(arena, ledger)
 
 
-def _single_engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
+def _shared(setup: Setup, place: InstancePlace) -> SharedWeights | None:
+    """The weights that were packed for all workers, if this instance computes with them."""
+    shared, alone = place.shared, place.degree.num_processes == 1 and not setup.attention
+    return (
+        shared if shared is not None and alone and shared.fit(setup.model, setup.engine) else None
+    )
+
+
+def _single_engine(
+    model: LoadedModel, ops: Ops, arena: KvCache, shared: SharedWeights | None
+) -> Engine:
     """On the CPU, the engine computes in the arena. On a GPU, it has its own copy of the blocks."""
+    if shared is not None:
+        engine = Engine(model, ops, arena, decoder=shared.decoder)
+        engine.grammars = shared.grammars
+        return engine
     if ops.device.type == "cpu":
         return Engine(model, ops, arena)
     sync = make_host_sync(arena, ops.device)

@@ -18,6 +18,7 @@ import msgspec
 from moonpool.attention_offload.offload import Event, Offload
 from moonpool.config import ParallelConfig
 from moonpool.cores import CoreShare
+from moonpool.engine.gguf.shared_weights import SharedWeights
 from moonpool.engine.parallel.pipeline import PipelineEngine
 from moonpool.gc_tuning import settle_memory
 from moonpool.protocol.frames import (
@@ -90,14 +91,17 @@ class Worker(InstanceProcess):
         num_ranks: int | None = None,
         kept: tuple[str, str] | None = None,
         tls: PeerTls | None = None,
+        shared: SharedWeights | None = None,
     ) -> None:
         """`num_stages` and `num_ranks` override the head's configuration of the role. `kept`: the
-        memory files that an earlier process of this instance may have filled."""
+        memory files that an earlier process of this instance may have filled. `shared`: weights
+        that were packed for all workers."""
         super().__init__(role, instance_id, machine, secret, tls)
         self._num_stages = num_stages
         self._num_ranks = num_ranks
         self._share = share
         self._kept = kept
+        self._shared = shared
         self._listen_host = listen_host
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
@@ -200,6 +204,7 @@ class Worker(InstanceProcess):
             self._share,
             self._kept,
             self._tls,
+            self._shared,
         )
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
