@@ -23,7 +23,7 @@ log = logging.getLogger("moonpool")
 
 @click.command(hidden=True)
 @click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
-@click.option("--engine", is_flag=True, help="Import the engine before HeadLoaded.")
+@click.option("--engine", is_flag=True, help="Import the engine before the message HeadLoaded.")
 def head_process(fd: int, engine: bool) -> None:
     """Serve as a supervisor's head."""
     end_with(os.getppid())
@@ -75,7 +75,9 @@ def run_line(line: list[str]) -> None:
 
 @click.command(hidden=True)
 @click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
-@click.option("--engine", type=click.Choice(["own", "vllm"]), required=True, help="Of workers.")
+@click.option(
+    "--engine", type=click.Choice(["own", "vllm"]), required=True, help="Engine of workers."
+)
 def fork_server(fd: int, engine: str) -> None:
     """Fork a supervisor's head and workers."""
     from moonpool.runtime.fork_server import serve_renewed

@@ -123,6 +123,7 @@ class _Header:
 
     @classmethod
     def read(cls, path: Path) -> _Header:
+        """Reads the header. Raises ModelError for a file that is absent or no safetensors file."""
         try:
             with safe_open(path, framework="pt"):
                 pass  # checks the header against the file's size

@@ -40,7 +40,7 @@ def stored_pooling(folder: Path) -> Pooling:
         settings = json.loads(path.read_text(encoding="utf-8")) if folders else {}
         modes = sorted(name for name, on in settings.items() if name[:13] == "pooling_mode_" and on)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} says no way to pool that can be read: {error}") from None
+        raise ModelError(f"{path} does not describe the pooling: {error}") from None
     others = {kind for kind, _ in modules} - _KNOWN_MODULES
     if others or modes not in (["pooling_mode_mean_tokens"], ["pooling_mode_lasttoken"]):
         ways = ", ".join([*sorted(others), *modes]) or "no pooling"

@@ -29,7 +29,7 @@ from moonpool.cores import (
 )
 from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
+from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, unlike
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
@@ -68,6 +68,8 @@ async def serve_cluster(link: SupervisorLink) -> None:
     await _begin(link, head, config, inherited)
     for kept, sock in inherited.answers:
         await server.resume(sock, kept)
+    for half_read, sock in inherited.half_read:
+        await server.resume_half_read(sock, half_read)
     for sock in inherited.connections:
         await server.adopt(sock)
     broken: list[str] = []
@@ -168,6 +170,22 @@ def _model_info(config: Config) -> ModelInfo:
     return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
 
 
+def _check_draft_model(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ModelError and TokenizerError if the draft model does not fit the model."""
+    settings = config.engine.speculative_config
+    if settings is None or not settings.model:
+        return
+    from moonpool.engine.builtin import model_info  # needs torch
+
+    drafts = model_info(settings.model, config.model.dtype)
+    found = unlike(tokenizer, open_tokenizer(drafts.tokenizer, drafts.vocab_size))
+    if found:
+        raise ModelError(
+            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
+            f" {found}; use a draft model with the same tokenizer"
+        )
+
+
 def resolved(config: Config) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
@@ -195,6 +213,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
     try:
         model = _model_info(config)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
+        _check_draft_model(config, tokenizer)
         if config.model.chat_template:
             tokenizer.use_chat_template(_read_template(config.model.chat_template))
     except (ModelError, TokenizerError) as error:

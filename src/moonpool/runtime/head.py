@@ -192,6 +192,7 @@ class Head:
     async def submit(
         self, request: Request, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
+        """As `Frontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."

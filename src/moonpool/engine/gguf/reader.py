@@ -119,6 +119,7 @@ class _Header:
         self._at = 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        """Returns the metadata, and the tensors by name. Raises ModelError for a damaged header."""
         if self._take(4) != MAGIC:
             raise self._error("does not begin with GGUF: not a GGUF file")
         version = self._number("I")
