@@ -127,6 +127,11 @@ class ClusterConfig(Struct, frozen=True):
         """Number of instances that decode, among which attention workers are distributed."""
         return self.decode + self.mixed
 
+    @property
+    def attention_each(self) -> int:
+        """Number of attention workers of each instance that decodes."""
+        return self.attention // self.attention_owners if self.attention else 0
+
     def num_processes(self, engine: EngineConfig) -> int:
         """Stages and ranks of all instances, and attention workers; at least 1."""
         instances = sum(engine.degree(role).num_processes for role in self.roles)

@@ -18,7 +18,7 @@ import click
 import msgspec
 from setproctitle import setproctitle
 
-from moonpool.api.connection.listening import PortError, listen
+from moonpool.api.connection.listening import BACKLOG, PortError, listen, reserve
 from moonpool.cli.head_process import import_for, run_line
 from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
@@ -38,6 +38,7 @@ from moonpool.runtime.fork_server import ForkServer, open_fork_server
 from moonpool.runtime.launcher import worker_environment
 from moonpool.runtime.succession import SuccessionError, keep_private, read_state
 from moonpool.runtime.supervisor import Supervisor
+from moonpool.runtime.takeover.standby import Standby
 
 if TYPE_CHECKING:
     from moonpool.engine.gguf.shared_weights import SharedWeights
@@ -161,19 +162,25 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
 @click.command(cls=_ServingCommand)
 @click.argument("model", required=False)
 @config_option
+@click.option(
+    "--standby-of",
+    metavar="HOST:PORT",
+    help="Wait beside the head that workers join there, and take over when it is gone.",
+)
 @HEAD_FLAGS.options(Config())
-def head(model: str | None, config_file: str | None, **flags: Any) -> None:
+def head(model: str | None, config_file: str | None, standby_of: str | None, **flags: Any) -> None:
     """Start the head alone. Workers join with `moonpool worker`.
 
     Head and workers share a secret: set MOONPOOL_CLUSTER_SECRET to 64 hexadecimal digits.
     """
-    from moonpool.cli.worker import cluster_secret
+    from moonpool.cli.worker import cluster_secret, head_place
 
+    place = None if standby_of is None else head_place(standby_of, "--standby-of")
     config = _read(config_file, HEAD_FLAGS.overrides(flags), model)
     if not config.network.head_port:
         network = msgspec.structs.replace(config.network, head_port=HEAD_PORT)
         config = msgspec.structs.replace(config, network=network)
-    _run(config, launch=False, secret=cluster_secret())
+    _run(config, launch=False, secret=cluster_secret(), standby_of=place)
 
 
 def serve_overrides(flags: dict[str, Any]) -> Values:
@@ -252,7 +259,9 @@ def _open_fork_server(
     return open_fork_server(environment, run, prepare, renewal, more)
 
 
-def _run(config: Config, launch: bool, secret: bytes) -> None:
+def _run(
+    config: Config, launch: bool, secret: bytes, standby_of: tuple[str, int] | None = None
+) -> None:
     if config.model.quantization == "fp8":
         fail(
             'model.quantization "fp8" is simulated only: serve a checkpoint that is stored in FP8'
@@ -266,11 +275,15 @@ def _run(config: Config, launch: bool, secret: bytes) -> None:
     )  # first: it must not hold our sockets
     set_up_logging("supervisor")
     network = config.network
+    take = listen if standby_of is None else reserve
     try:
         with (
-            listen(config.api.host, config.api.port) as http,
-            listen(network.head_host, network.head_port, "--head-port") as control,
+            take(config.api.host, config.api.port) as http,
+            take(network.head_host, network.head_port, "--head-port") as control,
         ):
+            if standby_of is not None:
+                asyncio.run(_stand_by(config, secret, http, control, fork_server, standby_of))
+                return
             supervisor = Supervisor(config, secret, launch, http, control, fork_server)
             asyncio.run(_supervise(supervisor))
     except (ClusterError, PortError) as error:
@@ -301,6 +314,37 @@ def next_supervisor(fd: int, trial: bool) -> None:
             asyncio.run(_supervise(Supervisor(*own)))
         except ClusterError as error:
             fail(str(error))
+
+
+async def _stand_by(
+    config: Config,
+    secret: bytes,
+    http: socket.socket,
+    control: socket.socket,
+    fork_server: ForkServer | None,
+    head: tuple[str, int],
+) -> None:
+    """Waits until the head is gone, and then has a head of its own. Raises ClusterError."""
+    stop = asyncio.Event()
+    _signals(stop)
+    standby = Standby(config, secret, control)
+    waiting = asyncio.create_task(standby.wait(*head))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({waiting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    taken = waiting.result() if waiting.done() else None
+    waiting.cancel()
+    if taken is None:
+        if fork_server is not None:
+            await fork_server.close()
+        return
+    for sock in (http, control):
+        sock.listen(BACKLOG)
+    replacing = asyncio.create_task(standby.replace(*head))
+    supervisor = Supervisor(taken.config, secret, False, http, control, fork_server, taken=taken)
+    try:
+        await supervisor.run(stop)
+    finally:
+        replacing.cancel()
 
 
 async def _supervise(supervisor: Supervisor) -> None:

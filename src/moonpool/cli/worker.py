@@ -150,9 +150,7 @@ def worker(
     exit_with_parent: bool,
 ) -> None:
     """Start one instance, which takes model and settings from the head it joins."""
-    head_host, _, port = head_address.rpartition(":")
-    if not head_host or not port.isdigit():
-        fail(f"--head must be HOST:PORT, not {head_address!r}")
+    head_host, port = head_place(head_address, "--head")
     name = name or f"{role}-{secrets.token_hex(3)}"
     choose_logging(TelemetryConfig(log_level=log_level, log_format=log_format))
     set_up_logging(name)
@@ -185,7 +183,7 @@ def worker(
             own = (Role(role), InstanceId(name), machine, host, secret, share)
             running = Worker(*own, num_stages, num_ranks, kept, tls, shared)
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
-        await running.run(head_host.strip("[]"), int(port))
+        await running.run(head_host, port)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -198,6 +196,14 @@ def worker(
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+def head_place(text: str, option: str) -> tuple[str, int]:
+    """Returns host and port of a head."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        fail(f"{option} must be HOST:PORT, not {text!r}")
+    return host.strip("[]"), int(port)
 
 
 def _peer_tls(certfile: str, keyfile: str, ca_certs: str, role: str) -> PeerTls | None:

@@ -14,12 +14,17 @@ An attention worker sends ApplyAttention, receives the Setup, and replies with A
 instance that has attention workers receives its Setup once they are ready, and AttentionMoved
 when one of them is replaced.
 
+A standby sends ApplyStandby every second. It receives the Setup once, and Leadership every second,
+which all workers receive while there is a standby.
+
 A frame is 4 bytes of length and a msgpack map, tagged with the name of its class
 (`runtime.channel`). The handshake agrees on a version (`protocol.versions`). What a version adds is
 left out where an older one was agreed on: both ends refuse fields and frames that they do not know.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from moonpool.config import (
     AttentionConfig,
@@ -32,7 +37,7 @@ from moonpool.config import (
 )
 from moonpool.protocol.messages import Command, InstanceInfo, Report
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.types import Role, Struct
+from moonpool.types import InstanceId, Role, Struct
 
 CONTROL_SERVICE = "control"
 HEARTBEAT_S = 1.0
@@ -86,6 +91,34 @@ class Setup(Struct, frozen=True, tag=True):
     sharing: AttentionConfig = AttentionConfig()  # how blocks are shared out among them
 
 
+class HeadAddress(Struct, frozen=True):
+    """Where a head listens for workers, or will when it takes over."""
+
+    host: str
+    port: int
+
+
+class ApplyStandby(Struct, frozen=True, tag=True):
+    """A standby is there; or, with a later epoch than the receiver's, it has replaced this head."""
+
+    address: HeadAddress
+    pid: int
+    epoch: int = 0
+
+
+class Leadership(Struct, frozen=True, tag=True):
+    """The head is alive, and its workers should try `standbys` when it is not.
+
+    `instances`, for standbys: the instances that requests should wait for. `replaced`: the head
+    has stopped serving, because one of this epoch at `standbys` serves.
+    """
+
+    epoch: int
+    standbys: tuple[HeadAddress, ...] = ()
+    instances: dict[InstanceId, Role] = msgspec.field(default_factory=dict)
+    replaced: bool = False
+
+
 class Joined(Struct, frozen=True, tag=True):
     """The instance is ready to serve."""
 
@@ -110,5 +143,5 @@ class TurnedAway(Struct, frozen=True, tag=True):
 
 
 WorkFrame = Setup | AttentionMoved | Command
-DownFrame = WorkFrame | Stop | TurnedAway
-UpFrame = Apply | ApplyAttention | AttentionReady | Joined | Failed | Report
+DownFrame = WorkFrame | Stop | TurnedAway | Leadership
+UpFrame = Apply | ApplyAttention | ApplyStandby | AttentionReady | Joined | Failed | Report

@@ -52,6 +52,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
     num_restarts: int
     expected: dict[InstanceId, Role]
     num_upgrades: int = 0
+    epoch: int = 1  # of the heads; a standby that takes over adds one
 
     @property
     def is_first(self) -> bool:
@@ -188,6 +189,7 @@ class SupervisorState(Struct, frozen=True):
     prepared: HeadPrepared | None
     workers: dict[str, int]
     memory: dict[str, tuple[int, int]]
+    epoch: int = 1
 
     @property
     def fds(self) -> list[int]:

@@ -7,7 +7,7 @@ the greeting itself never changes its form. Both then use the newest version tha
 version added is sent only where that version was agreed on.
 
     protocol 10   states no versions
-    protocol 11   states them; Joined has the worker's release
+    protocol 11   states them; Joined has the worker's release; there are standbys
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Agreed(NamedTuple):
 NEWEST_PROTOCOL = 11
 STATES_RELEASE = 11
 """The first protocol in which a worker states its release when it joins."""
+KNOWS_STANDBYS = 11
+"""The first protocol with Leadership."""
 BLOCK_FORMATS = VersionRange(1, 1)
 OWN = Versions(VersionRange(NEWEST_PROTOCOL - 1, NEWEST_PROTOCOL), BLOCK_FORMATS)
 UNSTATED = Versions(VersionRange(10, 10), VersionRange(1, 1))

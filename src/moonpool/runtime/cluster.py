@@ -58,7 +58,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     head, tokenizer = _make_head(config, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
     head.succession, head.num_restarts = link, begin.num_restarts
-    head.num_upgrades = begin.num_upgrades
+    head.num_upgrades, head.standbys.epoch = begin.num_upgrades, begin.epoch
     await head.start(inherited.control, peer_tls)
     if begin.expected:
         head.expect(begin.expected)

@@ -48,6 +48,7 @@ from moonpool.policy_loading import load_policies, own_classes
 from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
+    ApplyStandby,
     AttentionMoved,
     Joined,
     Setup,
@@ -67,6 +68,7 @@ from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.succession import NoSuccession, Succession
+from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.runtime.trace_export import open_exporter
 from moonpool.runtime.watch.live_view import LiveView
 from moonpool.runtime.webhook import WantedWebhook
@@ -133,11 +135,12 @@ class Head:
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._attention_groups = AttentionAssignments(_attention_each(config))
+        self._attention_groups = AttentionAssignments(config.cluster.attention_each)
         self._attention: dict[str, WorkerLink] = {}
         self._awaiting_group: set[WorkerLink] = set()
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
+        self.standbys = StandbyLinks()
         self._server: asyncio.Server | None = None
         self._stopping = False
         self._leaving = self._views_end = False
@@ -239,7 +242,9 @@ class Head:
             "upgrades": self.num_upgrades,
             "upgrade_error": self.succession.upgrade_error,
             "release": __version__,
+            "epoch": self.standbys.epoch,
         }
+        described["standbys"] = self.standbys.describe(self._clock.listened_s)
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = [
             {
@@ -254,7 +259,8 @@ class Head:
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         newest = (ended.record for ended in reversed(self._ended.values()))
-        return self._live.frame(newest, tenant)
+        own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
+        return self._live.frame(newest, tenant) | {"standbys": own}
 
     def is_stopping(self) -> bool:
         return self._leaving or self._stopping or self._views_end
@@ -296,6 +302,8 @@ class Head:
         return {"config": config, "model": msgspec.to_builtins(self.card)}
 
     def not_ready(self) -> str:
+        if self.standbys.replaced:
+            return "another head has replaced this one"
         if self._leaving:
             return "the server is stopping"
         roles = [state.info.role for state in self.conductor.instances.values()]
@@ -436,7 +444,19 @@ class Head:
         self._joined.set()
         return None
 
+    def on_standby(self, link: WorkerLink, apply: ApplyStandby) -> None:
+        if self.standbys.note(link, apply, self._open):
+            link.channel.send(self.setup())
+            self._lead()
+        if self.standbys.replaced:
+            self.refuse_new()
+            self.end_answers("head_replaced", "Another head has replaced this one: ask it again.")
+
+    def _lead(self) -> None:
+        self.standbys.lead(self._open, self.conductor.expected)
+
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
+        self.standbys.greet(link)
         if apply.attention:
             self._attention_groups.remember(link.instance_id, apply.attention)
             link.channel.send(self.setup())
@@ -496,6 +516,8 @@ class Head:
         self._half_open.pop(link, None)
         self._awaiting_group.discard(link)
         self._lose_attention(link)
+        if self.standbys.drop(link):
+            self._lead()  # without one, workers wait for this head alone
         if not link.instance_id:
             log.warning("closed a control connection: %s", reason)
         elif not self._stopping:
@@ -538,19 +560,7 @@ class Head:
         return None
 
     def setup(self) -> Setup:
-        cluster = self.config.cluster
-        return Setup(
-            model=self.config.model,
-            pool=self.config.pool,
-            mooncake=self.config.mooncake,
-            network=self.config.network,
-            engine=self.config.engine,
-            slo=self.config.slo,
-            learning=self.config.conductor.learning,
-            num_instances=max(cluster.num_workers, 1),
-            num_processes=cluster.num_processes(self.config.engine),
-            sharing=self.config.attention,
-        )
+        return setup_of(self.config)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -562,6 +572,8 @@ class Head:
             self._post(Tick())
             self._live.history.tick(self.now())
             self._renew_event_log()
+            if self.standbys.are_due(self._clock.listened_s):
+                self._lead()
             for link in list(self._links.values()):
                 silent_s = self._clock.listened_s - link.heard_s
                 if silent_s > SILENCE_S:
@@ -575,9 +587,3 @@ def _leave_alone(instance_id: InstanceId) -> None:
 
 def _remember_nothing(roles: dict[InstanceId, Role]) -> None:
     """Does nothing: without a supervisor, no other head follows."""
-
-
-def _attention_each(config: Config) -> int:
-    """Returns the number of attention workers per decoding instance."""
-    cluster = config.cluster
-    return cluster.attention // cluster.attention_owners if cluster.attention else 0

@@ -22,11 +22,13 @@ from moonpool.protocol.frames import (
     DownFrame,
     Failed,
     Joined,
+    Leadership,
     Stop,
     TurnedAway,
     UpFrame,
     WorkFrame,
 )
+from moonpool.protocol.known_heads import KnownHeads
 from moonpool.protocol.messages import LeaveRequested
 from moonpool.protocol.versions import STATES_RELEASE
 from moonpool.runtime.channel import Channel
@@ -48,6 +50,10 @@ RECONNECT_S = 60.0
 RETRY_S = 1.0
 MAX_CUTS = 4
 """Encrypted connections in a row that end before the head proves the secret: the worker ends."""
+CONNECT_S = 3.0
+"""How long a machine that does not respond may hold up the try of another head."""
+SILENT_HEAD_S = 15
+"""Seconds without a message after which a head counts as lost, where there is a standby."""
 AGAIN_S = 0.02
 """Time until the first try after a connection was lost."""
 
@@ -56,6 +62,10 @@ HeadChannel = Channel[DownFrame, UpFrame]
 
 class WorkerError(Exception):
     """The worker cannot continue; one line for the person who started it."""
+
+
+class HeadGoneError(WorkerError):
+    """No head could be reached for too long."""
 
 
 class HungError(WorkerError):
@@ -80,8 +90,21 @@ class HeadLink:
     """`run` lasts as long as the worker; `channel` is None while there is no connection."""
 
     def __init__(
-        self, name: InstanceId, secret: bytes, follower: Follower, tls: PeerTls | None = None
+        self,
+        name: InstanceId,
+        secret: bytes,
+        follower: Follower,
+        tls: PeerTls | None = None,
+        heads: KnownHeads | None = None,
+        patience_s: float | None = None,
     ) -> None:
+        """`heads`: what an earlier link knew. `patience_s`: how long to try without a head;
+        RECONNECT_S unless given."""
+        self.heads = heads or KnownHeads()
+        self.leadership: Leadership | None = None
+        """What the head has said of itself last."""
+        self._patience_s = RECONNECT_S if patience_s is None else patience_s
+        self._silent_s: int | None = None  # None: the head does not promise to be heard
         self.channel: HeadChannel | None = None
         self.stopping = False
         self.fatal = ""
@@ -90,6 +113,7 @@ class HeadLink:
         self._follower = follower
         self._tls = tls
         self._num_cuts = 0  # in a row
+        self._refused = False  # this head is not to be tried again at once
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
 
@@ -116,10 +140,12 @@ class HeadLink:
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves until `stop` or the head ends it. Raises WorkerError."""
-        where = f"{head_host}:{head_port}"
+        heads = self.heads
+        heads.begin(head_host, head_port)
         heard_s = time.monotonic()
         while True:
-            was_there, reason = await self._serve_once(head_host, head_port)
+            where = f"{heads.address.host}:{heads.address.port}"
+            was_there, reason = await self._serve_once(heads.address.host, heads.address.port)
             if self._is_over():
                 return
             self._follower.on_lost()
@@ -127,12 +153,14 @@ class HeadLink:
                 return
             now_s = time.monotonic()
             heard_s = now_s if was_there else heard_s
-            if now_s - heard_s > RECONNECT_S:
+            if now_s - heard_s >= self._patience_s:
                 hint = f" ({SERVER_MAY_NEED_TLS})" if self._num_cuts and not self._tls else ""
-                raise WorkerError(f"the head at {where} is gone: {reason}{hint}")
+                raise HeadGoneError(f"the head at {where} is gone: {reason}{hint}")
             log.warning("no connection to the head at %s: %s; trying again", where, reason)
             # A supervisor keeps the port open, and has another head soon.
             await asyncio.sleep(AGAIN_S if was_there else RETRY_S)
+            if not was_there:
+                heads.turn()
             if self._is_over():
                 return
 
@@ -147,16 +175,22 @@ class HeadLink:
         handshake = ClientHandshake(self._secret, me)
         self._closed = self._loop.create_future()
         channel: HeadChannel = Channel(handshake, msgspec.msgpack.Decoder(DownFrame), self)
-        self.channel = channel
+        self.channel, self._silent_s, self._refused = channel, None, False
         try:
             await self._connect(channel, head_host, head_port)
-            reason = await self._closed
+            silence = asyncio.create_task(self._watch(channel))
+            try:
+                reason = await self._closed
+            finally:
+                silence.cancel()
             self._note_cut(channel)
-            return channel.protocol > 0, reason
+            return channel.protocol > 0 and not self._refused, reason
         except ssl.SSLError as error:
             if is_refusal(error):
                 self.fatal = f"the head and this worker do not agree: {tls_text(error)}"
             return False, tls_text(error)
+        except TimeoutError:
+            return False, "no response"
         except OSError as error:
             return False, str(error)
         finally:
@@ -164,17 +198,27 @@ class HeadLink:
             self.channel = None
 
     async def _connect(self, channel: HeadChannel, head_host: str, head_port: int) -> None:
-        if self._tls is None:
-            await self._loop.create_connection(lambda: channel, head_host, head_port)
-            return
-        await self._loop.create_connection(
-            lambda: channel,
-            head_host,
-            head_port,
-            ssl=self._tls.client,
-            server_hostname="",
-            ssl_handshake_timeout=HANDSHAKE_S,
-        )
+        tls = self._tls
+        async with asyncio.timeout(CONNECT_S if tls is None else CONNECT_S + HANDSHAKE_S):
+            await self._loop.create_connection(
+                lambda: channel,
+                head_host,
+                head_port,
+                ssl=None if tls is None else tls.client,
+                server_hostname=None if tls is None else "",
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+            )
+
+    async def _watch(self, channel: HeadChannel) -> None:
+        """Ends a connection on which a head that promised it is not heard. Counted in turns, not by
+        the clock: a process that was stopped has not listened."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self._silent_s is not None:
+                self._silent_s += 1
+                if self._silent_s > SILENT_HEAD_S:
+                    self._refused = True  # another one is tried next
+                    channel.abort(f"no message for {SILENT_HEAD_S} s")
 
     def _note_cut(self, channel: HeadChannel) -> None:
         """A server of TLS 1.3 that does not accept a certificate ends the connection after the
@@ -195,8 +239,23 @@ class HeadLink:
     def on_open(self, peer: Identity) -> None:
         self._follower.on_head()
 
+    def _on_leadership(self, frame: Leadership) -> None:
+        if frame.replaced:
+            self.heads.lead_elsewhere(frame)
+            self._hang_up("another head has replaced this one")
+        elif not self.heads.hear(frame):
+            self._refused = True
+            self._hang_up(f"a head of epoch {self.heads.epoch} has replaced it")
+        else:
+            self.leadership = frame
+            self._silent_s = 0 if frame.standbys else None
+
     def on_frame(self, frame: DownFrame) -> None:
+        if self._silent_s is not None:
+            self._silent_s = 0
         match frame:
+            case Leadership():
+                self._on_leadership(frame)
             case Stop():
                 self.stop("the head stops")
             case TurnedAway():

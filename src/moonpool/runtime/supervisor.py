@@ -60,6 +60,7 @@ from moonpool.runtime.succession import (
     load_head,
     try_state,
 )
+from moonpool.runtime.takeover.standby import Takeover
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")
@@ -89,9 +90,11 @@ class Supervisor:
         control: socket.socket,
         fork_server: ForkServer | None,
         state: SupervisorState | None = None,
+        taken: Takeover | None = None,
     ) -> None:
         """`launch`: start the workers of the configuration. Without `fork_server`, head and workers
-        start as new interpreters. `state`: what an earlier program of this process has left."""
+        start as new interpreters. `state`: what an earlier program of this process has left.
+        `taken`: what a lost head on another machine has left."""
         self._config = config
         self._secret = secret
         self._launch = launch
@@ -103,7 +106,8 @@ class Supervisor:
         self._head: WorkerProcess | None = None
         self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
         self._next_number = 0
-        self._expected: dict[InstanceId, Role] = {}
+        self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
+        self._epoch = 1 if taken is None else taken.epoch
         self._num_restarts = self._num_upgrades = 0
         self._connections: list[int] = []  # clients without a call, for the next head
         self._prepared: HeadPrepared | None = None
@@ -210,6 +214,7 @@ class Supervisor:
             num_restarts=self._num_restarts,
             num_upgrades=self._num_upgrades,
             expected=self._expected,
+            epoch=self._epoch,
         )
         packets.send(begin, (self._http.fileno(), self._control.fileno()))
         for fd in self._connections:
@@ -382,6 +387,7 @@ class Supervisor:
             prepared=self._prepared,
             workers={} if launcher is None else launcher.workers(),
             memory={} if launcher is None else launcher.memory(),
+            epoch=self._epoch,
         )
 
     def _adopt(self, state: SupervisorState) -> None:
@@ -389,7 +395,7 @@ class Supervisor:
         self._answers, self._connections = dict(state.answers), list(state.connections)
         self._next_number, self._expected = state.next_number, state.expected
         self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
-        self._prepared = state.prepared
+        self._prepared, self._epoch = state.prepared, state.epoch
         self._was_up = True
         if state.launch and state.prepared is not None:
             self._launcher = self._new_launcher(state.prepared)

@@ -166,7 +166,7 @@ class Worker(InstanceProcess):
                 if booted is None:
                     return
                 self._start(booted, setup)
-            elif msgspec.structs.replace(setup, attention=()) != self._setup:
+            elif self._setup is None or _shared(setup) != _shared(self._setup):
                 self._fail("the head came back with another configuration; restart this worker")
                 return
         assert self._booted is not None
@@ -208,8 +208,7 @@ class Worker(InstanceProcess):
         )
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
-        # The attention workers may have changed when a head comes back.
-        self._setup = msgspec.structs.replace(setup, attention=())
+        self._setup = setup
         threads, post = booted.threads, self._from_thread
         engine, messenger = booted.engine, booted.messenger
         if isinstance(engine, PipelineEngine):
@@ -334,3 +333,10 @@ class Worker(InstanceProcess):
             self._engine.stop(timeout_s=5.0)
         if self._booted is not None:
             self._booted.close()
+
+
+def _shared(setup: Setup) -> Setup:
+    """Returns what another head must have in common. Its attention workers may have changed, and a
+    standby listens elsewhere."""
+    network = msgspec.structs.replace(setup.network, head_host="", head_port=0)
+    return msgspec.structs.replace(setup, attention=(), network=network)

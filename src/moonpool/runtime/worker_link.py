@@ -11,6 +11,7 @@ from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     Apply,
     ApplyAttention,
+    ApplyStandby,
     AttentionReady,
     DownFrame,
     Failed,
@@ -36,6 +37,8 @@ class LinkOwner(Protocol):
         ...
 
     def setup(self) -> Setup: ...
+
+    def on_standby(self, link: WorkerLink, apply: ApplyStandby) -> None: ...
 
     def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
         """An attention worker is ready."""
@@ -94,6 +97,8 @@ class WorkerLink:
             case ApplyAttention():
                 self.pid, self.host = frame.pid, frame.host
                 self.channel.send(self._owner.setup())
+            case ApplyStandby():
+                self._owner.on_standby(self, frame)
             case AttentionReady():
                 self._owner.on_attention(self, frame.address)
             case Joined():

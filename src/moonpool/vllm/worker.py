@@ -107,7 +107,9 @@ class VllmWorker(InstanceProcess):
             while True:
                 self._engine = await self._found()
                 self._gone = False
-                self._link = HeadLink(self.instance_id, self._secret, self)
+                self._link = HeadLink(
+                    self.instance_id, self._secret, self, self._tls, self._link.heads
+                )
                 self._spawn(self._beat())
                 try:
                     await self._link.run(head_host, head_port)

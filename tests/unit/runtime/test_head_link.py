@@ -13,6 +13,8 @@ from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     AttentionMoved,
     DownFrame,
+    HeadAddress,
+    Leadership,
     Stop,
     TurnedAway,
     UpFrame,
@@ -152,3 +154,55 @@ def test_other_frames_are_the_followers() -> None:
         channel.send(AttentionMoved(place=0, address=address), Stop())
 
     assert follow(FakeHead([move_and_stop])) == (["head", "AttentionMoved"], "")
+
+
+def test_a_link_leaves_a_head_that_was_replaced_and_finds_the_next_one() -> None:
+    """The old head comes back with its own epoch: the worker obeys the new one alone."""
+    seen: list[str] = []
+
+    def lead(name: str, leadership: Leadership) -> Callable[[HeadChannel], None]:
+        def act(channel: HeadChannel) -> None:
+            seen.append(name)
+            channel.send(leadership)
+            if name == "first":
+                channel.close("it is gone")
+            if name == "next":
+                channel.send(Stop())
+
+        return act
+
+    async def run() -> None:
+        old, new = FakeHead([]), FakeHead([])
+        servers = [await old.start(), await new.start()]
+        port, next_port = (server.sockets[0].getsockname()[1] for server in servers)
+        standby = HeadAddress(host="127.0.0.1", port=next_port)
+        old.acts += [
+            lead("first", Leadership(epoch=4, standbys=(standby,))),
+            lead("back", Leadership(epoch=3)),
+        ]
+        new.acts += [lead("next", Leadership(epoch=5))]
+        link = HeadLink(InstanceId("p0"), SECRET, Follower())
+        async with asyncio.timeout(60):
+            await link.run("127.0.0.1", port)
+        for server in servers:
+            server.close()
+        assert (link.heads.epoch, link.heads.address) == (5, standby)
+
+    uvloop.run(run())
+    assert seen == ["first", "back", "next"]
+
+
+def test_a_head_with_a_standby_that_is_silent_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head_link, "SILENT_HEAD_S", 0)
+
+    def promise(channel: HeadChannel) -> None:
+        address = HeadAddress(host="127.0.0.1", port=channel_port(channel))
+        channel.send(Leadership(epoch=1, standbys=(address,)))
+
+    def channel_port(channel: HeadChannel) -> int:
+        assert channel._transport is not None
+        return int(channel._transport.get_extra_info("sockname")[1])
+
+    assert follow(FakeHead([promise, stop])) == (["head", "lost", "head"], "")

@@ -15,10 +15,24 @@ class PortError(OSError):
 
 def listen(host: str, port: int, option: str = "--port") -> socket.socket:
     """Opens a listening socket. `option` sets another port. Raises PortError."""
+    bound = reserve(host, port, option)
+    bound.listen(BACKLOG)
+    return bound
+
+
+def reserve(host: str, port: int, option: str = "--port") -> socket.socket:
+    """Takes an address at which nobody is accepted until `listen` of the socket. Raises
+    PortError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        found.bind((host, port))
+        return found
     except OSError as error:
+        found.close()
         where = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
             text = f"{where} is in use by another process; choose another {option}"

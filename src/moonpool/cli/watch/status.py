@@ -26,7 +26,7 @@ def status(url: str, api_key: str | None, ca_file: str) -> None:
 
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
-    """Returns the five lines of a frame."""
+    """Returns the five lines of a frame, and one for each standby."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], slo["ttft_s"])
     tbt = _latency(totals["tbt_s"], slo["tbt_s"])
@@ -34,12 +34,17 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"{tokens['dram']:,} from DRAM, {tokens['fetched']:,} fetched,"
         f" {tokens['ssd']:,} from SSD, {tokens['computed']:,} computed"
     )
+    standbys = [
+        f"standby    {standby['host']}:{standby['port']}, heard {standby['heard_s_ago']:.1f} s ago"
+        for standby in frame.get("standbys", ())
+    ]
     return [
         f"instances  {_roles(frame['instances'])}",
         f"load       {_load(frame)}",
         f"requests   {frame['under_way']} under way; last 10 min: {_ended(totals)}",
         f"latency    TTFT {ttft}; TBT {tbt}",
         f"prompts    {sum(tokens.values()):,} tokens: {by_tier}",
+        *standbys,
     ]
 
 

@@ -1,0 +1,51 @@
+"""Which head a part of the cluster follows: one at a time, and never one that was replaced.
+
+Each head has an epoch. A standby that takes over has the epoch of the lost head plus one. Who has
+heard of an epoch refuses every head of an earlier one.
+"""
+
+from __future__ import annotations
+
+from moonpool.protocol.frames import HeadAddress, Leadership
+
+
+class KnownHeads:
+    """The addresses to try in turn, and the highest epoch heard of."""
+
+    def __init__(self, is_fixed: bool = False) -> None:
+        """`is_fixed`: try only the first address, as a standby does, which has the next one."""
+        self._is_fixed = is_fixed
+        self.epoch = 0
+        self._addresses: list[HeadAddress] = []
+        self._at = 0
+
+    @property
+    def address(self) -> HeadAddress:
+        """Where to connect now. Call `begin` first."""
+        return self._addresses[self._at]
+
+    def begin(self, host: str, port: int) -> None:
+        """Starts with this address, unless heads are known already."""
+        if not self._addresses:
+            self._addresses = [HeadAddress(host=host, port=port)]
+
+    def turn(self) -> None:
+        """The present address does not serve: the next one is to be tried."""
+        self._at = (self._at + 1) % len(self._addresses)
+
+    def hear(self, leadership: Leadership) -> bool:
+        """Takes what the head at `address` says of itself. Returns False if it was replaced."""
+        if leadership.epoch < self.epoch:
+            return False
+        self.epoch = leadership.epoch
+        if self._is_fixed:
+            return True
+        present = self.address
+        others = [known for known in leadership.standbys if known != present]
+        self._addresses, self._at = [present, *others], 0
+        return True
+
+    def lead_elsewhere(self, leadership: Leadership) -> None:
+        """The present head says that another one, of a later epoch, has replaced it."""
+        self.epoch = leadership.epoch
+        self._addresses, self._at = list(leadership.standbys), 0

@@ -1,0 +1,1 @@
+"""A standby replaces a head that is gone."""

@@ -1,0 +1,140 @@
+"""A standby: follows the head of a cluster from another machine, and replaces it when it is gone.
+
+The standby has what the head's own supervisor has of the cluster: its settings and the instances to
+wait for. It has no answers under way: their connections end with the lost head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass
+
+import msgspec
+
+from moonpool.config import Config
+from moonpool.protocol.frames import (
+    ApplyStandby,
+    HeadAddress,
+    Setup,
+    WorkFrame,
+)
+from moonpool.protocol.known_heads import KnownHeads
+from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.head_link import HeadGoneError, HeadLink, WorkerError
+from moonpool.transfer.tls import PeerTls, PeerTlsError
+from moonpool.types import InstanceId, Role
+
+log = logging.getLogger("moonpool.standby")
+
+TAKE_OVER_S = 5.0
+"""How long the head must be out of reach. Its own supervisor starts another one sooner."""
+BEAT_S = 1.0
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104, nothing binds to them here
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What a lost head leaves. `epoch` is the one of the next head."""
+
+    config: Config
+    epoch: int
+    instances: dict[InstanceId, Role]
+
+
+class Standby:
+    """Made on the running loop. `wait` ends when this machine shall have the head."""
+
+    def __init__(self, config: Config, secret: bytes, control: socket.socket) -> None:
+        """`control`: bound to where workers will find the next head. Raises ClusterError."""
+        self._config = config
+        self._secret = secret
+        self._control = control
+        self._epoch = 0  # of the head that this one has become
+        self._setup: Setup | None = None
+        self._link: HeadLink | None = None
+        tls = config.tls
+        try:
+            self._tls = PeerTls(tls.certfile, tls.keyfile, tls.ca_certs) if tls.certfile else None
+        except PeerTlsError as error:
+            raise ClusterError(str(error)) from None
+
+    async def wait(self, host: str, port: int) -> Takeover | None:
+        """Follows the head until it is gone. Returns None if the head was stopped in order. Raises
+        ClusterError."""
+        link = self._link = self._new_link(TAKE_OVER_S)
+        beat = asyncio.create_task(self._beat(link))
+        try:
+            await link.run(host, port)
+            log.info("the head was stopped: its standby ends")
+            return None
+        except HeadGoneError as error:
+            if link.leadership is None or self._setup is None:
+                raise ClusterError(f"there is no head to stand by for: {error}") from None
+            log.error("%s; taking over", error)
+            self._epoch = link.heads.epoch + 1
+            return Takeover(
+                settings_of(self._setup, self._config), self._epoch, link.leadership.instances
+            )
+        except WorkerError as error:
+            raise ClusterError(str(error)) from None
+        finally:
+            beat.cancel()
+
+    async def replace(self, host: str, port: int) -> None:
+        """Tells the lost head, whenever it comes back, that it was replaced. Never ends."""
+        while True:
+            link = self._link = self._new_link(0.0)
+            with contextlib.suppress(WorkerError):
+                await link.run(host, port)
+            await asyncio.sleep(BEAT_S)
+
+    def _new_link(self, patience_s: float) -> HeadLink:
+        name = InstanceId(f"standby-{socket.gethostname()}-{os.getpid()}")
+        heads = KnownHeads(is_fixed=True)
+        return HeadLink(name, self._secret, self, self._tls, heads, patience_s)
+
+    async def _beat(self, link: HeadLink) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if link.channel is not None:
+                self.on_head()
+
+    # The link's follower
+
+    def on_head(self) -> None:
+        assert self._link is not None
+        host, port = self._control.getsockname()[:2]
+        if host in WILDCARDS:
+            host = self._link.local_host
+        address = HeadAddress(host=host, port=port)
+        self._link.send(ApplyStandby(address=address, pid=os.getpid(), epoch=self._epoch))
+
+    def on_frame(self, frame: WorkFrame) -> None:
+        if isinstance(frame, Setup) and self._setup is None:
+            log.info("standing by")
+            self._setup = frame
+
+    def on_lost(self) -> None:
+        """Does nothing: the link tries again."""
+
+
+def settings_of(setup: Setup, own: Config) -> Config:
+    """Returns this machine's configuration with what the lost head shared with its workers."""
+    network = msgspec.structs.replace(
+        setup.network, head_host=own.network.head_host, head_port=own.network.head_port
+    )
+    return msgspec.structs.replace(
+        own,
+        model=setup.model,
+        pool=setup.pool,
+        mooncake=setup.mooncake,
+        network=network,
+        engine=setup.engine,
+        slo=setup.slo,
+        attention=setup.sharing,
+        conductor=msgspec.structs.replace(own.conductor, learning=setup.learning),
+    )

@@ -1,0 +1,176 @@
+"""A standby takes over when head and supervisor are killed: workers join it with their cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.demo.local_server import free_port
+from tests.live.test_faults import children_of, command_of, wait_until_gone
+from tests.live.test_parts import Parts
+
+Body = dict[str, Any]
+WAIT_S = 120.0
+BODIES: list[Body] = [
+    {"prompt": [3 + number] * 300, "max_tokens": 1200, "ignore_eos": True, **sampling}
+    for number, sampling in enumerate(
+        [{"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 0}]
+    )
+]
+
+
+class Pair(Parts):
+    """A head, its standby, and 1P+1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.first = self.start_head()
+        self.workers = [self.start_worker("prefill", "p"), self.start_worker("decode", "d")]
+        self.wait_until_healthy(WAIT_S)
+        port = free_port()
+        self.standby_url = f"http://127.0.0.1:{port}"
+        self.standby = self.start_standby(port)
+        until(lambda: len(self.cluster(self.url)["standbys"]) == 1)
+
+    def start_standby(self, port: int) -> subprocess.Popen[str]:
+        ports = ["--head-port", str(free_port()), "--port", str(port)]
+        return self.start("head", "--standby-of", f"127.0.0.1:{self.head_port}", *ports)
+
+    def cluster(self, url: str) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{url}/cluster", timeout=60).json()
+        return found
+
+    def kill_first(self) -> None:
+        """The machine of the head is gone: the supervisor, the head, and all their children."""
+        pids = [self.first.pid, *children_of(self.first.pid)]
+        self.first.send_signal(signal.SIGSTOP)  # it must not start another head
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGKILL)
+        wait_until_gone(pids[1:])
+
+    def instances(self, url: str) -> list[str]:
+        try:
+            return sorted(i["instance_id"] for i in self.cluster(url)["instances"])
+        except httpx.HTTPError:
+            return []
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.end()
+
+
+def whole(url: str, body: Body) -> tuple[str, int]:
+    """Returns the text, and how many tokens of the prompt were cached."""
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], cached
+
+
+class CutStream:
+    """Reads a stream until it ends or breaks."""
+
+    def __init__(self, url: str, body: Body) -> None:
+        self.text, self.is_cut = "", False
+        self._call = (url, body)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        url, body = self._call
+        try:
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=WAIT_S
+            ) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.text += json.loads(line[6:])["choices"][0]["text"]
+        except httpx.HTTPError:
+            self.is_cut = True
+
+
+def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> None:
+    expected = [whole(pair.url, body)[0] for body in BODIES]
+    status = [sys.executable, "-m", "moonpool", "status", pair.url]
+    said = subprocess.run(status, capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert "standby    127.0.0.1:" in said.stdout
+    with pytest.raises(httpx.ConnectError):  # it serves nobody yet
+        httpx.get(pair.standby_url)
+    streams = [CutStream(pair.url, body) for body in BODIES]
+    until(lambda: all(stream.text for stream in streams))
+    pair.kill_first()
+    for stream in streams:
+        stream.thread.join(WAIT_S)
+    assert all(stream.is_cut for stream in streams)
+    until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
+    for stream, body, text in zip(streams, BODIES, expected, strict=True):
+        again, cached = whole(pair.standby_url, body)
+        assert again == text
+        assert again.startswith(stream.text)
+        assert cached >= 280
+    assert pair.cluster(pair.standby_url)["head"]["epoch"] == 2
+    assert [worker.poll() for worker in pair.workers] == [None, None]
+
+    # The lost head comes back as it was: its workers stay where they are, and it says so.
+    pair.first = pair.start_head()
+    until(lambda: is_replaced(pair.url))
+    assert pair.instances(pair.url) == []
+    assert pair.instances(pair.standby_url) == ["d", "p"]
+    assert whole(pair.standby_url, BODIES[0])[0] == expected[0]
+
+
+def is_replaced(url: str) -> bool:
+    try:
+        return "replaced" in httpx.get(f"{url}/ready", timeout=60).text
+    except httpx.HTTPError:
+        return False
+
+
+def head_process_of(supervisor: int) -> int | None:
+    for pid in children_of(supervisor):
+        if "head-process" in command_of(pid):
+            return pid
+    return None
+
+
+@pytest.mark.long
+def test_a_head_that_its_supervisor_restarts_is_not_replaced(pair: Pair) -> None:
+    head = head_process_of(pair.first.pid)
+    assert head is not None
+    os.kill(head, signal.SIGKILL)
+    until(lambda: pair.instances(pair.url) == ["d", "p"])
+    until(lambda: len(pair.cluster(pair.url)["standbys"]) == 1)
+    assert pair.standby.poll() is None
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(pair.standby_url)
+
+
+@pytest.mark.long
+def test_a_cluster_has_one_standby_which_ends_with_it_in_order(pair: Pair) -> None:
+    second = pair.start_standby(free_port())
+    _, words = second.communicate(timeout=WAIT_S)
+    assert second.returncode == 1
+    assert "has a standby already" in words
+    pair.first.send_signal(signal.SIGTERM)
+    assert pair.first.wait(WAIT_S) == 0
+    assert pair.standby.wait(WAIT_S) == 0
