@@ -80,9 +80,6 @@ class InstantHead:
     def server_info(self) -> dict[str, Any]:
         return {}
 
-    def healthy(self) -> bool:
-        return True
-
     def metrics_text(self) -> bytes:
         return b""
 

@@ -26,6 +26,7 @@ from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
 from benchmarks.cli.reuse import prefetch, reuse
 from benchmarks.cli.speculation import speculation
+from benchmarks.cli.start import start
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -53,6 +54,7 @@ bench.add_command(pipeline)
 bench.add_command(tensor)
 bench.add_command(fronts)
 bench.add_command(idle)
+bench.add_command(start)
 bench.add_command(faults)
 bench.add_command(plan)
 bench.add_command(admission)

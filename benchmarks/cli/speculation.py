@@ -20,9 +20,21 @@ from moonpool.cli.output import fail, show_figures
     "--answer-tokens", type=COUNT, default=160, show_default=True, help="Tokens of each answer."
 )
 @click.option("--rounds", type=COUNT, default=3, show_default=True, help="Answers of each case.")
+@click.option(
+    "--draft-layers",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="First layers of the model that serve as a draft model; 0 leaves these rows out.",
+)
 @json_option
 def speculation(
-    model: str, dtype: str, answer_tokens: int, rounds: int, json_file: str | None
+    model: str,
+    dtype: str,
+    answer_tokens: int,
+    rounds: int,
+    draft_layers: int,
+    json_file: str | None,
 ) -> None:
     """Measure tokens per second with drafts and without, on repetitive and other texts."""
     from benchmarks.suite.engine.speculation import bench_speculation
@@ -31,7 +43,9 @@ def speculation(
 
     settings = SpeculativeConfig(method="ngram")
     try:
-        found = bench_speculation(model, dtype, answer_tokens, rounds, settings, click.echo)
+        found = bench_speculation(
+            model, dtype, answer_tokens, rounds, settings, draft_layers, click.echo
+        )
     except ModelError as error:
         fail(str(error))
     show_figures(found, json_file)

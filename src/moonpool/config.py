@@ -41,7 +41,7 @@ KvCacheDtype = Literal["auto", "fp8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
-SpeculativeMethod = Literal["ngram"]
+SpeculativeMethod = Literal["ngram", "draft_model"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
 EVICTIONS: tuple[str, ...] = get_args(EvictionName)
@@ -309,12 +309,15 @@ class ConductorConfig(Struct, frozen=True):
     ] = 300.0
 
     autoscale: Annotated[
-        bool, about("Say how many instances of each role the load wants (metric and webhook).")
+        bool,
+        about(
+            "Compute how many instances of each role the load needs, for a metric and a webhook."
+        ),
     ] = False
     autoscale_load: Annotated[
         float,
         about(
-            "Share of its time that an instance should be busy, by which autoscale counts.",
+            "Share of its time that an instance should be busy; autoscale aims at it.",
             gt=0,
             le=1,
         ),
@@ -337,9 +340,15 @@ class ParallelConfig(Struct, frozen=True):
 
 class SpeculativeConfig(Struct, frozen=True):
     """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
-    earlier in it, or in what cached blocks of the same tenant say came next."""
+    earlier in it, or in what cached blocks of the same tenant say came next. "draft_model": where
+    these find nothing, or are right less often, `model` guesses: a smaller one with the same
+    tokenizer. Its weights may be quantized, and its own KVCache holds `draft_kv_tokens`; 0: what an
+    eighth of the pool's bytes holds, and no more than the pool does."""
 
     method: SpeculativeMethod
+    model: str = ""
+    quantization: Quantization = "none"
+    draft_kv_tokens: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4

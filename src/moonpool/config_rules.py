@@ -171,13 +171,13 @@ def _check_vllm(config: Config) -> None:
         require(
             not any(named.values()) or number == len(places),
             f"cluster.{role}",
-            f"{len(places)}, as many as [vllm] names: an instance is a vLLM, or all are moonpool's",
+            f"{len(places)}, as many as [vllm] names: moonpool's engine and vLLM do not mix",
         )
     require(not cluster.attention, "cluster.attention", '0 with engine.kind "vllm"')
     require(
         config.conductor.role_balance != "switch",
         "conductor.role_balance",
-        '"off" or "advise" with engine.kind "vllm": a vLLM stays what it was started as',
+        '"off" or "advise" with engine.kind "vllm": a vLLM server keeps its role',
     )
 
 
@@ -190,6 +190,18 @@ def _check_speculation(config: Config) -> None:
         f"{name}.prompt_lookup_min",
         f"at most prompt_lookup_max, which is {speculative.prompt_lookup_max}",
     )
+    by_model = speculative.method == "draft_model"
+    require(
+        bool(speculative.model) == by_model,
+        f"{name}.model",
+        'the draft model\'s name with method "draft_model", and left out with others',
+    )
+    require(
+        by_model or (speculative.quantization == "none" and not speculative.draft_kv_tokens),
+        name,
+        'without quantization and draft_kv_tokens unless its method is "draft_model"',
+    )
+    require(speculative.quantization != "fp8", f"{name}.quantization", '"none", "int8" or "int4"')
     require(
         config.engine.kind == "moonpool",
         name,
@@ -219,7 +231,7 @@ def _check_ranks(config: Config) -> None:
         name = "engine.decode_tensor_parallel_size"
     pipelines = max(engine.pipeline_parallel_size, engine.decode_pipeline_parallel_size)
     require(pipelines == 1, name, "1 where instances have stages (pipeline_parallel_size)")
-    require(engine.device != "cuda", name, '1 while engine.device is "cuda": ranks are of CPUs')
+    require(engine.device != "cuda", name, '1 while engine.device is "cuda": ranks run on CPUs')
     require(not config.cluster.attention, name, "1 with attention workers (cluster.attention)")
     require(
         config.hardware.nodes_per_prefill == 1,
@@ -323,8 +335,8 @@ def vllm_place(text: str) -> VllmAddress:
         or not all(o.startswith(("tcp://", "ipc://")) for o in others)
     ):
         raise ConfigError(
-            f"{text!r} names no vLLM: use its URL, such as http://127.0.0.1:8100, and after a comma"
-            " where it publishes KV events and repeats them, such as"
+            f"{text!r} names no vLLM server: use its URL, such as http://127.0.0.1:8100, and after"
+            " a comma where it publishes KV events and repeats them, such as"
             " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
         )
     return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))

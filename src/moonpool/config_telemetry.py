@@ -14,7 +14,7 @@ LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 
 
 class TelemetryConfig(Struct, frozen=True):
-    """What the cluster says about itself beside `/metrics`. Local workers take over the level and
+    """What the cluster reports beside `/metrics`. Local workers take over the level and
     the format of the head's log lines."""
 
     log_level: Annotated[

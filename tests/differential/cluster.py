@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.suite.engine.single_instance import FREE
 from moonpool.engine.builtin import open_model
 from moonpool.engine.cuda.host_sync import HostGpuSync
+from moonpool.engine.drafting.drafter import Drafter
 from moonpool.engine.ops import KvCache, Ops, empty_cache
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.slices import ROWS_INNER
@@ -33,6 +34,7 @@ from moonpool.protocol.messages import (
     StepTokens,
     TransferDone,
 )
+from moonpool.runtime.engine_thread import Drafting
 from moonpool.runtime.transfers import (
     LayerGates,
     LayerWaits,
@@ -47,6 +49,7 @@ from moonpool.scheduler.actions import (
     SendReport,
     StepEnded,
 )
+from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.transfer.arena import Arena
@@ -136,7 +139,20 @@ class Node:
             kept_tokens=0 if options.get("keeps_all") else model.spec.kept_tokens,
         )
         self.gates = LayerGates()
-        self.instance = Instance(config, self.layout, 256, role, options.get("cost", FREE), ())
+        self.drafter, draft_place = self._draft_model(dtype, ops, role, options)
+        cost = options.get("cost", FREE)
+        self.instance = Instance(config, self.layout, 256, role, cost, (), draft_model=draft_place)
+
+    def _draft_model(
+        self, dtype: str, ops: Ops, role: Role, options: dict[str, Any]
+    ) -> tuple[Drafter | None, DraftModelPlace | None]:
+        if "draft_model" not in options or role is Role.PREFILL:
+            return None, None
+        model, num_blocks = open_model(options["draft_model"], dtype), options["draft_blocks"]
+        drafter = Drafter(model, ops, num_blocks, 16, self.engine.spec.vocab_size)
+        drafter.engine._cache.blocks.fill_(float("nan"))
+        cost = options.get("draft_cost", FREE)
+        return drafter, DraftModelPlace(cost, num_blocks, 16, model.spec.max_positions)
 
     def _checksum(self, name: str, options: dict[str, Any]) -> Checksum:
         leaves_after = options.get("leaves_after", {})
@@ -212,6 +228,7 @@ class MiniCluster:
                 perform_transfer(node.messenger, node.layout.num_layers, action, node.gates)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
+        step, drafted, _ = Drafting(node.drafter).run(step)
         begin_writing(node.messenger, step)
         gates = node.gates.of_step(step)
         waits = LayerWaits(step, gates)
@@ -241,7 +258,13 @@ class MiniCluster:
             for number in range(1 + len(further)) if entry in waits.sound() else ():
                 self.outcomes[entry.attempt_id].logits[first + number] = seen[0][row + number]
             row += 1 + entry.num_drafts
-        return StepEnded(result.tokens, result.seconds, waits.missed, further=result.further)
+        return StepEnded(
+            result.tokens,
+            result.seconds,
+            waits.missed,
+            further=result.further,
+            drafted=drafted,
+        )
 
     def _hear(self, report: Any) -> None:
         match report:

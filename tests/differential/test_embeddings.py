@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
+from moonpool.engine.ops import empty_cache
+from moonpool.engine.parallel.tensor_ranks import sharded_engine
 from moonpool.engine.pooling import stored_pooling
+from moonpool.engine.runner import make_layout
 from moonpool.engine.spec import ModelError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
@@ -69,6 +73,46 @@ def test_they_are_those_of_transformers(name: str, way: Way, ops_name: str, tmp_
     ours = embed(lab, PROMPT, way, [])
     assert np.abs(ours - theirs(model, PROMPT, way)).max() <= 1e-5
     assert abs(np.linalg.norm(ours.astype(np.float64)) - 1) <= 1e-6
+
+
+def save_bare(folder: Path) -> Any:
+    """A Qwen3 whose tensors are named without `model.`, as Qwen3-Embedding's are."""
+    model = save(CASES["qwen3"], folder)
+    path = folder / "model.safetensors"
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(path).items()
+        if name != "lm_head.weight"
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("way", ["last", "mean"])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_checkpoint_of_bare_names(num_shards: int, way: Way, tmp_path: Path) -> None:
+    """In one part and in shards, whole and in chunks."""
+    model = save_bare(tmp_path)
+    ours = open_model(str(tmp_path), "float32")
+    assert ours.spec.prefix == "" and ours.spec.tie_embeddings
+    lab = Lab(ours, make_ops("native"), 16, 1000)
+    if num_shards > 1:
+        ops = make_ops("native")
+        cache = empty_cache(make_layout(ours, 16, ops, num_shards), 1000)
+        lab.engine = sharded_engine(ours, ops, cache, num_shards)
+    whole = embed(lab, PROMPT, way, [])
+    assert np.abs(whole - theirs(model, PROMPT, way)).max() <= 1e-5
+    assert embed(lab, PROMPT, way, [16, 17, 64]).tobytes() == whole.tobytes()
+
+
+def test_a_name_of_no_use_is_refused_without_the_prefix_too(tmp_path: Path) -> None:
+    save_bare(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"dense.weight": torch.ones(2, 2)}, path)
+    with pytest.raises(ModelError, match=r"dense\.weight"):
+        open_model(str(tmp_path), "float32")
 
 
 @pytest.mark.parametrize("way", ["last", "mean"])

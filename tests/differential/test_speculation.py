@@ -16,7 +16,7 @@ from moonpool.config import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import Role, SamplingParams, Slo
-from tests.differential.cluster import MiniCluster
+from tests.differential.cluster import MODEL, MiniCluster
 from tests.differential.test_paths import make_ops
 
 CHEAP_ROWS = FittedCost(prefill=(0.0, 1e-4, 0.0, 0.0), decode=(0.1, 1e-4, 0.0))
@@ -151,3 +151,75 @@ def test_by_what_cached_blocks_say(lab: SpeculationLab, plain: MiniCluster) -> N
         assert torch.equal(logits, first.logits[position])
     assert counters["accepted_draft_tokens"] > 50
     assert counters["draft_tokens"] == counters["accepted_draft_tokens"]
+
+
+BY_MODEL = SpeculativeConfig(
+    method="draft_model",
+    model="of the test",
+    num_speculative_tokens=3,
+    prompt_lookup_min=9,
+    prompt_lookup_max=9,
+)
+OTHER = MODEL.replace("layers=3", "layers=1") + ",seed=5"
+CHEAP_DRAFTS = FittedCost(prefill=(0.0, 1e-6, 0.0, 0.0), decode=(1e-4, 1e-6, 0.0))
+
+
+@pytest.mark.parametrize("draft_blocks", [400, 12])
+@pytest.mark.parametrize(
+    "roles", [{"one": Role.MIXED}, {"p": Role.PREFILL, "d": Role.DECODE}], ids=len
+)
+def test_by_a_draft_model_that_is_the_model(
+    lab: SpeculationLab, plain: MiniCluster, roles: dict[str, Role], draft_blocks: int
+) -> None:
+    """With few blocks, requests take them from each other, or go without."""
+    cluster = lab(
+        roles,
+        speculative=BY_MODEL,
+        draft_model=MODEL,
+        draft_blocks=draft_blocks,
+        draft_cost=CHEAP_DRAFTS,
+        chunk_tokens=40,
+    )
+    first, last = next(iter(roles)), [*roles][-1]
+    for number, work in enumerate(works()):
+        cluster.submit(work, on=first, decode=last if last != first else None)
+        if number % 5 == 4:
+            cluster.run()
+    cluster.run()
+    assert_as_plain(cluster, plain, last)
+
+
+def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -> None:
+    """Its KVCache is the draft model's own, so a mistake in keeping it would show here only."""
+    cluster = lab(
+        {"one": Role.MIXED},
+        speculative=msgspec.structs.replace(BY_MODEL, prompt_lookup_min=32, prompt_lookup_max=32),
+        prefix_caching=False,  # so that all drafts come from the model
+        draft_model=MODEL,
+        draft_blocks=400,
+        draft_cost=CHEAP_DRAFTS,
+        chunk_tokens=24,
+    )
+    for work in works():
+        greedy = SamplingParams(temperature=0.0, max_tokens=60)
+        cluster.submit(msgspec.structs.replace(work, sampling=greedy), on="one")
+    cluster.run()
+    counters = cluster.nodes["one"].instance.counters
+    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 200
+
+
+def test_by_a_draft_model_that_knows_nothing(lab: SpeculationLab, plain: MiniCluster) -> None:
+    cluster = lab(
+        {"one": Role.MIXED},
+        speculative=BY_MODEL,
+        draft_model=OTHER,
+        draft_blocks=400,
+        draft_cost=CHEAP_DRAFTS,
+    )
+    for work in works():
+        cluster.submit(work, on="one")
+        cluster.run()
+    counters = cluster.nodes["one"].instance.counters
+    assert counters["accepted_draft_tokens"] < 0.3 * counters["draft_tokens"]
+    for name, outcome in cluster.outcomes.items():
+        assert outcome.tokens == plain.outcomes[name].tokens, name

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -198,6 +199,81 @@ def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
         assert server.stop() == 0
     assert wait_until_gone(all_pids) == []
     assert shared_memory_names() == before
+
+
+def test_calls_that_arrive_and_embeddings_outlive_a_head() -> None:
+    """Cut within the header, within the body, and before a body that the client was asked for."""
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        completion = {"prompt": [5] * 3000, "max_tokens": 8, "temperature": 0, "seed": 1}
+        texts = {"input": [f"{number} " * 40 for number in range(60)]}
+        wholes = [
+            raw_call("/v1/completions", completion),
+            raw_call("/v1/completions", completion),
+            raw_call("/v1/completions", completion, "Expect: 100-continue"),
+            raw_call("/v1/embeddings", texts),
+            raw_call("/tokenize", {"prompt": "ab" * 5000}),
+        ]
+        cuts = [20, len(wholes[1]) - 5000, wholes[2].index(b"\r\n\r\n") + 4, len(wholes[3]), 700]
+        expected = [RawCall(server.url, whole).send(whole).content() for whole in wholes]
+        calls = [RawCall(server.url, whole) for whole in wholes]
+        calls[0].send(wholes[4])  # a connection that has answered a call before
+        assert calls[0].content() == expected[4]
+        for call, cut in zip(calls, cuts, strict=True):
+            call.send(call.whole[:cut])
+        assert calls[2].lines.readline() == b"HTTP/1.1 100 Continue\r\n"
+        assert calls[2].lines.readline() == b"\r\n"
+        for ahead in (100, 100):
+            time.sleep(0.2)  # so that the head reads what was sent
+            head = head_of(server)
+            os.kill(head, signal.SIGKILL)
+            wait_until_gone([head])
+            head_of(server)
+            for number in (1, 4):
+                calls[number].send(wholes[number][cuts[number] : cuts[number] + ahead])
+                cuts[number] += ahead
+        for number, call in enumerate(calls):
+            call.send(wholes[number][cuts[number] :])
+            assert call.content() == expected[number], number
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            assert client.get("/cluster").json()["head"]["restarts"] == 2
+
+
+def raw_call(path: str, body: Body, *headers: str) -> bytes:
+    raw = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: here", "X-Request-Id: cut", *headers]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(raw)}"]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
+
+
+class RawCall:
+    """A call whose bytes are sent piece by piece."""
+
+    def __init__(self, url: str, whole: bytes) -> None:
+        self.whole = whole
+        parts = httpx.URL(url)
+        self._socket = socket.create_connection((parts.host, parts.port or 80), CLIENT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.lines = self._socket.makefile("rb")
+
+    def send(self, data: bytes) -> RawCall:
+        self._socket.sendall(data)
+        return self
+
+    def content(self) -> Any:
+        """Returns the response's content without what differs from call to call."""
+        status = self.lines.readline()
+        if b" 100 " in status:
+            self.lines.readline()
+            status = self.lines.readline()
+        length = 0
+        while (line := self.lines.readline()) not in (b"\r\n", b""):
+            name, _, value = line.partition(b":")
+            length = int(value) if name == b"content-length" else length
+        assert b" 200 " in status, (status, self.lines.read(length))
+        found = json.loads(self.lines.read(length))
+        for name in ("id", "created", "usage"):
+            found.pop(name, None)
+        return found
 
 
 @pytest.mark.long

@@ -43,6 +43,28 @@ def test_events_show_instances_and_the_request_just_served(http: httpx.Client) -
     assert http.get(f"/explain/{again['id']}").json()["why"]
 
 
+def test_events_show_hot_prefixes_and_what_was_handed_over(http: httpx.Client) -> None:
+    body = {"prompt": list(range(105, 205)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    for _ in range(4):
+        assert http.post("/v1/completions", json=body).status_code == 200
+    until_s, frame = time.monotonic() + 60, next_frame(http)
+    while time.monotonic() < until_s:
+        handed_over = sum(one["bytes"]["handed_over"] for one in frame["moved"])
+        sent = sum(one["bytes"]["sent"] for one in frame["moved"])
+        if frame["hot"] and sent and handed_over:
+            break
+        time.sleep(0.5)
+        frame = next_frame(http)
+    assert sent and handed_over
+    hottest = frame["hot"][0]
+    names = {one["instance_id"] for one in frame["instances"]}
+    assert hottest["hits"] >= 1 and hottest["tokens"] > 0 and hottest["bytes"] > 0
+    assert hottest["dram"] and {*hottest["dram"], *hottest["ssd"]} <= names
+    columns = frame["history"]["columns"]
+    assert sum(value or 0 for value in columns["answered"]) >= 4
+    assert columns["prefill_load"][-1] is not None
+
+
 def test_status_has_five_lines(http: httpx.Client) -> None:
     shown = CliRunner().invoke(status, [str(http.base_url)])
     assert shown.exit_code == 0, shown.output

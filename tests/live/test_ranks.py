@@ -76,6 +76,17 @@ def test_one_process_without_shards_answers_alike(server: LocalServer, http: htt
 
 
 @pytest.mark.long
+def test_embeddings_of_ranks(server: LocalServer, reverse: LocalServer, http: httpx.Client) -> None:
+    """Equal bits with any ranks; sums over shards differ from those of one process."""
+    body = {"input": [*PROMPTS, "beside it"]}
+    found = [httpx.post(f"{s.url}/v1/embeddings", json=body, timeout=60) for s in (server, reverse)]
+    assert found[0].status_code == 200, found[0].text
+    assert found[0].json()["data"] == found[1].json()["data"]
+    whole = http.post("/v1/embeddings", json=body).json()["data"]
+    for ours, alone in zip(found[0].json()["data"], whole, strict=True):
+        assert ours["embedding"] == pytest.approx(alone["embedding"], abs=1e-5)
+
+
 def test_a_killed_rank_takes_its_instance_and_costs_no_answer(reverse: LocalServer) -> None:
     with httpx.Client(base_url=reverse.url, timeout=60) as client:
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]

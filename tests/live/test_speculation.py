@@ -16,6 +16,11 @@ from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import answer_while_killing, run_command
 
 NGRAM = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
+DRAFT_MODEL = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
+BY_MODEL = [
+    "--speculative-config",
+    json.dumps({"method": "draft_model", "model": DRAFT_MODEL, "prompt_lookup_min": 1}),
+]
 QUOTED = [(7 * i) % 250 for i in range(40)]
 BODIES: list[dict[str, Any]] = [
     {"prompt": [9] * 60, "temperature": 0, "max_tokens": 200, "ignore_eos": True},
@@ -67,6 +72,25 @@ def split() -> Iterator[LocalServer]:
 
 def test_prefill_and_decode(split: LocalServer, http: httpx.Client) -> None:
     check(split.url, http)
+
+
+@pytest.fixture(scope="module")
+def guessed() -> Iterator[LocalServer]:
+    """With a draft model of the first layer's shape, beside the lookups."""
+    arrangement = ["--prefill", "1", "--decode", "1"]
+    with LocalServer([MODEL, *arrangement, *SMALL, *BY_MODEL]) as server:
+        yield server
+
+
+def test_a_draft_model(guessed: LocalServer, http: httpx.Client) -> None:
+    check(guessed.url, http)
+
+
+def test_a_draft_model_killed_in_the_middle(guessed: LocalServer, http: httpx.Client) -> None:
+    expected = answers(http, LONG)[0][0]["text"]
+    with httpx.Client(base_url=guessed.url, timeout=120) as client:
+        got = answer_while_killing(client, "decode", body=LONG)
+        assert got["choices"][0]["text"] == expected
 
 
 def test_a_stream_brings_the_same_text(split: LocalServer, http: httpx.Client) -> None:
@@ -136,7 +160,8 @@ def test_structured_answers() -> None:
         "structured_outputs": {"json": {"enum": [{"names": names}, {"names": names[::-1]}]}},
     }
     found = []
-    for options in ((), NGRAM):
+    drafts = json.dumps({"method": "draft_model", "model": DRAFT_MODEL.replace("300", "259")})
+    for options in ((), NGRAM, ("--speculative-config", drafts)):
         with (
             LocalServer(["--mixed", "1", *options]) as server,
             httpx.Client(base_url=server.url, timeout=120) as client,
@@ -146,7 +171,7 @@ def test_structured_answers() -> None:
             found.append((answer.json()["choices"], answer.json()["usage"]))
             if not options:  # with drafts allowed, their price decides whether one is tried
                 assert total(client, "vllm:spec_decode_num_draft_tokens") == 0
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +183,22 @@ def test_structured_answers() -> None:
         (
             ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 9}'],
             ["prompt_lookup_min", "at most prompt_lookup_max, which is 4"],
+        ),
+        (
+            ["--speculative-config", '{"method": "draft_model"}'],
+            ["speculative_config.model", "the draft model's name"],
+        ),
+        (
+            ["--speculative-config", '{"method": "ngram", "model": "x"}'],
+            ["speculative_config.model", "left out"],
+        ),
+        (
+            ["--speculative-config", '{"method": "draft_model", "model": "moonpool/induction"}'],
+            ["another vocabulary", "259 tokens, not 300", "the same tokenizer"],
+        ),
+        (
+            ["--speculative-config", '{"method": "draft_model", "model": "/nowhere"}'],
+            ["/nowhere", "does not exist"],
         ),
         ([*NGRAM, "--device", "cuda"], ["engine.speculative_config", "cpu"]),
     ],

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -32,6 +33,22 @@ def server() -> Iterator[LocalServer]:
     sizes = ["--pipeline-parallel-size", "3", "--decode-pipeline-parallel-size", "2"]
     with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *sizes, *SMALL]) as server:
         yield server
+
+
+def test_embeddings_of_stages_are_those_of_one_process(
+    server: LocalServer, http: httpx.Client
+) -> None:
+    """Beside answers, of prompts over several chunks, and from the cache."""
+    whole = http.post("/v1/embeddings", json={"input": PROMPTS}).json()["data"]
+    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor() as pool:
+        body = {"prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
+        answers = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(3)]
+        for _ in range(2):
+            found = client.post("/v1/embeddings", json={"input": PROMPTS})
+            assert found.status_code == 200, found.text
+            assert found.json()["data"] == whole
+        texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
+    assert texts == {http.post("/v1/completions", json=body).json()["choices"][0]["text"]}
 
 
 def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Client) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 
-from peer_rows import Prompts, print_rows  # type: ignore[import-not-found]
+from peer_rows import RandomPrompts, print_rows  # type: ignore[import-not-found]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OPENVINO_TELEMETRY_DISABLE", "1")
@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as into:
         converted(folder, into)
         pipe = openvino_genai.ContinuousBatchingPipeline(into, scheduler, "CPU", options)
-    prompts = Prompts()
+    prompts = RandomPrompts()
     names = iter(range(1 << 30))
 
     def steps(lengths: list[tuple[int, int]]) -> list[tuple[float, int]]:

@@ -16,7 +16,8 @@ import msgspec
 
 from moonpool.config import Quantization, SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import open_model
+from moonpool.engine.builtin import LoadedModel, open_model
+from moonpool.engine.drafting.drafter import Drafter
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.messages import (
@@ -27,6 +28,7 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
+from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import Role, SamplingParams, Slo, Token
@@ -39,7 +41,7 @@ class SoloInstance:
 
     def __init__(
         self,
-        model: str,
+        model: str | LoadedModel,
         dtype: str,
         kv_tokens: int,
         block_tokens: int = 64,
@@ -47,7 +49,7 @@ class SoloInstance:
         prefix_caching: bool = False,
         quantization: Quantization = "none",
     ) -> None:
-        loaded = open_model(model, dtype)
+        loaded = open_model(model, dtype) if isinstance(model, str) else model
         layout = make_layout(loaded, block_tokens)
         cache = empty_cache(layout, layout.blocks_for(kv_tokens))
         self.spec = loaded.spec
@@ -56,22 +58,36 @@ class SoloInstance:
         self.engine = Engine(loaded, ops, cache)
         config = InstanceConfig(chunk_tokens=chunk_tokens, prefix_caching=prefix_caching)
         self._config = config
+        self._drafter: Drafter | None = None
         self._instance = Instance(
             config, layout, layout.blocks_for(kv_tokens), Role.MIXED, FREE, ()
         )
         self._ids = count()
 
-    def with_drafts(self, settings: SpeculativeConfig, cost: FittedCost) -> SoloInstance:
+    def with_drafts(
+        self,
+        settings: SpeculativeConfig,
+        cost: FittedCost,
+        drafter: Drafter | None = None,
+        draft_model: DraftModelPlace | None = None,
+    ) -> SoloInstance:
         """An instance like this one, with the same weights and blocks of its own, whose decodes
-        have drafts."""
+        have drafts, also of a draft model if one is given."""
         other = copy(self)
         cache = empty_cache(self.layout, self._instance.pool.num_blocks)
         other.engine = copy(self.engine)
         other.engine._cache = cache
         other._config = msgspec.structs.replace(self._config, speculative=settings)
         other._instance = Instance(
-            other._config, self.layout, self._instance.pool.num_blocks, Role.MIXED, cost, ()
+            other._config,
+            self.layout,
+            self._instance.pool.num_blocks,
+            Role.MIXED,
+            cost,
+            (),
+            draft_model=draft_model,
         )
+        other._drafter = drafter
         return other
 
     @property
@@ -126,8 +142,13 @@ class SoloInstance:
         return generation
 
     def _run(self, step: RunStep) -> StepEnded:
-        result = self.engine.step(step.entries)
-        return StepEnded(result.tokens, result.seconds, further=result.further)
+        if self._drafter is None:
+            result = self.engine.step(step.entries)
+            return StepEnded(result.tokens, result.seconds, further=result.further)
+        entries, drafted, drafting_s = self._drafter.run(step.entries)
+        result = self.engine.step(entries)
+        seconds = result.seconds + drafting_s
+        return StepEnded(result.tokens, seconds, further=result.further, drafted=drafted)
 
     def _note(
         self, actions: Sequence[WorkerAction], generation: Generation, seconds: float

@@ -8,16 +8,25 @@ less than the clock. Every answer is compared: the tokens must be equal.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.suite.engine.draft_model import (
+    first_layers,
+    limit_prompt,
+    limit_row,
+    prices,
+    with_draft_model,
+)
 from benchmarks.suite.engine.single_instance import Generation, SoloInstance
 from moonpool.config import SpeculativeConfig
-from moonpool.engine.builtin import open_model, open_tokenizer
+from moonpool.cost.fitted import FittedCost
+from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
 from moonpool.engine.calibrate import fit_samples, measure_samples
+from moonpool.engine.tokenizer import Tokenizer
 
 CODE = '''def mean(values):
     """Return the mean of a list of numbers."""
@@ -55,14 +64,22 @@ CASES: dict[str, tuple[str, float, int]] = {
     "story, 8 at a time": ("Write a short story about a ship without a captain.", 1.0, 8),
 }
 """Name -> request, temperature, number of requests at a time."""
+DRAFT_MODEL_CASES = ("edit code", "story")
 BLOCK_TOKENS, KV_TOKENS = 16, 16_384
 Say = Callable[[str], None]
 
 
 def bench_speculation(
-    model: str, dtype: str, answer_tokens: int, rounds: int, settings: SpeculativeConfig, say: Say
+    model: str,
+    dtype: str,
+    answer_tokens: int,
+    rounds: int,
+    settings: SpeculativeConfig,
+    draft_layers: int,
+    say: Say,
 ) -> dict[str, Any]:
-    """Raises ModelError."""
+    """`draft_layers`: layers of the model that serve as a draft model; 0: none does. Raises
+    ModelError."""
     torch.set_num_threads(1)
     loaded = open_model(model, dtype)
     tokenizer = open_tokenizer(loaded.tokenizer, loaded.spec.vocab_size)
@@ -71,8 +88,7 @@ def bench_speculation(
     drafting = plain.with_drafts(settings, cost)
     rows: list[dict[str, Any]] = []
     for name, (text, temperature, batch) in CASES.items():
-        messages = [{"role": "user", "content": text}]
-        prompt = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+        prompt = _prompt(tokenizer, text)
         case = _Case([prompt] * batch, answer_tokens, temperature)
         for number in range(rounds):
             case.run(plain, drafting, number)
@@ -85,14 +101,62 @@ def bench_speculation(
         again.run(plain, drafting, rounds)
     rows.append({"case": "the same story again", "batch": 1, **again.figures()})
     say(f"the same story again: {rows[-1]['gain']:.2f} x")
+    if draft_layers:
+        bench = _DraftModelBench(answer_tokens, rounds)
+        prompts = {name: _prompt(tokenizer, CASES[name][0]) for name in DRAFT_MODEL_CASES}
+        for row in bench.rows(plain, cost, loaded, draft_layers, prompts):
+            rows.append(row)
+            say(f"{row['case']}: {row['gain']:.2f} x, {row['accepted_share']:.0%} accepted")
     return {
         "model": model,
         "dtype": loaded.dtype,
         "answer_tokens": answer_tokens,
         "rounds": rounds,
         "num_speculative_tokens": settings.num_speculative_tokens,
+        "draft_layers": draft_layers,
         "rows": rows,
     }
+
+
+class _DraftModelBench:
+    """Rows with a draft model (`draft_model`)."""
+
+    def __init__(self, answer_tokens: int, rounds: int) -> None:
+        self._answer_tokens = answer_tokens
+        self._rounds = rounds
+
+    def rows(
+        self,
+        plain: SoloInstance,
+        cost: FittedCost,
+        model: LoadedModel,
+        num_layers: int,
+        prompts: dict[str, list[int]],
+    ) -> Iterator[dict[str, Any]]:
+        num_layers = min(num_layers, model.spec.num_layers)
+        draft = first_layers(model, num_layers)
+        drafting, draft_cost = with_draft_model(plain, cost, draft, KV_TOKENS)
+        for name, prompt in prompts.items():
+            figures = self._run(prompt, plain, drafting) | prices(cost, draft_cost)
+            yield {"case": f"{name}, draft of {num_layers} layers", "batch": 1, **figures}
+        prompt = limit_prompt(100)
+        figures = limit_row(
+            model.dtype, KV_TOKENS, BLOCK_TOKENS, lambda *both: self._run(prompt, *both)
+        )
+        yield {"case": "draft that is always right", "batch": 1, **figures}
+
+    def _run(
+        self, prompt: Sequence[int], plain: SoloInstance, drafting: SoloInstance
+    ) -> dict[str, Any]:
+        case = _Case([prompt], self._answer_tokens, 0.0)
+        for number in range(self._rounds):
+            case.run(plain, drafting, 1000 + number)
+        return case.figures()
+
+
+def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
 
 
 class _Case:

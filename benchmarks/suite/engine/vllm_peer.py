@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from peer_rows import Prompts, print_rows  # type: ignore[import-not-found]
+from peer_rows import RandomPrompts, print_rows  # type: ignore[import-not-found]
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
@@ -39,7 +39,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         enforce_eager=plan["eager"],
     ).llm_engine
-    prompts = Prompts()
+    prompts = RandomPrompts()
     names = iter(range(1 << 30))
 
     def steps(lengths: list[tuple[int, int]]) -> list[tuple[float, int]]:

@@ -68,12 +68,15 @@ def _processes() -> list[tuple[int, int, str]]:
     return found
 
 
+STAGES = (*PAIR, "--decode-pipeline-parallel-size", "2")
+RANKS = (*PAIR, "--decode-tensor-parallel-size", "2")
+
 FAULTS = (
     Fault("kill -9 of the only prefill instance", PAIR, _role("prefill")),
     Fault("kill -9 of the only decode instance", PAIR, _role("decode")),
     Fault("kill -9 of the only mixed instance", ONE, _role("mixed")),
-    Fault("kill -9 of a stage", (*PAIR, "--decode-pipeline-parallel-size", "2"), _child(" stage ")),
-    Fault("kill -9 of a rank", (*PAIR, "--decode-tensor-parallel-size", "2"), _child(" rank ")),
+    Fault("kill -9 of a stage", STAGES, _child(" stage ")),
+    Fault("kill -9 of a rank", RANKS, _child(" rank ")),
     Fault(
         "kill -9 of an attention worker",
         (*PAIR, "--attention", "1"),
@@ -81,6 +84,14 @@ FAULTS = (
     ),
     Fault("kill -9 of the fork server", PAIR, _child(" moonpool fork server ")),
     Fault("SIGSTOP of the only decode instance", PAIR, _role("decode"), signal.SIGSTOP),
+    Fault("SIGSTOP of a stage", STAGES, _child(" stage "), signal.SIGSTOP),
+    Fault("SIGSTOP of a rank", RANKS, _child(" rank "), signal.SIGSTOP),
+    Fault(
+        "SIGSTOP of an attention worker",
+        (*PAIR, "--attention", "1"),
+        lambda server: server.attention_pids(),
+        signal.SIGSTOP,
+    ),
     Fault("kill -9 of the head", PAIR, _child(" head-process ")),
 )
 

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
 from moonpool.api.connection.kept_stream import KeptStream, StreamKeeper
 from moonpool.api.connection.resumption import accepted_bytes
@@ -232,8 +233,17 @@ class HttpServer(uvicorn.Server):
         protocol = self._new_protocol()
         protocol.resume(kept, num_sent)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
-        if not protocol.transport.is_closing():
-            protocol.data_received(kept.opening.request)
+
+    async def resume_half_read(self, sock: socket.socket, half_read: HalfRead) -> None:
+        """Goes on with reading a request of another head."""
+        num_sent = accepted_bytes(sock.fileno()) - half_read.base
+        if num_sent < 0:  # bytes of an earlier response were lost
+            half_read.drop()
+            sock.close()
+            return
+        protocol = self._new_protocol()
+        protocol.resume_half_read(half_read, num_sent)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
 
     async def adopt(self, sock: socket.socket) -> None:
         """Serves a connection of another head, on which no call is under way."""

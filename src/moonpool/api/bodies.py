@@ -208,9 +208,13 @@ def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except UnicodeDecodeError:
-        raise ApiError("The request body is not valid UTF-8.", code="invalid_utf8") from None
+        raise ApiError(
+            "The request body is not valid UTF-8. Encode the JSON as UTF-8.", code="invalid_utf8"
+        ) from None
     except RecursionError:
-        raise ApiError("The request body is nested too deeply.", code="invalid_json") from None
+        raise ApiError(
+            "The request body is nested too deeply. Use fewer levels.", code="invalid_json"
+        ) from None
     except msgspec.DecodeError as error:
         text = str(error).removeprefix("JSON is malformed: ")
         if "truncated" in text:

@@ -125,7 +125,10 @@ class _Lane:
                 except BaseException:
                     self._end_process()  # it may be in the middle of this body
                     raise
-        text = "The body could not be read: the process that reads large bodies ended twice."
+        text = (
+            "The body could not be read: the process that reads large bodies ended twice."
+            " Send the request again."
+        )
         raise ApiError(text, status=500, code="internal_error")
 
     def close(self) -> None:
@@ -145,7 +148,8 @@ class _Lane:
     async def _ready(self, start: bytes) -> asyncio.subprocess.Process:
         """Returns the process; a new one if it has ended or the model's card has changed."""
         if self._closed:
-            raise RequestRefused(503, "server_stopping", "The server is stopping.", 5.0)
+            text = "The server is stopping. Send the request again."
+            raise RequestRefused(503, "server_stopping", text, 5.0)
         process = self._process
         if process is not None and process.returncode is None and self._start == start:
             return process

@@ -130,7 +130,10 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
         original = msgspec.structs.replace(original, **{field: None})
     kept = b"" if original is None else msgspec.json.encode(original)
     if len(rest) + len(kept) > MAX_REST_BYTES:
-        text = f"The fields of the body besides its prompt exceed {MAX_REST_BYTES} bytes."
+        text = (
+            f"The fields of the body besides its prompt exceed {MAX_REST_BYTES} bytes."
+            " Shorten them."
+        )
         raise ApiError(text, status=413, code="body_too_large")
     prompts = tuple(array("i", token_ids).tobytes() for token_ids in prepared.prompts)
     return BodyResult(

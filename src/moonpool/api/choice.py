@@ -67,7 +67,7 @@ class Choice:
     async def deltas(self, frontend: Frontend) -> AsyncGenerator[Delta, None]:
         """Yields increments until the output ends. Leaving early aborts the request.
 
-        Raises `RequestRefused`.
+        Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
         """
         delivered = None if self.delivered is None else tuple(self.delivered)
         outputs = frontend.submit(self.request, delivered)
@@ -177,7 +177,8 @@ async def run_choices(
 ) -> AsyncGenerator[Delta, None]:
     """Runs all choices of a call side by side. If one fails, all end and its error is raised.
 
-    Each increment is logged in `kept` first. Those that are in it already come again.
+    Each increment is logged in `kept` first. Those that are in it already come again. Raises
+    RequestRefused, now or as `kept` has it from another head.
     """
     if kept is None:
         async with aclosing(_run(choices, frontend)) as deltas:

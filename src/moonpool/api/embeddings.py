@@ -31,6 +31,7 @@ class _Limits:
     slo: Slo
     deadline_s: float
     priority: int
+    delivered: tuple[int, ...] | None  # (): an earlier head admitted the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,17 @@ class Embedder:
         arrived_s = self._frontend.now()
         slo, timeout_s = limits_of(context, self._frontend)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
+        max_tokens = self._frontend.card.max_model_tokens
+        arrived_s, _ = context.keep_call(raw, arrived_s, max_tokens)
         left_s = arrived_s + timeout_s - self._frontend.now()
         call = await self._bodies.call("embeddings", raw, context.tenant, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = self._frontend.card.adapter_of(body.model)
-        limits = _Limits(tenant, adapter, slo, arrived_s + timeout_s, body.priority or 0)
-        with self._active.begin(context) as (_, scoped):
+        delivered = () if context.kept is not None and context.kept.is_resumed else None
+        deadline_s = arrived_s + timeout_s
+        limits = _Limits(tenant, adapter, slo, deadline_s, body.priority or 0, delivered)
+        with self._active.begin(context) as (_, scoped), context.kept_refusals():
             async with context.watch():
                 found = await self._run(scoped, call.prompts, limits)
         await context.respond(200, self._response(body, call.prompts, found))
@@ -105,7 +110,7 @@ class Embedder:
             use_cache=pooling == "last",  # cached tokens have no hidden states
         )
         found: _Found | None = None
-        async with aclosing(frontend.submit(request)) as outputs:
+        async with aclosing(frontend.submit(request, limits.delivered)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
                     text = "The server aborted this request. Send it again."

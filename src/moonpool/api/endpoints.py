@@ -75,7 +75,10 @@ class Inspector:
         await _respond(context, self._frontend.cluster(tenant))
 
     async def hot(self, context: HttpContext) -> None:
-        """Takes `?limit=N`, the most prefixes to return. Block keys do not tell their tenant."""
+        """Takes `?limit=N`, the most prefixes to return. Block keys do not tell their tenant.
+
+        Raises ApiError for a tenant, and for a limit out of range.
+        """
         _check_admin(context)
         query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
         text = query.get("limit", [str(DEFAULT_HOT)])[-1]
@@ -85,16 +88,18 @@ class Inspector:
         await _respond(context, {"prefixes": found})
 
     async def beliefs(self, context: HttpContext) -> None:
+        """Shows what the Conductor assumes of each instance. Raises ApiError for a tenant."""
         _check_admin(context)
         await _respond(context, self._frontend.beliefs())
 
     async def event_log(self, context: HttpContext) -> None:
-        """The log holds the token ids of all tenants' prompts and answers."""
+        """The log holds the token ids of all tenants' prompts and answers. Raises ApiError for a
+        tenant."""
         _check_admin(context)
         await context.respond(200, self._frontend.event_log(), b"application/octet-stream")
 
     async def explain(self, context: HttpContext) -> None:
-        """Takes a request id or the id of a response."""
+        """Takes a request id or the id of a response. Raises ApiError (404) for an unknown one."""
         given_id = context.scope["path_params"]["request_id"]
         request_id = given_id
         for prefix in _ID_PREFIXES:
@@ -177,13 +182,20 @@ class Controller:
         self._options = options
 
     async def reset_prefix_cache(self, context: HttpContext) -> None:
-        """Empties the prefix cache, as vLLM does; instances do so a moment later."""
+        """Empties the prefix cache, as vLLM does; instances do so a moment later.
+
+        Raises ApiError for a client on another machine.
+        """
         _check_local(context)
         self._frontend.drop_cached_blocks()
         await context.respond(200, b"", b"text/plain")
 
     async def drain(self, context: HttpContext) -> None:
-        """Begins to drain an instance and responds at once; `/cluster` shows the progress."""
+        """Begins to drain an instance and responds at once; `/cluster` shows the progress.
+
+        Raises ApiError for a client that may not drain, for a body that is not valid, and for an
+        instance that cannot be drained (409).
+        """
         _check_local(context)
         _check_not_from_a_page(context)
         _check_admin(context)

@@ -30,6 +30,7 @@ class ModelCard(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
     embedding_size: int = 0  # numbers in an embedding; 0: the engine computes none
+    no_embeddings: str = ""  # why it computes none
     pooling: Pooling = "last"
     adapters: tuple[AdapterCard, ...] = ()
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)

@@ -20,7 +20,7 @@ from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
-from moonpool.api.connection.kept_stream import StreamFacts, draw_facts
+from moonpool.api.connection.kept_stream import StreamFacts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
@@ -102,11 +102,8 @@ class Generator:
         arrived_s = self._frontend.now()
         slo, timeout_s = limits_of(context, self._frontend)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
-        if context.kept is not None:  # another head received it
-            arrived_s, facts = context.kept.opening.arrived_s, context.kept.opening.facts
-        else:
-            facts = draw_facts(context.request_id, self._frontend.card.max_model_tokens)
-            context.keep(raw, facts, arrived_s)
+        max_tokens = self._frontend.card.max_model_tokens
+        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
         return _Call(context, prepared, arrived_s, slo, timeout_s, facts)

@@ -17,8 +17,9 @@ from typing import Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
-from moonpool.api.connection.kept_stream import KeptStream, StreamFacts
+from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
+from moonpool.api.frontend import RequestRefused
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
@@ -103,6 +104,8 @@ class KeepingConnection(Protocol):
         is_admin: bool,
     ) -> KeptStream | None: ...
 
+    def begin_response(self) -> None: ...
+
 
 class HttpContext:
     """One HTTP request. The endpoint sets `tenant` and `is_admin` after it has checked the API key.
@@ -127,13 +130,34 @@ class HttpContext:
         self.started = False
         self._receive = receive
         self._send = send
+        self._connection: KeepingConnection | None = scope.get("moonpool.connection")
 
-    def keep(self, body: bytes, facts: StreamFacts, arrived_s: float) -> None:
-        """Lets the answer to a call outlive this process, where that is possible."""
-        connection: KeepingConnection | None = self.scope.get("moonpool.connection")
-        if connection is not None:
+    def keep_call(
+        self, body: bytes, arrived_s: float, max_model_tokens: int
+    ) -> tuple[float, StreamFacts]:
+        """Lets the answer to a call outlive this process, where that is possible. Returns when the
+        call arrived, and its facts: those of the head that received it, if that was another."""
+        if self.kept is not None:
+            return self.kept.opening.arrived_s, self.kept.opening.facts
+        facts = draw_facts(self.request_id, max_model_tokens)
+        if self._connection is not None:
             who = self.tenant, self.is_admin
-            self.kept = connection.keep(self.scope, body, facts, arrived_s, *who)
+            self.kept = self._connection.keep(self.scope, body, facts, arrived_s, *who)
+        return arrived_s, facts
+
+    @contextmanager
+    def kept_refusals(self) -> Iterator[None]:
+        """Within it, a refusal of the frontend is logged before its bytes are sent. Raises
+        RequestRefused at once if an earlier head has refused the call."""
+        refused = self.kept.refusal() if self.kept is not None else None
+        if refused is not None:
+            raise refused
+        try:
+            yield
+        except RequestRefused as error:
+            if self.kept is not None:
+                self.kept.note_refused(error)
+            raise
 
     def close(self) -> None:
         """The body is no longer needed."""
@@ -207,6 +231,8 @@ class HttpContext:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
+        if self._connection is not None:
+            self._connection.begin_response()
         headers.append((b"x-request-id", self.request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

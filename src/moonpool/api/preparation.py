@@ -89,6 +89,7 @@ class Preparer:
         return await self._of_chat(decode_body(CHAT, raw))
 
     async def responses(self, raw: bytes) -> PreparedCall:
+        """Reads a body of `/v1/responses`. Raises ApiError, which names the field of that body."""
         body = decode_body(RESPONSES, raw)
         try:
             return await self._of_chat(as_chat(body), body)
@@ -117,11 +118,17 @@ class Preparer:
         return msgspec.json.encode({"input_tokens": len(prompt)})
 
     async def embeddings(self, raw: bytes) -> PreparedCall:
+        """Reads a body of `/v1/embeddings`, with at most MAX_INPUTS texts.
+
+        Raises ApiError for a body that is not valid, for a text longer than the context, and (404)
+        if the engine computes no embeddings.
+        """
         body = decode_body(EMBEDDINGS, raw)
         check_model(body.model, self._names)
         size = self.card.embedding_size
         if not size:
-            text = "The engine of this server does not compute embeddings."
+            reason = self.card.no_embeddings
+            text = f"This server does not compute embeddings{reason and f': {reason}'}."
             raise ApiError(text, status=404, code="unsupported_endpoint")
         check_range(body, "priority", *PRIORITY_RANGE)
         if body.dimensions is not None and not 1 <= body.dimensions <= size:
@@ -137,7 +144,7 @@ class Preparer:
         return PreparedCall(prompt, prompts, "", original=body)
 
     async def tokenize(self, raw: bytes) -> bytes:
-        """Returns the response of `/tokenize`."""
+        """Returns the response of `/tokenize`. Raises ApiError without prompt and messages."""
         body = decode_body(_TOKENIZE, raw)
         check_model(body.model, self._names)
         if body.messages is not None:
@@ -166,7 +173,8 @@ class Preparer:
         return msgspec.json.encode(answer)
 
     async def detokenize(self, raw: bytes) -> bytes:
-        """Returns the response of `/detokenize`."""
+        """Returns the response of `/detokenize`. Raises ApiError for token ids that are absent or
+        out of the vocabulary."""
         body = decode_body(_DETOKENIZE, raw)
         check_model(body.model, self._names)
         if body.tokens is None:
@@ -207,6 +215,7 @@ class Preparer:
 
 
 def check_model(name: str | None, served_names: Sequence[str]) -> None:
+    """Raises ApiError (404) for a model that this server does not have; None names its own."""
     if name is not None and name not in served_names:
         raise ApiError(
             f"The model '{name[:200]}' does not exist. This server has {', '.join(served_names)}.",

@@ -125,6 +125,8 @@ class PromptReader:
         self._thread_above_chars = thread_above_chars
 
     async def read_chat(self, body: ChatBody) -> tuple[int, ...]:
+        """Returns the token ids of a chat's prompt. Raises ApiError for messages that are absent,
+        are not valid or have no text, and for a prompt that no context can hold."""
         if body.messages is None:
             raise missing_parameter("messages")
         text = self.chat_text(
@@ -201,6 +203,8 @@ class PromptReader:
         tools: Sequence[dict[str, Any]] | None,
         arguments: dict[str, Any],
     ) -> str:
+        """Renders the chat template. Raises ApiError for content that is not text, for an argument
+        that the template may not get, and where the template fails."""
         plain = plain_messages(messages)
         for name in arguments:
             if not name.isidentifier() or name in _OWN_ARGUMENTS:
@@ -216,7 +220,9 @@ class PromptReader:
     ) -> tuple[int, ...]:
         """Tokenises a text. A long one is tokenised in a thread, so that streams go on meanwhile.
 
-        `num_chars` is the length of all texts of the call, if there are several.
+        `num_chars` is the length of all texts of the call, if there are several. `param` is the
+        field that an error names. Raises ApiError for a text that no context can hold, and for a
+        token that the model lacks.
         """
         if len(text) > self._card.max_model_tokens * _MOST_CHARS_PER_TOKEN:
             raise context_exceeded(None, self._card.max_model_tokens, param)

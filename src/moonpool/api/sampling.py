@@ -45,6 +45,7 @@ class Ending:
 
 
 def check_range(body: object, name: str, least: float, most: float) -> None:
+    """Raises ApiError unless the field `name` is absent or lies in [least, most]."""
     value = getattr(body, name)
     if value is not None and not least <= value <= most:
         raise ApiError(
@@ -60,6 +61,7 @@ def _short(value: float) -> str:
 
 
 def check_ranges(body: GenerationBody) -> None:
+    """Raises ApiError for the first field out of its range."""
     for name, least, most in _RANGES:
         value = getattr(body, name)
         if value is not None and not least <= value <= most:
@@ -67,6 +69,8 @@ def check_ranges(body: GenerationBody) -> None:
 
 
 def ending_of(body: GenerationBody, card: ModelCard) -> Ending:
+    """Returns what ends the output. Raises ApiError for too many stop strings, for an empty or too
+    long one, and for a stop token out of the vocabulary."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stops) > _MOST_STOPS:
         raise ApiError(f"'stop' may hold at most {_MOST_STOPS} strings.", param="stop")
@@ -163,6 +167,8 @@ def num_prompt_logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def check_prompt_logprobs(body: ChatBody | CompletionBody, most: int, supported: bool) -> None:
+    """Checks logprobs of the prompt, at most `most` per token. Raises ApiError for more, without
+    support of the engine, and for a stream."""
     check_range(body, "prompt_logprobs", 0, most)
     if num_prompt_logprobs(body) is None:
         return
@@ -179,6 +185,8 @@ def check_prompt_logprobs(body: ChatBody | CompletionBody, most: int, supported:
 
 
 def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
+    """Raises ApiError for more than `most` logprobs per token, and for `top_logprobs` without
+    `logprobs`."""
     if isinstance(body, CompletionBody):
         check_range(body, "logprobs", 0, most)
         return
@@ -222,6 +230,8 @@ def max_tokens_of(body: ChatBody | CompletionBody, num_prompt_tokens: int, most:
 
 
 def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> ApiError:
+    """Makes the error of a prompt that leaves no room in a context of `most` tokens. None: the
+    prompt was too long to count."""
     had = "far more" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
     return ApiError(
         f"This model's maximum context length is {most} tokens for prompt and output together. "
@@ -232,6 +242,7 @@ def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> Ap
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError, which names `param`, for an id outside [0, vocab_size)."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         text = f"Token id {_short(bad)} is out of vocabulary (0 to {vocab_size - 1})."

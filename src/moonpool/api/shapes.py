@@ -170,6 +170,7 @@ class CompletionShape:
         return b'"text":' + _encode(text)
 
     def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes:
+        """Raises AssertionError: completions have no tool calls."""
         raise AssertionError("completions have no tool calls")
 
     def closing_field(self) -> bytes:

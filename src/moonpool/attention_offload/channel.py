@@ -76,6 +76,8 @@ class _ReadAhead:
         self._bytes = bytearray()
 
     def put(self, data: bytes) -> None:
+        """Keeps bytes that were read. Raises AttentionChannelError at the end of the stream, and
+        for more than MAX_READ_AHEAD_BYTES."""
         if not data:
             raise AttentionChannelError("the peer is gone")
         if len(self._bytes) + len(data) > MAX_READ_AHEAD_BYTES:
@@ -113,6 +115,7 @@ class SocketChannel:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, header: Header, *payload: Payload) -> None:
+        """Raises AttentionChannelError if the peer is gone or takes nothing for `timeout_s`."""
         parts = map(view_of, payload)
         buffers = [memoryview(header.pack()), *(part for part in parts if len(part))]
         try:
@@ -148,6 +151,7 @@ class SocketChannel:
         return header
 
     def receive_into(self, target: Payload) -> None:
+        """Raises AttentionChannelError if the peer is gone or sends nothing for `timeout_s`."""
         rest = self._ahead.get(view_of(target))
         try:
             while len(rest):

@@ -250,9 +250,11 @@ class Offload:
             front.redirect_read(read_id, *(client.attached.address for client in clients))
 
     def open_stream(self, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
+        """Raises ValueError: an instance with attention workers sends no prefill's KVCache."""
         raise ValueError("an instance with attention workers cannot send a prefill's KVCache")
 
     def send(self, stream_id: str, slices: Sequence[SliceRef]) -> None:
+        """Raises ValueError: no stream can be opened."""
         raise ValueError("an instance with attention workers cannot send a prefill's KVCache")
 
     def finish_stream(self, stream_id: str) -> None:

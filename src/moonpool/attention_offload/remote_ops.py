@@ -236,7 +236,7 @@ class RemoteOps:
     def _channel(self, worker: int) -> AttentionChannel:
         channel = self._channels[worker]
         if channel is None:
-            raise AttentionLostError(worker, "it is lost and has not been replaced yet")
+            raise AttentionLostError(worker, "it is lost, and no other has replaced it yet")
         return channel
 
     def _send(self, worker: int, kind: int, layer: int, step: int, payload: Payload) -> None:

@@ -64,7 +64,7 @@ bench.add_command(capacity)
     help="Size of a block in KiB, a power of two from 64 to 16384; repeat for more.",
 )
 @click.option(
-    "--rounds", type=COUNT, default=15, show_default=True, help="Measure each size this often."
+    "--rounds", type=COUNT, default=15, show_default=True, help="Measure each size this many times."
 )
 @click.option(
     "--peer-python",
@@ -123,7 +123,7 @@ def transfer(
     help="Tokens of one block; repeat for more.",
 )
 @click.option(
-    "--repeats", type=COUNT, default=3, show_default=True, help="Measure each case this often."
+    "--repeats", type=COUNT, default=3, show_default=True, help="Measure each case this many times."
 )
 @json_option
 def store(

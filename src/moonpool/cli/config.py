@@ -120,7 +120,7 @@ def _refuse_others(flags: dict[str, Any], keys: frozenset[str], command: str) ->
 
 @config.command()
 @click.argument("file", required=False, type=click.Path(dir_okay=False))
-@click.option("--simulation", is_flag=True, help="With the defaults of `simulate`, not of `serve`.")
+@click.option("--simulation", is_flag=True, help="Use the defaults of `simulate`, not of `serve`.")
 def init(file: str | None, simulation: bool) -> None:
     """Write a file with every key, its meaning and its default as comments; print it without FILE.
 

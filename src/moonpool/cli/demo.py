@@ -59,7 +59,7 @@ NEXT_STEPS = (
     type=click.Path(dir_okay=False),
     default="demo.html",
     show_default=True,
-    help="Write an HTML page of what happened to this file.",
+    help="Write an HTML page about the run to this file.",
 )
 @json_option
 def demo(

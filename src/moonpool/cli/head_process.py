@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
 import uvloop
@@ -18,12 +19,15 @@ from setproctitle import setproctitle
 from moonpool.cli.logs import set_up_logging
 from moonpool.transfer.parent import end_with
 
+if TYPE_CHECKING:
+    from moonpool.engine.gguf.shared_weights import SharedWeights
+
 log = logging.getLogger("moonpool")
 
 
 @click.command(hidden=True)
 @click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
-@click.option("--engine", is_flag=True, help="Import the engine before HeadLoaded.")
+@click.option("--engine", is_flag=True, help="Import the engine before the message HeadLoaded.")
 def head_process(fd: int, engine: bool) -> None:
     """Serve as a supervisor's head."""
     end_with(os.getppid())
@@ -65,17 +69,19 @@ def import_for(engine: str) -> None:
         import_module(f"moonpool.{module}")
 
 
-def run_line(line: list[str]) -> None:
-    """Runs a command line in a process that was forked for it."""
+def run_line(line: list[str], shared: SharedWeights | None = None) -> None:
+    """Runs a command line in a process that was forked for it, and has `shared` weights."""
     from moonpool.cli.main import cli
 
     setproctitle(" ".join([sys.executable, "-m", "moonpool", *line]))
-    cli(args=line, prog_name="moonpool")
+    cli(args=line, prog_name="moonpool", obj=shared)
 
 
 @click.command(hidden=True)
 @click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
-@click.option("--engine", type=click.Choice(["own", "vllm"]), required=True, help="Of workers.")
+@click.option(
+    "--engine", type=click.Choice(["own", "vllm"]), required=True, help="Engine of workers."
+)
 def fork_server(fd: int, engine: str) -> None:
     """Fork a supervisor's head and workers."""
     from moonpool.runtime.fork_server import serve_renewed

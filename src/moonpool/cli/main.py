@@ -95,7 +95,8 @@ EXTRA_OF = {
 
 
 def main(**arguments: Any) -> None:
-    """Runs the command. A package that is absent is one line on stderr and status 1."""
+    """Runs the command. A package that is absent is one line on stderr and status 1. Raises
+    SystemExit."""
     try:
         cli(**arguments)
     except ModuleNotFoundError as error:

@@ -56,7 +56,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         try:
             return msgspec.json.decode(value, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
+            self.fail(f"{value!r} is not a JSON object: {error}", param, ctx)
 
 
 class _TokenShare(click.ParamType[Fraction]):
@@ -93,7 +93,26 @@ scale_option = click.option(
     help="Share of each prompt and answer to keep, such as 1/16.",
 )
 requests_option = click.option(
-    "--requests", type=COUNT, help="Use only the first requests, this many."
+    "--requests", type=COUNT, help="Use only the first requests of the trace, at most this many."
+)
+speed_option = click.option(
+    "--speed",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Replay the trace this many times faster.",
+)
+noise_option = click.option(
+    "--noise",
+    type=NumberRange(min=0, max=0.99),
+    default=0.0,
+    show_default=True,
+    help="Largest share by which a step departs from its true cost.",
+)
+capped_answers_option = click.option(
+    "--capped-answers",
+    is_flag=True,
+    help="Limit each answer to the length it has in the trace, as `replay` does.",
 )
 config_option = click.option(
     "--config", "config_file", type=click.Path(dir_okay=False), help="TOML file; flags override it."

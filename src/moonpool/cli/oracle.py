@@ -12,16 +12,17 @@ import click
 from moonpool.cli.inputs import report_skipped
 from moonpool.cli.options import (
     COUNT,
-    FACTOR,
     POSITIVE,
     ConfigFlags,
-    NumberRange,
     SectionedCommand,
+    capped_answers_option,
     catalogue_option,
     config_option,
     json_option,
+    noise_option,
     requests_option,
     scale_option,
+    speed_option,
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, origin, write_json
@@ -45,27 +46,11 @@ _FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
 @config_option
 @_FLAGS.options(CLUSTER_DEFAULTS)
 @catalogue_option
-@click.option(
-    "--speed",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Replay the trace this many times faster.",
-)
+@speed_option
 @requests_option
 @scale_option
-@click.option(
-    "--noise",
-    type=NumberRange(min=0, max=0.99),
-    default=0.0,
-    show_default=True,
-    help="Largest share by which a step departs from its true cost.",
-)
-@click.option(
-    "--capped-answers",
-    is_flag=True,
-    help="Let clients cap each answer at the length it has, as `replay` does.",
-)
+@noise_option
+@capped_answers_option
 @click.option(
     "--runs",
     type=COUNT,

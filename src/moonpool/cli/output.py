@@ -18,7 +18,7 @@ from moonpool import __version__
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the command with one line on stderr and status 1."""
+    """Ends the command with one line on stderr and status 1. Raises SystemExit."""
     sys.stderr.write(f"moonpool: {' '.join(message.split())}\n")
     sys.stderr.flush()
     raise SystemExit(1)

@@ -127,7 +127,7 @@ def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -
     type=click.FloatRange(0, 3600),
     default=60.0,
     show_default=True,
-    help="Seconds to drain within; after half of them, its requests move to other instances.",
+    help="Most seconds for the drain; after half of them, its requests move to other instances.",
 )
 @click.option("--wait/--no-wait", default=True, help="Wait until the instance has left.")
 def drain(

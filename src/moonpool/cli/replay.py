@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Send a rejected request again after Retry-After, at most this often.",
+    help="Send a rejected request again after Retry-After, at most this many times.",
 )
 @click.option(
     "--concurrency",
@@ -222,7 +222,7 @@ def _read_figures(path: str) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(read_text(path, "the figures"))
     except MALFORMED as error:
-        fail(f"{path} is no JSON: {error}")
+        fail(f"{path} is not JSON: {error}; give a file of `simulate --json` or `replay --json`")
     if not isinstance(found, dict):
-        fail(f"{path} holds no figures")
+        fail(f"{path} holds no figures; give a file of `simulate --json` or `replay --json`")
     return found

@@ -63,7 +63,8 @@ def rewind(
     except (EventLogError, ConfigError) as error:
         fail(f"{source}: {error}")
     if not shown:
-        fail(f"--at {at:g} is after the last event, {replay.now - (replay.first_s or 0.0):.1f} s")
+        last_s = replay.now - (replay.first_s or 0.0)
+        fail(f"--at {at:g} is after the last event, at {last_s:.1f} s; give an earlier time")
     if trace:
         _write_trace(trace, replay)
     if request:

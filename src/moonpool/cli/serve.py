@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import secrets
@@ -11,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -38,6 +39,9 @@ from moonpool.runtime.launcher import worker_environment
 from moonpool.runtime.succession import SuccessionError, keep_private, read_state
 from moonpool.runtime.supervisor import Supervisor
 from moonpool.runtime.takeover.standby import Standby
+
+if TYPE_CHECKING:
+    from moonpool.engine.gguf.shared_weights import SharedWeights
 
 HEAD_PORT = 8001
 """Port of `moonpool head`, unless flag or file names another."""
@@ -214,8 +218,12 @@ def _model_of(place: str) -> str:
         fail(f"vLLM at {vllm_place(place).url}: {error}")
 
 
-def _open_fork_server(config: Config, secret: bytes, fds: Sequence[int] = ()) -> ForkServer | None:
-    """Opens a fork server, which imports what head and workers need. It closes `fds`."""
+def _open_fork_server(
+    config: Config, secret: bytes, fds: Sequence[int] = (), loads: bool = False
+) -> ForkServer | None:
+    """Opens a fork server, which imports what head and workers need. It closes `fds`. If it
+    `loads`, it packs weights that all workers share."""
+    shared: list[SharedWeights] = []
     environment = worker_environment(secret, threads_per_process(config))
     engine = "vllm" if config.engine.kind == "vllm" else "own"
 
@@ -235,7 +243,20 @@ def _open_fork_server(config: Config, secret: bytes, fds: Sequence[int] = ()) ->
             pass_fds=(fd,),
         )
 
-    return open_fork_server(environment, run_line, prepare, renewal)
+    def load() -> None:
+        from moonpool.engine.gguf.shared_weights import share_weights
+
+        set_up_logging("fork server")
+        weights = share_weights(config)
+        logging.getLogger().handlers.clear()  # workers log under their own names
+        if weights is not None:
+            shared.append(weights)
+
+    def run(line: list[str]) -> None:
+        run_line(line, shared[0] if shared else None)
+
+    more = load if loads and engine == "own" else lambda: None
+    return open_fork_server(environment, run, prepare, renewal, more)
 
 
 def _run(
@@ -249,7 +270,9 @@ def _run(
     if config.engine.kind != "vllm" and find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")  # here, and not in each process that needs it
     choose_logging(config.telemetry)
-    fork_server = _open_fork_server(config, secret)  # first: it must not hold our sockets
+    fork_server = _open_fork_server(
+        config, secret, loads=launch
+    )  # first: it must not hold our sockets
     set_up_logging("supervisor")
     network = config.network
     take = listen if standby_of is None else reserve

@@ -16,11 +16,14 @@ from moonpool.cli.options import (
     ConfigFlags,
     NumberRange,
     SectionedCommand,
+    capped_answers_option,
     catalogue_option,
     config_option,
     json_option,
+    noise_option,
     requests_option,
     scale_option,
+    speed_option,
     trace_format_option,
     trace_option,
 )
@@ -85,35 +88,23 @@ RUN_OPTIONS = (
 @config_option
 @SIMULATE_FLAGS.options(CLUSTER_DEFAULTS)
 @catalogue_option
-@click.option(
-    "--speed",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Replay the trace this many times faster.",
-)
+@speed_option
 @requests_option
 @scale_option
-@click.option(
-    "--noise",
-    type=NumberRange(min=0, max=0.99),
-    default=0.0,
-    show_default=True,
-    help="Largest share by which a step departs from its true cost.",
-)
+@noise_option
 @click.option(
     "--prefill-belief",
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Factor by which the Conductor misjudges prefill times.",
+    help="Estimated over true prefill time in the Conductor.",
 )
 @click.option(
     "--decode-belief",
     type=FACTOR,
     default=1.0,
     show_default=True,
-    help="Factor by which the Conductor misjudges decode times.",
+    help="Estimated over true decode time in the Conductor.",
 )
 @click.option(
     "--slow",
@@ -125,13 +116,13 @@ RUN_OPTIONS = (
     "--drain",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="Drain this instance then: its requests end or move, and it hands over its own blocks.",
+    help="Drain this instance at this time: its requests end or move, its own blocks move.",
 )
 @click.option(
     "--restart",
     multiple=True,
     metavar="NAME=SECONDS",
-    help="Drain this instance then, and let an empty one join in its place.",
+    help="Drain this instance at this time, and start an empty one in its place.",
 )
 @click.option(
     "--tenant-share",
@@ -143,7 +134,7 @@ RUN_OPTIONS = (
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
-    help="Misjudge times as a live cluster did: the file that `profile --beliefs-of` wrote.",
+    help="Use the errors of a live cluster's estimates; a file of `profile --beliefs-of`.",
 )
 @click.option(
     "--layer-wise/--no-layer-wise",
@@ -151,11 +142,7 @@ RUN_OPTIONS = (
     show_default=True,
     help="Stream KVCache while it is computed, or afterwards.",
 )
-@click.option(
-    "--capped-answers",
-    is_flag=True,
-    help="Let clients cap each answer at the length it has, as `replay` does.",
-)
+@capped_answers_option
 @click.option(
     "--boot-s",
     type=NumberRange(min=0, max=86_400),

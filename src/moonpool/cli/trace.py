@@ -86,7 +86,9 @@ def info(file: str, format_name: str, json_file: str | None, plot: str | None) -
 @click.option("--like", type=click.Path(), help="Fit the workload to this trace.")
 @click.option("--requests", type=COUNT, help="Number of requests.")
 @click.option(
-    "--duration", type=POSITIVE, help="Most seconds, instead of --requests or in addition."
+    "--duration",
+    type=POSITIVE,
+    help="Most seconds of the trace, instead of --requests or in addition.",
 )
 @click.option("--rate", type=POSITIVE, help="Requests per second; the profile's unless given.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
@@ -129,7 +131,9 @@ def generate(
         }
         if mix is not None:
             if write_profile is not None:
-                fail(f"{mix.name} has several profiles, but --write-profile writes one: omit it")
+                fail(
+                    f"{mix.name} has several profiles, but --write-profile writes one: leave it out"
+                )
             name, rows = mix.name, generate_mix(mix, **limits)
         else:
             profile = _profile(profile_name, like)

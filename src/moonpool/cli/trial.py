@@ -36,7 +36,7 @@ FAILED = ("refused", "error", "cut", "hung")
     type=click.Choice(["both", "chat", "completions"]),
     default="both",
     show_default=True,
-    help="Which routes to ask.",
+    help="Routes that requests are sent to.",
 )
 @click.option(
     "--requests", type=COUNT, default=400, show_default=True, help="Questions asked under load."
@@ -63,7 +63,7 @@ FAILED = ("refused", "error", "cut", "hung")
     type=click.IntRange(min=2),
     default=3,
     show_default=True,
-    help="Ask each question this often in quiet before the load.",
+    help="Ask each question this many times in quiet before the load.",
 )
 @click.option("--max-tokens", type=COUNT, default=48, show_default=True, help="Length of answers.")
 @click.option(

@@ -30,6 +30,7 @@ from moonpool.types import InstanceId, Role
 if TYPE_CHECKING:
     from moonpool.attention_offload.worker_process import AttentionWorker
     from moonpool.cores import CoreShare
+    from moonpool.engine.gguf.shared_weights import SharedWeights
     from moonpool.transfer.tls import PeerTls
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
@@ -127,7 +128,9 @@ def cluster_secret() -> bytes:
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
 )
+@click.pass_obj
 def worker(
+    shared: SharedWeights | None,
     role: str,
     head_address: str,
     name: str | None,
@@ -178,7 +181,7 @@ def worker(
             from moonpool.runtime.worker import Worker
 
             own = (Role(role), InstanceId(name), machine, host, secret, share)
-            running = Worker(*own, num_stages, num_ranks, kept, tls)
+            running = Worker(*own, num_stages, num_ranks, kept, tls, shared)
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
         await running.run(head_host, port)
 

@@ -24,13 +24,19 @@ class ServerError(RuntimeError):
 class LocalServer:
     """Starts with a `with` block, and ends with all its processes after it."""
 
-    def __init__(self, arguments: Sequence[str], start_s: float = 180.0, port: int = 0) -> None:
-        """`port` 0 takes a free one."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        start_s: float = 180.0,
+        port: int = 0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """`port` 0 takes a free one. `environment`: variables beside those of this process."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = [sys.executable, "-m", "moonpool", "serve", *arguments]
         self._arguments += ["--host", "127.0.0.1", "--port", str(self.port)]
-        self._environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
         self._start_s = start_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         self._process: subprocess.Popen[bytes] | None = None

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from moonpool.engine import induction
 from moonpool.engine.checkpoint import SINGLE_FILE, open_checkpoint
 from moonpool.engine.families.table import FAMILIES
-from moonpool.engine.gguf.checkpoint import open_gguf
+from moonpool.engine.gguf.checkpoint import GgufWeights, open_gguf
 from moonpool.engine.gguf.files import gguf_file
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.lora.adapter import Adapter, open_adapters
@@ -66,6 +66,12 @@ class LoadedModel:
     def adapter_numbers(self) -> dict[str, int]:
         """The number of each LoRA adapter in a step, from 1 on, by its fingerprint."""
         return {adapter.fingerprint: number for number, adapter in enumerate(self.adapters, 1)}
+
+    def release(self) -> None:
+        """Gives back the memory of weights that were read from a mapped file. They can be read
+        again."""
+        if isinstance(self.weights, GgufWeights):
+            self.weights.release()
 
 
 def open_model(

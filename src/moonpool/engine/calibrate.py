@@ -1,6 +1,6 @@
 """Measures step times of an engine, to fit its cost model.
 
-It runs for a second or two before any request is served, and overwrites blocks from number 0 on.
+It runs for seconds before the first request is ever served, and overwrites blocks from number 0 on.
 Cached contexts are not computed first, since attention costs the same over any bytes.
 """
 
@@ -45,6 +45,12 @@ DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256
 # New and cached tokens of a chunk; batch and context of the decodes in the step. Smaller chunks are
 # left out: there decodes cost less than the arithmetic of their rows, unlike in service.
 MIXED = ((64, 0, 16, 64), (64, 0, 16, 1024), (32, 0, 8, 256), (64, 512, 16, 256), (256, 0, 32, 512))
+# Of a slow model at its start: three of each kind of the above would take half a minute. The times
+# of mixed steps then follow from the others.
+BRIEF_PREFILLS = ((4, 0), (32, 0), (32, 256))
+SLOW_S = 0.1
+"""A model is slow if a prefill of `SLOW_TOKENS` takes longer."""
+SLOW_TOKENS = 4
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ALWAYS = 3  # steps of each kind are measured even if slow: the fit needs them
 REPEATS = 3
@@ -119,20 +125,22 @@ def curve_of(samples: Iterable[StepSample]) -> dict[int, float]:
     return {s.new_tokens: s.seconds for s in samples if s.kind == "curve"}
 
 
-def measure_samples(engine: MeasuredEngine, budget_s: float = 1.5) -> list[StepSample]:
+def measure_samples(
+    engine: MeasuredEngine, budget_s: float = 1.5, thorough: bool = True
+) -> list[StepSample]:
     """Takes the best of a few runs of each step: two fifths of the time for prefills, two fifths
     for decodes, the rest for mixed steps.
 
-    Measures at least `ALWAYS` steps of each kind, also of a slow model.
+    Measures at least `ALWAYS` steps of each kind, also of a slow model. If not `thorough`, it
+    measures only a few short steps of a slow model.
     """
     _run(engine, _step(engine, 1, 1, 0))  # touches all weights once
-    prefills: list[Point] = [("prefill", 1, new, cached) for new, cached in PREFILLS]
+    brief = not thorough and _run(engine, _step(engine, 1, SLOW_TOKENS, 0)) > SLOW_S
+    chunks = BRIEF_PREFILLS if brief else PREFILLS
+    prefills: list[Point] = [("prefill", 1, new, cached) for new, cached in chunks]
     decodes: list[Point] = [("decode", batch, 1, context) for batch, context in DECODES]
-    return [
-        *_within(engine, 0.4 * budget_s, prefills),
-        *_within(engine, 0.4 * budget_s, decodes),
-        *_mixed_within(engine, 0.2 * budget_s),
-    ]
+    found = [*_within(engine, 0.4 * budget_s, prefills), *_within(engine, 0.4 * budget_s, decodes)]
+    return found if brief else [*found, *_mixed_within(engine, 0.2 * budget_s)]
 
 
 def measure_curve(

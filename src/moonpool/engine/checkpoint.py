@@ -123,6 +123,7 @@ class _Header:
 
     @classmethod
     def read(cls, path: Path) -> _Header:
+        """Reads the header. Raises ModelError for a file that is absent or no safetensors file."""
         try:
             with safe_open(path, framework="pt"):
                 pass  # checks the header against the file's size
@@ -175,9 +176,10 @@ def _shapes(
 
 
 def _prefix(files: Mapping[str, Path]) -> str:
-    """What the names of a text model's tensors begin with, in a model of text and images too."""
+    """What the names of a text model's tensors begin with, in a model of text and images too.
+    Models for embeddings alone often begin with nothing."""
     inner = [p for p in TEXT_PREFIXES if any(name.startswith(p) for name in files)]
-    return inner[0] if inner else "model."
+    return inner[0] if inner else "" if "embed_tokens.weight" in files else "model."
 
 
 def _check_tensors(

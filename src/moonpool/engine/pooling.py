@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moonpool.engine.spec import ModelError
@@ -40,7 +41,7 @@ def stored_pooling(folder: Path) -> Pooling:
         settings = json.loads(path.read_text(encoding="utf-8")) if folders else {}
         modes = sorted(name for name, on in settings.items() if name[:13] == "pooling_mode_" and on)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} says no way to pool that can be read: {error}") from None
+        raise ModelError(f"{path} does not describe the pooling: {error}") from None
     others = {kind for kind, _ in modules} - _KNOWN_MODULES
     if others or modes not in (["pooling_mode_mean_tokens"], ["pooling_mode_lasttoken"]):
         ways = ", ".join([*sorted(others), *modes]) or "no pooling"
@@ -70,6 +71,15 @@ def pool(entry: StepEntry, states: Tensor) -> bytes | Token:
         total = total + row
     if entry.draw is None:
         return total.astype("<f8").tobytes()
+    return _embedding(total)
+
+
+def pool_last(state: Tensor) -> Token:
+    """The embedding that the last token's state [hidden] is. Raises as `pool`."""
+    return _embedding(state.detach().cpu().double().numpy())
+
+
+def _embedding(total: NDArray[np.float64]) -> Token:
     if not np.isfinite(total).all():
         raise ArithmeticError("the hidden states of a prompt contain NaN or infinity")
     # The length does not depend on the number of tokens, so the sum serves for the mean.

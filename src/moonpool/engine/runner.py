@@ -36,7 +36,6 @@ from moonpool.engine.staggered import StaggeredModel
 from moonpool.engine.step import (
     BeforeAttend,
     LayerDone,
-    StepError,
     StepResult,
     drawing_rows,
     first_positions,
@@ -60,10 +59,12 @@ class Engine:
         host_sync: HostGpuSync | None = None,
         staggered: bool = False,
         sharded: ShardedModel | None = None,
+        decoder: DecoderModel | None = None,
     ) -> None:
         """`host_sync` copies between GPU blocks and the arena. `staggered`: decodes run as two
         alternating half batches (`engine.staggered`). `sharded` replaces the model where it is
-        computed in shards (`engine.parallel.tensor_model`).
+        computed in shards (`engine.parallel.tensor_model`). `decoder`: the same model, packed by
+        the same kind of `ops`.
 
         Raises `ValueError` if the cache's layout does not fit the model.
         """
@@ -90,14 +91,15 @@ class Engine:
         self._adapters = model.adapter_numbers
         self.host_sync = host_sync
         self._model: Model
-        self._decoder: DecoderModel | None = None
+        self._states: DecoderModel | ShardedModel  # gives hidden states, and logits of them
         if sharded is not None:
-            self._model = sharded
+            self._model = self._states = sharded
             return
         with torch.inference_mode():
-            decoder = self._decoder = DecoderModel(
-                model.spec, model.weights, ops, adapters=model.adapters
-            )
+            if decoder is None:
+                decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)
+                model.release()
+            self._states = decoder
             self._model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
@@ -176,15 +178,13 @@ class Engine:
             return [place[row] for row in rows]
 
         if other.pooling:
-            if self._decoder is None:
-                raise StepError("an engine of several shards computes no embeddings")
             states = self._forward(entries, drawing, on_layer, before_attend, wanted, True)
             assert states is not None
             other.states = {i: states[at(rows)] for i, rows in other.pooling.items()}
             if not (scoring or last):
                 return None
             with torch.inference_mode():
-                logits = self._decoder.logits(states[at([*scoring, *last])])
+                logits = self._states.logits(states[at([*scoring, *last])])
             scores, drawn = logits[: len(scoring)], logits[len(scoring) :]
         else:
             found = self._forward(entries, drawing, on_layer, before_attend, wanted)
@@ -215,7 +215,7 @@ class Engine:
             layer_done = self.host_sync.begin(rows.meta, announced=on_layer is not None)
         with torch.inference_mode():
             token_ids = rows.token_ids.to(self._device)
-            forward = self._decoder.hidden if hidden and self._decoder else self._model.forward
+            forward = self._states.hidden if hidden else self._model.forward
             logits = forward(token_ids, self._cache, rows.meta, wanted, layer_done, before_attend)
         if self.host_sync is not None:
             self.host_sync.end(on_layer)

@@ -83,7 +83,8 @@ def sample(
             # The maximum of a row with NaN is NaN.
             if not abs(values[row]) < np.inf:
                 raise NonFiniteLogitsError(
-                    f"row {row} of the step has logit {values[row]}: weights or KVCache"
+                    f"row {row} of the step has logit {values[row]}:"
+                    " the weights or the KVCache may be damaged"
                 )
             own = draw.after(number)
             if _is_plainly_greedy(own):

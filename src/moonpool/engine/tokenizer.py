@@ -74,6 +74,19 @@ class Tokenizer(Protocol):
         ...
 
 
+def unlike(first: Tokenizer, second: Tokenizer) -> str:
+    """How two vocabularies differ, in words; "" if they are the same."""
+    if first.vocab_size != second.vocab_size:
+        return f"{second.vocab_size} tokens, not {first.vocab_size}"
+    if first.special_token_ids != second.special_token_ids:
+        return "its special tokens differ"
+    for token_id in range(first.vocab_size):
+        one, other = first.token_bytes(token_id), second.token_bytes(token_id)
+        if one != other:
+            return f"token {token_id} is {other!r}, not {one!r}"
+    return ""
+
+
 _LONGEST_PENDING_TOKENS = 16
 
 

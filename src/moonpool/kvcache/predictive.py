@@ -129,6 +129,7 @@ class PredictiveEviction:
         self._size += len(block_ids)
 
     def remove(self, block_ids: Sequence[BlockId]) -> None:
+        """Raises KeyError, which holds the block, if one is not evictable."""
         done = 0
         while done < len(block_ids):
             first = block_ids[done]
@@ -140,6 +141,7 @@ class PredictiveEviction:
             done += self._remove_front(segment, block_ids, done)
 
     def pop(self, num_blocks: int) -> list[BlockId]:
+        """Raises KeyError if fewer blocks are evictable."""
         if num_blocks > self._size:
             raise KeyError("fewer blocks are evictable")
         popped: list[BlockId] = []
@@ -155,6 +157,7 @@ class PredictiveEviction:
         return popped
 
     def evict(self, block_id: BlockId) -> bool:
+        """Raises KeyError if the block is not evictable."""
         segment = self._segment_of[block_id]
         if segment is None:
             raise KeyError(block_id)

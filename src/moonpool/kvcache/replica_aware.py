@@ -111,6 +111,8 @@ class ReplicaAwareEviction:
         self._policy.remove(block_ids)
 
     def pop(self, num_blocks: int) -> list[BlockId]:
+        """Loose blocks go first, then those that the wrapped policy chooses. Raises KeyError if
+        fewer are evictable."""
         if num_blocks > len(self._policy):
             raise KeyError("fewer blocks are evictable")
         popped: list[BlockId] = []

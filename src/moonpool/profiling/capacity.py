@@ -94,7 +94,8 @@ class _Search:
         self._report = report
 
     def judge(self, rate: float) -> Verdict:
-        """Measures until the verdict is clear, or seeds or runs are used up (mutates)."""
+        """Measures until the verdict is clear, or all seeds of the rate are used up (mutates).
+        Raises _SpentError if the search may make no more runs before."""
         if rate in self.points:
             return self.points[rate].verdict
         goal, runs = self.goal, list[Attainment]()
@@ -243,7 +244,7 @@ class LiveCapacity:
 
     def measure(self, speed: float, seed: int) -> Attainment:
         """Replays at this speed. Raises ServerUnfitError, HopelessError, ValueError if the server
-        has gone or no request can succeed."""
+        has gone or no request can succeed. Raises KeyboardInterrupt after Ctrl-C."""
         self._num_runs += 1
         ttft_s, tbt_s = self._slo
         plan = ReplayPlan(

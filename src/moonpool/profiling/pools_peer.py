@@ -136,6 +136,8 @@ class Mooncake:
                 time.sleep(0.05)
 
     def put(self, names: "list[tuple[str, int]]", size: int) -> None:
+        """Stores slices of `size` bytes under their names. Raises RuntimeError if the store refuses
+        one."""
         keys, places = self._places(names, size)
         if len(keys) == 1:
             codes = [self.store.put_from(keys[0], places[0], size)]
@@ -145,6 +147,8 @@ class Mooncake:
             raise RuntimeError(f"to put {size} bytes gave {codes}")
 
     def get(self, names: "list[tuple[str, int]]", size: int) -> None:
+        """Reads slices of `size` bytes. Raises RuntimeError if one is absent or has another
+        size."""
         keys, places = self._places(names, size)
         if len(keys) == 1:
             found = [self.store.get_into(keys[0], places[0], size)]
@@ -177,6 +181,8 @@ def hold(master: str) -> None:
 
 
 def start_all(buffer: Buffer) -> "tuple[dict[str, Redis | Mooncake], dict[str, str]]":
+    """Starts the peers. Returns those that run, and why the others are absent. A peer that cannot
+    start raises no error."""
     peers: dict[str, Redis | Mooncake] = {}
     absent = {}
     for name, kind in (("mooncake", Mooncake), ("redis", Redis)):

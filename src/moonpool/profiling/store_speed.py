@@ -224,12 +224,14 @@ class _RawFile:
         self._fd = os.open(path, flags, 0o600)
 
     def write(self, offset: int, num_bytes: int) -> None:
+        """Raises OSError if the disk is full or takes only a part."""
         os.posix_fallocate(self._fd, offset, num_bytes)
         for at, step in self._plan(offset, num_bytes):
             if os.pwritev(self._fd, [step], at) != len(step):
                 raise OSError(errno.EIO, "the disk took only a part")
 
     def read(self, offset: int, num_bytes: int) -> None:
+        """Raises OSError if the disk fails or the file ends before."""
         for at, step in self._plan(offset, num_bytes):
             if os.preadv(self._fd, [step], at) != len(step):
                 raise OSError(errno.EIO, "the disk gave only a part")

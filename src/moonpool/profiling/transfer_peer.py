@@ -161,6 +161,7 @@ def _look(listener: socket.socket, own: Arena) -> None:
 
 
 def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fills `view`. Raises RuntimeError if the other process closes the connection before."""
     filled = 0
     while filled < len(view):
         count = sock.recv_into(view[filled:])

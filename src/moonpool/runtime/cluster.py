@@ -29,13 +29,14 @@ from moonpool.cores import (
 )
 from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
+from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, unlike
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 from moonpool.transfer.tls import PeerTls, PeerTlsError
+from moonpool.types import Pooling
 
 log = logging.getLogger("moonpool")
 
@@ -68,6 +69,8 @@ async def serve_cluster(link: SupervisorLink) -> None:
     await _begin(link, head, config, inherited)
     for kept, sock in inherited.answers:
         await server.resume(sock, kept)
+    for half_read, sock in inherited.half_read:
+        await server.resume_half_read(sock, half_read)
     for sock in inherited.connections:
         await server.adopt(sock)
     broken: list[str] = []
@@ -168,6 +171,22 @@ def _model_info(config: Config) -> ModelInfo:
     return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
 
 
+def _check_draft_model(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ModelError and TokenizerError if the draft model does not fit the model."""
+    settings = config.engine.speculative_config
+    if settings is None or not settings.model:
+        return
+    from moonpool.engine.builtin import model_info  # needs torch
+
+    drafts = model_info(settings.model, config.model.dtype)
+    found = unlike(tokenizer, open_tokenizer(drafts.tokenizer, drafts.vocab_size))
+    if found:
+        raise ModelError(
+            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
+            f" {found}; use a draft model with the same tokenizer"
+        )
+
+
 def resolved(config: Config) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
@@ -195,6 +214,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
     try:
         model = _model_info(config)
         tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
+        _check_draft_model(config, tokenizer)
         if config.model.chat_template:
             tokenizer.use_chat_template(_read_template(config.model.chat_template))
     except (ModelError, TokenizerError) as error:
@@ -210,7 +230,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
             f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name}"
             " supports; lower it"
         )
-    embeds = _computes_here(config) and model.pooling != "none"
+    no_embeddings = _why_no_embeddings(config, model.pooling)
     card = ModelCard(
         model_id=config.model.served_name or config.model.name,
         created_s=int(time.time()),
@@ -218,7 +238,8 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         scores_prompts=_computes_here(config),
-        embedding_size=model.hidden_size if embeds else 0,
+        embedding_size=0 if no_embeddings else model.hidden_size,
+        no_embeddings=no_embeddings,
         pooling=model.pooling,
         sampling=dict(model.sampling),
         adapters=_adapter_cards(config, model),
@@ -238,6 +259,21 @@ def _adapter_cards(config: Config, model: ModelInfo) -> tuple[AdapterCard, ...]:
     return tuple(
         AdapterCard(name=a.name, adapter=a.fingerprint, root=str(a.folder)) for a in model.adapters
     )
+
+
+def _why_no_embeddings(config: Config, pooling: Pooling) -> str:
+    """ "" if all instances compute them."""
+    engine = config.engine
+    if engine.kind != "moonpool":
+        return "vLLM servers behind it are asked for tokens only"
+    if config.cluster.attention:
+        return "instances with attention workers have no hidden states to pool"
+    if pooling == "none":
+        return "the model pools in a way that is not computed here (see the log)"
+    stages = max(engine.pipeline_parallel_size, engine.decode_pipeline_parallel_size)
+    if pooling == "mean" and stages > 1:
+        return "the model's mean over all tokens needs instances without pipeline stages"
+    return ""
 
 
 def _computes_here(config: Config) -> bool:

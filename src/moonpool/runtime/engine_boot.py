@@ -15,7 +15,7 @@ import torch
 
 from moonpool.attention_offload.boot import CalibrationEngine, OffloadedParts, boot_attention_group
 from moonpool.attention_offload.client import AttentionError
-from moonpool.config import ConfigError, ParallelConfig
+from moonpool.config import ConfigError, ParallelConfig, SpeculativeConfig
 from moonpool.cores import CoreShare, pin_thread, usable_cores
 from moonpool.cost.derived import pipelined
 from moonpool.cost.fitted import FittedCost
@@ -23,6 +23,8 @@ from moonpool.engine.builtin import LoadedModel, open_model
 from moonpool.engine.calibrate import measure_samples
 from moonpool.engine.cuda.host_sync import make_host_sync
 from moonpool.engine.device import check_device, free_bytes, stages_of_fullest
+from moonpool.engine.drafting.drafter import Drafter
+from moonpool.engine.gguf.shared_weights import SharedWeights
 from moonpool.engine.ops import KvCache, Ops, block_dtype
 from moonpool.engine.parallel.pipeline import PipelineEngine, StageOptions
 from moonpool.engine.parallel.process_group import StageLostError
@@ -34,6 +36,7 @@ from moonpool.policy_loading import load_eviction
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.runtime.profile_store import refine_profile
+from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.storage.block_ledger import BlockLedger
 from moonpool.storage.folder import StoreError
 from moonpool.storage.kept_memory import OFF, KeptMemory, open_in_folder
@@ -49,6 +52,10 @@ MEMORY_SHARE = 0.25
 GPU_SHARE = 0.8
 """The share of a GPU's free memory for weights and KVCache. The rest is for the steps' tensors."""
 WARM_UP_S = 20.0
+DRAFT_SHARE = 1 / 8
+"""The KVCache of a draft model takes at most this share of the pool's bytes, unless a size is set.
+"""
+MIB = 1 << 20
 
 
 class BootError(Exception):
@@ -67,6 +74,7 @@ class InstancePlace:
     share: CoreShare = field(default_factory=CoreShare)
     kept: tuple[str, str] | None = None  # memory files of an earlier process of this instance
     tls: PeerTls | None = None
+    shared: SharedWeights | None = None  # packed for all workers of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +98,12 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
         raise BootError(str(error)) from None
     threads = _settle_threads(setup, place)
     try:
-        own = setup.model
-        log.info("loading %s", own.name)
-        model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
+        own, shared = setup.model, _shared(setup, place)
+        if shared is not None:
+            model = shared.model
+        else:
+            log.info("loading %s", own.name)
+            model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
         check_device(setup.engine.device)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
         if setup.attention:
@@ -131,6 +142,52 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
         raise BootError(str(error)) from None
     _settle_arena(built)
     return cost
+
+
+@dataclass(frozen=True, slots=True)
+class BootedDraft:
+    """A draft model that is ready, and what the state machine knows of it."""
+
+    drafter: Drafter
+    place: DraftModelPlace
+
+
+def boot_draft(setup: Setup, role: Role, built: BuiltEngine) -> BootedDraft | None:
+    """Returns None if none is wanted: a prefill instance needs none. Raises BootError."""
+    settings = setup.engine.speculative_config
+    if settings is None or settings.method != "draft_model" or role is Role.PREFILL:
+        return None
+    log.info("loading the draft model %s", settings.model)
+    try:
+        model = open_model(settings.model, setup.model.dtype)
+        ops = choose_ops(model.dtype, quantization=settings.quantization)
+        layout = make_layout(model, setup.pool.block_tokens, ops)
+        num_blocks = draft_blocks(settings, layout, built.arena.layout, _num_pool_blocks(built))
+        vocab_size = built.model.spec.vocab_size
+        drafter = Drafter(model, ops, num_blocks, layout.block_tokens, vocab_size)
+    except ValueError as error:  # the errors of a model are ValueErrors
+        raise BootError(f"the draft model: {error}") from None
+    cost = refine_profile(drafter.engine, built.threads)
+    text = "draft model %s: %.0f million parameters, KVCache of %d tokens in %.0f MiB"
+    num_tokens, parameters = num_blocks * layout.block_tokens, model.spec.num_parameters
+    log.info(text, settings.model, parameters / 1e6, num_tokens, drafter.num_bytes / MIB)
+    place = DraftModelPlace(cost, num_blocks, layout.block_tokens, model.spec.max_positions)
+    return BootedDraft(drafter, place)
+
+
+def _num_pool_blocks(built: BuiltEngine) -> int:
+    """Blocks of the instance's pool, which attention workers may hold."""
+    return built.arena.num_blocks if built.parts is None else sum(built.parts.group.sizes)
+
+
+def draft_blocks(
+    settings: SpeculativeConfig, layout: BlockLayout, pool: BlockLayout, num_pool_blocks: int
+) -> int:
+    """Blocks of the draft model's KVCache, beside a pool of `num_pool_blocks`."""
+    if settings.draft_kv_tokens:
+        return layout.blocks_for(settings.draft_kv_tokens)
+    fitting = int(DRAFT_SHARE * num_pool_blocks * pool.block_bytes / layout.block_bytes)
+    return max(1, min(fitting, num_pool_blocks))
 
 
 def _settle_arena(built: BuiltEngine) -> None:
@@ -213,7 +270,7 @@ def _local_engine(
     elif num_shards > 1:
         engine = sharded_engine(model, ops, cache, num_shards)
     else:
-        engine = _single_engine(model, ops, cache)
+        engine = _single_engine(model, ops, cache, _shared(setup, place))
     if several and not nixl and not late:
         arena.seal()  # all processes have mapped it; the NIXL agent would seal it itself
     return BuiltEngine(model, arena, engine, threads, ranks, ledger=ledger)
@@ -258,8 +315,22 @@ def _make_arena(
     return arena, BlockLedger(arena, ledger)
 
 
-def _single_engine(model: LoadedModel, ops: Ops, arena: KvCache) -> Engine:
+def _shared(setup: Setup, place: InstancePlace) -> SharedWeights | None:
+    """The weights that were packed for all workers, if this instance computes with them."""
+    shared, alone = place.shared, place.degree.num_processes == 1 and not setup.attention
+    return (
+        shared if shared is not None and alone and shared.fit(setup.model, setup.engine) else None
+    )
+
+
+def _single_engine(
+    model: LoadedModel, ops: Ops, arena: KvCache, shared: SharedWeights | None
+) -> Engine:
     """On the CPU, the engine computes in the arena. On a GPU, it has its own copy of the blocks."""
+    if shared is not None:
+        engine = Engine(model, ops, arena, decoder=shared.decoder)
+        engine.grammars = shared.grammars
+        return engine
     if ops.device.type == "cpu":
         return Engine(model, ops, arena)
     sync = make_host_sync(arena, ops.device)

@@ -11,7 +11,8 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from moonpool.attention_offload.remote_ops import AttentionLostError
 from moonpool.cores import pin_thread
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, CostModel
+from moonpool.engine.drafting.drafter import Drafter
 from moonpool.engine.parallel.pipeline import Outcome, PipelineEngine
 from moonpool.engine.parallel.process_group import StageLostError
 from moonpool.engine.runner import Engine
@@ -49,7 +51,29 @@ SLOWER = 10.0
 
 Arrival = FetchBlocks | ExpectStream | LoadBlocks
 """Actions after which other threads write blocks of the arena."""
+Drafted = Mapping[int, tuple[int, ...]]
+"""Entry of a step -> the tokens that the draft model guessed for it."""
 _Order = tuple[RunStep, Sequence[Sequence[LayerGate]]] | Arrival
+
+
+class Drafting:
+    """The draft model's part of each step. After an error the instance goes on without it."""
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self._drafter = drafter
+
+    def run(self, step: RunStep) -> tuple[RunStep, Drafted, float]:
+        """Returns the step with its drafts, what was guessed by entry, and the seconds."""
+        if not any(entry.draft_task for entry in step.entries):
+            return step, {}, 0.0
+        if self._drafter is not None:
+            try:
+                entries, drafted, seconds = self._drafter.run(step.entries)
+                return replace(step, entries=tuple(entries)), drafted, seconds
+            except Exception as error:
+                log.error("serving on without the draft model, which failed", exc_info=error)
+                self._drafter = None
+        return replace(step, entries=tuple([e.with_drafts(()) for e in step.entries])), {}, 0.0
 
 
 class EngineThread:
@@ -66,7 +90,9 @@ class EngineThread:
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
         cores: Sequence[int] = (),
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafting = Drafting(drafter)
         self._engine = engine
         self._messenger = messenger
         self._num_threads = num_threads
@@ -120,6 +146,7 @@ class EngineThread:
             self._post(outcome)
 
     def _compute(self, step: RunStep, gates: Sequence[Sequence[LayerGate]]) -> StepEnded:
+        step, drafted, drafting_s = self._drafting.run(step)
         begin_writing(self._messenger, step)
         waits = LayerWaits(step, gates)
         sends = any(entry.sends for entry in step.entries)
@@ -128,11 +155,17 @@ class EngineThread:
             (lambda layer: send_layer(self._messenger, waits.sound(), layer)) if sends else None,
             waits.before_attend if gates else None,
         )
-        computed_s = result.seconds - waits.waited_s
+        computed_s = drafting_s + result.seconds - waits.waited_s
         if gates:  # a step that draws nothing does not read the last layer
             waits.before_attend(self._engine.layout.num_layers - 1)
         return StepEnded(
-            result.tokens, computed_s, waits.missed, result.scored, result.pooled, result.further
+            result.tokens,
+            computed_s,
+            waits.missed,
+            result.scored,
+            result.pooled,
+            result.further,
+            drafted,
         )
 
 
@@ -149,7 +182,9 @@ class PipelineThread:
         messenger: Messenger,
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafting = Drafting(drafter)
         self._engine = engine
         self._messenger = messenger
         self._num_threads = num_threads
@@ -190,21 +225,24 @@ class PipelineThread:
                 self._post(_step_failed(step, error))
 
     def _begin(self, step: RunStep) -> None:
+        step, drafted, drafting_s = self._drafting.run(step)
         begin_writing(self._messenger, step)
         sends = [entry for entry in step.entries if entry.sends]
         self._engine.begin(
             step.entries,
             (lambda layer: send_layer(self._messenger, sends, layer)) if sends else None,
-            self._end,
+            lambda outcome: self._end(outcome, drafted, drafting_s),
         )
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome, drafted: Drafted, drafting_s: float) -> None:
         if isinstance(outcome, StageLostError):
             return
         if isinstance(outcome, Exception):
             self._post(StepFailed(_reason(outcome)))
         else:
-            self._post(StepEnded(outcome.tokens, outcome.seconds, further=outcome.further))
+            seconds = drafting_s + outcome.seconds
+            further = outcome.further
+            self._post(StepEnded(outcome.tokens, seconds, further=further, drafted=drafted))
 
 
 class StepWatchdog:
@@ -227,7 +265,8 @@ class StepWatchdog:
         chunks = [_chunk(entry) for entry in step.entries if _is_chunk(entry)]
         contexts = [entry.start + 1 for entry in step.entries if not _is_chunk(entry)]
         stage_s = self._cost.step_s(chunks, len(contexts), sum(contexts))
-        self._limits_s.append(max(self._patience_s, SLOWER * self._num_stages * stage_s))
+        expected_s = self._num_stages * stage_s + step.drafting_s
+        self._limits_s.append(max(self._patience_s, SLOWER * expected_s))
 
     def end(self) -> None:
         assert self._limits_s, "a step ended that had not begun"

@@ -23,11 +23,11 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import setproctitle
 
+from moonpool.runtime.silence import process_state
 from moonpool.transfer.parent import end_with
 
 log = logging.getLogger("moonpool.supervisor")
@@ -35,6 +35,7 @@ log = logging.getLogger("moonpool.supervisor")
 PR_SET_CHILD_SUBREAPER = 36
 FORK_S = 20.0
 IMPORT_S = 100.0
+LOAD_S = 280.0
 ADOPTED_S = 5.0
 END_S = 3.0
 LOOK_S = 0.5
@@ -97,7 +98,8 @@ class ForkServer:
         self._process: ForkedProcess | asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
-        self._limit_s = IMPORT_S + FORK_S  # the first answer comes after the imports
+        # Of the next replies, the last one first: one comes after the imports, one after the load.
+        self._limits_s = [LOAD_S + FORK_S, IMPORT_S + FORK_S]
 
     async def fork(self, arguments: Sequence[str], fd: int | None = None) -> ForkedProcess:
         """Forks a process with this command line. `fd` is passed on: its number there is the last
@@ -167,12 +169,13 @@ class ForkServer:
             if is_ready != _READY:
                 ours.close()
                 continue
-            self.pid, self._control, self._limit_s = process.pid, ours, FORK_S
+            self.pid, self._control = process.pid, ours
+            self._limits_s.clear()
 
     async def _ask(self, control: socket.socket, line: bytes, fd: int | None) -> int:
         loop = asyncio.get_running_loop()
         adopt_orphans(True)  # only now: no code here waits for orphans of other processes
-        limit_s, self._limit_s = self._limit_s, FORK_S
+        limit_s = self._limits_s.pop() if self._limits_s else FORK_S
         try:
             async with asyncio.timeout(limit_s):
                 socket.send_fds(control, [line], [] if fd is None else [fd])
@@ -208,12 +211,16 @@ def open_fork_server(
     run_line: Callable[[list[str]], object],
     prepare: Callable[[], object] = lambda: None,
     renewal: Renewal | None = None,
+    load: Callable[[], object] = lambda: None,
 ) -> ForkServer | None:
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
-    The fork server first calls `prepare`, which imports what those need. `renewal` starts another
-    one when it has ended. Must be called before there are threads or an event loop. Returns None if
-    the system does not support it, or if there are threads: a fork would copy only one.
+    The fork server first calls `prepare`, which imports what those need. After the first fork, the
+    head's, it calls `load`: all further processes have what that leaves. It must not raise, and no
+    thread may be left of it. `renewal` starts another fork server, without `load`, when one has
+    ended. Must be called before there are threads or an event loop. Returns None if the system does
+    not support it, or if there are threads: a fork would copy only one. Raises SystemExit in a
+    forked process, at its end, and OSError if the system cannot fork.
     """
     if not _may_fork():
         return None
@@ -230,7 +237,7 @@ def open_fork_server(
     end_with(parent_pid)
     os.environ.update(environment)
     prepare()
-    line = _serve_forks(theirs, parent_pid)
+    line = _serve_forks(theirs, parent_pid, load)
     run_line(line)
     raise SystemExit(0)
 
@@ -247,11 +254,7 @@ def serve_renewed(control: socket.socket, prepare: Callable[[], object]) -> list
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+    return process_state(pid) in ("T", "t")
 
 
 def _may_fork() -> bool:
@@ -265,15 +268,16 @@ def _may_fork() -> bool:
         return False
 
 
-def _serve_forks(control: socket.socket, parent_pid: int) -> list[str]:
+def _serve_forks(
+    control: socket.socket, parent_pid: int, load: Callable[[], object] | None = None
+) -> list[str]:
     """Forks until the supervisor closes. Returns only in forked processes, with their command
-    line."""
+    line. Calls `load` after the first fork."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     setproctitle.setproctitle("moonpool fork server")
-    gc.collect()
-    gc.freeze()  # a collection would write to all pages, and so copy them
+    _freeze()
     try:
         while True:
             line, fds, _, _ = socket.recv_fds(control, MAX_LINE_BYTES, 1)
@@ -284,9 +288,19 @@ def _serve_forks(control: socket.socket, parent_pid: int) -> list[str]:
                 return [*msgspec.json.decode(line, type=list[str]), *map(str, fds)]
             for fd in fds:
                 os.close(fd)
+            if load is not None:
+                load()
+                load = None
+                _freeze()
     except ConnectionError:
         pass  # the supervisor ended before it read the last reply
     os._exit(0)
+
+
+def _freeze() -> None:
+    """A collection would write to all pages, and so copy them."""
+    gc.collect()
+    gc.freeze()
 
 
 def _fork_twice(control: socket.socket) -> bool:

@@ -28,7 +28,6 @@ from moonpool.conductor.actions import (
     ConductorEvent,
     Deliver,
     DrainRequested,
-    HotRequested,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -60,13 +59,10 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.explain import (
-    MAX_LISTED_BLOCKS,
     describe_cluster,
-    describe_hot,
     describe_record,
     describe_to_tenant,
 )
-from moonpool.runtime.live_view import describe_live
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
@@ -74,6 +70,7 @@ from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.runtime.trace_export import open_exporter
+from moonpool.runtime.watch.live_view import LiveView
 from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
@@ -92,8 +89,6 @@ MAX_HALF_OPEN = 128
 STOPPING_RETRY_S = 5.0
 LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
-HOT_S = 2.0
-"""An instance that does not report its hot prefixes within this time is left out."""
 
 
 class Head:
@@ -129,6 +124,7 @@ class Head:
             policies=policies,
             tenant_weights=self._tenant_weights,
         )
+        self._live = LiveView(self.conductor, self._post, now)
         self._events = EventLog(config.api.event_log_bytes)
         self._checkpoint: asyncio.Task[None] | None = None
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
@@ -199,6 +195,7 @@ class Head:
     async def submit(
         self, request: Request, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
+        """As `Frontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
@@ -262,23 +259,14 @@ class Head:
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         newest = (ended.record for ended in reversed(self._ended.values()))
-        view = describe_live(self.conductor, newest, self.now(), tenant)
         own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
-        return view | {"standbys": own}
+        return self._live.frame(newest, tenant) | {"standbys": own}
 
     def is_stopping(self) -> bool:
         return self._leaving or self._stopping or self._views_end
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
-        for state in self.conductor.instances.values():
-            state.hot = None
-        self._post(HotRequested(MAX_LISTED_BLOCKS))
-        until_s = self.now() + HOT_S
-        while self.now() < until_s:
-            if all(state.hot is not None for state in self.conductor.instances.values()):
-                break
-            await asyncio.sleep(HOT_S / 100)
-        return describe_hot(self.conductor, num_prefixes)
+        return await self._live.hot.collect(num_prefixes)
 
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
@@ -413,6 +401,7 @@ class Head:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
         self._observer.request_ended(record)
         self._request_log.request_ended(record)
+        self._live.history.request_ended(record, self.now())
         if self._traces is not None:
             self._traces.request_ended(record, self.now())
         record.forget_gaps()
@@ -581,6 +570,7 @@ class Head:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
+            self._live.history.tick(self.now())
             self._renew_event_log()
             if self.standbys.are_due(self._clock.listened_s):
                 self._lead()

@@ -16,6 +16,7 @@ from moonpool.attention_offload.offload import Event, Offload
 from moonpool.config import ConfigError
 from moonpool.cores import pin_thread
 from moonpool.cost.fitted import FittedCost
+from moonpool.engine.drafting.drafter import Drafter
 from moonpool.engine.native.slices import open_slices
 from moonpool.engine.parallel.pipeline import PipelineEngine
 from moonpool.engine.parallel.tensor_ranks import Ranks
@@ -25,7 +26,14 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TierLoad
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
-from moonpool.runtime.engine_boot import BootError, InstancePlace, build_engine, measure_cost
+from moonpool.runtime.engine_boot import (
+    BootError,
+    InstancePlace,
+    boot_draft,
+    build_engine,
+    measure_cost,
+)
+from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, instance_config
 from moonpool.storage.block_ledger import BlockLedger
@@ -61,6 +69,14 @@ class BootedInstance:
     ranks: Ranks | None = None  # the other tensor-parallel ranks
     ledger: BlockLedger | None = None  # of memory that outlives this process
     adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
+    drafter: Drafter | None = None  # guesses tokens that steps verify
+
+    @property
+    def part_pids(self) -> list[int]:
+        """The processes of the stages or ranks after the first."""
+        if self.ranks is not None:
+            return self.ranks.pids
+        return self.engine.pids if isinstance(self.engine, PipelineEngine) else []
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
@@ -129,6 +145,7 @@ def boot_instance(
     built = build_engine(setup, place, on_lost)
     arena, num_stages, parts = built.arena, place.degree.num_stages, built.parts
     cost = measure_cost(built, num_stages)
+    draft = boot_draft(setup, place.role, built)
     pin_thread(place.share.others)  # also pins all threads that are started from here on
     messenger = _open_messenger(setup, place, arena, post)
     store, store_error = _open_store(setup, place.instance_id, place.listen_host, arena, post)
@@ -150,7 +167,17 @@ def boot_instance(
         address=address,
         cost=cost,
         instance=_state_machine(
-            setup, arena, place.role, cost, eos, store, num_stages, built.engine, parts, kept
+            setup,
+            arena,
+            place.role,
+            cost,
+            eos,
+            store,
+            num_stages,
+            built.engine,
+            parts,
+            kept,
+            None if draft is None else draft.place,
         ),
         threads=built.threads,
         store=store,
@@ -159,6 +186,7 @@ def boot_instance(
         ranks=built.ranks,
         ledger=built.ledger,
         adapters=tuple(built.model.adapter_numbers),
+        drafter=None if draft is None else draft.drafter,
     )
 
 
@@ -280,6 +308,7 @@ def _state_machine(
     engine: Engine | PipelineEngine,
     parts: OffloadedParts | None,
     kept: Sequence[tuple[BlockId, BlockKey]],
+    draft_model: DraftModelPlace | None,
 ) -> Instance:
     # An engine with host-GPU sync, stages and attention workers do not wait for single layers.
     layer_wise = parts is None and isinstance(engine, Engine) and engine.host_sync is None
@@ -296,9 +325,18 @@ def _state_machine(
             arenas=parts.group.sizes,
             kept=parts.group.cached,
             segment_blocks=parts.segment_blocks,
+            draft_model=draft_model,
         )
     instance = Instance(
-        config, arena.layout, arena.num_blocks, role, cost, eos_token_ids, stored, kept=kept
+        config,
+        arena.layout,
+        arena.num_blocks,
+        role,
+        cost,
+        eos_token_ids,
+        stored,
+        kept=kept,
+        draft_model=draft_model,
     )
     instance.pool.watch_keys()
     return instance

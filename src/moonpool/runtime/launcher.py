@@ -140,11 +140,11 @@ class LocalLauncher:
         """The cluster is up: from now on no worker is given up."""
         self._started = True
 
-    def kill(self, instance_id: str) -> None:
-        """Kills a worker that does not respond. Its keeper restarts it."""
+    def kill(self, instance_id: str, why: str = "does not respond") -> None:
+        """Kills a worker. Its keeper restarts it."""
         process = self._processes.get(instance_id)
         if process is not None and process.returncode is None:
-            log.warning("%s does not respond; killing it", instance_id)
+            log.warning("%s %s; killing it", instance_id, why)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 

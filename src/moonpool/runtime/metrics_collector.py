@@ -71,7 +71,7 @@ class MetricsCollector:
         self._metrics.add_corrupt_slices(new("corrupt_slices") + new("corrupt_blocks"))
         self._metrics.add_recomputed_tokens(new("recomputed_tokens"))
         self._metrics.add_drafts(new("drafts"), new("draft_tokens"), new("accepted_draft_tokens"))
-        for transport in ("shm", "tcp"):
+        for transport in ("shm", "tcp", "tls", "nixl"):
             num_bytes = new(f"{transport}_received_bytes")
             if num_bytes:
                 self._metrics.add_transfer(transport, num_bytes)

@@ -1,9 +1,10 @@
 """Measured step times of this machine and model, stored in the user's cache folder.
 
-Each start refines them. A busy machine makes a measurement slower, never faster, so the store keeps
-the best time of each kind of step, and the cost model is fitted to those. The instances of a
-machine start at the same time: under a lock, the first one measures while the others wait for its
-result.
+The first start of a model measures them, and the first one of each week refines them. A busy
+machine makes a measurement slower, never faster, so the store keeps the best time of each kind of
+step, and the cost model is fitted to those. The instances of a machine start at the same time:
+under a lock, the first one measures while the others wait for its result. `moonpool profile`
+measures all anew.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from moonpool import __version__
 from moonpool.cores import cpu_name
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.calibrate import (
+    BRIEF_PREFILLS,
     DECODES,
     MIXED,
     PREFILLS,
@@ -37,8 +39,9 @@ from moonpool.types import MALFORMED
 
 log = logging.getLogger("moonpool.profile")
 
-FRESH_S = 60.0
-"""A younger profile was measured by an instance of the same start."""
+KEPT_S = 7 * 86400.0
+"""A machine changes: an older profile is refined. Load and temperature are learned while serving
+(`cost.online`)."""
 
 
 def measure_profile(
@@ -60,10 +63,10 @@ def measure_profile(
 
 
 def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = False) -> FittedCost:
-    """Measures and fits the cost model to the best of all measurements.
+    """Fits the cost model to the stored times, and measures if there are none.
 
-    It does not measure if another instance has just done so. With `only_if_new`, it does not
-    measure if there is any stored profile.
+    Times that are older than `KEPT_S` are measured again, and the better ones kept, unless
+    `only_if_new`.
     """
     path = profile_path(engine, threads)
     try:
@@ -71,13 +74,13 @@ def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = Fal
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             samples = _read(path)
-            stale = samples and not only_if_new and time.time() - path.stat().st_mtime > FRESH_S
+            stale = samples and not only_if_new and time.time() - path.stat().st_mtime > KEPT_S
             if not samples or stale:
-                samples = best_of(samples, measure_samples(engine))
+                samples = best_of(samples, measure_samples(engine, thorough=False))
                 _write(path, samples)
     except OSError as error:
         log.info("the cost profile cannot be stored and is measured at each start: %s", error)
-        samples = measure_samples(engine)
+        samples = measure_samples(engine, thorough=False)
     return fit_samples(samples)
 
 
@@ -85,7 +88,7 @@ def profile_path(engine: MeasuredEngine, threads: int) -> Path:
     """Returns a path that differs whenever the measurements would differ."""
     what = (
         __version__,
-        str((PREFILLS, DECODES, MIXED)),
+        str((PREFILLS, DECODES, MIXED, BRIEF_PREFILLS)),
         engine.layout.fingerprint.hex(),
         engine.ops_name,
         str(threads),

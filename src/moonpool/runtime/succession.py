@@ -74,7 +74,7 @@ async def load_head(environment: Mapping[str, str], with_engine: bool) -> NextHe
         if isinstance(error, TimeoutError):
             raise SuccessionError(f"the next head did not start within {LOAD_S:g} s") from None
         if isinstance(error, msgspec.MsgspecError | OSError):
-            raise SuccessionError(f"the next head said nothing that is known: {error}") from None
+            raise SuccessionError(f"the next head sent an unknown message: {error}") from None
         raise
     return found
 

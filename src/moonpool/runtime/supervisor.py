@@ -52,7 +52,7 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.silence import ListeningClock
+from moonpool.runtime.silence import ListeningClock, StoppedProcesses
 from moonpool.runtime.succession import (
     NextHead,
     SuccessionError,
@@ -118,6 +118,7 @@ class Supervisor:
         self._up_s: float | None = None  # when the present head began to serve
         self._fatal = ""
         self._clock = ListeningClock(time.monotonic())
+        self._stopped = StoppedProcesses()
         self._heard_s: float | None = None  # on the clock of listening
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -407,6 +408,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_S)
             self._clock.tick(time.monotonic())
+            self._replace_stopped_workers()
             if self._head is None or self._heard_s is None:
                 continue
             if is_stopped(self._head.pid):
@@ -415,6 +417,13 @@ class Supervisor:
                 log.error("the head has not responded for %.0f s; killing it", HUNG_S)
                 self._heard_s = None
                 _kill(self._head)
+
+    def _replace_stopped_workers(self) -> None:
+        workers = {} if self._launcher is None else self._launcher.workers()
+        for pid in self._stopped.look(filter(None, workers.values())):
+            (name,) = (name for name, worker in workers.items() if worker == pid)
+            assert self._launcher is not None
+            self._launcher.kill(name, "is stopped by a signal (SIGSTOP)")
 
     async def _end(self) -> None:
         if self._upgrade is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
@@ -58,6 +59,7 @@ class Inheritance:
     http: socket.socket
     control: socket.socket
     answers: list[tuple[KeptStream, socket.socket]] = field(default_factory=list)
+    half_read: list[tuple[HalfRead, socket.socket]] = field(default_factory=list)
     connections: list[socket.socket] = field(default_factory=list)
 
 
@@ -191,6 +193,11 @@ class SupervisorLink:
         assert self._inheritance is not None
         self._kept.add(number)
         try:
+            half_read = HalfRead.take_over(self, number, log_fd)
+            if half_read is not None:
+                sock = socket.socket(fileno=socket_fd)
+                self._inheritance.half_read.append((half_read, sock))
+                return
             kept = KeptStream.take_over(self, number, log_fd)
         except (ValueError, OSError) as error:
             log.warning("an answer cannot go on: %s", error)

@@ -7,8 +7,10 @@ thread, and the messenger moves blocks in its threads. All of them post events t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import threading
 
 import msgspec
@@ -16,6 +18,7 @@ import msgspec
 from moonpool.attention_offload.offload import Event, Offload
 from moonpool.config import ParallelConfig
 from moonpool.cores import CoreShare
+from moonpool.engine.gguf.shared_weights import SharedWeights
 from moonpool.engine.parallel.pipeline import PipelineEngine
 from moonpool.gc_tuning import settle_memory
 from moonpool.protocol.frames import (
@@ -46,6 +49,7 @@ from moonpool.runtime.instance_boot import (
     BootedInstance,
     boot_instance,
 )
+from moonpool.runtime.silence import StoppedProcesses
 from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     ExitProcess,
@@ -87,19 +91,23 @@ class Worker(InstanceProcess):
         num_ranks: int | None = None,
         kept: tuple[str, str] | None = None,
         tls: PeerTls | None = None,
+        shared: SharedWeights | None = None,
     ) -> None:
         """`num_stages` and `num_ranks` override the head's configuration of the role. `kept`: the
-        memory files that an earlier process of this instance may have filled."""
+        memory files that an earlier process of this instance may have filled. `shared`: weights
+        that were packed for all workers."""
         super().__init__(role, instance_id, machine, secret, tls)
         self._num_stages = num_stages
         self._num_ranks = num_ranks
         self._share = share
         self._kept = kept
+        self._shared = shared
         self._listen_host = listen_host
         self._booted: BootedInstance | None = None
         self._setup: Setup | None = None
         self._engine: EngineThread | PipelineThread | None = None
         self._watch: StepWatchdog | None = None
+        self._stopped = StoppedProcesses()
         self._domain_notice = DomainNotice(None)
         self._hung = False
         self._gates = LayerGates()
@@ -107,7 +115,8 @@ class Worker(InstanceProcess):
         self._boot_lock = asyncio.Lock()
 
     async def run(self, head_host: str, head_port: int) -> None:
-        """Serves until the head stops this worker. Raises WorkerError."""
+        """Serves until the head stops this worker. Raises WorkerError: a HungError if the engine's
+        thread hangs."""
         heartbeat = asyncio.create_task(self._beat())
         try:
             await self._link.run(head_host, head_port)
@@ -195,6 +204,7 @@ class Worker(InstanceProcess):
             self._share,
             self._kept,
             self._tls,
+            self._shared,
         )
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
@@ -203,10 +213,10 @@ class Worker(InstanceProcess):
         engine, messenger = booted.engine, booted.messenger
         if isinstance(engine, PipelineEngine):
             assert isinstance(messenger, Messenger), "stages have an arena of their own"
-            self._engine = PipelineThread(engine, messenger, threads, post)
+            self._engine = PipelineThread(engine, messenger, threads, post, booted.drafter)
         else:
             cores = self._share.engine if booted.ranks is None else booted.ranks.cores
-            self._engine = EngineThread(engine, messenger, threads, post, cores)
+            self._engine = EngineThread(engine, messenger, threads, post, cores, booted.drafter)
         self._engine.start()
         patience_s = OFFLOADED_PATIENCE_S if isinstance(messenger, Offload) else PATIENCE_S
         num_stages = booted.instance.config.micro_batches
@@ -232,11 +242,19 @@ class Worker(InstanceProcess):
             await asyncio.sleep(HEARTBEAT_S)
             if self._booted is not None and self._link.channel is not None:
                 self._link.send(self._booted.load())
+                self._end_stopped_parts(self._booted)
             # Counted in beats, not by the clock: a suspended process has no hanging engine.
             hangs = self._watch.wait(HEARTBEAT_S) if self._watch is not None else None
             if hangs is not None:
                 self._on_hang(hangs)
                 return
+
+    def _end_stopped_parts(self, booted: BootedInstance) -> None:
+        """Kills stages and ranks that a signal has stopped. The instance ends with them."""
+        for pid in self._stopped.look(booted.part_pids):
+            log.error("process %d of this instance is stopped by a signal; killing it", pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _on_hang(self, message: str) -> None:
         """Ends the process by a deadline. The head moves its requests elsewhere at once."""

@@ -26,6 +26,21 @@ class Arriving:
     load_ids: tuple[str, ...] = ()
 
 
+class DraftTask(NamedTuple):
+    """What the draft model does for an entry before its step: it computes `token_ids`, which begin
+    at position `start`, into its own blocks, and then guesses the next tokens greedily.
+
+    It guesses `num_drafts` tokens, fewer if one of `end_token_ids` comes: nothing is drawn after
+    that. The driver makes them the entry's drafts.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    num_drafts: int
+    end_token_ids: frozenset[int] = frozenset()
+
+
 class StepEntry(NamedTuple):
     """One request's share of a step, as the engine needs it.
 
@@ -58,11 +73,20 @@ class StepEntry(NamedTuple):
     """The sum of the hidden states of the earlier steps, as the engine returned it."""
     num_drafts: int = 0
     """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+    draft_task: DraftTask | None = None
+    """The draft model's work for this entry; its guesses follow the new tokens."""
 
     @property
     def drafts(self) -> Sequence[int]:
         """The guessed tokens."""
         return self.new_token_ids[len(self.new_token_ids) - self.num_drafts :]
+
+    def with_drafts(self, token_ids: Sequence[int]) -> StepEntry:
+        """The entry after its draft model's work, which guessed `token_ids`."""
+        new_token_ids = (*self.new_token_ids, *token_ids)
+        return self._replace(
+            new_token_ids=new_token_ids, num_drafts=len(token_ids), draft_task=None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +101,7 @@ class RunStep:
 
     entries: tuple[StepEntry, ...]
     max_repeats: int = 1
+    drafting_s: float = 0.0  # predicted time of the draft model's work
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +124,9 @@ class StepEnded:
     """Entry -> what its next step needs as `StepEntry.pooled`."""
     further: Mapping[int, Sequence[Token]] = field(default_factory=dict)
     """Entry -> the tokens after its first, one for each of its drafts that was right."""
+    drafted: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Entry -> what its draft model guessed. An entry with a `draft_task` that is missing here had
+    no drafts: the draft model failed."""
 
 
 @dataclass(frozen=True, slots=True)

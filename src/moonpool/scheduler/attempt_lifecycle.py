@@ -6,6 +6,8 @@ phases as a diagram.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
@@ -238,7 +240,7 @@ class AttemptLifecycle:
         self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
         for index, (request, num_tokens) in enumerate(step):
             if request.closing:
-                request.drafts = ()
+                request.drafts, request.draft_task = (), None
                 self._release_if_idle(request)
                 continue
             if not self._overlap.on_step_ended(request, index in event.missed):
@@ -251,7 +253,7 @@ class AttemptLifecycle:
             request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
             tokens = () if token is None else (token, *event.further.get(index, ()))
-            self._take_drafts(request, tokens)
+            self._take_drafts(request, tokens, event.drafted.get(index))
             self._kv_cache.cache_full_blocks(request)
             self._kv_cache.release_unseen(request)
             if not tokens:
@@ -267,12 +269,15 @@ class AttemptLifecycle:
             self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
 
-    def _take_drafts(self, request: RequestState, tokens: tuple[Token, ...]) -> None:
+    def _take_drafts(
+        self, request: RequestState, tokens: tuple[Token, ...], drafted: Sequence[int] | None
+    ) -> None:
         """Takes the drafts that were right, whose KVCache the step has computed. The rows of the
-        others are void: the next step writes over them."""
+        others are void: the next step writes over them. `drafted`: what the draft model guessed."""
         if self._speculation is None or not tokens:
             return
         token_ids = [token.token_id for token in tokens]
+        self._speculation.end_draft_task(request, drafted, len(token_ids) - 1)
         self._speculation.judge(request, token_ids)
         request.drafts = ()
         request.tokens.extend(token_ids[:-1])
@@ -308,7 +313,7 @@ class AttemptLifecycle:
         """Fails the requests of a step, except those that can repeat it without a lost arena."""
         self._effects.count("failed_steps")
         for request, _ in self._scheduler.end_step():
-            request.drafts = ()
+            request.drafts, request.draft_task = (), None
             if request.closing:
                 self._release_if_idle(request)
             elif event.lost_arena is not None and self._arenas.survives(request, event.lost_arena):
@@ -321,7 +326,12 @@ class AttemptLifecycle:
         Returns 0 for other steps."""
         context_tokens = 0
         for request, num_tokens in step:
-            if num_tokens != 1 or request.target is not None or not request.tokens.num_generated:
+            if (
+                num_tokens != 1
+                or request.draft_task is not None
+                or request.target is not None
+                or not request.tokens.num_generated
+            ):
                 return 0.0
             context_tokens += request.tokens.size
         seconds /= num_steps
@@ -382,6 +392,8 @@ class AttemptLifecycle:
     def _close(self, request: RequestState) -> None:
         request.closing = True
         self._scheduler.remove(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         if PendingTransfer.SEND in request.pending:
             self._effects.perform(AbortStream(request.attempt_id))
         if PendingTransfer.RECEIVE in request.pending:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 from moonpool.scheduler.prompt_lookup import PromptLookup
 
 FIRST_RATE = 0.5
+UNKNOWN = -1
+"""Stands for a token that the draft model guesses only when the step begins."""
+
+
+class Source(IntEnum):
+    """Where a draft comes from."""
+
+    OWN_TEXT = 0
+    CACHED_BLOCKS = 1
+    MODEL = 2
 
 
 class AcceptanceRate:
@@ -33,10 +44,15 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's drafts. `rates`: of drafts from its own text, and of those from cached blocks;
-    `source` is the index of the offered one's."""
+    """One request's drafts. `rates`: by source; `source` is that of the offered draft.
+
+    The draft model's KVCache of the first `num_computed` tokens is in `block_ids`.
+    """
 
     lookup: PromptLookup
     rates: list[AcceptanceRate]
-    source: int = 0
+    source: Source = Source.OWN_TEXT
     offered: tuple[int, ...] = ()  # for the step in progress, whether or not it computes them
+    passed_over: tuple[Source, int] | None = None  # the first token of another source's draft
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0

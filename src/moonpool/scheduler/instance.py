@@ -69,6 +69,7 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
+from moonpool.scheduler.draft_model import DraftModel, DraftModelPlace
 from moonpool.scheduler.handover import KvHandover, hottest
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
@@ -107,6 +108,7 @@ class Instance:
         QueueOrder         which request is served before which (held by Scheduler)
         ChunkBudget        the token budget of a mixed step (held by Scheduler)
         Speculation        guessed tokens of decodes, which a step verifies (held by Scheduler)
+        DraftModel         a draft model's KVCache, and its work (held by Speculation)
         KVCacheManager     the block pool, the SSD's slots, block tables, cache events
         PrefixLoader       fetches, loads and look-ups of waiting requests; reads of peers
         LayerwiseOverlap   requests that compute while their prefix arrives
@@ -129,11 +131,12 @@ class Instance:
         arenas: Sequence[int] = (),
         kept: Sequence[tuple[BlockId, BlockKey]] = (),
         segment_blocks: int = 0,
+        draft_model: DraftModelPlace | None = None,
     ) -> None:
         """`stored`: the SSD's content from earlier runs as (slot, key), least recently used first.
         `arenas`: blocks of each arena if there are several; `kept`: their content from earlier
         runs. `segment_blocks`: consecutive blocks of a sequence that share an arena, if one
-        sequence may use several."""
+        sequence may use several. `draft_model`: guesses tokens that steps verify."""
         self.config = config
         self.layout = layout
         self.role = role
@@ -149,11 +152,7 @@ class Instance:
             config, self._kv_cache, self._promotion, self._effects, cost
         )
         ends = frozenset(eos_token_ids)
-        speculation: Speculation | None = None
-        if config.speculative is not None:
-            speculation = Speculation(
-                config.speculative, config, self._kv_cache, self._effects, cost, ends
-            )
+        speculation = self._make_speculation(ends, draft_model)
         self._scheduler = Scheduler(
             config, self._kv_cache, self._effects, cost, self._overlap, speculation
         )
@@ -184,6 +183,23 @@ class Instance:
         self._adopt(stored)
         if kept:
             self.pool.adopt(kept)
+
+    def _make_speculation(
+        self, eos_token_ids: frozenset[int], place: DraftModelPlace | None
+    ) -> Speculation | None:
+        config = self.config
+        if config.speculative is None:
+            return None
+        model = None if place is None else DraftModel(place, config.chunk_tokens)
+        return Speculation(
+            config.speculative,
+            config,
+            self._kv_cache,
+            self._effects,
+            self.cost,
+            eos_token_ids,
+            model,
+        )
 
     def _make_handlers(self) -> dict[type[WorkerEvent], Callable[[Any], None]]:
         """The method that handles each type of event."""

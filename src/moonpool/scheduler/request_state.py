@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.scheduler.actions import Effects
+from moonpool.scheduler.actions import DraftTask, Effects
 from moonpool.scheduler.drafts import DraftState
 from moonpool.scheduler.tenant_accounts import TenantAccount
 from moonpool.scheduler.tokens import Tokens
@@ -106,6 +106,7 @@ class RequestState:
     account: TenantAccount | None = None  # None: it is in no queue of the scheduler
     aged_s: float = 0.0  # from then on it counts as one of the best priority
     drafts: tuple[int, ...] = ()  # guessed tokens in the step in progress; not part of `tokens`
+    draft_task: DraftTask | None = None  # of the draft model, in the step in progress
     speculation: DraftState | None = None  # None: it was never offered a draft
 
     @property

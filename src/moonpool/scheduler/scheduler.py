@@ -191,11 +191,12 @@ class Scheduler:
         step = self._plan(decodes, prefills, budget, self._config.max_sequences)
         if not step:
             return False
-        mixed_s, drafted_s = 0.0 if chunk_budget is None else chunk_budget.expect(step), 0.0
+        mixed_s = 0.0 if chunk_budget is None else chunk_budget.expect(step)
+        drafted = None
         if self._speculation is not None:
-            step, drafted_s = self._speculation.add_drafts(step, budget)
-        if drafted_s:
-            self._start(step, (0.0, drafted_s), repeats=1)
+            drafted = self._speculation.add_drafts(step, budget)
+        if drafted is not None:
+            self._start(drafted.step, (0.0, drafted.seconds), 1, drafted.drafting_s)
         else:
             repeats = 1 if prefills else self._allocate_repeats(step)
             self._start(step, (mixed_s, 0.0), repeats)
@@ -232,6 +233,8 @@ class Scheduler:
         self._effects.count("preemptions")
         request.num_overlap_blocks = 0
         self._kv_cache.free(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         self.running.remove(request)
         request.phase = RequestPhase.WAITING
         self.waiting.appendleft(request)
@@ -398,12 +401,14 @@ class Scheduler:
 
     # 7. Start
 
-    def _start(self, step: Step, expected_s: tuple[float, float], repeats: int) -> None:
+    def _start(
+        self, step: Step, expected_s: tuple[float, float], repeats: int, drafting_s: float = 0.0
+    ) -> None:
         self._expected_s.append(expected_s)
         self._repeating = repeats > 1
         self.steps.append(step)
         entries = tuple([self._step_entry(request, num_tokens) for request, num_tokens in step])
-        self._effects.perform(RunStep(entries, repeats))
+        self._effects.perform(RunStep(entries, repeats, drafting_s))
 
     def _allocate_repeats(self, step: Step) -> int:
         """How often a step of decodes may run without any report: until an answer may end or the
@@ -438,6 +443,8 @@ class Scheduler:
         view of them."""
         attempt, tokens, drafts = request.attempt, request.tokens, request.drafts
         start, end = request.num_scheduled, request.num_scheduled + num_tokens - len(drafts)
+        if request.draft_task is not None:
+            drafts = ()  # the draft model guesses them when the step begins
         last = end == tokens.size
         needs_prompt_ids = last and attempt.sampling.repetition_penalty != 1
         pooling = attempt.sampling.pooling
@@ -467,6 +474,7 @@ class Scheduler:
             pooling="none" if pooling == "last" and not last else pooling,
             pooled=request.pooled,
             num_drafts=len(drafts),
+            draft_task=request.draft_task,
         )
 
     def _targets(self, request: RequestState, start: int, end: int) -> Sequence[int]:

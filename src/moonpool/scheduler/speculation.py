@@ -6,28 +6,35 @@ nor on chunks, and a draw is keyed by (seed, position): the tokens are those of 
 right drafts only bring them earlier.
 
 Drafts come from what other requests' cached blocks say came next after this very text, else from an
-earlier place of the request's own text. They run where they pay: where the tokens that they should
-bring, by the share of earlier drafts that were right, save more decoding than their rows cost by
-the cost model. A full step has no room for them. Drafts that do not run are still compared with the
-token that comes, so a request whose text becomes predictable gets drafts again.
+earlier place of the request's own text. A draft model (`draft_model`) guesses where these find
+nothing, or are right less often than it is; its own time counts as that of the step. Drafts run
+where they pay: where the tokens that they should bring, by the share of earlier drafts that were
+right, save more decoding than their rows cost by the cost model. A full step has no room for them.
+Found drafts that do not run are still compared with the token that comes, so a request whose text
+becomes predictable gets drafts again. A draft model that is off is tried out rarely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
+from types import MappingProxyType
+from typing import NamedTuple
 
 from moonpool.config import SpeculativeConfig
-from moonpool.cost.model import Chunk, CostModel
+from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
+from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import Effects
 from moonpool.scheduler.batch_policies import Share
-from moonpool.scheduler.drafts import AcceptanceRate, DraftState
+from moonpool.scheduler.draft_model import DraftModel
+from moonpool.scheduler.drafts import FIRST_RATE, UNKNOWN, AcceptanceRate, DraftState, Source
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.prompt_lookup import PromptLookup
 from moonpool.scheduler.request_state import RequestState
+from moonpool.scheduler.step_times import DraftingTimes, StepTimes
 
 LEAST_GAIN = 1.05
 """A step with drafts must promise this many times the tokens per second of one without: what they
@@ -35,6 +42,11 @@ cost beside the engine's time is not in the cost model."""
 TRIAL_STEPS = 200
 """After so many steps for which only the learned factor spoke against drafts, one step has them:
 the factor may stem from a time when the machine was busy."""
+FIRST_MODEL_RATE = 0.7
+"""A draft model's guesses are expected to be right so often, before any is known."""
+TRIAL_SHARE = 0.05
+"""A trial of a draft model may first compute what it lacks, for this share of the time between two
+trials."""
 TBT_SHARE = 0.85
 """A step with drafts is planned for at most this share of the SLO on the time between tokens."""
 
@@ -46,6 +58,38 @@ class _Offer:
     request: RequestState
     draft: tuple[int, ...]
     gains: tuple[float, ...]
+    by_model: bool = False
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return self.request.attempt_id
+
+
+class DraftedStep(NamedTuple):
+    """A step with drafts, its predicted seconds, and how many of these its draft model takes."""
+
+    step: list[Share[RequestState]]
+    seconds: float
+    drafting_s: float
+
+
+class _Choice(NamedTuple):
+    """How many drafts each attempt gets, the draft model's time for them, and how many times the
+    work per second of a plain step this does."""
+
+    counts: dict[AttemptId, int]
+    drafting_s: float = 0.0
+    rate: float = 1.0
+
+
+class _Prepared(NamedTuple):
+    """Offers after the draft model was asked, the positions up to which its KVCache will be
+    complete, the time for that, and an offer to try out."""
+
+    offers: list[_Offer]
+    until: Mapping[AttemptId, int] = MappingProxyType({})
+    seconds: float = 0.0
+    trial: _Offer | None = None
 
 
 class Speculation:
@@ -59,6 +103,7 @@ class Speculation:
         effects: Effects,
         cost: CostModel,
         eos_token_ids: frozenset[int],
+        model: DraftModel | None = None,
     ) -> None:
         self._settings = settings
         self._config = config
@@ -66,31 +111,64 @@ class Speculation:
         self._effects = effects
         self._cost = cost
         self._eos = eos_token_ids
+        self._model = model
         self._factor = LearnedFactor()  # of steps with drafts, beyond that of decodes
-        self._pooled = [AcceptanceRate(keep=0.99), AcceptanceRate(keep=0.99)]
+        self._pooled = [
+            AcceptanceRate(FIRST_MODEL_RATE if source is Source.MODEL else FIRST_RATE, keep=0.99)
+            for source in Source
+        ]
         self._steps_without = 0  # because of the factor alone
+        self._tried: AttemptId | None = None  # whose guesses were not expected to pay
+        self._steps_without_model = TRIAL_STEPS  # because its guesses do not pay
 
-    def add_drafts(
-        self, step: list[Share[RequestState]], budget_tokens: int
-    ) -> tuple[list[Share[RequestState]], float]:
-        """Returns the step with drafts within the budget, and its predicted seconds; 0 without any.
-        Sets `drafts` of the requests that have some."""
+    def add_drafts(self, step: list[Share[RequestState]], budget_tokens: int) -> DraftedStep | None:
+        """Returns the step with drafts within the budget; None if it has none. Sets `drafts` and
+        `draft_task` of the requests that have some."""
         spare = budget_tokens - sum(num_tokens for _, num_tokens in step)
         decodes = [request for request, _ in step if request.decoding]
         if not decodes or spare <= 0:
-            return step, 0.0
-        times = _StepTimes(self._cost, step, decodes)
+            return None
+        times = StepTimes(self._cost, step, decodes)
         if times.rate(1, 1.0) <= 1.0:
-            return step, 0.0  # not even a certain draft would pay
-        offers = [self._offer(request) for request in decodes]
-        counts = self._choose(offers, times, spare, self._limit_s(decodes))
-        if not counts:
-            return step, 0.0
-        for offer in offers:
-            draft = offer.draft[: counts.get(offer.request.attempt_id, 0)]
-            offer.request.drafts = draft[: self._room(offer.request, len(draft))]
+            return None  # not even a certain draft would pay
+        offers, limit_s = [self._offer(request) for request in decodes], self._limit_s(decodes)
+        prepared = _Prepared(offers)
+        if self._model is not None and any(offer.by_model for offer in offers):
+            prepared = self._prepare(self._model, offers, times, spare, limit_s)
+        limit_s -= prepared.seconds
+        choice = self._choose(prepared.offers, times, spare, limit_s)
+        if prepared.trial is not None and not choice.counts:
+            choice = self._try_out(prepared.trial, times, spare, limit_s)
+        if not choice.counts and not prepared.until:
+            return None
+        for offer in prepared.offers:
+            self._give(offer, choice.counts.get(offer.attempt_id, 0), prepared.until)
+        if not any(request.drafts or request.draft_task for request in decodes):
+            return None
         extended = [(request, number + len(request.drafts)) for request, number in step]
-        return extended, times.seconds(sum(len(request.drafts) for request in decodes))
+        num_drafts = sum(len(request.drafts) for request in decodes)
+        drafting_s = choice.drafting_s + prepared.seconds
+        return DraftedStep(extended, times.seconds(num_drafts) + drafting_s, drafting_s)
+
+    def end_draft_task(
+        self, request: RequestState, drafted: Sequence[int] | None, num_right: int
+    ) -> None:
+        """Takes what the draft model guessed for a request; None: it has failed. Must be called
+        before `judge`."""
+        task, request.draft_task = request.draft_task, None
+        if task is None or self._model is None:
+            return
+        self._model.end(request, task, drafted, num_right)
+        if self._tried == request.attempt_id:
+            self._tried = None
+            if drafted and num_right == len(drafted):
+                self._steps_without_model = TRIAL_STEPS  # it goes on until a guess is wrong
+        request.drafts = tuple(drafted or ())
+
+    def forget(self, request: RequestState) -> None:
+        """Gives back what the draft model holds for a request that ends or is preempted."""
+        if self._model is not None:
+            self._model.forget(request)
 
     def judge(self, request: RequestState, token_ids: Sequence[int]) -> None:
         """Learns from the tokens that a step drew for a request. Must be called before its drafts
@@ -100,6 +178,12 @@ class Speculation:
             return
         num_right = len(token_ids) - 1
         wrong = num_right < num_drafts
+        if state.passed_over is not None:
+            source, first = state.passed_over
+            self._observe(state, source, int(first == token_ids[0]), first != token_ids[0])
+        if not num_drafts and state.source is Source.MODEL:
+            state.offered = ()
+            return
         if not num_drafts:  # they did not run, so only the first can be compared
             num_right = int(state.offered[0] == token_ids[0])
             wrong = not num_right
@@ -107,9 +191,12 @@ class Speculation:
             self._effects.count("drafts")
             self._effects.count("draft_tokens", num_drafts)
             self._effects.count("accepted_draft_tokens", num_right)
-        state.rates[state.source].observe(num_right, wrong)
-        self._pooled[state.source].observe(num_right, wrong)
+        self._observe(state, state.source, num_right, wrong)
         state.offered = ()
+
+    def _observe(self, state: DraftState, source: Source, num_right: int, wrong: bool) -> None:
+        state.rates[source].observe(num_right, wrong)
+        self._pooled[source].observe(num_right, wrong)
 
     def learn(self, expected_s: float, seconds: float) -> None:
         """Learns from a step with drafts that took `seconds` of which `expected_s` were predicted,
@@ -128,62 +215,175 @@ class Speculation:
         most = min(
             self._settings.num_speculative_tokens, sampling.max_tokens - tokens.num_generated - 1
         )
-        draft: tuple[int, ...] = ()
-        if request.attempt.keys is not None:  # no tokens in a simulation: its engine knows
-            draft = (0,) * max(most, 0)
-            state.source, state.offered = 0, draft
-            return _Offer(request, draft, self._gains(state, len(draft)))
-        state.source = 1
-        known = self._kv_cache.continuations
-        if most > 0 and known is not None and self._kv_cache.caches(request):
-            draft = known.draft(request.keys, tokens, most)
-        if most > 0 and not draft:
-            state.source = 0
-            draft = state.lookup.draft(tokens, most)
-        state.offered = draft = self._before_end(request, draft)
-        return _Offer(request, draft, self._gains(state, len(draft)))
-
-    def _gains(self, state: DraftState, num_drafts: int) -> tuple[float, ...]:
+        state.offered, state.passed_over = (), None
+        if most <= 0:
+            return _Offer(request, (), ())
+        draft = self._look_up(request, state, most)
+        by_model = self._model is not None and self._model.takes(request, most)
+        if by_model and draft:  # a draft that costs nothing is taken if it is right as often
+            by_model = state.rates[state.source].value < state.rates[Source.MODEL].value
+            if by_model:
+                state.passed_over = state.source, draft[0]
+        if by_model:
+            state.source, draft = Source.MODEL, (UNKNOWN,) * most
+        state.offered = draft
         rate = state.rates[state.source].value
-        return tuple([rate ** (i + 1) for i in range(num_drafts)])
+        gains = tuple([rate ** (i + 1) for i in range(len(draft))])
+        return _Offer(request, draft, gains, by_model)
+
+    def _look_up(self, request: RequestState, state: DraftState, most: int) -> tuple[int, ...]:
+        """The draft from cached blocks, else from the request's own text; sets its source."""
+        state.source, tokens = Source.OWN_TEXT, request.tokens
+        if request.attempt.keys is not None:  # no tokens in a simulation: its engine knows
+            return () if self._model is not None else (0,) * most
+        known = self._kv_cache.continuations
+        if known is not None and self._kv_cache.caches(request):
+            found = self._before_end(request, known.draft(request.keys, tokens, most))
+            if found:
+                state.source = Source.CACHED_BLOCKS
+                return found
+        return self._before_end(request, state.lookup.draft(tokens, most))
 
     def _before_end(self, request: RequestState, draft: tuple[int, ...]) -> tuple[int, ...]:
         """The draft without tokens that may end the answer: nothing comes after them."""
-        sampling = request.attempt.sampling
+        ends = self._ends(request)
         for index, token_id in enumerate(draft):
-            ends = token_id in self._eos and not sampling.ignore_eos
-            if ends or token_id in sampling.stop_token_ids:
+            if token_id in ends:
                 return draft[:index]
         return draft
 
+    def _ends(self, request: RequestState) -> frozenset[int]:
+        """The tokens that may end the answer."""
+        sampling = request.attempt.sampling
+        eos: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos
+        return eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
+
+    # The draft model
+
+    def _prepare(
+        self,
+        model: DraftModel,
+        offers: list[_Offer],
+        times: StepTimes,
+        spare: int,
+        limit_s: float,
+    ) -> _Prepared:
+        """Lets the draft model compute what it lacks, where its guesses will pay for that."""
+        by_model = [offer for offer in offers if offer.by_model]
+        aim = self._best(offers, times, spare, limit_s, self._factor.value)
+        saved_s = times.saved_s * (1.0 - 1.0 / aim.rate)
+        wanted = {
+            offer.attempt_id
+            for offer in by_model
+            if aim.counts.get(offer.attempt_id) and model.pays(offer.request, saved_s)
+        }
+        trial: _Offer | None = None
+        if any(aim.counts.get(offer.attempt_id) for offer in by_model):
+            self._steps_without_model = 0
+        else:
+            self._steps_without_model += 1
+            if self._steps_without_model > TRIAL_STEPS:
+                nearest = min(by_model, key=lambda offer: model.num_lacking(offer.request))
+                most_s = TRIAL_SHARE * TRIAL_STEPS * times.seconds(0)
+                certain = replace(nearest, gains=(1.0,) * len(nearest.draft))
+                might_pay = self._best([certain], times, spare, limit_s, self._factor.value).counts
+                if might_pay and model.lacking_s(nearest.request) <= most_s:
+                    trial = nearest
+                    wanted = {nearest.attempt_id}
+        requests = [(offer.request, len(offer.draft)) for offer in by_model]
+        until, seconds = model.prepare(requests, wanted, limit_s - times.seconds(0))
+        settled: list[_Offer] = []
+        for offer in offers:
+            if offer.by_model and until.get(offer.attempt_id) != offer.request.tokens.size:
+                offer = replace(offer, gains=())  # it lacks more than this step can compute
+            settled.append(offer)
+            if trial is not None and trial.attempt_id == offer.attempt_id:
+                trial = offer if offer.gains else None
+        return _Prepared(settled, until, seconds, trial)
+
+    def _try_out(self, offer: _Offer, times: StepTimes, spare: int, limit_s: float) -> _Choice:
+        """Drafts of a request although they are not expected to pay: the model's guesses are only
+        known when it has made them."""
+        number = min(len(offer.draft), spare)
+        while number:
+            drafting = self._drafting([(offer, i) for i in range(number)])
+            if times.seconds(number) + drafting.seconds <= limit_s:
+                self._steps_without_model, self._tried = 0, offer.attempt_id
+                return _Choice({offer.attempt_id: number}, drafting.seconds)
+            number -= 1
+        return _Choice({})
+
+    def _drafting(self, guesses: Sequence[tuple[_Offer, int]] = ()) -> DraftingTimes:
+        times = DraftingTimes(None if self._model is None else self._model.cost)
+        for offer, number in guesses:
+            self._add_guess(times, offer, number)
+        return times
+
+    def _add_guess(self, times: DraftingTimes, offer: _Offer, number: int) -> None:
+        if self._model is not None and offer.by_model:
+            ready = self._model.is_ready(offer.request)
+            lacking = (
+                self._model.num_lacking(offer.request) if ready else 1
+            )  # or a chunk of its own
+            times.add(offer.request, number, lacking)
+
+    # How many
+
     def _choose(
-        self, offers: Sequence[_Offer], times: _StepTimes, spare: int, limit_s: float
-    ) -> dict[str, int]:
+        self, offers: Sequence[_Offer], times: StepTimes, spare: int, limit_s: float
+    ) -> _Choice:
         """How many drafts each attempt gets, so that the step yields the most tokens per second."""
-        steps = [(gain, offer.request.attempt_id) for offer in offers for gain in offer.gains]
-        steps.sort(key=lambda each: -each[0])  # of one request, the first draft comes first
-        slower = self._factor.value
-        best, best_rate, gained = 0, LEAST_GAIN, 0.0
-        best_plain, best_plain_rate = 0, LEAST_GAIN
-        for number, (gain, _) in enumerate(steps[:spare], 1):
-            if times.seconds(number) > limit_s:
-                break
-            gained += gain
-            rate = times.rate(number, gained)
-            if rate > best_plain_rate:
-                best_plain, best_plain_rate = number, rate
-            if rate / slower > best_rate:
-                best, best_rate = number, rate / slower
-        if best:
+        best = self._best(offers, times, spare, limit_s, self._factor.value)
+        if best.counts:
             self._steps_without = 0
-        elif best_plain:
+            return best
+        plain = self._best(offers, times, spare, limit_s, 1.0)
+        if plain.counts:
             self._steps_without += 1
             if self._steps_without >= TRIAL_STEPS:
-                best, self._steps_without = best_plain, 0
-        counts: dict[str, int] = {}
-        for _, attempt_id in steps[:best]:
-            counts[attempt_id] = counts.get(attempt_id, 0) + 1
-        return counts
+                self._steps_without = 0
+                return plain
+        return best
+
+    def _best(
+        self,
+        offers: Sequence[_Offer],
+        times: StepTimes,
+        spare: int,
+        limit_s: float,
+        slower: float,
+    ) -> _Choice:
+        """The best choice, if steps with drafts take `slower` times as long as predicted."""
+        guesses = [
+            (gain, offer, number) for offer in offers for number, gain in enumerate(offer.gains)
+        ]
+        guesses.sort(key=lambda each: -each[0])  # of one request, the first draft comes first
+        best, best_rate, best_s, gained = 0, LEAST_GAIN, 0.0, 0.0
+        drafting = self._drafting()
+        for number, (gain, offer, place) in enumerate(guesses[:spare], 1):
+            self._add_guess(drafting, offer, place)
+            if times.seconds(number) + drafting.seconds > limit_s:
+                break
+            gained += gain
+            rate = times.rate(number, gained, drafting.seconds) / slower
+            if rate > best_rate:
+                best, best_rate, best_s = number, rate, drafting.seconds
+        counts: dict[AttemptId, int] = {}
+        for _, offer, _ in guesses[:best]:
+            counts[offer.attempt_id] = counts.get(offer.attempt_id, 0) + 1
+        return _Choice(counts, best_s, best_rate)
+
+    def _give(self, offer: _Offer, number: int, until: Mapping[AttemptId, int]) -> None:
+        """Sets a request's drafts, and its task of the draft model."""
+        request, draft = offer.request, offer.draft[:number]
+        request.drafts = draft[: self._room(request, len(draft))]
+        end = until.get(offer.attempt_id)
+        if self._model is None or not offer.by_model or end is None:
+            return
+        if request.drafts or not self._model.is_ready(request):
+            request.draft_task = self._model.task(
+                request, end, len(request.drafts), self._ends(request)
+            )
 
     def _limit_s(self, decodes: Sequence[RequestState]) -> float:
         own = (request.attempt.slo.tbt_s for request in decodes)
@@ -196,36 +396,3 @@ class Speculation:
             held = len(request.block_ids) * self._kv_cache.layout.block_tokens
             return min(num_drafts, held - size)
         return num_drafts
-
-
-class _StepTimes:
-    """Predicted times of one step with any number of drafts. A draft costs a decode's row."""
-
-    def __init__(
-        self,
-        cost: CostModel,
-        step: Sequence[Share[RequestState]],
-        decodes: Sequence[RequestState],
-    ) -> None:
-        self._cost = cost
-        self._chunks = [
-            Chunk(number, request.num_scheduled, request.num_reused, False)
-            for request, number in step
-            if not request.decoding
-        ]
-        self._batch = len(decodes)
-        self._context_tokens = sum(request.tokens.size for request in decodes)
-        self._base_s = self.seconds(0)
-        # A right draft saves its request a row of a later step.
-        self._saved_s = cost.decode_step_s(self._batch, self._context_tokens) / self._batch
-
-    def seconds(self, num_drafts: int) -> float:
-        """The step's time with so many drafts."""
-        batch = self._batch + num_drafts
-        return self._cost.step_s(self._chunks, batch, self._context_tokens)
-
-    def rate(self, num_drafts: int, gained_tokens: float) -> float:
-        """How many times the work per second of a step without drafts this one does, if they bring
-        `gained_tokens`."""
-        seconds = self.seconds(num_drafts)
-        return (self._base_s + gained_tokens * self._saved_s) / seconds if seconds else 1.0

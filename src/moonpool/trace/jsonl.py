@@ -71,6 +71,8 @@ class JsonlParser:
         self._decode = msgspec.json.Decoder(_MooncakeLine).decode
 
     def parse(self, line: bytes) -> ParsedRow | None:
+        """Raises LineError for a line that does not fit the format, and for hash ids that only some
+        rows have or whose number does not fit the input."""
         try:
             row = self._decode(line)
         except MALFORMED as error:
@@ -114,6 +116,8 @@ class BailianParser:
         self._decode = msgspec.json.Decoder(_BailianLine).decode
 
     def parse(self, line: bytes) -> ParsedRow | None:
+        """Raises LineError for a line that does not fit the format, and if the number of hash ids
+        does not fit the input."""
         try:
             row = self._decode(line)
         except MALFORMED as error:

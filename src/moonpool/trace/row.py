@@ -93,7 +93,9 @@ class Parser(Protocol):
     @property
     def units_per_s(self) -> float: ...
 
-    def parse(self, line: bytes) -> ParsedRow | None: ...
+    def parse(self, line: bytes) -> ParsedRow | None:
+        """Parses one line, with its newline. Raises LineError."""
+        ...
 
 
 def damage(line: bytes) -> str | None:

@@ -80,6 +80,8 @@ class TableParser:
         self._read_time: Callable[[bytes], float] = _DatedTime() if table.is_dated else _number
 
     def parse(self, line: bytes) -> ParsedRow | None:
+        """Raises LineError for another number of columns than the header has, and for a cell that
+        is not the number or date it must be."""
         cells = line.rstrip(b"\r\n").split(b",") if b'"' not in line else _quoted(line)
         if len(cells) != self._num_columns:
             found = damage(line)

@@ -129,9 +129,11 @@ class ClientHandshake:
         return _encode(self._hello)
 
     def feed(self, body: bytes) -> bytes:
+        """As `Handshake.feed`. Raises AuthError for another secret, a peer that refuses or does not
+        fit, and a message out of turn."""
         step = _decode(body)
         if isinstance(step, Denied):
-            raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
+            raise AuthError(f"the peer refused the connection: {step.reason[:300]!r}")
         if self.peer is None and isinstance(step, Greeting):
             expected = _mac(self._secret, b"server", self._hello, step.hello)
             if not hmac.compare_digest(expected, step.proof):
@@ -161,9 +163,11 @@ class ServerHandshake:
         return b""
 
     def feed(self, body: bytes) -> bytes:
+        """As `Handshake.feed`. Raises AuthError for another secret, a peer that refuses or does not
+        fit, and a message out of turn."""
         step = _decode(body)
         if isinstance(step, Denied):
-            raise AuthError(f"the peer refused us: {step.reason[:300]!r}")
+            raise AuthError(f"the peer refused the connection: {step.reason[:300]!r}")
         if self._client is None and isinstance(step, Hello):
             _agree(self._hello, step, self._versions)  # first: the rest may differ
             self._client = step

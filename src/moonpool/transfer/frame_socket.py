@@ -102,6 +102,8 @@ class FrameSocket:
         self._send_all(queued, deadline_s)
 
     def receive(self, deadline_s: float) -> Message:
+        """Waits for the next message. Raises ProtocolError for a malformed one, PeerGoneError, and
+        DeadlineError."""
         body = self.receive_frame(MAX_FRAME_BYTES, deadline_s)
         try:
             return self._codec.decode(body)
@@ -209,7 +211,8 @@ class FrameSocket:
 
     def set_timeout(self, deadline_s: float, timeout_text: str = "") -> None:
         """Makes the next call on the socket end with BlockingIOError at the deadline or a little
-        earlier. Raises DeadlineError with `timeout_text` if the deadline has passed."""
+        earlier. Raises DeadlineError with `timeout_text` if the deadline has passed, and
+        PeerGoneError if the connection has broken."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineError(timeout_text or "the deadline passed")

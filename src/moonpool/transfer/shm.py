@@ -51,6 +51,8 @@ class ShmConnection(FrameConnection):
         self._frames.send(offer, deadline_s)
 
     def receive_slices(self, offers: bytes, receiver: SliceReceiver, deadline_s: float) -> int:
+        """Copies from the peer's arena, as `Connection.receive_slices`. Raises PeerGoneError if
+        this side has closed the connection, and ProtocolError for slices that are not expected."""
         peer_arena = self._peer_arena
         if peer_arena is None:
             raise PeerGoneError("the connection was closed")

@@ -121,6 +121,7 @@ class PlainSliceCopier:
         return receiver.verify(unpacked, offsets)
 
     def copy(self, source: PeerArena, offers: bytes, receiver: SliceReceiver) -> int:
+        """Raises ProtocolError for slices outside the peer's arena or not expected."""
         arena, unpacked = receiver.arena, unpack_offers(offers)
         targets, size, plan = receiver.offsets(unpacked), arena.slice_bytes, receiver.reshard_plan
         try:
@@ -175,6 +176,7 @@ class NativeSliceCopier:
     def fill_checksums(
         self, arena: Arena, offers: bytearray, start: int, end: int, most_bytes: int
     ) -> int:
+        """Raises ValueError for an offer outside the arena."""
         if _are_few(end - start, arena):
             return self._plain.fill_checksums(arena, offers, start, end, most_bytes)
         base, num_filled = _address(arena.buffer), array("q", (0,))
@@ -197,6 +199,8 @@ class NativeSliceCopier:
     def send(
         self, frames: FrameSocket, body: bytes, offers: bytes, arena: Arena, deadline_s: float
     ) -> None:
+        """Raises PeerGoneError if the connection breaks, and DeadlineError if the peer takes
+        nothing until then."""
         count = len(offers) // OFFER.size
         if _are_few(count, arena):
             self._plain.send(frames, body, offers, arena, deadline_s)
@@ -226,6 +230,8 @@ class NativeSliceCopier:
     def receive(
         self, frames: FrameSocket, offers: bytes, receiver: SliceReceiver, deadline_s: float
     ) -> int:
+        """Raises ProtocolError for slices that are not expected, PeerGoneError if the connection
+        ends, and DeadlineError."""
         arena, count = receiver.arena, len(offers) // OFFER.size
         if receiver.reshard_plan is not None or _are_few(count, arena):
             return self._plain.receive(frames, offers, receiver, deadline_s)
@@ -251,6 +257,7 @@ class NativeSliceCopier:
             timeout_text = "the peer sent nothing before the deadline"
 
     def copy(self, source: PeerArena, offers: bytes, receiver: SliceReceiver) -> int:
+        """Raises ProtocolError for slices outside the peer's arena or not expected."""
         if receiver.reshard_plan is not None:
             return self._plain.copy(source, offers, receiver)
         base, corrupt = _address(receiver.arena.buffer), array("q", (0,))

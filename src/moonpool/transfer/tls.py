@@ -62,6 +62,7 @@ class TlsFrameSocket(FrameSocket):
         self._tls = tls
 
     def begin(self, deadline_s: float) -> None:
+        """Performs the TLS handshake. Raises PeerGoneError if it fails, and DeadlineError."""
         text = ""
         while True:
             self.set_timeout(deadline_s, text)
@@ -77,7 +78,8 @@ class TlsFrameSocket(FrameSocket):
         return bool(self._tls.pending()) or super().has_input()
 
     def set_timeout(self, deadline_s: float, timeout_text: str = "") -> None:
-        """OpenSSL does not end by the kernel's timeouts; Python's wait before each record."""
+        """OpenSSL does not end by the kernel's timeouts; Python's wait before each record. Raises
+        DeadlineError with `timeout_text` if the deadline has passed."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineError(timeout_text or "the deadline passed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import stat
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.checkout import ROOT
 from benchmarks.suite.engine import engine as bench
 from benchmarks.suite.engine import quantization
 from benchmarks.suite.engine.engine import PeerError, bench_engine, row_lines, shares
@@ -110,3 +112,17 @@ def test_eight_bits_are_set_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert 0.5 <= quality["top1_equal"] <= 1 and 0 <= quality["greedy"]["equal_tokens"] <= 1
     assert found["decode_gain"].keys() == {"1", "8"}
+
+
+def test_the_scripts_of_peers_import_names_that_the_modules_beside_them_define() -> None:
+    # They run under another Python, where neither mypy nor a test imports them.
+    folder = ROOT / "benchmarks" / "suite" / "engine"
+    checked = set()
+    for script in folder.glob("*_peer.py"):
+        for node in ast.parse(script.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (folder / f"{node.module}.py").exists():
+                module = ast.parse((folder / f"{node.module}.py").read_text())
+                defined = {getattr(each, "name", None) for each in module.body}
+                assert {alias.name for alias in node.names} <= defined, script.name
+                checked.add(script.name)
+    assert {"vllm_peer.py", "openvino_peer.py"} <= checked

@@ -22,6 +22,7 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, StepEntry, StepFailed
+from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import FinishReason, Role, SamplingParams, Slo, Token
@@ -45,17 +46,30 @@ NGRAM = SpeculativeConfig(method="ngram")
 class DraftBench:
     """A mixed instance whose model writes `answers[attempt]`, whatever it is offered."""
 
-    def __init__(self, cost: FittedCost = CHEAP_ROWS, num_blocks: int = 64, **config: Any) -> None:
+    def __init__(
+        self,
+        cost: FittedCost = CHEAP_ROWS,
+        num_blocks: int = 64,
+        draft_model: DraftModelPlace | None = None,
+        **config: Any,
+    ) -> None:
         config = {"speculative": NGRAM, "learning": False} | config
         self.cost = cost
         self.instance = Instance(
-            InstanceConfig(**config), LAYOUT, num_blocks, Role.MIXED, cost, (EOS,)
+            InstanceConfig(**config),
+            LAYOUT,
+            num_blocks,
+            Role.MIXED,
+            cost,
+            (EOS,),
+            draft_model=draft_model,
         )
         self.answers: dict[str, Sequence[int]] = {}
         self.got: dict[str, list[int]] = {}
         self.finish: dict[str, FinishReason | None] = {}
         self.steps: list[RunStep] = []
         self.pending: list[RunStep] = []
+        self.seconds = 0.0  # of all steps
         self.slower_s = 0.0  # added to steps with drafts
 
     def start(
@@ -90,19 +104,26 @@ class DraftBench:
         """Ends the step in progress as an engine would: with the right tokens."""
         step = self.pending.pop(0)
         self.steps.append(step)
+        entries, drafted = self.draft(step)
         tokens: list[Token | None] = []
         further: dict[int, tuple[Token, ...]] = {}
-        for index, entry in enumerate(step.entries):
+        for index, entry in enumerate(entries):
             drawn = self._draw(entry)
             tokens.append(drawn[0] if drawn else None)
             if len(drawn) > 1:
                 further[index] = drawn[1:]
-        rows = sum(len(entry.new_token_ids) for entry in step.entries)
-        seconds = self.cost.decode_step_s(rows, 0)
-        if any(entry.num_drafts for entry in step.entries):
+        rows = sum(len(entry.new_token_ids) for entry in entries)
+        seconds = self.cost.decode_step_s(rows, 0) + step.drafting_s
+        if any(entry.num_drafts for entry in entries):
             seconds += self.slower_s
-        self.handle(StepEnded(tokens, seconds, further=further))
+        self.seconds += seconds
+        self.handle(StepEnded(tokens, seconds, further=further, drafted=drafted))
         return step
+
+    def draft(self, step: RunStep) -> tuple[Sequence[StepEntry], dict[int, tuple[int, ...]]]:
+        """The draft model's part: the entries with its guesses, and these by entry."""
+        assert not any(entry.draft_task for entry in step.entries)
+        return step.entries, {}
 
     def _draw(self, entry: StepEntry) -> tuple[Token, ...]:
         if entry.draw is None:

@@ -56,7 +56,7 @@ def test_a_client_detects_a_server_without_the_secret() -> None:
     with pytest.raises(AuthError, match="secret differs") as caught:
         client.feed(server.feed(client.start()))
     assert client.peer is None
-    with pytest.raises(AuthError, match=r"refused us.*secret differs"):
+    with pytest.raises(AuthError, match=r"refused the connection.*secret differs"):
         server.feed(caught.value.reply)
 
 
@@ -175,7 +175,7 @@ def test_a_peer_without_a_common_version_learns_both_and_what_to_do(
     with pytest.raises(AuthError, match=text) as caught:
         run(client, ServerHandshake(SECRET, identity("s"), there))
     assert "\n" not in str(caught.value)
-    with pytest.raises(AuthError, match=f"refused us.*{text}"):
+    with pytest.raises(AuthError, match=f"refused the connection.*{text}"):
         client.feed(caught.value.reply)
 
 

@@ -18,6 +18,7 @@ from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import (
     MAX_KEPT_SHARE,
     KeptStream,
@@ -38,6 +39,8 @@ MIN_READ_BYTES = 16 << 10
 """A client whose response waits reads so many bytes every UNREAD_S, or loses its connection."""
 MAX_PIPELINED = 64
 """Most requests that may wait behind the one that is answered."""
+MAX_HALF_READ = 512
+"""Most requests at a time that shall outlive this process before they have arrived."""
 FLUSH_S = 0.05
 """How often a complete response is looked at until the kernel has all of it."""
 _RESERVED_FILES = 192
@@ -55,6 +58,7 @@ class ConnectionLimit:
     def __init__(self, largest: int) -> None:
         self.largest = largest
         self.num_open = 0
+        self.num_half_read = 0
         self.idle: dict[LimitedProtocol, None] = {}  # longest idle first
 
     def enter(self) -> bool:
@@ -92,24 +96,35 @@ class LimitedProtocol(HttpToolsProtocol):
         self._accepted_bytes = 0
         self._running: RequestResponseCycle | None = None
         self._kept: KeptStream | None = None
-        self._resumed: tuple[KeptStream, int] | None = None
+        self._resumed: KeptStream | None = None
+        self._half_read: HalfRead | None = None
+        self._received_before: list[bytes] = []  # by an earlier head
+        self._num_messages = 0  # requests that have arrived
+        self._num_sent = 0  # bytes that an earlier head sent and this one makes again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if self._resumed is not None:
-            resumed = ResumedTransport(transport, self._resumed[1])
+        if self._num_sent:
+            resumed = ResumedTransport(transport, self._num_sent)
             transport = cast(asyncio.Transport, resumed)
         super().connection_made(transport)
         self._entered = self.limit.enter()
         if not self._entered:
-            self._refuse(503, "all connections of this server are in use")
+            self._refuse(
+                503, "All connections of this server are in use. Send the request again later."
+            )
             return
         self.limit.idle[self] = None
         self._await_header()
+        for piece in self._received_before:  # now: what the kernel has comes after it
+            if not self.transport.is_closing():
+                self._parse(piece)
+        self._received_before.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_unread()
         self._drop_kept()
+        self._drop_half_read()
         self.limit.idle.pop(self, None)
         if self._entered:
             self.limit.num_open -= 1
@@ -124,6 +139,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._kept is not None:
             self._kept.note_read_ahead()
+        if self._half_read is not None:
+            self._half_read.note(data)
+        begins = self._in_header and not self._header_bytes and not self._responds
+        num_messages = self._num_messages
+        self._parse(data)
+        if begins and num_messages == self._num_messages and not self.transport.is_closing():
+            self._keep_half_read(data)
+
+    def _parse(self, data: bytes) -> None:
         if self._in_header and not self.transport.is_closing():
             room = MAX_HEADER_BYTES - self._header_bytes
             head, data = data[:room], data[room:]
@@ -132,7 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._await_header()
             super().data_received(head)
             if data and self._in_header and not self.transport.is_closing():
-                self._refuse(431, f"the header exceeds {MAX_HEADER_BYTES} bytes")
+                self._refuse(431, f"The header exceeds {MAX_HEADER_BYTES} bytes. Shorten it.")
                 return
             if not data:
                 return
@@ -155,20 +179,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = False
         self.limit.idle.pop(self, None)
         self.scope["moonpool.connection"] = self  # type: ignore[typeddict-unknown-key]
-        resumed = self._resumed
-        if resumed is None:
+        if self._resumed is None:
             super().on_headers_complete()
             return
-        self._resumed, self._kept = None, resumed[0]
-        self.scope["moonpool.kept"] = self._kept  # type: ignore[typeddict-unknown-key]
+        kept = self._kept = self._resumed
+        self._resumed = None
+        self.scope["moonpool.kept"] = kept  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        self.cycle.default_headers = list(self._kept.opening.default_headers)
+        self.cycle.default_headers = list(kept.opening.default_headers)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
+        self._num_messages += 1
         super().on_message_complete()
         self._in_header = True  # of the next request, if there is one
         self._header_bytes = 0
@@ -178,6 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._drop_half_read()
         if self.transport.get_write_buffer_size():
             self._watch_reader()
         if self._kept is not None:
@@ -193,8 +219,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def leave(self, give: Callable[[int], None]) -> float:
         """Gives the connection away if no call is under way on it. Returns how many seconds to wait
-        for it: 0 if it has gone, or its answer is kept."""
-        if self._kept is not None or self.transport.is_closing():
+        for it: 0 if it has gone, or what it has received is kept."""
+        if self._kept or self._half_read or self.transport.is_closing():
             return 0.0
         if self._responds:
             return inf
@@ -225,6 +251,25 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> KeptStream | None:
         """Keeps the call that is being answered. None: it cannot be kept."""
         self._drop_kept()
+        self._kept = self._begin_kept(scope, body, facts, arrived_s, tenant, is_admin)
+        self._drop_half_read()  # not earlier: one of both is always kept
+        if self._kept is not None and self._header_bytes:
+            self._kept.note_read_ahead()
+        return self._kept
+
+    def begin_response(self) -> None:
+        """What is sent from now on follows from the kept call, if from anything."""
+        self._drop_half_read()
+
+    def _begin_kept(
+        self,
+        scope: Scope,
+        body: bytes,
+        facts: StreamFacts,
+        arrived_s: float,
+        tenant: str,
+        is_admin: bool,
+    ) -> KeptStream | None:
         transport = self.transport
         if self.keeper is None or self.pipeline or transport.is_closing() or self.scheme == "https":
             return None
@@ -242,15 +287,43 @@ class LimitedProtocol(HttpToolsProtocol):
             is_admin=is_admin,
             facts=facts,
         )
-        self._kept = KeptStream.begin(self.keeper, fd, opening)
-        if self._kept is not None and self._header_bytes:
-            self._kept.note_read_ahead()
-        return self._kept
+        return KeptStream.begin(self.keeper, fd, opening)
 
     def resume(self, kept: KeptStream, num_sent: int) -> None:
         """Answers a call of another head, whose client was sent so many bytes of the response. Call
-        it before the connection is made; then pass in the call's bytes."""
-        self._resumed = kept, num_sent
+        it before the connection is made."""
+        self._resumed, self._num_sent = kept, num_sent
+        self._received_before = [kept.opening.request]
+
+    def resume_half_read(self, half_read: HalfRead, num_sent: int) -> None:
+        """Goes on with a request that another head has not read completely. Call it before the
+        connection is made."""
+        self._half_read, self._num_sent = half_read, num_sent
+        self._received_before = half_read.pieces
+        self.limit.num_half_read += 1
+
+    def _keep_half_read(self, data: bytes) -> None:
+        """Keeps a request that began with these bytes and is not complete yet."""
+        if self.keeper is None or self.scheme == "https":
+            return
+        if self.limit.num_half_read >= MAX_HALF_READ:
+            return
+        fd = self.transport.get_extra_info("socket").fileno()
+        try:
+            base = accepted_bytes(fd) + self.transport.get_write_buffer_size()
+        except OSError:
+            return
+        half_read = HalfRead.begin(self.keeper, fd, base)
+        if half_read is not None:
+            self.limit.num_half_read += 1
+            self._half_read = half_read
+            half_read.note(data)
+
+    def _drop_half_read(self) -> None:
+        if self._half_read is not None:
+            self._half_read.drop()
+            self._half_read = None
+            self.limit.num_half_read -= 1
 
     def _end_kept(self, kept: KeptStream) -> None:
         """Drops an answer once the kernel has all of it."""
@@ -308,7 +381,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _on_late_header(self) -> None:
         self._header_timer = None
         if self._in_header and self._header_bytes:
-            self._refuse(408, f"the header did not arrive within {HEADER_S:g} s")
+            self._refuse(408, f"The header did not arrive within {HEADER_S:g} s. Send it again.")
         else:
             self.transport.close()
 

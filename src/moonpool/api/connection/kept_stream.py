@@ -171,7 +171,7 @@ class KeptStream:
         number = log_fd = None
         try:
             log_fd = os.memfd_create("moonpool answer", os.MFD_CLOEXEC)
-            _append(log_fd, body)
+            append_record(log_fd, body)
             number = keeper.keep(socket_fd, log_fd)
         except OSError as error:
             log.warning("an answer would not outlive the head: %s", error)
@@ -187,7 +187,7 @@ class KeptStream:
     @classmethod
     def take_over(cls, keeper: StreamKeeper, number: int, log_fd: int) -> KeptStream:
         """Reads the log of an earlier head. Raises ValueError if it is not whole."""
-        records, num_bytes = _read(log_fd)
+        records, num_bytes = read_records(log_fd)
         if not records:
             raise ValueError("the log of an answer is empty")
         try:
@@ -222,7 +222,7 @@ class KeptStream:
             if isinstance(entry, Delivered):
                 num_fruitless = 0
         if num_fruitless >= MAX_FRUITLESS:
-            text = f"The server failed {num_fruitless + 1} times while it worked on this request."
+            text = f"The server failed {num_fruitless + 1} times during this request."
             return RequestRefused(500, "head_failed", text)
         return None
 
@@ -277,7 +277,7 @@ class KeptStream:
         try:
             if self._keeper.take_memory(len(body)):
                 self._num_bytes += len(body)
-                _append(self._fd, body)
+                append_record(self._fd, body)
                 return
             error = "the logs of all answers are full"
         except OSError as failure:
@@ -286,14 +286,14 @@ class KeptStream:
         self.drop()
 
 
-def _append(fd: int, body: bytes) -> None:
-    """Raises OSError."""
+def append_record(fd: int, body: bytes) -> None:
+    """Appends a record to a log. Raises OSError."""
     record = _LENGTH.pack(len(body)) + body
     if os.write(fd, record) != len(record):
         raise OSError("no memory for the log of an answer")
 
 
-def _read(fd: int) -> tuple[list[bytes], int]:
+def read_records(fd: int) -> tuple[list[bytes], int]:
     """Returns the complete records, and how many bytes they take."""
     size = os.fstat(fd).st_size
     whole = memoryview(os.pread(fd, size, 0))

@@ -33,7 +33,7 @@ def accepted_bytes(fd: int) -> int:
             before, acked = acked, _acked(sock)
             if before == acked:  # else an acknowledgement came between the two looks
                 return acked + int(_I32.unpack(queued)[0])
-    raise OSError("the connection's counters do not stand still")
+    raise OSError("the connection's counters keep changing")
 
 
 def _acked(sock: socket.socket) -> int:

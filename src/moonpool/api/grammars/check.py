@@ -99,7 +99,9 @@ class _Compiler:
 
     def _ready(self) -> subprocess.Popen[bytes]:
         if self._closed:
-            raise RequestRefused(503, "server_stopping", "The server is stopping.", 5.0)
+            raise RequestRefused(
+                503, "server_stopping", "The server is stopping. Send the request again.", 5.0
+            )
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "moonpool.api.grammars.check_process", str(os.getpid())],

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moonpool.cli.watch.cluster_events import Frame
+from moonpool.cli.watch.top_pool import TITLE_LINES, pool_tables
 
 _ROLES = ("prefill", "decode", "mixed")
 _TIERS = (("dram", "DRAM"), ("fetched", "fetched"), ("ssd", "SSD"), ("computed", "computed"))
@@ -27,6 +28,8 @@ _ANSWERED = ("stop", "length")
 _MIN_REQUESTS = 3
 _FIXED_LINES = 16
 """Lines of the view beside its instances and requests, as laid out below."""
+_POOL_FROM_LINES = 34
+"""Lines of a terminal from which on hot prefixes and transfers have room."""
 _PANELS_COLUMNS = 110
 """From this width on the panels stand beside each other."""
 
@@ -41,10 +44,14 @@ def render(frame: Frame, url: str, state: str, columns: int, lines: int | None) 
         panels = 0 if columns >= _PANELS_COLUMNS else 8
         most = max(lines - _FIXED_LINES - panels - len(frame["instances"]), _MIN_REQUESTS)
     panels_shown = [_latencies(frame), _tiers(frame["totals"]["tokens"]), _refusals(frame)]
+    pool = pool_tables(frame, None if lines is None else lines - _POOL_FROM_LINES)
+    if lines is not None:
+        most = max(most - sum(table.row_count + TITLE_LINES for table in pool), _MIN_REQUESTS)
     return Group(
         _headline(frame, url, state),
         _instances(frame),
         Columns(panels_shown, equal=False, expand=False),
+        *pool,
         _requests(frame, most),
     )
 

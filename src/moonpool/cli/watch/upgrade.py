@@ -26,7 +26,7 @@ _HEAD_S = 300.0
     type=click.FloatRange(0, 3600),
     default=60.0,
     show_default=True,
-    help="Seconds to drain each instance within; after half of them, its requests move.",
+    help="Most seconds to drain each instance; after half of them, its requests move.",
 )
 @click.option(
     "--wait",
@@ -110,5 +110,5 @@ def _replace_head(server: ClusterClient, former: dict[str, Any]) -> None:
             click.echo(f"the cluster runs release {head['release']}")
             return
         if head["upgrade_error"]:
-            fail(f"the head stays as it is: {head['upgrade_error']}")
-    fail(f"the head has not given way within {_HEAD_S:g} s: see its log")
+            fail(f"the head was not replaced: {head['upgrade_error']}")
+    fail(f"no new head took over within {_HEAD_S:g} s: see the log of the head")

@@ -145,13 +145,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     key = "hidden_activation" if family.root_embedding else "hidden_act"
     activation = config.get(key) or names[0]
     if activation not in names:
-        raise ModelError(f"config.json: {key} {activation!r}; only {names[0]!r} is supported")
+        raise ModelError(f"config.json: {key} is {activation!r}; only {names[0]!r} is supported")
     rope = mapping(config, "rope_parameters")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0) and not family.partial_rope:
-        raise ModelError(f"config.json: partial_rotary_factor {partial}; only 1.0 is supported")
+        raise ModelError(f"config.json: partial_rotary_factor is {partial}; only 1.0 is supported")
     if config.get("use_bidirectional_attention"):
-        raise ModelError("config.json: use_bidirectional_attention; only causal attention is")
+        raise ModelError(
+            "config.json: use_bidirectional_attention is true; only causal attention is supported"
+        )
 
 
 def _factors(config: Mapping[str, Any], family: Family, hidden_size: int) -> dict[str, float]:

@@ -22,10 +22,13 @@ def read_experts(config: Mapping[str, Any], family: Experts, num_layers: int) ->
         renormalise = bool(config.get("norm_topk_prob", family.scores == "sigmoid"))
     if per_token > count // groups * kept or count % groups or kept > groups:
         raise ModelError(
-            f"config.json: {per_token} of {count} experts in {kept} of {groups} groups per token"
+            f"config.json: a token cannot use {per_token} of {count} experts"
+            f" in {kept} of {groups} groups"
         )
     if score == "top2" and count // groups < 2:
-        raise ModelError(f"config.json: {groups} groups of {count} experts have no best two")
+        raise ModelError(
+            f"config.json: {groups} groups of {count} experts have fewer than two experts each"
+        )
     return ExpertSpec(
         count=count,
         per_token=per_token,
@@ -55,7 +58,7 @@ def _groups(config: Mapping[str, Any], family: Experts) -> tuple[int, int, str]:
 def _dense_layers(config: Mapping[str, Any], family: Experts, num_layers: int) -> tuple[int, ...]:
     if family.dense == "first":
         if config.get("moe_layer_freq", 1) != 1:
-            raise ModelError("config.json: moe_layer_freq; only 1 is supported")
+            raise ModelError("config.json: moe_layer_freq is not 1; only 1 is supported")
         return tuple(range(min(config.get("first_k_dense_replace") or 0, num_layers)))
     if family.dense == "step":
         step = positive(config, "decoder_sparse_step", default=1)

@@ -91,7 +91,10 @@ def _rotary_dim(
         return 0
     rotary_dim = int(head_dim * partial) if isinstance(partial, float) else 0
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise ModelError(f"config.json: partial_rotary_factor {partial!r} of head_dim {head_dim}")
+        raise ModelError(
+            f"config.json: partial_rotary_factor {partial!r} gives no even number of elements"
+            f" of head_dim {head_dim}"
+        )
     return rotary_dim
 
 

@@ -6,6 +6,7 @@ Weights stay quantized. A matrix is read from the mapped file when an engine pac
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,10 @@ class GgufWeights:
         self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         self._swapped = architecture_of(file).swapped
 
+    def release(self) -> None:
+        """Drops the pages that were read. What was returned is read from the file again."""
+        self._file.mapping.madvise(mmap.MADV_DONTNEED)
+
     def load(self, name: str) -> Tensor:
         matrix = self.matrix(name)
         return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
@@ -73,7 +78,10 @@ class GgufWeights:
         stored = gguf_name(name)
         order = self._order(stored)
         if self._file.tensors[stored].kind in FORMATS:
-            matrix = QuantizedMatrix((self._file.rows(stored),), self._dtype)
+            # An embedding stays in the file: few of its rows are read.
+            is_embedding = name == "model.embed_tokens.weight"
+            rows = self._file.rows(stored) if is_embedding else self._file.read_rows(stored)
+            matrix = QuantizedMatrix((rows,), self._dtype)
             return matrix if order is None else matrix.reordered(order)
         tensor = self._file.tensor(stored)
         return tensor.to(self._dtype, copy=True) if order is None else tensor[order].to(self._dtype)

@@ -182,6 +182,8 @@ class _Values:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0. Raises ModelError for another value, and if the key is absent and has
+        no default."""
         value = self.optional(name)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:

@@ -7,6 +7,7 @@ before anything of that size is made, so reading allocates no more than a few ti
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     data: Tensor  # [file size] uint8, mapped
+    mapping: mmap.mmap  # of `data`; nothing is written to it
+    version: tuple[int, ...]  # changes if another file takes the path, or if this one is written
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is not quantized, in its own dtype; its bytes stay in the mapped file."""
@@ -87,6 +90,31 @@ class GgufFile:
         entry = self.tensors[name]
         data = self.data[entry.begin : entry.end]
         return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+
+    def read_rows(self, name: str) -> StoredRows:
+        """A quantized tensor's rows in memory: to read them all takes a tenth of the time that the
+        page faults of a mapping take on virtual machines. Raises `ModelError`."""
+        entry = self.tensors[name]
+        data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        rest = data.numpy().data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                if _version(file.fileno()) != self.version:
+                    raise ModelError(f"{self.path} changed while it was loaded: start again")
+                file.seek(entry.begin)
+                while rest:
+                    count = file.readinto(rest)
+                    if not count:
+                        raise ModelError(f"{self.path} is cut off at tensor {name!r}")
+                    rest = rest[count:]
+        except OSError as error:
+            raise ModelError(f"{self.path} is not readable: {error.strerror}") from None
+        return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+
+
+def _version(fd: int) -> tuple[int, ...]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -102,11 +130,13 @@ def read_gguf(path: Path) -> GgufFile:
                 raise ModelError(f"{path} is cut off: {size} bytes are no GGUF file")
             # A private mapping is writable for torch; nothing is written to it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            version = _version(file.fileno())
     except OSError as error:
         raise ModelError(f"{path} is not readable: {error.strerror}") from None
     header = _Header(path, mapped)
     metadata, tensors = header.read()
-    return GgufFile(path, metadata, tensors, torch.frombuffer(mapped, dtype=torch.uint8))
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    return GgufFile(path, metadata, tensors, data, mapped, version)
 
 
 class _Header:
@@ -119,6 +149,7 @@ class _Header:
         self._at = 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        """Returns the metadata, and the tensors by name. Raises ModelError for a damaged header."""
         if self._take(4) != MAGIC:
             raise self._error("does not begin with GGUF: not a GGUF file")
         version = self._number("I")
@@ -211,12 +242,29 @@ class _Header:
         if kind == _STRING:
             if count * 8 > self._end - self._at:
                 raise self._error(f"the key {key!r} claims {count} texts, more than fit in it")
-            return [self._text(f"a value of {key!r}", self._end) for _ in range(count)]
+            return self._texts(f"a value of {key!r}", count)
         if kind not in _SCALARS:
             raise self._error(f"the key {key!r} is an array of the unknown type {kind}")
         code = "B" if kind == _BOOL else _SCALARS[kind]
         data = self._take(count * struct.calcsize(code))
         return np.frombuffer(data, dtype=np.dtype(code).newbyteorder("<"))
+
+    def _texts(self, what: str, count: int) -> list[str]:
+        """As `_text`, in one loop: a vocabulary has hundreds of thousands."""
+        data, end, at, found = self._data, self._end, self._at, []
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if end - at < 8:
+                break
+            (length,) = unpack(data, at)
+            if length > end - at - 8:
+                break
+            at += 8 + length
+            found.append(data[at - length : at].decode("utf-8", "replace"))
+        self._at = at
+        if len(found) < count:
+            self._text(what, end)  # raises
+        return found
 
     def _text(self, what: str, limit: int) -> str:
         length = self._number("Q")

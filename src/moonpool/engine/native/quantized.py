@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moonpool.cores import usable_cores
 from moonpool.engine.native.library import Call, Kernels
 from moonpool.engine.native.linear import PANEL, PackedMemory
 from moonpool.engine.quantized.formats import Decoded, Format
@@ -141,7 +142,7 @@ def _repacked(rows: StoredRows, memory: PackedMemory, repack: Call) -> Tensor:
         out,
         rows.width // format.group,
         panel_bytes,
-        torch.get_num_threads(),
+        usable_cores(),
     )
     if wrong:
         raise ValueError(f"the kernels do not arrange {format.name}")

@@ -84,27 +84,29 @@ void decode(Kind kind, const uint8_t* g, Decoded& d) {
     }
 }
 
+uint32_t load(const uint8_t* from) {
+    uint32_t word;
+    std::memcpy(&word, from, 4);
+    return word;
+}
+
 // The words of one output's 32 numbers, each word 32 outputs after the one before.
 void put_words(const uint8_t* n, int bits, uint32_t* to) {
     if (bits == 8) {
-        for (int w = 0; w < 8; ++w) std::memcpy(to + w * PANEL, n + 4 * w, 4);
+        for (int w = 0; w < 8; ++w) to[w * PANEL] = load(n + 4 * w);
         return;
     }
-    for (int w = 0; w < 4; ++w) {
-        uint32_t word = 0;
-        for (int b = 0; b < 4; ++b)
-            word |= (uint32_t)((n[4 * w + b] & 15) | ((n[16 + 4 * w + b] & 15) << 4)) << (8 * b);
-        to[w * PANEL] = word;
-    }
+    constexpr uint32_t LOW = 0x0f0f0f0f, LANE = 0x00ff00ff;
+    for (int w = 0; w < 4; ++w)
+        to[w * PANEL] = (load(n + 4 * w) & LOW) | ((load(n + 16 + 4 * w) & LOW) << 4);
     if (bits == 4) return;
-    const int step = bits - 4, lanes = 16 / step;  // lanes of one word
+    // Four numbers are two lanes: the first and the third, the second and the fourth.
+    const int step = bits - 4, each = 8 / step;  // pairs of lanes of one word
     for (int w = 0; w < step; ++w) {
         uint32_t word = 0;
-        for (int i = 0; i < lanes; ++i) {
-            const int lane = w * lanes + i, first = 4 * (lane / 2) + lane % 2;
-            const uint32_t pair =
-                (uint32_t)(n[first] >> 4) | ((uint32_t)(n[first + 2] >> 4) << 16);
-            word |= pair << (step * i);
+        for (int i = 0; i < each; ++i) {
+            const uint32_t high = (load(n + 4 * (w * each + i)) >> 4) & LOW;
+            word |= ((high & LANE) | ((high >> 8 & LANE) << step)) << (2 * step * i);
         }
         to[(4 + w) * PANEL] = word;
     }

@@ -44,6 +44,8 @@ class NativeSplitOps(NativeOps):
         qk_norm: QkNorm | None,
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor]:
+        """As `SplitOps.rope`. Raises ValueError for tensors that do not fit, and IndexError for a
+        position outside the angles of `rope`."""
         qkv = qkv.contiguous()
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
         kv = torch.empty(meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim, dtype=qkv.dtype)
@@ -54,6 +56,8 @@ class NativeSplitOps(NativeOps):
         return q, kv
 
     def store(self, kv: Tensor, args: AttendArgs) -> None:
+        """As `SplitOps.store`. Raises ValueError for K and V of another shape, and IndexError for a
+        position outside its block table."""
         call = self.store_call(kv, args)
         if self._of(kv).store(call, torch.get_num_threads()):
             raise IndexError("store: a row's position lies outside its block table")
@@ -109,6 +113,8 @@ class NativeSplitOps(NativeOps):
         return partials
 
     def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `SplitOps.merge`. Raises ValueError for tensors of another dtype or with gaps, and
+        IndexError for a row that names a partial that is not there."""
         num_partials, num_heads, size = partials.shape
         rows = starts.shape[0] - 1
         if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (order, starts)):

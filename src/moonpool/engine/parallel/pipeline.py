@@ -47,7 +47,14 @@ from moonpool.engine.parallel.stage_wire import (
 )
 from moonpool.engine.sampler import draw_of
 from moonpool.engine.step import LayerDone as OnLayer
-from moonpool.engine.step import Rows, StepResult, drawing_rows, first_positions, plan_rows
+from moonpool.engine.step import (
+    Rows,
+    StepError,
+    StepResult,
+    drawing_rows,
+    first_positions,
+    plan_rows,
+)
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Token
 
@@ -204,6 +211,8 @@ class PipelineEngine:
         `on_layer(i)` is called, from this thread or another, once layer i of the whole step is in
         the arena; `on_end` is called after all layers. Raises StepError, StageLostError.
         """
+        if any(entry.pooling == "mean" for entry in entries):
+            raise StepError("stages compute embeddings by the last token only")
         rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         began_s = time.perf_counter()
         with self._lock:
@@ -234,7 +243,7 @@ class PipelineEngine:
             raise StageLostError(self._lost or f"a stage has ended: {error}") from None
 
     def step(self, entries: Sequence[StepEntry], on_layer: OnLayer | None = None) -> StepResult:
-        """Runs one step to its end, as `Engine.step` does."""
+        """Runs one step to its end, as `Engine.step` does. Raises StepError, StageLostError."""
         ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.begin(entries, on_layer, ended.put)
         outcome = ended.get()

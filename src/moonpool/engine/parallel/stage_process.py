@@ -32,6 +32,7 @@ from moonpool.engine.parallel.stage_wire import (
     unpack_meta,
     unpack_wanted,
 )
+from moonpool.engine.pooling import pool_last
 from moonpool.engine.runner import choose_ops, grammars_of, make_layout
 from moonpool.engine.sampler import sample
 from moonpool.types import Token
@@ -111,10 +112,7 @@ class Stage:
             with torch.inference_mode():
                 done = self._advance(residual, normed, step, meta, on_layer)
                 if step.draws and done is not None:
-                    positions = [draw.position for draw in step.draws]
-                    draws = unpack_draws(step, self._model.spec.eos_token_ids)
-                    logits = self._model.logits(done[1])
-                    tokens = tuple(sample(logits, draws, positions, self._grammars))
+                    tokens = self._tokens(step, done[1])
         except ConnectionError:
             raise
         except Exception as broken:
@@ -126,6 +124,25 @@ class Stage:
                 self._after.write(tensor)
         answer = StepDone(number=step.number, seconds=seconds, tokens=tokens, error=error)
         self._control.sendall(frame(answer))
+
+    def _tokens(self, step: StageStep, states: Tensor) -> tuple[tuple[Token, ...], ...]:
+        """What the last stage draws, by draw. An embedding is the state of its only row.
+
+        states: the wanted rows, [W, hidden], in the order of the draws.
+        """
+        draws = unpack_draws(step, self._model.spec.eos_token_ids)
+        sizes = [1 + len(draw.drafts) for draw in draws]
+        rows = dict(enumerate(states.split(sizes)))
+        drawing = [i for i, draw in enumerate(draws) if draw.params.pooling == "none"]
+        found: dict[int, tuple[Token, ...]] = {
+            i: (pool_last(rows[i][0]),) for i in rows if i not in drawing
+        }
+        if drawing:
+            logits = self._model.logits(torch.cat([rows[i] for i in drawing]))
+            positions = [step.draws[i].position for i in drawing]
+            drawn = sample(logits, [draws[i] for i in drawing], positions, self._grammars)
+            found |= dict(zip(drawing, drawn, strict=True))
+        return tuple(found[i] for i in range(len(draws)))
 
     def _advance(
         self,

@@ -67,6 +67,7 @@ class GlooGroup:
         return total
 
     def broadcast(self, tensor: Tensor) -> None:
+        """Raises RankLostError if another rank has ended."""
         try:
             self._group.broadcast([tensor]).wait()
         except RuntimeError as error:

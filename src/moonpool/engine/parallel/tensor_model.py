@@ -187,8 +187,25 @@ class ShardedModel:
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
         """As `DecoderModel.forward`. Raises RankLostError; the other ranks have ended then."""
+        normed = self.hidden(token_ids, cache, meta, wanted, on_layer, before_attend)
+        return None if normed is None else self.logits(normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """As `DecoderModel.logits`, on rank 0 alone."""
+        return self._shards[0].logits(normed)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        cache: KvCache,
+        meta: StepMeta,
+        wanted: Tensor | None,
+        on_layer: LayerDone | None = None,
+        before_attend: BeforeAttend | None = None,
+    ) -> Tensor | None:
+        """As `DecoderModel.hidden`. Raises RankLostError; the other ranks have ended then."""
         try:
-            normed = self._lead(token_ids, cache, meta, wanted, on_layer, before_attend)
+            return self._lead(token_ids, cache, meta, wanted, on_layer, before_attend)
         except RankLostError:
             raise
         except Exception as error:
@@ -199,7 +216,6 @@ class ShardedModel:
             message = f"a step failed: {type(error).__name__}: {error}"
             self._give_up(message)
             raise RankLostError(message) from None
-        return None if normed is None else self._shards[0].logits(normed)
 
     def follow(self, cache: KvCache, meta: StepMeta, wanted: Tensor | None) -> None:
         """Computes a step that rank 0 has announced. Raises RankLostError."""

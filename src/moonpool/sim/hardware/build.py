@@ -95,6 +95,13 @@ def build_hardware(
             'conductor.role_balance = "switch" cannot be simulated with instances of several'
             ' stages or ranks, because their nodes would change too; use "advise"'
         )
+    drafts = config.engine.speculative_config
+    if drafts is not None and drafts.method == "draft_model":
+        raise ConfigError(
+            'engine.speculative_config with method "draft_model" cannot be simulated: the draft'
+            ' model\'s time and memory are not modelled; use {"method": "ngram"}, whose drafts cost'
+            " nothing to find"
+        )
     node = open_node(grouped, profile, catalogue, config.model)
     decoder = open_node(decoding_nodes, profile, catalogue, config.model)
     layout = _layout(node, config, profile)

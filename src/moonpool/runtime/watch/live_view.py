@@ -1,34 +1,59 @@
 """Describes a running cluster for the live page: one frame of plain JSON values a second.
 
-A frame is computed only when somebody looks. Its history comes from the records of ended requests,
-which the head keeps anyway, so it reaches back no further than they do.
+A frame is computed only when somebody looks. Its sums come from the records of ended requests,
+which the head keeps anyway, so they reach back no further than those do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, isfinite
 from typing import Any
 
+from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.request_record import RequestRecord
-from moonpool.types import FinishReason, Slo, payer_of
+from moonpool.runtime.watch.hot_list import HotList
+from moonpool.runtime.watch.live_history import ANSWERED, LiveHistory
+from moonpool.runtime.watch.moved_bytes import MovedBytes
+from moonpool.types import Slo, payer_of
 
-BIN_S = 10.0
-NUM_BINS = 60
+RECENT_S = 600.0
 NUM_LISTED = 40
 """Most requests that a frame lists, those under way included."""
 PERCENTILES = (0.5, 0.9, 0.99)
-_ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+
+class LiveView:
+    """What the frames of one cluster are made of, beside its records."""
+
+    def __init__(
+        self, conductor: Conductor, post: Callable[[HotRequested], None], now: Callable[[], float]
+    ) -> None:
+        self._conductor = conductor
+        self._now = now
+        self.hot = HotList(conductor, post, now)
+        self.history = LiveHistory(conductor)
+        self._moved = MovedBytes()
+
+    def frame(self, newest: Iterable[RequestRecord], tenant: str | None) -> dict[str, Any]:
+        """Returns one frame. Hot prefixes and transfers are the operator's: the key of a block does
+        not tell whose it is."""
+        conductor, now = self._conductor, self._now()
+        described = describe_live(conductor, newest, now, tenant)
+        described["history"] = self.history.describe(now, tenant)
+        if tenant is None:
+            described["hot"] = self.hot.watched()
+            described["moved"] = self._moved.describe(conductor.instances.values(), now)
+        return described
 
 
 def describe_live(
     conductor: Conductor, newest: Iterable[RequestRecord], now: float, tenant: str | None
 ) -> dict[str, Any]:
-    """Returns one frame.
+    """Returns the present state, the sums of the last ten minutes and the last requests.
 
     `newest`: records of ended requests, the last ended first. `tenant`: only its own requests, and
     no loads; None: everything.
@@ -53,18 +78,17 @@ def describe_live(
         "under_way": len(own),
         "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
         "totals": _totals(recent),
-        "history": {"bin_s": BIN_S, "bins": _history(recent, now)},
         "requests": running + ended,
     }
 
 
 def _recent(newest: Iterable[RequestRecord], now: float, tenant: str | None) -> list[RequestRecord]:
-    """Returns the records of the history's time, the last ended first."""
+    """Returns the records of the last ten minutes, the last ended first."""
     found: list[RequestRecord] = []
     for record in newest:
         if record.finished_s is None:
             continue
-        if record.finished_s < now - NUM_BINS * BIN_S:
+        if record.finished_s < now - RECENT_S:
             break
         if tenant is None or payer_of(record.tenant) == tenant:
             found.append(record)
@@ -140,8 +164,8 @@ def _tokens_by_tier(records: Iterable[RequestRecord]) -> dict[str, int]:
 
 
 def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    answered = [record for record in records if record.outcome in _ANSWERED]
-    ended_early = Counter(record.outcome for record in records if record.outcome not in _ANSWERED)
+    answered = [record for record in records if record.outcome in ANSWERED]
+    ended_early = Counter(record.outcome for record in records if record.outcome not in ANSWERED)
     return {
         "ended": len(records),
         "answered": len(answered),
@@ -165,56 +189,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
         f"p{round(100 * share)}": ranked[max(ceil(share * len(ranked)) - 1, 0)]
         for share in PERCENTILES
     }
-
-
-@dataclass(slots=True)
-class _Bin:
-    answered: int = 0
-    effective: int = 0
-    not_answered: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    ttft_s: list[float] = field(default_factory=list)
-    tbt_s: list[float] = field(default_factory=list)
-
-    def add(self, record: RequestRecord) -> None:
-        self.generated_tokens += record.num_generated_tokens
-        if record.outcome not in _ANSWERED:
-            self.not_answered += 1
-            return
-        self.answered += 1
-        self.effective += record.effective
-        self.prompt_tokens += record.num_prompt_tokens
-        self.cached_tokens += record.cached_tokens
-        if record.ttft_s is not None:
-            self.ttft_s.append(record.ttft_s)
-        if record.tbt_top10_mean_s is not None:
-            self.tbt_s.append(record.tbt_top10_mean_s)
-
-    def described(self) -> dict[str, Any]:
-        ttft_s, tbt_s = percentiles(self.ttft_s), percentiles(self.tbt_s)
-        return {
-            "answered": self.answered,
-            "effective": self.effective,
-            "not_answered": self.not_answered,
-            "generated_tokens": self.generated_tokens,
-            "hit": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
-            "ttft_p90_s": ttft_s and ttft_s["p90"],
-            "tbt_p90_s": tbt_s and tbt_s["p90"],
-        }
-
-
-def _history(records: Iterable[RequestRecord], now: float) -> list[dict[str, Any]]:
-    """Returns one entry per `BIN_S`, the oldest first."""
-    bins = [_Bin() for _ in range(NUM_BINS)]
-    last = int(now // BIN_S)
-    for record in records:
-        assert record.finished_s is not None
-        index = NUM_BINS - 1 - (last - int(record.finished_s // BIN_S))
-        if 0 <= index < NUM_BINS:
-            bins[index].add(record)
-    return [one.described() for one in bins]
 
 
 # Instances
@@ -247,9 +221,6 @@ def _describe_instance(
             "blocks": load.num_blocks or state.info.num_blocks,
             "held": load.held_blocks,
             "cached": load.cached_blocks,
-            "received_bytes": sum(
-                load.counters.get(f"{kind}_received_bytes", 0.0) for kind in ("shm", "tcp", "tls")
-            ),
         }
         if load.ssd is not None:
             described["ssd"] = {"blocks": load.ssd.blocks, "cached": load.ssd.cached}

@@ -1,0 +1,189 @@
+"""Writes a GGUF file with random weights: `python -m benchmarks.random_gguf SHAPE FORMAT FILE`.
+
+The shape is that of a published model, with as many tokens and merges in the tokenizer as that has,
+since reading them takes time. Linears are in FORMAT; the embedding is Q6_K, as in files of the kind
+Q4_K_M.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from moonpool.engine.quantized.formats import FORMATS
+
+USAGE = "usage: python -m benchmarks.random_gguf SHAPE FORMAT FILE"
+KINDS = {"F32": 0, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14}
+EMBEDDING = "Q6_K"
+ALIGNMENT = 32
+PIECE_GROUPS = 1 << 16
+SCALES = {"Q4_0": 0.004, "Q8_0": 0.0003, "Q4_K": 0.00015, "Q6_K": 0.000015}
+"""Of a group, so that weights have a standard deviation of about 0.02."""
+SCALE_AT = {"Q6_K": 208}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufShape:
+    """A decoder of Qwen3's family with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inter: int
+    vocab: int
+
+
+SHAPES = {
+    "qwen3-1.7b": GgufShape(2048, 28, 16, 8, 128, 6144, 151936),
+    "qwen3-0.6b": GgufShape(1024, 28, 16, 8, 128, 3072, 151936),
+    "tiny": GgufShape(256, 2, 4, 2, 64, 512, 512),
+}
+
+
+class ShapeError(Exception):
+    """A shape or a format that this module does not know."""
+
+
+def write_random_gguf(shape_name: str, kind: str, path: Path) -> None:
+    """Raises ShapeError, OSError."""
+    if shape_name not in SHAPES or kind not in SCALES:
+        raise ShapeError(f"shapes are {', '.join(SHAPES)}; formats are {', '.join(SCALES)}")
+    shape = SHAPES[shape_name]
+    tensors = _tensors(shape, kind)
+    with path.open("wb") as file:
+        file.write(_header(shape, tensors))
+        for seed, (stored, dims) in enumerate(tensors.values()):
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            for piece in _data(stored, dims, seed):
+                file.write(piece)
+
+
+def _tensors(shape: GgufShape, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor, by name."""
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found = {
+        "token_embd.weight": (EMBEDDING, (shape.vocab, hidden)),
+        "output_norm.weight": ("F32", (hidden,)),
+    }
+    for layer in range(shape.layers):
+        linears = {
+            "attn_q": (q, hidden),
+            "attn_k": (kv, hidden),
+            "attn_v": (kv, hidden),
+            "attn_output": (hidden, q),
+            "ffn_gate": (shape.inter, hidden),
+            "ffn_up": (shape.inter, hidden),
+            "ffn_down": (hidden, shape.inter),
+        }
+        norms = {"attn_norm": hidden, "ffn_norm": hidden}
+        norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+        found |= {f"blk.{layer}.{name}.weight": (kind, dims) for name, dims in linears.items()}
+        found |= {f"blk.{layer}.{name}.weight": ("F32", (size,)) for name, size in norms.items()}
+    return found
+
+
+def _header(shape: GgufShape, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    tokens, merges = _vocabulary(shape.vocab - 2)
+    tokens += ["<s>", "<end>"]
+    sizes = {
+        "block_count": shape.layers,
+        "context_length": 32768,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.inter,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+    }
+    values = [_text("general.architecture") + struct.pack("<I", 8) + _text("qwen3")]
+    values += [_text(f"qwen3.{k}") + struct.pack("<II", 4, v) for k, v in sizes.items()]
+    reals = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6}
+    values += [_text(f"qwen3.{k}") + struct.pack("<If", 6, v) for k, v in reals.items()]
+    words = {"model": "gpt2", "pre": "qwen2"}
+    values += [
+        _text(f"tokenizer.ggml.{k}") + struct.pack("<I", 8) + _text(v) for k, v in words.items()
+    ]
+    ids = {"bos_token_id": shape.vocab - 2, "eos_token_id": shape.vocab - 1}
+    values += [_text(f"tokenizer.ggml.{k}") + struct.pack("<II", 4, v) for k, v in ids.items()]
+    for key, texts in (("tokens", tokens), ("merges", merges)):
+        start = _text(f"tokenizer.ggml.{key}") + struct.pack("<IIQ", 9, 8, len(texts))
+        values.append(start + b"".join(map(_text, texts)))
+    kinds = np.full(shape.vocab, 1, np.int32)
+    kinds[-2:] = 3
+    start = _text("tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, shape.vocab)
+    values.append(start + kinds.tobytes())
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(values)), *values]
+    offset = 0
+    for name, (kind, dims) in tensors.items():
+        parts.append(_text(name) + struct.pack("<I", len(dims)))
+        parts.append(struct.pack(f"<{len(dims)}Q", *dims[::-1]))
+        parts.append(struct.pack("<IQ", KINDS[kind], offset))
+        offset += -(-_num_bytes(kind, dims) // ALIGNMENT) * ALIGNMENT
+    return b"".join(parts)
+
+
+def _num_bytes(kind: str, dims: tuple[int, ...]) -> int:
+    if kind == "F32":
+        return 4 * prod(dims)
+    return prod(dims) // FORMATS[kind].group * FORMATS[kind].bytes
+
+
+def _data(kind: str, dims: tuple[int, ...], seed: int) -> Iterator[bytes]:
+    if kind == "F32":
+        yield np.ones(dims, np.float32).tobytes()
+        return
+    format, rng = FORMATS[kind], np.random.Generator(np.random.SFC64(seed))
+    left, at = prod(dims) // format.group, SCALE_AT.get(kind, 0)
+    while left:
+        count = min(left, PIECE_GROUPS)
+        data = rng.integers(0, 256, (count, format.bytes), dtype=np.uint8)
+        scale = SCALES[kind] * (0.5 + rng.random((count, 1)))
+        scales = [scale, 7.5 * scale] if format.has_minimum else [scale]
+        halves = np.concatenate(scales, axis=1).astype(np.float16).view(np.uint8)
+        data[:, at : at + halves.shape[1]] = halves
+        left -= count
+        yield data.tobytes()
+
+
+def _vocabulary(count: int) -> tuple[list[str], list[str]]:
+    """Tokens of one byte, then of two, then of three, with the merges that make them."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    rest = iter(range(0x100, 0x200))
+    alphabet = [chr(b) if b in printable else chr(next(rest)) for b in range(256)]
+    tokens, merges, longest = list(alphabet), [], alphabet
+    while len(tokens) < count:
+        added = [(left, right) for left in longest for right in alphabet][: count - len(tokens)]
+        merges += [f"{left} {right}" for left, right in added]
+        longest = [left + right for left, right in added]
+        tokens += longest
+    return tokens[:count], merges
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def main() -> int:
+    """Returns the exit status."""
+    if len(sys.argv) != 4:
+        sys.stderr.write(USAGE + "\n")
+        return 2
+    try:
+        write_random_gguf(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    except (ShapeError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

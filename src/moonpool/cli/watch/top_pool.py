@@ -1,0 +1,76 @@
+"""Renders the hottest prefixes and the transfers of a frame for a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from moonpool.cli.watch.cluster_events import Frame
+
+_FLOWS = (
+    ("handed_over", "handed over in"),
+    ("sent", "out"),
+    ("fetched", "fetched"),
+    ("copied", "copied"),
+    ("ssd_loaded", "SSD loaded"),
+    ("ssd_stored", "SSD stored"),
+)
+_MOST_PREFIXES = 5
+TITLE_LINES = 4
+"""Lines of a table beside its rows."""
+
+
+def pool_tables(frame: Frame, lines: int | None) -> list[Table]:
+    """Returns the tables that have something to show and fit into `lines`; None: all fit.
+
+    A tenant's frame has none.
+    """
+    tables = [_hot(frame), _transfers(frame)]
+    shown = [table for table in tables if table is not None]
+    while lines is not None and sum(t.row_count + TITLE_LINES for t in shown) > max(lines, 0):
+        shown.pop()
+    return shown
+
+
+def _hot(frame: Frame) -> Table | None:
+    found = frame.get("hot")
+    if not found:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    table.add_column("hottest prefixes", no_wrap=True)
+    for name in ("tokens", "size", "hits", "copies"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("in DRAM of", "on SSD of"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    for one in found[:_MOST_PREFIXES]:
+        places = [" ".join(sorted(one[tier])) or "-" for tier in ("dram", "ssd")]
+        numbers = [f"{one['tokens']:,}", _bytes(one["bytes"]), f"{one['hits']:,}"]
+        table.add_row(one["key"][:12], *numbers, str(one["replicas"]), *places)
+    return table
+
+
+def _transfers(frame: Frame) -> Table | None:
+    moved = [one for one in frame.get("moved", ()) if any(one["bytes"].values())]
+    if not moved:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    table.add_column("transfers: per s, total", no_wrap=True)
+    for _, name in _FLOWS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in sorted(moved, key=lambda one: str(one["instance_id"])):
+        rates = one["bytes_per_s"]
+        cells = [
+            f"{_bytes(rates[flow]) if rates else '-'}, {_bytes(one['bytes'][flow])}"
+            if one["bytes"][flow]
+            else "-"
+            for flow, _ in _FLOWS
+        ]
+        table.add_row(one["instance_id"], *cells)
+    return table
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,65 @@
+"""When stored step times are used, and when they are measured again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from moonpool.engine.builtin import open_model
+from moonpool.engine.ops import empty_cache
+from moonpool.engine.reference import ReferenceOps
+from moonpool.engine.runner import Engine, make_layout
+from moonpool.engine.step import StepResult
+from moonpool.runtime.profile_store import KEPT_S, profile_path, refine_profile
+from moonpool.scheduler.actions import StepEntry
+
+NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=512"
+
+
+class CountingEngine:
+    """An engine that counts its steps, and says that each token takes `token_s`."""
+
+    def __init__(self, token_s: float) -> None:
+        model = open_model(NAME, "float32")
+        self._engine = Engine(model, ReferenceOps(), empty_cache(make_layout(model, 16), 64))
+        self._token_s = token_s
+        self.spec, self.layout = self._engine.spec, self._engine.layout
+        self.num_blocks, self.ops_name = self._engine.num_blocks, self._engine.ops_name
+        self.steps: list[int] = []  # tokens of each
+
+    def step(self, entries: Sequence[StepEntry]) -> StepResult:
+        tokens = sum(len(entry.new_token_ids) for entry in entries)
+        self.steps.append(tokens)
+        return StepResult([None] * len(entries), seconds=tokens * self._token_s)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_stored_times_are_used_until_they_are_old() -> None:
+    engine = CountingEngine(1e-4)
+    first = refine_profile(engine, 1)
+    assert engine.steps
+    engine.steps.clear()
+    assert refine_profile(engine, 1) == first and not engine.steps
+    path = profile_path(engine, 1)
+    old_s = path.stat().st_mtime - KEPT_S - 60
+    os.utime(path, (old_s, old_s))
+    assert refine_profile(engine, 1, only_if_new=True) == first and not engine.steps
+    refine_profile(engine, 1)
+    assert engine.steps and path.stat().st_mtime > old_s + KEPT_S
+
+
+def test_a_slow_model_is_measured_in_brief() -> None:
+    """16 ms per token: all steps of the long list take half a minute."""
+    fast, slow = CountingEngine(1e-4), CountingEngine(0.05)
+    refine_profile(fast, 1)
+    cost = refine_profile(slow, 2)
+    assert sum(slow.steps) < 120 < sum(fast.steps)
+    assert cost.prefill_s(256, 0) == pytest.approx(256 * 0.05, rel=0.1)
+    assert cost.decode_step_s(4, 256) == pytest.approx(4 * 0.05, rel=0.1)
