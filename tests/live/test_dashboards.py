@@ -7,9 +7,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "moonpool.rules.yml"
@@ -35,6 +39,33 @@ def test_every_metric_that_they_name_is_exported(http: httpx.Client) -> None:
     named = set(METRIC.findall(" ".join([*expressions(), RULES.read_text()])))
     assert len(named) >= 30
     assert named <= known, sorted(named - known)
+
+
+def unknown_to_grafana(dashboard: Any) -> list[str]:
+    """Paths of what Grafana's model of a dashboard drops or changes when it reads and writes it."""
+    register_default_plugins()
+    written = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+    return differences(dashboard, written, "")
+
+
+def differences(given: Any, written: Any, path: str) -> list[str]:
+    if isinstance(given, dict) and isinstance(written, dict):
+        found = [f"{path}/{name}" for name in given if name not in written]
+        for name in given.keys() & written.keys():
+            found += differences(given[name], written[name], f"{path}/{name}")
+        return found
+    if isinstance(given, list) and isinstance(written, list) and len(given) == len(written):
+        pairs = enumerate(zip(given, written, strict=True))
+        return [each for i, pair in pairs for each in differences(*pair, f"{path}/{i}")]
+    return [] if given == written else [path]
+
+
+def test_grafanas_model_knows_every_field_of_the_dashboard() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert not unknown_to_grafana(dashboard)
+    panel = next(one for one in dashboard["panels"] if one.get("targets"))
+    panel["targets"][0]["exprr"] = panel["fieldConfig"]["defaults"]["unitt"] = "s"
+    assert {path.rpartition("/")[2] for path in unknown_to_grafana(dashboard)} == {"exprr", "unitt"}
 
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
