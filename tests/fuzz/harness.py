@@ -103,10 +103,10 @@ def _run(reader: Reader, data: bytes, folder: Path) -> str:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     taken_s = time.process_time() - started_s
-    if taken_s > HANG_S:
-        return f"{taken_s:.1f} s of CPU"
     taken_bytes = _peak_bytes() - bytes_before
-    return f"{taken_bytes >> 20} MiB for one input" if taken_bytes > MAX_INPUT_MEMORY else ""
+    if taken_bytes > MAX_INPUT_MEMORY:  # first: so much memory also takes time
+        return f"{taken_bytes >> 20} MiB for one input"
+    return f"{taken_s:.1f} s of CPU" if taken_s > HANG_S else ""
 
 
 def _is_ours(error: Exception) -> bool:
