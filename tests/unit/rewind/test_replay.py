@@ -79,7 +79,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("max_bytes", [1 << 30, 600_000])
+@pytest.mark.parametrize("max_bytes", [pytest.param(1 << 30, marks=pytest.mark.long), 600_000])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_replay_decides_the_same(
     name: str, max_bytes: int, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
