@@ -23,9 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
-from moonpool.api.connection.kept_stream import KeptStream, StreamKeeper
+from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.embeddings import Embedder
@@ -223,26 +224,15 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._tls = tls
 
-    async def resume(self, sock: socket.socket, kept: KeptStream) -> None:
-        """Goes on with an answer of another head over its client's connection."""
-        num_sent = accepted_bytes(sock.fileno()) - kept.opening.base
+    async def resume(self, sock: socket.socket, received: KeptStream | HalfRead) -> None:
+        """Goes on with a call that another head has received, or has begun to receive."""
+        num_sent = accepted_bytes(sock.fileno()) - received.base
         if num_sent < 0:  # bytes of an earlier response were lost
-            kept.drop()
+            received.drop()
             sock.close()
             return
         protocol = self._new_protocol()
-        protocol.resume(kept, num_sent)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
-
-    async def resume_half_read(self, sock: socket.socket, half_read: HalfRead) -> None:
-        """Goes on with reading a request of another head."""
-        num_sent = accepted_bytes(sock.fileno()) - half_read.base
-        if num_sent < 0:  # bytes of an earlier response were lost
-            half_read.drop()
-            sock.close()
-            return
-        protocol = self._new_protocol()
-        protocol.resume_half_read(half_read, num_sent)
+        protocol.resume(received, num_sent)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
 
     async def adopt(self, sock: socket.socket) -> None:

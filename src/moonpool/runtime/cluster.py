@@ -67,10 +67,8 @@ async def serve_cluster(link: SupervisorLink) -> None:
     server = http_server(make_app(head, options, bodies), tls=tls, keeper=link)
     beat = asyncio.create_task(link.beat())
     await _begin(link, head, config, inherited)
-    for kept, sock in inherited.answers:
-        await server.resume(sock, kept)
-    for half_read, sock in inherited.half_read:
-        await server.resume_half_read(sock, half_read)
+    for received, sock in inherited.answers:
+        await server.resume(sock, received)
     for sock in inherited.connections:
         await server.adopt(sock)
     broken: list[str] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
 from moonpool.cores import CoreShare
@@ -58,8 +59,7 @@ class Inheritance:
     begin: HeadBegin
     http: socket.socket
     control: socket.socket
-    answers: list[tuple[KeptStream, socket.socket]] = field(default_factory=list)
-    half_read: list[tuple[HalfRead, socket.socket]] = field(default_factory=list)
+    answers: list[tuple[KeptStream | HalfRead, socket.socket]] = field(default_factory=list)
     connections: list[socket.socket] = field(default_factory=list)
 
 
@@ -192,20 +192,17 @@ class SupervisorLink:
     def _take(self, number: int, socket_fd: int, log_fd: int) -> None:
         assert self._inheritance is not None
         self._kept.add(number)
+        call_log = CallLog(self, number, log_fd)
         try:
-            half_read = HalfRead.take_over(self, number, log_fd)
-            if half_read is not None:
-                sock = socket.socket(fileno=socket_fd)
-                self._inheritance.half_read.append((half_read, sock))
-                return
-            kept = KeptStream.take_over(self, number, log_fd)
+            call_log.read()
+            kind = HalfRead if HalfRead.is_in(call_log) else KeptStream
+            received = kind.take_over(call_log)
         except (ValueError, OSError) as error:
             log.warning("an answer cannot go on: %s", error)
-            self.drop(number)
-            os.close(log_fd)
+            call_log.drop()
             os.close(socket_fd)
             return
-        self._inheritance.answers.append((kept, socket.socket(fileno=socket_fd)))
+        self._inheritance.answers.append((received, socket.socket(fileno=socket_fd)))
 
     def _on_end(self) -> None:
         os._exit(1)  # the supervisor is gone, and with it everything that could go on

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shelf import Shelf
 
+from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.half_read import HalfRead
-from moonpool.api.connection.kept_stream import MAX_FRUITLESS, append_record
+from moonpool.api.connection.kept_stream import MAX_FRUITLESS
 
 pieces = st.lists(st.binary(min_size=1, max_size=50), max_size=8)
 
@@ -28,17 +29,22 @@ def begun(shelf: Shelf) -> HalfRead:
     return half_read
 
 
-def taken_over(shelf: Shelf, log: bytes) -> HalfRead | None:
+def read(log: bytes) -> CallLog:
     fd = os.memfd_create("log")
     os.write(fd, log)
-    try:
-        found = HalfRead.take_over(shelf, 7, fd)
-    except ValueError:
-        os.close(fd)
-        raise
-    if found is None:
-        os.close(fd)
+    found = CallLog(Shelf(), 7, fd)
+    found.read()
     return found
+
+
+def taken_over(log: bytes) -> tuple[HalfRead, CallLog]:
+    found = read(log)
+    assert HalfRead.is_in(found)
+    return HalfRead.take_over(found), found
+
+
+def bytes_of(call_log: CallLog) -> bytes:
+    return os.pread(call_log._fd, 1 << 20, 0)
 
 
 @given(pieces, pieces, st.data())
@@ -58,17 +64,15 @@ def test_a_successor_reads_all_complete_pieces_and_adds_its_own(
     assert shelf.taken_bytes == 0
     assert shelf.log() == log
     cut = data.draw(st.integers(start, len(log)))
-    successor = taken_over(Shelf(), log[:cut])
-    assert successor is not None
+    successor, its_log = taken_over(log[:cut])
     known = first[: sum(end <= cut for end in ends)]
-    assert (successor.base, successor.pieces) == (25, known)
+    assert (successor.base, successor.received) == (25, known)
     for piece in second:
         successor.note(piece)
-    later = os.pread(successor._fd, 1 << 20, 0)
+    later = bytes_of(its_log)
     successor.drop()
-    third = taken_over(Shelf(), later)
-    assert third is not None
-    assert third.pieces == known + second
+    third, _ = taken_over(later)
+    assert third.received == known + second
     third.drop()
     shelf.close()
 
@@ -80,25 +84,24 @@ def test_a_request_of_which_heads_die_is_given_up() -> None:
     log = shelf.log()
     half_read.drop()
     for _ in range(MAX_FRUITLESS):
-        successor = taken_over(shelf, log)
-        assert successor is not None
-        log = os.pread(successor._fd, 1 << 20, 0)
+        successor, its_log = taken_over(log)
+        log = bytes_of(its_log)
         successor.drop()
     with pytest.raises(ValueError, match=f"{MAX_FRUITLESS + 1} heads ended while they read"):
-        taken_over(shelf, log)
+        taken_over(log)
     shelf.close()
 
 
 @given(st.binary(max_size=60))
 def test_another_log_is_none_of_a_request(data: bytes) -> None:
-    fd = os.memfd_create("log")
-    append_record(fd, b"\x80" + data)
-    assert HalfRead.take_over(Shelf(), 7, fd) is None
-    os.close(fd)
+    for log in (b"", data, (1 + len(data)).to_bytes(4, "little") + b"\x80" + data):
+        found = read(log)
+        assert not HalfRead.is_in(found)
+        found.drop()
 
 
 def test_without_memory_nothing_is_kept() -> None:
-    shelf = Shelf(limit_bytes=10)
+    shelf = Shelf(limit_bytes=27)
     half_read = begun(shelf)
     half_read.note(b"0123456789")
     half_read.note(b"0")

@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from shelf import Shelf
 
-from moonpool.api.connection import kept_stream
+from moonpool.api.connection import call_log
+from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.kept_stream import (
     MAX_FRUITLESS,
     KeptStream,
@@ -70,11 +71,12 @@ def taken_over(log: bytes) -> Iterator[tuple[Shelf, KeptStream]]:
     shelf = Shelf()
     shelf.log_fd = os.memfd_create("log")
     os.write(shelf.log_fd, log)
-    copy = os.dup(shelf.log_fd)
+    found = CallLog(shelf, 7, os.dup(shelf.log_fd))
     try:
-        kept = KeptStream.take_over(shelf, 7, copy)
+        found.read()
+        kept = KeptStream.take_over(found)
     except ValueError:
-        os.close(copy)
+        found.drop()
         shelf.close()
         raise
     try:
@@ -164,7 +166,7 @@ def test_a_full_memory_ends_the_keeping_and_not_the_answer(
         assert shelf.dropped == [7]
         assert shelf.taken_bytes == 0
         kept.note(0, Output(tokens=(Token(1),)))
-    monkeypatch.setattr(kept_stream.os, "write", lambda *_: 1)
+    monkeypatch.setattr(call_log.os, "write", lambda *_: 1)
     small = Shelf()
     assert KeptStream.begin(small, 0, OPENING) is None
     assert small.taken_bytes == 0

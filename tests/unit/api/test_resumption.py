@@ -19,6 +19,7 @@ from scripted_head import ScriptedHead, Step
 from shelf import Shelf
 
 from moonpool.api.app import HttpServer, http_server, make_app
+from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes
 from moonpool.api.frontend import Output
@@ -116,7 +117,9 @@ def go_on(log: bytes, sent: bytes, sizes: Sequence[int]) -> bytes:
     server = make_server(scripted(sizes), shelf, b"Tue")
     fd = os.memfd_create("log")
     os.write(fd, log)
-    kept = KeptStream.take_over(shelf, 7, fd)
+    found = CallLog(shelf, 7, fd)
+    found.read()
+    kept = KeptStream.take_over(found)
     # The base of another connection may differ from this one's.
     kept.opening = _with_base(kept, accepted_bytes(theirs.fileno()))
     theirs.sendall(sent)

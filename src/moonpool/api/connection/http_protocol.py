@@ -18,13 +18,13 @@ from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import (
     MAX_KEPT_SHARE,
     KeptStream,
     Opening,
     StreamFacts,
-    StreamKeeper,
 )
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
 from moonpool.log_limit import limited_logger
@@ -227,7 +227,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._header_bytes or not self._in_header:
             return READ_S
         if self.scheme != "https":
-            give(self.transport.get_extra_info("socket").fileno())
+            give(self._fd)
         self.transport.abort()
         return 0.0
 
@@ -251,7 +251,18 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> KeptStream | None:
         """Keeps the call that is being answered. None: it cannot be kept."""
         self._drop_kept()
-        self._kept = self._begin_kept(scope, body, facts, arrived_s, tenant, is_admin)
+        base = None if self.pipeline else self._sent_bytes()
+        if self.keeper is not None and base is not None:
+            opening = Opening(
+                request=request_bytes(scope, body),
+                default_headers=tuple(self.cycle.default_headers),
+                base=base,
+                arrived_s=arrived_s,
+                tenant=tenant,
+                is_admin=is_admin,
+                facts=facts,
+            )
+            self._kept = KeptStream.begin(self.keeper, self._fd, opening)
         self._drop_half_read()  # not earlier: one of both is always kept
         if self._kept is not None and self._header_bytes:
             self._kept.note_read_ahead()
@@ -261,59 +272,37 @@ class LimitedProtocol(HttpToolsProtocol):
         """What is sent from now on follows from the kept call, if from anything."""
         self._drop_half_read()
 
-    def _begin_kept(
-        self,
-        scope: Scope,
-        body: bytes,
-        facts: StreamFacts,
-        arrived_s: float,
-        tenant: str,
-        is_admin: bool,
-    ) -> KeptStream | None:
-        transport = self.transport
-        if self.keeper is None or self.pipeline or transport.is_closing() or self.scheme == "https":
+    @property
+    def _fd(self) -> int:
+        number: int = self.transport.get_extra_info("socket").fileno()
+        return number
+
+    def _sent_bytes(self) -> int | None:
+        """All bytes that this connection has sent, or has yet to send, as `accepted_bytes` counts
+        them; None: another head cannot go on with it."""
+        if self.transport.is_closing() or self.scheme == "https":
             return None
-        fd = transport.get_extra_info("socket").fileno()
         try:
-            base = accepted_bytes(fd) + transport.get_write_buffer_size()
+            return accepted_bytes(self._fd) + self.transport.get_write_buffer_size()
         except OSError:
             return None
-        opening = Opening(
-            request=request_bytes(scope, body),
-            default_headers=tuple(self.cycle.default_headers),
-            base=base,
-            arrived_s=arrived_s,
-            tenant=tenant,
-            is_admin=is_admin,
-            facts=facts,
-        )
-        return KeptStream.begin(self.keeper, fd, opening)
 
-    def resume(self, kept: KeptStream, num_sent: int) -> None:
-        """Answers a call of another head, whose client was sent so many bytes of the response. Call
-        it before the connection is made."""
-        self._resumed, self._num_sent = kept, num_sent
-        self._received_before = [kept.opening.request]
-
-    def resume_half_read(self, half_read: HalfRead, num_sent: int) -> None:
-        """Goes on with a request that another head has not read completely. Call it before the
-        connection is made."""
-        self._half_read, self._num_sent = half_read, num_sent
-        self._received_before = half_read.pieces
-        self.limit.num_half_read += 1
+    def resume(self, received: KeptStream | HalfRead, num_sent: int) -> None:
+        """Goes on with a call that another head has received, or has begun to receive, and whose
+        client was sent so many bytes. Call it before the connection is made."""
+        if isinstance(received, KeptStream):
+            self._resumed = received
+        else:
+            self._half_read = received
+            self.limit.num_half_read += 1
+        self._received_before, self._num_sent = received.received, num_sent
 
     def _keep_half_read(self, data: bytes) -> None:
         """Keeps a request that began with these bytes and is not complete yet."""
-        if self.keeper is None or self.scheme == "https":
+        if self.keeper is None or self.limit.num_half_read >= MAX_HALF_READ:
             return
-        if self.limit.num_half_read >= MAX_HALF_READ:
-            return
-        fd = self.transport.get_extra_info("socket").fileno()
-        try:
-            base = accepted_bytes(fd) + self.transport.get_write_buffer_size()
-        except OSError:
-            return
-        half_read = HalfRead.begin(self.keeper, fd, base)
+        base = self._sent_bytes()
+        half_read = None if base is None else HalfRead.begin(self.keeper, self._fd, base)
         if half_read is not None:
             self.limit.num_half_read += 1
             self._half_read = half_read
@@ -366,7 +355,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _accepted(self) -> int:
         """The bytes that the kernel has accepted; it accepts more when the client reads."""
         try:
-            return accepted_bytes(self.transport.get_extra_info("socket").fileno())
+            return accepted_bytes(self._fd)
         except OSError:
             return 0
 

@@ -8,20 +8,15 @@ the log, so a successor makes the same bytes again, and sends those that its ker
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import secrets
-import struct
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
+from moonpool.api.connection.call_log import CallLog, StreamKeeper
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
-
-log = logging.getLogger("moonpool.head")
 
 MAX_FRUITLESS = 8
 """Heads that may die in a row without an increment of an answer. Then the answer is refused: its
@@ -29,7 +24,6 @@ request may be what ends them."""
 MAX_KEPT_SHARE = 5
 """A fifth of a process's file descriptors is for the logs of answers: the supervisor has two for
 each, and two more for each that it is giving to the next head."""
-_LENGTH = struct.Struct("<I")
 
 
 class StreamFacts(Struct, frozen=True):
@@ -130,78 +124,48 @@ _OPENING = msgspec.msgpack.Decoder(Opening)
 _ENTRY: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
-class StreamKeeper(Protocol):
-    """Who outlives this head and holds what its successor needs."""
-
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
-        """Holds duplicates of both. Returns their number; None: there is no room."""
-        ...
-
-    def drop(self, number: int) -> None: ...
-
-    def take_memory(self, num_bytes: int) -> bool:
-        """Counts bytes of logs. Returns False if that would be too many."""
-        ...
-
-    def release_memory(self, num_bytes: int) -> None: ...
-
-
 class KeptStream:
     """The log of one call. After `drop` it records nothing, and no other head goes on with it."""
 
-    def __init__(self, keeper: StreamKeeper, number: int, log_fd: int, opening: Opening) -> None:
+    def __init__(self, call_log: CallLog, opening: Opening) -> None:
         self.opening = opening
         self.entries: list[Entry] = []  # of earlier heads
         self.is_resumed = False
-        self._keeper = keeper
-        self._number = number
-        self._fd = log_fd
-        self._num_bytes = 0
         self.has_lost_bytes = False
         """Bytes of the connection's next request were read by an earlier head."""
+        self._log = call_log
         self._has_read_ahead = False
-        self._is_kept = True
 
     @classmethod
     def begin(cls, keeper: StreamKeeper, socket_fd: int, opening: Opening) -> KeptStream | None:
         """Keeps a call; None: there is no room for it."""
-        body = _encode(opening)
-        if not keeper.take_memory(len(body)):
-            return None
-        number = log_fd = None
-        try:
-            log_fd = os.memfd_create("moonpool answer", os.MFD_CLOEXEC)
-            append_record(log_fd, body)
-            number = keeper.keep(socket_fd, log_fd)
-        except OSError as error:
-            log.warning("an answer would not outlive the head: %s", error)
-        if number is None or log_fd is None:
-            keeper.release_memory(len(body))
-            if log_fd is not None:
-                os.close(log_fd)
-            return None
-        kept = cls(keeper, number, log_fd, opening)
-        kept._num_bytes = len(body)
-        return kept
+        call_log = CallLog.begin(keeper, socket_fd, _encode(opening))
+        return None if call_log is None else cls(call_log, opening)
 
     @classmethod
-    def take_over(cls, keeper: StreamKeeper, number: int, log_fd: int) -> KeptStream:
-        """Reads the log of an earlier head. Raises ValueError if it is not whole."""
-        records, num_bytes = read_records(log_fd)
+    def take_over(cls, call_log: CallLog) -> KeptStream:
+        """Goes on with the log of an earlier head. Raises ValueError if it is not whole."""
+        records = call_log.records
         if not records:
             raise ValueError("the log of an answer is empty")
         try:
-            kept = cls(keeper, number, log_fd, _OPENING.decode(records[0]))
+            kept = cls(call_log, _OPENING.decode(records[0]))
             kept.entries = [_ENTRY.decode(record) for record in records[1:]]
         except MALFORMED as error:
             raise ValueError(f"the log of an answer is damaged: {error}") from None
-        os.ftruncate(log_fd, num_bytes)  # without a record that the other head did not finish
-        os.lseek(log_fd, num_bytes, os.SEEK_SET)
         kept.is_resumed = True
-        kept._num_bytes = num_bytes if keeper.take_memory(num_bytes) else 0
         kept.has_lost_bytes = any(isinstance(entry, ReadAhead) for entry in kept.entries)
         kept._write(TakenOver())
         return kept
+
+    @property
+    def base(self) -> int:
+        return self.opening.base
+
+    @property
+    def received(self) -> list[bytes]:
+        """The call, as bytes of HTTP."""
+        return [self.opening.request]
 
     def deliveries(self) -> list[Delivered]:
         return [entry for entry in self.entries if isinstance(entry, Delivered)]
@@ -264,46 +228,7 @@ class KeptStream:
 
     def drop(self) -> None:
         """The response is complete, or its client gone."""
-        if self._is_kept:
-            self._is_kept = False
-            self._keeper.drop(self._number)
-            self._keeper.release_memory(self._num_bytes)
-            os.close(self._fd)
+        self._log.drop()
 
     def _write(self, entry: Entry) -> None:
-        if not self._is_kept:
-            return
-        body = _encode(entry)
-        try:
-            if self._keeper.take_memory(len(body)):
-                self._num_bytes += len(body)
-                append_record(self._fd, body)
-                return
-            error = "the logs of all answers are full"
-        except OSError as failure:
-            error = str(failure)
-        log.warning("an answer would not outlive the head any more: %s", error)
-        self.drop()
-
-
-def append_record(fd: int, body: bytes) -> None:
-    """Appends a record to a log. Raises OSError."""
-    record = _LENGTH.pack(len(body)) + body
-    if os.write(fd, record) != len(record):
-        raise OSError("no memory for the log of an answer")
-
-
-def read_records(fd: int) -> tuple[list[bytes], int]:
-    """Returns the complete records, and how many bytes they take."""
-    size = os.fstat(fd).st_size
-    whole = memoryview(os.pread(fd, size, 0))
-    records: list[bytes] = []
-    offset = 0
-    while offset + _LENGTH.size <= len(whole):
-        (length,) = _LENGTH.unpack_from(whole, offset)
-        end = offset + _LENGTH.size + length
-        if end > len(whole):
-            break
-        records.append(bytes(whole[offset + _LENGTH.size : end]))
-        offset = end
-    return records, offset
+        self._log.append(_encode(entry))

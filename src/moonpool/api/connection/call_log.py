@@ -1,0 +1,117 @@
+"""A log in anonymous memory, which the supervisor holds together with a client's socket.
+
+What is in it outlives this process: another head reads it and goes on. A record is 4 bytes of
+length and its body.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from typing import Protocol, Self
+
+log = logging.getLogger("moonpool.head")
+
+_LENGTH = struct.Struct("<I")
+
+
+class StreamKeeper(Protocol):
+    """Who outlives this head and holds what its successor needs."""
+
+    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+        """Holds duplicates of both. Returns their number; None: there is no room."""
+        ...
+
+    def drop(self, number: int) -> None: ...
+
+    def take_memory(self, num_bytes: int) -> bool:
+        """Counts bytes of logs. Returns False if that would be too many."""
+        ...
+
+    def release_memory(self, num_bytes: int) -> None: ...
+
+
+class CallLog:
+    """The records of one call. After `drop` it takes no more, and no other head reads it."""
+
+    def __init__(self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0) -> None:
+        """`num_bytes`: those that the keeper has counted. The log owns `fd`."""
+        self.records: list[bytes] = []  # of earlier heads
+        self._keeper = keeper
+        self._number = number
+        self._fd = fd
+        self._num_bytes = num_bytes
+        self._is_kept = True
+
+    @classmethod
+    def begin(cls, keeper: StreamKeeper, socket_fd: int, first: bytes) -> Self | None:
+        """Starts a log with its first record; None: there is no room for it."""
+        if not keeper.take_memory(len(first)):
+            return None
+        number = fd = None
+        try:
+            fd = os.memfd_create("moonpool call", os.MFD_CLOEXEC)
+            _append(fd, first)
+            number = keeper.keep(socket_fd, fd)
+        except OSError as error:
+            log.warning("a call would not outlive the head: %s", error)
+        if number is None or fd is None:
+            keeper.release_memory(len(first))
+            if fd is not None:
+                os.close(fd)
+            return None
+        return cls(keeper, number, fd, len(first))
+
+    def read(self) -> None:
+        """Reads the records of an earlier head. One that it did not finish is removed. Raises
+        OSError."""
+        self.records, num_bytes = _read(self._fd)
+        os.ftruncate(self._fd, num_bytes)
+        os.lseek(self._fd, num_bytes, os.SEEK_SET)
+        self._num_bytes = num_bytes if self._keeper.take_memory(num_bytes) else 0
+
+    def append(self, body: bytes) -> None:
+        """Adds a record. If there is no room for it, the log is dropped."""
+        if not self._is_kept:
+            return
+        try:
+            if self._keeper.take_memory(len(body)):
+                self._num_bytes += len(body)
+                _append(self._fd, body)
+                return
+            error = "the logs of all calls are full"
+        except OSError as failure:
+            error = str(failure)
+        log.warning("a call would not outlive the head any more: %s", error)
+        self.drop()
+
+    def drop(self) -> None:
+        """The call needs its log no more."""
+        if self._is_kept:
+            self._is_kept = False
+            self._keeper.drop(self._number)
+            self._keeper.release_memory(self._num_bytes)
+            os.close(self._fd)
+
+
+def _append(fd: int, body: bytes) -> None:
+    record = _LENGTH.pack(len(body)) + body
+    if os.write(fd, record) != len(record):
+        raise OSError("no memory for the log of a call")
+
+
+def _read(fd: int) -> tuple[list[bytes], int]:
+    """Returns the complete records, and how many bytes they take."""
+    size = os.fstat(fd).st_size
+    whole = memoryview(os.pread(fd, size, 0))
+    records: list[bytes] = []
+    offset = 0
+    while offset + _LENGTH.size <= len(whole):
+        (length,) = _LENGTH.unpack_from(whole, offset)
+        end = offset + _LENGTH.size + length
+        if end > len(whole):
+            break
+        records.append(bytes(whole[offset + _LENGTH.size : end]))
+        offset = end
+    return records, offset
