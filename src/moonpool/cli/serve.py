@@ -270,9 +270,8 @@ def _run(
     if config.engine.kind != "vllm" and find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")  # here, and not in each process that needs it
     choose_logging(config.telemetry)
-    fork_server = _open_fork_server(
-        config, secret, loads=launch
-    )  # first: it must not hold our sockets
+    # First: it must not hold our sockets.
+    fork_server = _open_fork_server(config, secret, loads=launch)
     set_up_logging("supervisor")
     network = config.network
     take = listen if standby_of is None else reserve

@@ -176,6 +176,7 @@ class SupervisorLink:
             case TakeNoMore():
                 assert self._inheritance is not None
                 self._next_number = packet.next_number
+                self._forget_kept_twice(self._inheritance)
                 self._inherited.set_result(self._inheritance)
             case TakeConnection():
                 assert self._inheritance is not None
@@ -204,5 +205,19 @@ class SupervisorLink:
             return
         self._inheritance.answers.append((received, socket.socket(fileno=socket_fd)))
 
+    def _forget_kept_twice(self, inheritance: Inheritance) -> None:
+        """A head may end after it has kept a call, and before it drops what had arrived of it."""
+        kept = {_inode(sock) for log, sock in inheritance.answers if isinstance(log, KeptStream)}
+        for each in list(inheritance.answers):
+            received, sock = each
+            if isinstance(received, HalfRead) and _inode(sock) in kept:
+                inheritance.answers.remove(each)
+                received.drop()
+                sock.close()
+
     def _on_end(self) -> None:
         os._exit(1)  # the supervisor is gone, and with it everything that could go on
+
+
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino

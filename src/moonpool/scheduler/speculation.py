@@ -321,10 +321,9 @@ class Speculation:
 
     def _add_guess(self, times: DraftingTimes, offer: _Offer, number: int) -> None:
         if self._model is not None and offer.by_model:
+            # Without its KVCache, it computes what it lacks in a chunk of its own before.
             ready = self._model.is_ready(offer.request)
-            lacking = (
-                self._model.num_lacking(offer.request) if ready else 1
-            )  # or a chunk of its own
+            lacking = self._model.num_lacking(offer.request) if ready else 1
             times.add(offer.request, number, lacking)
 
     # How many

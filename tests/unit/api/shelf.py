@@ -18,15 +18,19 @@ class Shelf:
         self.sent: list[tuple[int, int]] = []
         """At each entry: the bytes of the log before it, and of its connection."""
         self._socket_fd = -1
+        self._number = 6
 
     def keep(self, socket_fd: int, log_fd: int) -> int | None:
         self.close()
         self._socket_fd, self.log_fd = os.dup(socket_fd), os.dup(log_fd)
-        return 7
+        self.sent.clear()  # of an earlier log
+        self._number += 1
+        return self._number
 
     def drop(self, number: int) -> None:
         self.dropped.append(number)
-        self._close_socket()
+        if number == self._number:
+            self._close_socket()
 
     def take_memory(self, num_bytes: int) -> bool:
         if self._socket_fd >= 0:

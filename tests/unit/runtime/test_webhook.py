@@ -54,4 +54,8 @@ def test_a_failed_post_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_address_nothing_is_posted() -> None:
-    WantedWebhook("").post(InstancesWanted(2, 1))  # needs no event loop
+    async def num_tasks() -> int:
+        WantedWebhook("").post(InstancesWanted(2, 1))
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(num_tasks()) == 0

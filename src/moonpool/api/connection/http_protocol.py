@@ -59,6 +59,7 @@ class ConnectionLimit:
         self.largest = largest
         self.num_open = 0
         self.num_half_read = 0
+        self.most_half_read = min(MAX_HALF_READ, largest // 20)  # the others are for answers
         self.idle: dict[LimitedProtocol, None] = {}  # longest idle first
 
     def enter(self) -> bool:
@@ -115,6 +116,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self.limit.idle[self] = None
         self._await_header()
+        if self._half_read is None and self._resumed is None:
+            self._keep_half_read()  # before anything arrives: what is not read is lost, too
         for piece in self._received_before:  # now: what the kernel has comes after it
             if not self.transport.is_closing():
                 self._parse(piece)
@@ -144,7 +147,7 @@ class LimitedProtocol(HttpToolsProtocol):
         begins = self._in_header and not self._header_bytes and not self._responds
         num_messages = self._num_messages
         self._parse(data)
-        if begins and num_messages == self._num_messages and not self.transport.is_closing():
+        if begins and num_messages == self._num_messages and self._half_read is None:
             self._keep_half_read(data)
 
     def _parse(self, data: bytes) -> None:
@@ -297,9 +300,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.limit.num_half_read += 1
         self._received_before, self._num_sent = received.received, num_sent
 
-    def _keep_half_read(self, data: bytes) -> None:
+    def _keep_half_read(self, data: bytes = b"") -> None:
         """Keeps a request that began with these bytes and is not complete yet."""
-        if self.keeper is None or self.limit.num_half_read >= MAX_HALF_READ:
+        if self.keeper is None or self.limit.num_half_read >= self.limit.most_half_read:
             return
         base = self._sent_bytes()
         half_read = None if base is None else HalfRead.begin(self.keeper, self._fd, base)
