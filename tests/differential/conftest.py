@@ -13,9 +13,14 @@ from tests.differential.plans import EXACT_OPS, OPS_NAMES, missing
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The kernels are tested each time, and the plain operations, which they are compared with and
-    which are slow, in the long run."""
+    which are slow, in the long run. Ways of a request are tested each time in bfloat16, and those
+    that tell a dtype apart least (TCP, odd chunks) in the other dtypes in the long run."""
     for item in items:
-        if "differential" in item.path.parts and "reference" in item.name:
+        if "differential" not in item.path.parts:
+            continue
+        other = "test_paths" in item.path.name and not item.name.count("native-bfloat16")
+        rare = any(part in item.name for part in ("tcp", "-1]", "-50]", "int8-shm"))
+        if "reference" in item.name or (other and rare):
             item.add_marker(pytest.mark.long)
 
 

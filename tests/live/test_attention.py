@@ -176,6 +176,7 @@ def wait_for_successor(client: httpx.Client, former_pid: int) -> dict[str, Any]:
     raise AssertionError("no decode instance came back with blocks")
 
 
+@pytest.mark.long
 def test_attention_workers_that_do_not_fit_are_refused() -> None:
     for arguments, words in (
         (["--decode", "2", "--attention", "3"], "multiple of the 2 instances"),

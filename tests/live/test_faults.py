@@ -90,6 +90,7 @@ def wait_for_instances(client: httpx.Client, count: int, wait_s: float = 60.0) -
     return False
 
 
+@pytest.mark.long
 def test_a_killed_head_takes_its_workers_along() -> None:
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         pids = server.worker_pids()

@@ -140,6 +140,7 @@ def test_another_model_or_server_starts_cold(expected: list[str], folder: Path) 
         assert server.last_words(200).count("starting cold") == 1
 
 
+@pytest.mark.long
 def test_nothing_is_kept_where_that_is_asked_for(expected: list[str]) -> None:
     with serve("--keep-memory", "off") as server:
         asker = Asker(server.url)

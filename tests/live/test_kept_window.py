@@ -43,7 +43,7 @@ def test_every_way_and_a_killed_instance(more: list[str], alone: list[tuple[int,
         assert [future.result() for future in running] == alone
 
 
-@pytest.mark.parametrize("window", [40, 0])
+@pytest.mark.parametrize("window", [40, pytest.param(0, marks=pytest.mark.long)])
 def test_a_long_answer_holds_few_blocks(window: int) -> None:
     model = f"{MODEL},window={window}" if window else MODEL
     prompt = PROMPTS[1]

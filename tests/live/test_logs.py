@@ -60,6 +60,7 @@ def test_text_lines_have_iso_dates_and_requests_are_logged_on_demand_only() -> N
     assert not any("unlogged-1" in line for line in lines)
 
 
+@pytest.mark.long
 def test_a_start_says_what_it_does() -> None:
     with LocalServer([MODEL, *SMALL]) as server:
         lines = server.log_lines()

@@ -90,6 +90,7 @@ def test_adapters_answer_as_alone(alone: dict[str, list[str]], modules: list[str
             assert unknown.status_code == 404 and "poet" in unknown.text
 
 
+@pytest.mark.long
 def test_no_adapter_reads_anothers_cache(modules: list[str]) -> None:
     with server(modules, "--mixed", "1") as up, httpx.Client(base_url=up.url, timeout=60) as http:
         cached = []

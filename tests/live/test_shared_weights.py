@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
@@ -45,6 +46,7 @@ def ask(url: str) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_they_are_packed_once_and_a_restarted_worker_has_them(tmp_path: Path) -> None:
     path = tiny_llama({"": "Q8_0"}).write(tmp_path / "tiny.gguf")
     right = right_tokens(path)

@@ -82,6 +82,7 @@ def guessed() -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.mark.long
 def test_a_draft_model(guessed: LocalServer, http: httpx.Client) -> None:
     check(guessed.url, http)
 

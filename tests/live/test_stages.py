@@ -35,6 +35,7 @@ def server() -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.mark.long
 def test_embeddings_of_stages_are_those_of_one_process(
     server: LocalServer, http: httpx.Client
 ) -> None:

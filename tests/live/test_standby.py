@@ -109,6 +109,7 @@ class CutStream:
             self.is_cut = True
 
 
+@pytest.mark.long
 def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> None:
     expected = [whole(pair.url, body)[0] for body in BODIES]
     status = [sys.executable, "-m", "moonpool", "status", pair.url]

@@ -57,14 +57,11 @@ def test_nothing_is_found_where_nothing_is_wrong(right_server: LocalServer, tmp_
 FOUND = {"drop": "missing", "double": "doubled", "mix": "wrong"}
 
 
+@pytest.mark.long
 @pytest.mark.live
 @pytest.mark.parametrize(
     "fault",
-    [
-        "drop",
-        pytest.param("mix", marks=pytest.mark.long),
-        pytest.param("double", marks=pytest.mark.long),
-    ],
+    ["drop", "mix", "double"],
 )
 def test_changed_tokens_are_found(right_server: LocalServer, tmp_path: Path, fault: str) -> None:
     with faulty_proxy(right_server.url, fault) as (url, proxy):
@@ -90,7 +87,7 @@ def test_answers_of_others_are_foreign(right_server: LocalServer, tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.live
-@pytest.mark.parametrize("fault", ["hang", pytest.param("cut", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", ["hang", "cut"])
 def test_streams_that_do_not_end_are_found(
     right_server: LocalServer, tmp_path: Path, fault: str
 ) -> None:

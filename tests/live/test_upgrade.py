@@ -147,6 +147,7 @@ def test_an_upgrade_replaces_every_process_and_costs_no_answer(
     assert shared_memory_names() == before
 
 
+@pytest.mark.long
 def test_code_that_does_not_start_replaces_nothing(code: Path) -> None:
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         call: tuple[str, Body] = bodies()[5]

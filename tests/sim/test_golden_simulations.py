@@ -73,7 +73,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = {"default", "goodput", "mixed", "ssd"}  # the others are in the long run
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
+)
 def test_figures_are_the_golden_ones(name: str, folder: Path) -> None:
     golden = json.loads(GOLDEN.read_text())[name]
     assert simulate(name, folder) == golden
