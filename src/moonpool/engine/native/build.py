@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,14 +33,43 @@ SOURCES = (
 # Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
 # all-gather of ranks, repack.cpp the loading of quantized weights.
 PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp", "repack.cpp")
-HEADERS = ("simd.h", "panels.h", "rounded.h", "calls.h", "ring.h", "fp8.h")
+HEADERS = (
+    "simd.h",
+    "simd_x86.h",
+    "simd_avx2.h",
+    "simd_avx512.h",
+    "simd_neon.h",
+    "panels.h",
+    "rounded.h",
+    "calls.h",
+    "ring.h",
+    "fp8.h",
+    "xxh3.h",
+)
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-ISA_FLAGS = {
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+ARCHITECTURES = {
+    "x86_64": {
+        "avx2": AVX2,
+        "avx512": AVX512,
+        "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    },
+    "aarch64": {
+        "neon": ("-march=armv8-a",),
+        "neonbf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    },
 }
+"""The flags of each instruction set, in rising order."""
+_MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+def architecture() -> str | None:
+    """This machine's key in `ARCHITECTURES`, None if the kernels do not know it."""
+    return _MACHINES.get(platform.machine().lower())
+
+
+ISA_FLAGS = ARCHITECTURES.get(architecture() or "", {})
+"""Of this machine."""
 # No contraction: the source decides whether a * b + c is fused, not the compiler.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 STEM = "_kernels-"
@@ -89,8 +119,10 @@ def build(folder: Path | None = None) -> Path:
 
     The default `folder` is the package's, or the user's cache if that is not writable.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"the kernels need an x86-64 CPU, this is {platform.machine()}")
+    if architecture() is None:
+        raise BuildError(
+            f"the kernels need an x86-64 or 64-bit Arm CPU, this is {platform.machine()}"
+        )
     target = (folder or _writable_folder()) / library_name()
     _remove_older(target)
     if target.is_file():
@@ -118,22 +150,32 @@ def _writable_folder() -> Path:
 
 def _compile(compiler: str, work: Path) -> Path:
     flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
+    objects = compile_objects(compiler, flags, ISA_FLAGS, work)
+    library = work / "library.so"
+    _run([compiler, "-shared", *flags, *map(str, objects), "-o", str(library)])
+    return library
+
+
+def compile_objects(
+    compiler: str, flags: Sequence[str], isas: Mapping[str, Sequence[str]], work: Path
+) -> list[Path]:
+    """Compiles every source for each of `isas`, the plain ones once, into `work`.
+
+    Raises BuildError.
+    """
     units: list[tuple[str, str, tuple[str, ...]]] = []
     units += [(name, "any", ("-O2", "-std=c++17", "-fPIC")) for name in PLAIN_SOURCES]
-    for isa, machine in ISA_FLAGS.items():
+    for isa, machine in isas.items():
         units += [(name, isa, (*flags, *machine, f"-DMP_ISA_{isa}=1")) for name in SOURCES]
 
-    def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> str:
+    def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> Path:
         name, isa, options = unit
-        result = str(work / f"{Path(name).stem}-{isa}.o")
-        _run([compiler, *options, "-c", str(HERE / name), "-o", result])
+        result = work / f"{Path(name).stem}-{isa}.o"
+        _run([compiler, *options, "-c", str(HERE / name), "-o", str(result)])
         return result
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_unit, units))
-    library = work / "library.so"
-    _run([compiler, "-shared", *flags, *objects, "-o", str(library)])
-    return library
+        return list(pool.map(compile_unit, units))
 
 
 def _accepts_openmp(compiler: str, work: Path) -> bool:

@@ -25,10 +25,10 @@ __attribute__((noinline)) void group_sums(vi (&out)[ROWS][2], const int32_t* a, 
                                           int64_t lanes, const char* ahead, int64_t ahead_step) {
     vi sums[ROWS][2];
 #pragma GCC unroll 14
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = (vi)zero();
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zeroi();
     for (int64_t k = 0; k < lanes; ++k) {
         const vi first = widen_i8(b), second = widen_i8(b + 2 * W);
-        _mm_prefetch(ahead, _MM_HINT_T1);
+        fetch(ahead);
         ahead += ahead_step;
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; ++r) {

@@ -19,30 +19,6 @@
 namespace moonpool {
 namespace {
 
-#if defined(MP_ISA_avx2)
-MP_INLINE vi shift_right(vi x, int n) { return _mm256_srli_epi32(x, n); }
-MP_INLINE vi shift_left(vi x, int n) { return _mm256_slli_epi32(x, n); }
-MP_INLINE vi both(vi a, vi b) { return _mm256_and_si256(a, b); }
-MP_INLINE vi either(vi a, vi b) { return _mm256_or_si256(a, b); }
-MP_INLINE vi set1i(int32_t x) { return _mm256_set1_epi32(x); }
-MP_INLINE vf load_f16(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-MP_INLINE vf load_i8(const char* p) {
-    return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-#else
-MP_INLINE vi shift_right(vi x, int n) { return _mm512_srli_epi32(x, n); }
-MP_INLINE vi shift_left(vi x, int n) { return _mm512_slli_epi32(x, n); }
-MP_INLINE vi both(vi a, vi b) { return _mm512_and_si512(a, b); }
-MP_INLINE vi either(vi a, vi b) { return _mm512_or_si512(a, b); }
-MP_INLINE vi set1i(int32_t x) { return _mm512_set1_epi32(x); }
-MP_INLINE vf load_f16(const char* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-}
-MP_INLINE vf load_i8(const char* p) {
-    return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-#endif
-
 constexpr int BLOCK = 32;                   // of `in`, in one record
 constexpr int LANES = BLOCK / 2;            // of a row, in one record
 constexpr int64_t WORD = PANEL * 4;         // bytes of one word of all outputs
@@ -186,7 +162,7 @@ void tile(const Tile& t, const char* panel, int64_t column, float* to, const cha
         for (int64_t block = first; block < last; ++block) {
             if (fetches) {
                 for (int64_t at = 0; at < F::RECORD / HALVES; at += 64)
-                    _mm_prefetch(ahead + at, _MM_HINT_T1);
+                    fetch(ahead + at);
                 ahead += F::RECORD / HALVES;
             }
             add_record<F, ROWS>(group, t, block, panel, scale_of, minimum_of, column);
