@@ -133,7 +133,7 @@ def build(folder: Path | None = None) -> Path:
         raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
-        built = _compile(compiler, Path(work))
+        built = compile_library(compiler, ISA_FLAGS, Path(work))
         os.replace(built, target)
     return target
 
@@ -148,34 +148,28 @@ def _writable_folder() -> Path:
     return HERE if os.access(HERE, os.W_OK) else cache_folder()
 
 
-def _compile(compiler: str, work: Path) -> Path:
-    flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
-    objects = compile_objects(compiler, flags, ISA_FLAGS, work)
-    library = work / "library.so"
-    _run([compiler, "-shared", *flags, *map(str, objects), "-o", str(library)])
-    return library
+def compile_library(compiler: str, isas: Mapping[str, Sequence[str]], work: Path) -> Path:
+    """Compiles every source for each of `isas`, the plain ones once, and links them, in `work`.
 
-
-def compile_objects(
-    compiler: str, flags: Sequence[str], isas: Mapping[str, Sequence[str]], work: Path
-) -> list[Path]:
-    """Compiles every source for each of `isas`, the plain ones once, into `work`.
-
-    Raises BuildError.
+    `isas` has the flags of each instruction set. Raises BuildError.
     """
+    flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
     units: list[tuple[str, str, tuple[str, ...]]] = []
     units += [(name, "any", ("-O2", "-std=c++17", "-fPIC")) for name in PLAIN_SOURCES]
     for isa, machine in isas.items():
         units += [(name, isa, (*flags, *machine, f"-DMP_ISA_{isa}=1")) for name in SOURCES]
 
-    def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> Path:
+    def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> str:
         name, isa, options = unit
-        result = work / f"{Path(name).stem}-{isa}.o"
-        _run([compiler, *options, "-c", str(HERE / name), "-o", str(result)])
+        result = str(work / f"{Path(name).stem}-{isa}.o")
+        _run([compiler, *options, "-c", str(HERE / name), "-o", result])
         return result
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_unit, units))
+        objects = list(pool.map(compile_unit, units))
+    library = work / "library.so"
+    _run([compiler, "-shared", *flags, *objects, "-o", str(library)])
+    return library
 
 
 def _accepts_openmp(compiler: str, work: Path) -> bool:
