@@ -13,7 +13,8 @@
 // In a word an output has 8 numbers of 4 bits: 4w + b and 16 + 4w + b of the record in the low and
 // the high half of byte b of word w. The fifth bits are one further word, the fifth and sixth two.
 // Numbers of 8 bits take 8 words, 4w + b in byte b. Lane 2w + h of a row holds its numbers 4w + h
-// and 4w + h + 2, and meets the weights of the same two.
+// and 4w + h + 2, and meets the weights of the same two. Where there are dot products of bytes, lanes
+// 2w and 2w + 1 hold the high and the low bytes of 4w to 4w + 3, and meet the weights of all four.
 #include "rounded.h"
 
 namespace moonpool {
@@ -39,6 +40,62 @@ struct Form {
         return blocks * RECORD + ceil_div(blocks, BLOCKS) * HEAD;
     }
 };
+
+#if defined(MP_BYTE_DOTS)
+MP_INLINE void pack_four(const int16_t* x, int32_t* first, int32_t* second) {
+    split_bytes(x, first, second);
+}
+
+MP_INLINE vi shifted(vi x, int n) { return n < 0 ? shift_right(x, -n) : shift_left(x, n); }
+
+// Numbers 4 * WORD_OF to 4 * WORD_OF + 3 of one vector of outputs, in the bytes of its lanes.
+template <int BITS, int WORD_OF>
+MP_INLINE vi numbers(const char* words) {
+    if (BITS == 8) return loadi(words + WORD_OF * WORD);
+    const vi stored = loadi(words + WORD_OF % 4 * WORD);
+    const vi low = both(shift_right(stored, 4 * (WORD_OF / 4)), set1i(0x0f0f0f0f));
+    if (BITS == 4) return low;
+    // Lane 2w of the 16-bit layout has numbers 4w and 4w + 2, lane 2w + 1 the others.
+    const int each = BITS - 4, at = BITS == 5 ? 2 * WORD_OF : 4 * (WORD_OF % 4);
+    const vi more = loadi(words + (BITS == 5 ? 4 : 4 + WORD_OF / 4) * WORD);
+    const int mask = BITS == 5 ? 0x00100010 : 0x00300030;
+    const vi even = both(shifted(more, 4 - at), set1i(mask));
+    const vi odd = both(shifted(more, 12 - at - each), set1i(mask << 8));
+    return either(low, either(even, odd));
+}
+
+template <int BITS, int WORD_OF, int LAST, int ROWS>
+MP_INLINE void add_words(vi (&high)[ROWS], vi (&low)[ROWS], const int32_t* a, const char* words) {
+    const vi weights = numbers<BITS, WORD_OF>(words);
+#pragma GCC unroll 14
+    for (int r = 0; r < ROWS; ++r) {
+        high[r] = dot_u8_i8(high[r], weights, splat(a + 2 * WORD_OF * ROWS + r));
+        low[r] = dot_u8_u8(low[r], weights, splat(a + (2 * WORD_OF + 1) * ROWS + r));
+    }
+    if constexpr (WORD_OF + 1 < LAST)
+        add_words<BITS, WORD_OF + 1, LAST, ROWS>(high, low, a, words);
+}
+
+// Whole sums of lanes [FIRST, LAST) of one record, on top of `from`: 2 vectors of outputs per row.
+template <int BITS, int FIRST, int LAST, int ROWS>
+__attribute__((noinline)) void record_sums(vi (&out)[ROWS][2], const int32_t* from,
+                                           const int32_t* a, const char* words) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+        vi high[ROWS], low[ROWS];
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) high[r] = zeroi(), low[r] = splat(from + r);
+        add_words<BITS, FIRST / 2, LAST / 2, ROWS>(high, low, a, words + v * W * 4);
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) out[r][v] = joined(high[r], low[r]);
+    }
+}
+#else
+MP_INLINE void pack_four(const int16_t* x, int32_t* first, int32_t* second) {
+    const int16_t even[2] = {x[0], x[2]}, odd[2] = {x[1], x[3]};
+    memcpy(first, even, 4);
+    memcpy(second, odd, 4);
+}
 
 // The numbers that lane LANE of a row meets, of one vector of outputs.
 template <int BITS, int LANE>
@@ -88,6 +145,7 @@ __attribute__((noinline)) void record_sums(vi (&out)[ROWS][2], const int32_t* fr
         out[r][1] = sums[r][1];
     }
 }
+#endif
 
 // A packed tile of rows.
 struct Tile {
@@ -218,11 +276,8 @@ struct QuantizedCall {
                 const int64_t count = least(GROUP, in - from);
                 scales[from / GROUP * n + r] = narrow<L>(x + (first + r) * in + from, count, group);
                 for (int64_t k = 0; k < count; k += 4) {
-                    const int64_t lane = (from + k) / 2;
-                    const int16_t even[2] = {group[k], group[k + 2]};
-                    const int16_t odd[2] = {group[k + 1], group[k + 3]};
-                    memcpy(packed + lane * n + r, even, 4);
-                    memcpy(packed + (lane + 1) * n + r, odd, 4);
+                    int32_t* to = packed + (from + k) / 2 * n + r;
+                    pack_four(group + k, to, to + n);
                 }
                 for (int64_t k = 0; k < count; k += 16) {
                     int32_t sum = 0;
