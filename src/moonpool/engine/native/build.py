@@ -41,6 +41,8 @@ HEADERS = (
     "simd_neon.h",
     "panels.h",
     "rounded.h",
+    "quantized.h",
+    "quantized_row.h",
     "calls.h",
     "ring.h",
     "fp8.h",

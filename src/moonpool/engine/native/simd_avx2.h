@@ -103,5 +103,13 @@ MP_INLINE vf dot_bf16(vf s, vi a, vi b) {
     return fma(odd_bf16(a), odd_bf16(b), s);
 }
 
+// What only linears of one row use.
+#define MP_ROW_TILES
+MP_INLINE vi add_i16(vi a, vi b) { return _mm256_add_epi16(a, b); }
+// Sums of two neighbouring products of bytes, in 16 bits: none of ours reaches 2^15.
+MP_INLINE vi pairs_u8_i8(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }
+// Every second byte of x, the second one first.
+MP_INLINE vi odd_bytes(vi x) { return _mm256_srli_epi16(x, 8); }
+
 }  // namespace
 }  // namespace moonpool
