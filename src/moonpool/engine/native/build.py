@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,14 +33,45 @@ SOURCES = (
 # Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
 # all-gather of ranks, repack.cpp the loading of quantized weights.
 PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp", "repack.cpp")
-HEADERS = ("simd.h", "panels.h", "rounded.h", "calls.h", "ring.h", "fp8.h")
+HEADERS = (
+    "simd.h",
+    "simd_x86.h",
+    "simd_avx2.h",
+    "simd_avx512.h",
+    "simd_neon.h",
+    "panels.h",
+    "rounded.h",
+    "quantized.h",
+    "quantized_row.h",
+    "calls.h",
+    "ring.h",
+    "fp8.h",
+    "xxh3.h",
+)
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-ISA_FLAGS = {
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+ARCHITECTURES = {
+    "x86_64": {
+        "avx2": AVX2,
+        "avx512": AVX512,
+        "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    },
+    "aarch64": {
+        "neon": ("-march=armv8-a",),
+        "neonbf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    },
 }
+"""The flags of each instruction set, in rising order."""
+_MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+def architecture() -> str | None:
+    """This machine's key in `ARCHITECTURES`, None if the kernels do not know it."""
+    return _MACHINES.get(platform.machine().lower())
+
+
+ISA_FLAGS = ARCHITECTURES.get(architecture() or "", {})
+"""Of this machine."""
 # No contraction: the source decides whether a * b + c is fused, not the compiler.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 STEM = "_kernels-"
@@ -89,8 +121,10 @@ def build(folder: Path | None = None) -> Path:
 
     The default `folder` is the package's, or the user's cache if that is not writable.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"the kernels need an x86-64 CPU, this is {platform.machine()}")
+    if architecture() is None:
+        raise BuildError(
+            f"the kernels need an x86-64 or 64-bit Arm CPU, this is {platform.machine()}"
+        )
     target = (folder or _writable_folder()) / library_name()
     _remove_older(target)
     if target.is_file():
@@ -101,7 +135,7 @@ def build(folder: Path | None = None) -> Path:
         raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
-        built = _compile(compiler, Path(work))
+        built = compile_library(compiler, ISA_FLAGS, Path(work))
         os.replace(built, target)
     return target
 
@@ -116,11 +150,15 @@ def _writable_folder() -> Path:
     return HERE if os.access(HERE, os.W_OK) else cache_folder()
 
 
-def _compile(compiler: str, work: Path) -> Path:
+def compile_library(compiler: str, isas: Mapping[str, Sequence[str]], work: Path) -> Path:
+    """Compiles every source for each of `isas`, the plain ones once, and links them, in `work`.
+
+    `isas` has the flags of each instruction set. Raises BuildError.
+    """
     flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
     units: list[tuple[str, str, tuple[str, ...]]] = []
     units += [(name, "any", ("-O2", "-std=c++17", "-fPIC")) for name in PLAIN_SOURCES]
-    for isa, machine in ISA_FLAGS.items():
+    for isa, machine in isas.items():
         units += [(name, isa, (*flags, *machine, f"-DMP_ISA_{isa}=1")) for name in SOURCES]
 
     def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> str:

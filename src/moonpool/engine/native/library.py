@@ -122,7 +122,9 @@ def _open(path: Path) -> tuple[ctypes.CDLL, str]:
     library.moonpool_isa.restype = ctypes.c_char_p
     best = library.moonpool_isa().decode()
     if not best:
-        raise NativeUnavailableError("this CPU has no AVX2, FMA and F16C, which the kernels need")
+        raise NativeUnavailableError(
+            "this CPU lacks AVX2, FMA or F16C (on Arm: NEON), which the kernels need"
+        )
     return library, best
 
 

@@ -18,6 +18,46 @@ static_assert(GROUP * 32767 * 127 < (1ll << 31), "sums of a group fit 32 bits");
 template <class L>
 struct Int8Call;
 
+#if defined(MP_BYTE_DOTS)
+MP_INLINE void pack_lanes(const int16_t* x, int64_t lanes, int64_t step, int32_t* to) {
+    int64_t k = 0;
+    for (; k + 2 <= lanes; k += 2) split_bytes(x + 2 * k, to + k * step, to + (k + 1) * step);
+    if (k < lanes) memcpy(to + k * step, x + 2 * k, 4);
+}
+
+// Whole sums of one group: 2 vectors of outputs for each row. Two lanes at a time are four weights
+// of an output; a last one alone is multiplied as 16 bits.
+template <int ROWS>
+__attribute__((noinline)) void group_sums(vi (&out)[ROWS][2], const int32_t* a, const int8_t* b,
+                                          int64_t lanes, const char* ahead, int64_t ahead_step) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v, b += 2 * W) {
+        vi high[ROWS], low[ROWS];
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) high[r] = low[r] = zeroi();
+        int64_t k = 0;
+        for (; k + 2 <= lanes; k += 2) {
+            const vi weights = zip_pairs(b + k * 2 * PANEL, b + (k + 1) * 2 * PANEL);
+            if (v == 0) fetch(ahead), fetch(ahead + ahead_step), ahead += 2 * ahead_step;
+#pragma GCC unroll 14
+            for (int r = 0; r < ROWS; ++r) {
+                high[r] = dot_i8_i8(high[r], weights, splat(a + k * ROWS + r));
+                low[r] = dot_u8_i8(low[r], splat(a + (k + 1) * ROWS + r), weights);
+            }
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < ROWS; ++r) {
+            out[r][v] = joined(high[r], low[r]);
+            if (k < lanes)
+                out[r][v] = dot_i16(out[r][v], splat(a + k * ROWS + r), widen_i8(b + k * 2 * PANEL));
+        }
+    }
+}
+#else
+MP_INLINE void pack_lanes(const int16_t* x, int64_t lanes, int64_t step, int32_t* to) {
+    for (int64_t k = 0; k < lanes; ++k) memcpy(to + k * step, x + 2 * k, 4);
+}
+
 // Whole sums of one group: 2 vectors of outputs for each row. Not inlined, since the compiler keeps
 // the sums in registers only where nothing else lives.
 template <int ROWS>
@@ -25,10 +65,10 @@ __attribute__((noinline)) void group_sums(vi (&out)[ROWS][2], const int32_t* a, 
                                           int64_t lanes, const char* ahead, int64_t ahead_step) {
     vi sums[ROWS][2];
 #pragma GCC unroll 14
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = (vi)zero();
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zeroi();
     for (int64_t k = 0; k < lanes; ++k) {
         const vi first = widen_i8(b), second = widen_i8(b + 2 * W);
-        _mm_prefetch(ahead, _MM_HINT_T1);
+        fetch(ahead);
         ahead += ahead_step;
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; ++r) {
@@ -45,6 +85,7 @@ __attribute__((noinline)) void group_sums(vi (&out)[ROWS][2], const int32_t* a, 
         out[r][1] = sums[r][1];
     }
 }
+#endif
 
 template <class L, int ROWS>
 void tile(const Int8Call<L>& c, const int32_t* a, int64_t row, int64_t panel, const char* ahead,
@@ -107,7 +148,7 @@ struct Int8Call {
                 const int64_t from = g * GROUP, count = least(GROUP, in - from);
                 row_scales[g * n + r] = narrow<L>(x + (first + r) * in + from, count, group);
                 int32_t* to = packed + from / 2 * n + r;
-                for (int64_t k = 0; k < (count + 1) / 2; ++k) memcpy(to + k * n, group + 2 * k, 4);
+                pack_lanes(group, (count + 1) / 2, n, to);
             }
         }
     }

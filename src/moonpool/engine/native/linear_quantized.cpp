@@ -13,125 +13,13 @@
 // In a word an output has 8 numbers of 4 bits: 4w + b and 16 + 4w + b of the record in the low and
 // the high half of byte b of word w. The fifth bits are one further word, the fifth and sixth two.
 // Numbers of 8 bits take 8 words, 4w + b in byte b. Lane 2w + h of a row holds its numbers 4w + h
-// and 4w + h + 2, and meets the weights of the same two.
-#include "rounded.h"
+// and 4w + h + 2, and meets the weights of the same two. Where there are dot products of bytes, lanes
+// 2w and 2w + 1 hold the high and the low bytes of 4w to 4w + 3, and meet the weights of all four.
+#include "quantized.h"
+#include "quantized_row.h"
 
 namespace moonpool {
 namespace {
-
-#if defined(MP_ISA_avx2)
-MP_INLINE vi shift_right(vi x, int n) { return _mm256_srli_epi32(x, n); }
-MP_INLINE vi shift_left(vi x, int n) { return _mm256_slli_epi32(x, n); }
-MP_INLINE vi both(vi a, vi b) { return _mm256_and_si256(a, b); }
-MP_INLINE vi either(vi a, vi b) { return _mm256_or_si256(a, b); }
-MP_INLINE vi set1i(int32_t x) { return _mm256_set1_epi32(x); }
-MP_INLINE vf load_f16(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-MP_INLINE vf load_i8(const char* p) {
-    return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-#else
-MP_INLINE vi shift_right(vi x, int n) { return _mm512_srli_epi32(x, n); }
-MP_INLINE vi shift_left(vi x, int n) { return _mm512_slli_epi32(x, n); }
-MP_INLINE vi both(vi a, vi b) { return _mm512_and_si512(a, b); }
-MP_INLINE vi either(vi a, vi b) { return _mm512_or_si512(a, b); }
-MP_INLINE vi set1i(int32_t x) { return _mm512_set1_epi32(x); }
-MP_INLINE vf load_f16(const char* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-}
-MP_INLINE vf load_i8(const char* p) {
-    return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-#endif
-
-constexpr int BLOCK = 32;                   // of `in`, in one record
-constexpr int LANES = BLOCK / 2;            // of a row, in one record
-constexpr int64_t WORD = PANEL * 4;         // bytes of one word of all outputs
-constexpr int64_t BLOCKS = GROUP / BLOCK;   // in a group
-
-enum Scales { HALF, WIDE, WHOLE };  // float16, float32, or 8-bit times a float16 per group
-
-template <int BITS_, int SUB_, Scales SCALES_, bool MINIMUM_>
-struct Form {
-    static constexpr int BITS = BITS_, SUBS = BLOCK / SUB_;
-    static constexpr Scales SCALES = SCALES_;
-    static constexpr bool MINIMUM = MINIMUM_;
-    static constexpr int64_t SCALE = SCALES == HALF ? 2 : SCALES == WIDE ? 4 : 1;  // bytes
-    static constexpr int64_t NUMBERS = BITS * WORD;
-    static constexpr int64_t RECORD = NUMBERS + SUBS * PANEL * SCALE * (MINIMUM ? 2 : 1);
-    static constexpr int64_t HEAD = SCALES == WHOLE ? 2 * PANEL * (MINIMUM ? 2 : 1) : 0;
-    static int64_t panel_bytes(int64_t blocks) {
-        return blocks * RECORD + ceil_div(blocks, BLOCKS) * HEAD;
-    }
-};
-
-// The numbers that lane LANE of a row meets, of one vector of outputs.
-template <int BITS, int LANE>
-MP_INLINE vi numbers(const char* words) {
-    if (BITS == 8)
-        return both(shift_right(loadi(words + LANE / 2 * WORD), 8 * (LANE % 2)), set1i(0x00ff00ff));
-    const int word = LANE % 8 / 2, shift = 8 * (LANE % 2) + 4 * (LANE / 8);
-    const vi low = both(shift_right(loadi(words + word * WORD), shift), set1i(0x000f000f));
-    if (BITS == 5) {
-        const vi more = loadi(words + 4 * WORD);
-        const vi high = LANE < 4 ? shift_left(more, 4 - LANE % 4) : shift_right(more, LANE - 4);
-        return either(low, both(high, set1i(0x00100010)));
-    }
-    if (BITS == 6) {
-        const vi more = loadi(words + (4 + LANE / 8) * WORD);
-        const int at = 2 * (LANE % 8);
-        const vi high = at < 4 ? shift_left(more, 4 - at % 4) : shift_right(more, at - 4);
-        return either(low, both(high, set1i(0x00300030)));
-    }
-    return low;
-}
-
-template <int BITS, int LANE, int LAST, int ROWS>
-MP_INLINE void add_lanes(vi (&sums)[ROWS][2], const int32_t* a, const char* words) {
-    const vi first = numbers<BITS, LANE>(words), second = numbers<BITS, LANE>(words + W * 4);
-#pragma GCC unroll 14
-    for (int r = 0; r < ROWS; ++r) {
-        const vi lane = splat(a + LANE * ROWS + r);
-        sums[r][0] = dot_i16(sums[r][0], lane, first);
-        sums[r][1] = dot_i16(sums[r][1], lane, second);
-    }
-    if constexpr (LANE + 1 < LAST) add_lanes<BITS, LANE + 1, LAST, ROWS>(sums, a, words);
-}
-
-// Whole sums of lanes [FIRST, LAST) of one record, on top of `from`: 2 vectors of outputs per row.
-// Not inlined: the compiler keeps the sums in registers only where nothing else lives.
-template <int BITS, int FIRST, int LAST, int ROWS>
-__attribute__((noinline)) void record_sums(vi (&out)[ROWS][2], const int32_t* from,
-                                           const int32_t* a, const char* words) {
-    vi sums[ROWS][2];
-#pragma GCC unroll 14
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = splat(from + r);
-    add_lanes<BITS, FIRST, LAST, ROWS>(sums, a, words);
-#pragma GCC unroll 14
-    for (int r = 0; r < ROWS; ++r) {
-        out[r][0] = sums[r][0];
-        out[r][1] = sums[r][1];
-    }
-}
-
-// A packed tile of rows.
-struct Tile {
-    const int32_t* lanes;   // [blocks][LANES][rows]
-    const int32_t* sums;    // [blocks][2][rows]: of 16 numbers each
-    const float* scales;    // [groups][rows]
-    int64_t blocks;
-    int32_t offset;
-};
-
-// The scales, or the minimums, of 2 vectors of outputs.
-template <Scales SCALES>
-MP_INLINE void read_scales(vf (&to)[2], const char* at, const vf (&group)[2]) {
-    for (int v = 0; v < 2; ++v) {
-        const int64_t lane = v * W;
-        if (SCALES == HALF) to[v] = load_f16(at + 2 * lane);
-        if (SCALES == WIDE) to[v] = load((const float*)at + lane);
-        if (SCALES == WHOLE) to[v] = mul(group[v], load_i8(at + lane));
-    }
-}
 
 template <class F, int ROWS>
 void add_record(vf (&group)[ROWS][2], const Tile& t, int64_t block, const char* record,
@@ -154,9 +42,9 @@ void add_record(vf (&group)[ROWS][2], const Tile& t, int64_t block, const char* 
             record_sums<F::BITS, LANES / 2, LANES, ROWS>(whole, from, lanes, words);
         vf scale[2], minimum[2];
         const char* scales = record + F::NUMBERS + (s * PANEL + column) * F::SCALE;
-        read_scales<F::SCALES>(scale, scales, scale_of);
+        read_scales<F::SCALES, 2>(scale, scales, scale_of);
         if (F::MINIMUM)
-            read_scales<F::SCALES>(minimum, scales + F::SUBS * PANEL * F::SCALE, minimum_of);
+            read_scales<F::SCALES, 2>(minimum, scales + F::SUBS * PANEL * F::SCALE, minimum_of);
 #pragma GCC unroll 14
         for (int r = 0; r < ROWS; ++r) {
             for (int v = 0; v < 2; ++v) {
@@ -186,7 +74,7 @@ void tile(const Tile& t, const char* panel, int64_t column, float* to, const cha
         for (int64_t block = first; block < last; ++block) {
             if (fetches) {
                 for (int64_t at = 0; at < F::RECORD / HALVES; at += 64)
-                    _mm_prefetch(ahead + at, _MM_HINT_T1);
+                    fetch(ahead + at);
                 ahead += F::RECORD / HALVES;
             }
             add_record<F, ROWS>(group, t, block, panel, scale_of, minimum_of, column);
@@ -205,6 +93,7 @@ void tile(const Tile& t, const char* panel, int64_t column, float* to, const cha
 }
 
 typedef void (*TileFn)(const Tile&, const char*, int64_t, float*, const char*, bool);
+typedef void (*RowFn)(const Tile&, const char*, float*, const char*, bool);
 
 template <class F, int ROWS = MAX_ROWS>
 TileFn tile_for(int rows) {
@@ -224,8 +113,10 @@ struct QuantizedCall {
     T* y;
     int64_t rows, in, out, stride;
     int32_t offset;
-    TileFn (*tile_fn)(int);
-    int64_t one_panel_bytes;
+    TileFn (*tile_fn)(int) = nullptr;
+    RowFn row_fn = nullptr;  // of a row alone, if there is one
+    bool row_bytes = false;  // whether it takes high and low bytes of x
+    int64_t one_panel_bytes = 0;
 
     int64_t blocks() const { return in / BLOCK; }
     int64_t tile_lanes() const { return blocks() * (LANES + 2) + ceil_div(in, GROUP); }
@@ -242,11 +133,9 @@ struct QuantizedCall {
                 const int64_t count = least(GROUP, in - from);
                 scales[from / GROUP * n + r] = narrow<L>(x + (first + r) * in + from, count, group);
                 for (int64_t k = 0; k < count; k += 4) {
-                    const int64_t lane = (from + k) / 2;
-                    const int16_t even[2] = {group[k], group[k + 2]};
-                    const int16_t odd[2] = {group[k + 1], group[k + 3]};
-                    memcpy(packed + lane * n + r, even, 4);
-                    memcpy(packed + (lane + 1) * n + r, odd, 4);
+                    int32_t* to = packed + (from + k) / 2 * n + r;
+                    if (n == 1 && row_bytes) split_bytes(group + k, to, to + 1);
+                    else pack_four(group + k, to, to + n);
                 }
                 for (int64_t k = 0; k < count; k += 16) {
                     int32_t sum = 0;
@@ -261,7 +150,12 @@ struct QuantizedCall {
               int64_t step) const {
         const int32_t* sums = a + blocks() * LANES * n;
         const Tile t = {a, sums, (const float*)(sums + blocks() * 2 * n), blocks(), offset};
-        alignas(64) float to[MAX_ROWS * 2 * W];
+        alignas(64) float to[MAX_ROWS * PANEL];
+        if (n == 1 && row_fn) {
+            row_fn(t, weight + panel * one_panel_bytes, to, ahead, step != 0);
+            for (int h = 0; h < HALVES; ++h) put(to + h * 2 * W, row, panel * PANEL + h * 2 * W);
+            return;
+        }
         for (int h = 0; h < HALVES; ++h) {
             tile_fn(n)(t, weight + panel * one_panel_bytes, h * 2 * W, to, ahead, step != 0);
             ahead += one_panel_bytes / HALVES;
@@ -281,6 +175,10 @@ struct QuantizedCall {
 template <class L, class F>
 void run_form(QuantizedCall<L> call, int threads) {
     call.tile_fn = tile_for<F>;
+#if defined(MP_ROW_TILES)
+    call.row_fn = row_tile<F>;
+    call.row_bytes = F::BITS == 4;
+#endif
     call.one_panel_bytes = F::panel_bytes(call.blocks());
     run(call, threads);
 }

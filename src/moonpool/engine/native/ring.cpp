@@ -52,7 +52,7 @@ MP_PLAIN double moonpool_bare_ping(char* memory, char* message, int64_t size, in
             const int64_t asked = now_ns();
             for (int64_t looks = 1; theirs.load() != (uint64_t)i; ++looks) {
                 const timespec limit = {0, 100000000};
-                if (spins) __builtin_ia32_pause();
+                if (spins) relax();
                 else futex(theirs, FUTEX_WAIT, (uint32_t)(i - 1), &limit);
                 const bool due = !spins || looks % 1024 == 0;
                 if (due && now_ns() - asked > 2000000000ll) return -1;

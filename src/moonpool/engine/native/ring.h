@@ -56,6 +56,15 @@ inline int64_t now_ns() {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
+// Tells the core that this thread only waits.
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
 inline long futex(const std::atomic<uint64_t>& word, int what, uint32_t value,
                   const timespec* timeout) {
     return syscall(SYS_futex, (const uint32_t*)&word, what, value, timeout, nullptr, 0);
@@ -69,7 +78,7 @@ inline bool looks(const std::atomic<uint64_t>& counter, uint64_t seen, Waiter& w
     while (now - began < least(spin_ns, timeout_ns)) {
         for (int i = 0; i < 16; ++i) {
             if (counter.load(std::memory_order_acquire) != seen) return true;
-            __builtin_ia32_pause();
+            relax();
         }
         const int64_t before = now;
         now = now_ns();

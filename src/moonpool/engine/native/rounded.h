@@ -26,5 +26,20 @@ MP_INLINE float narrow(const typename L::T* x, int64_t n, int16_t* to) {
     return most / LARGEST + sum(wrong);
 }
 
+// Four numbers as two lanes: their high bytes, which have the sign, and their low bytes.
+MP_INLINE void split_bytes(const int16_t* x, int32_t* high, int32_t* low) {
+    uint32_t bytes[2] = {};
+    for (int i = 0; i < 4; ++i) {
+        bytes[0] |= (uint32_t)(uint8_t)(x[i] >> 8) << 8 * i;
+        bytes[1] |= (uint32_t)(uint8_t)x[i] << 8 * i;
+    }
+    memcpy(high, bytes, 4);
+    memcpy(low, bytes + 1, 4);
+}
+#if defined(MP_BYTE_DOTS)
+// From sums of products with high and with low bytes.
+MP_INLINE vi joined(vi high, vi low) { return addi(shift_left(high, 8), low); }
+#endif
+
 }  // namespace
 }  // namespace moonpool
