@@ -1,4 +1,4 @@
-"""`python -m tests.sim.mutants [NAME] [--json FILE]`: plants each bug, and shows which check finds it.
+"""`python -m tests.sim.mutants [NAME] [--json FILE]`: plants bugs, and shows what finds each.
 
 Each finding's case is run again without the mutant, and must pass. Ends with status 1 if a mutant
 is not found.

@@ -17,7 +17,7 @@ from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
 from moonpool.conductor.waiting import WaitingRequests
 from moonpool.kvcache.prefix_index import PrefixIndex
-from moonpool.kvcache.replicas import ReplicaTracker
+from moonpool.kvcache.replicas import ReplicaOwners
 from moonpool.protocol.messages import AttemptFailed, BlocksSnapshot, ReserveDecode
 from moonpool.scheduler.instance import Instance
 from moonpool.types import FinishReason, RequestId, Token
@@ -258,16 +258,9 @@ def _no_switch(original: Method) -> Method:
     return lambda self, state, role, now: []
 
 
-@plant("every copy of a block is marked as spare", ReplicaTracker, "take_changes")
+@plant("every copy of a block is marked as spare", ReplicaOwners, "of")
 def _all_spare(original: Method) -> Method:
-    def defective(self: ReplicaTracker, *args: Any) -> Any:
-        found = original(self, *args)
-        for changes in found.values():
-            changes.spare.extend(changes.last)
-            changes.last.clear()
-        return found
-
-    return defective
+    return lambda self, key, holders: 0
 
 
 @plant("the lost instances' requests are not placed again", RequestLifecycle, "on_instance_lost")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -171,15 +171,6 @@ def _mixed_order(original: Method) -> Method:
 
         with edited(self._effects, mixed):
             original(self, *args, **more)
-
-    return defective
-
-
-@plant("the shared store is believed without an answer", SsdTier, "learn", like="dynamo#14416")
-def _learn_all(original: Method) -> Method:
-    def defective(self: SsdTier, keys: Sequence[BlockKey], first_depth: int) -> list[BlockId]:
-        voided: list[BlockId] = original(self, tuple(reversed(keys)), first_depth)
-        return voided
 
     return defective
 

@@ -15,7 +15,7 @@ from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.prefix_loader import PrefixLoader
-from moonpool.scheduler.request_state import PendingTransfer, RequestState
+from moonpool.scheduler.request_state import RequestState
 from moonpool.scheduler.scheduler import Scheduler
 from moonpool.types import BlockId, BlockKey
 from tests.sim.mutants.mutant import plant
@@ -304,8 +304,8 @@ def _no_cancel(original: Method) -> Method:
 def _prefill_again(original: Method) -> Method:
     def defective(self: AttemptLifecycle, event: ReceiveEnded) -> None:
         request = self._requests[event.stream_id]  # type: ignore[index]
-        if not request.closing and PendingTransfer.RECEIVE in request.pending:
-            event = msgspec.structs.replace(event, corrupt=(0,))
+        if not event.error and not event.corrupt:
+            event = msgspec.structs.replace(event, corrupt=(request.num_cached_blocks,))
         original(self, event)
 
     return defective
