@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,8 @@ class Life:
         self.leaves_within_s: float | None = None
         self.engine = FakeEngine(self)
         self._num_losses = 0
+        self._events: deque[WorkerEvent] = deque()
+        self._performing = False
         self._to_head = Link(self.clock, world.options.slow_delay_s)
         self._from_head = Link(self.clock, world.options.slow_delay_s)
 
@@ -164,18 +167,28 @@ class Life:
 
     def _report(self, report: Report) -> None:
         if isinstance(report, BlocksChanged) and self.world.chance("lost_event_rate"):
+            self.world.promises.on_lost_event(self.instance_id, report)
             return
         self._to_head.carry(lambda: self.world.on_report(self, report))
 
     # Events and actions
 
     def post(self, event: WorkerEvent) -> None:
-        if not self.alive:
+        """Handles an event and performs what follows. What comes of an action at once is handled
+        after all actions before it, as a driver does: else reports would overtake each other."""
+        self._events.append(event)
+        if self._performing:
             return
-        self.world.note(self.instance_id, event)
-        actions = self.instance.handle(event, self.clock.now)
-        self.instance.validate()
-        self._perform(actions)
+        self._performing = True
+        while self._events:
+            event = self._events.popleft()
+            if not self.alive:
+                continue
+            self.world.note(self.instance_id, event)
+            actions = self.instance.handle(event, self.clock.now)
+            self.instance.validate()
+            self._perform(actions)
+        self._performing = False
 
     def later(self, callback: Callable[[], None]) -> None:
         """Runs the callback some time later, if the instance is still alive."""

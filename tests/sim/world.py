@@ -32,6 +32,7 @@ from moonpool.protocol.messages import (
     AttemptId,
     DecodeAccepted,
     InstanceInfo,
+    LeaveCluster,
     PrefillDone,
     PrefillStarted,
     Report,
@@ -47,6 +48,7 @@ from tests.sim.disk import Disk, DiskDriver
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
+from tests.sim.promises import Promises, check_times
 from tests.sim.shared_store import SharedBlocks
 from tests.sim.truth import EOS, Truth
 from tests.sim.workload import SHORT_DEADLINE_S, make_workload
@@ -106,6 +108,7 @@ class World:
         self._num_lives = 0
         self._digest = hashlib.sha256()
         self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # the head's view
+        self.promises = Promises(self)
         self._start()
 
     def _new_conductor(self) -> Conductor:
@@ -157,6 +160,7 @@ class World:
     def on_joined(self, life: Life, info: InstanceInfo, down: Link) -> None:
         life.joined = True
         self._channels[life.instance_id] = (life, down)
+        self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
 
     def on_report(self, life: Life, report: Report) -> None:
@@ -201,12 +205,17 @@ class World:
                 case RequestEnded():
                     assert action.record.request_id not in self.ended, "ended twice"
                     self.ended[action.record.request_id] = action
+                    self.promises.on_ended(action.record.request_id)
                 case Announce():
                     for word in (" is a ", " stays ", " was lost ", " has left"):
                         self.seen[f"role{word}"] += word in action.text
 
     def _send(self, send: Send) -> None:
         life, down = self._channels[send.instance_id]
+        if isinstance(send.command, Resync):
+            self.promises.on_resync(send.instance_id)
+        elif isinstance(send.command, LeaveCluster):
+            self.promises.on_leave(self.conductor, send.instance_id)
         down.carry(lambda: life.post(send.command))
 
     def _on_deliver(self, deliver: Deliver) -> None:
@@ -271,6 +280,7 @@ class World:
     def _cancel(self, request_id: RequestId) -> None:
         self.cancelled.add(request_id)
         self.post(RequestCancelled(request_id))
+        assert request_id in self.ended or request_id in self.lost_with_head, "it goes on"
 
     def _kill_one(self) -> None:
         life = self.clock.rng.choice(list(self.lives.values()))
@@ -327,6 +337,7 @@ class World:
             for life in self.lives.values():
                 self._check_index(life)
         for life in self.lives.values():
+            self.promises.on_joined(life.instance_id)  # a resync for this check
             self._send(Send(life.instance_id, Resync()))
         self.post(Tick())  # so that drains without attempts end
         self.clock.run(MAX_EVENTS)
@@ -352,6 +363,7 @@ class World:
                 assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
             self._check_cache(life, kept)
             self._check_index(life)
+        self.promises.check_end(kept)
         conductor = self.conductor
         assert not conductor.requests and not conductor._lifecycle._attempts
         for state in conductor.instances.values():
@@ -372,7 +384,8 @@ class World:
         if record.prefill_instance is not None:
             self.seen["inline prefill"] += record.prefill_instance.startswith("decode")
         if finished:
-            _check_order(record)
+            if record.attempts == 1:
+                check_times(record)
             assert record.ttft_s is not None and record.ttft_s >= 0
             assert request_id not in self.refusals
             return
@@ -380,6 +393,7 @@ class World:
             assert request_id in self.cancelled and request_id not in self.refusals
             return
         refusal = self.refusals[request_id]
+        self.promises.check_refusal(record, refusal.reason, truth.request.deadline_s)
         assert refusal.reason == record.outcome
         if refusal.status in (429, 503):
             assert refusal.retry_after_s is not None and 1 <= refusal.retry_after_s <= 120
@@ -444,21 +458,3 @@ class World:
         assert all(index.holds(name, key) for key in in_dram | below)
         assert index.num_blocks(name) == len(in_dram | below)
         assert all((name, key in below) in index.holders_of(key) for key in in_dram | below)
-
-
-def _check_order(record: RequestRecord) -> None:
-    """Asserts that the stages of a request without retries happened in order."""
-    if record.attempts > 1:
-        return
-    instants = (
-        record.arrived_s,
-        record.placed_s,
-        record.prefill_started_s,
-        record.prefill_done_s,
-        record.decode_started_s,
-        record.first_token_s,
-        record.last_token_s,
-        record.finished_s,
-    )
-    seen = [instant for instant in instants if instant is not None]
-    assert seen == sorted(seen) and len(seen) >= 6, record

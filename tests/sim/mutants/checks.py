@@ -1,0 +1,21 @@
+"""The checks that look for planted bugs: each runs numbered cases, and raises where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.sim.swarm import run_seed
+
+
+@dataclass(frozen=True)
+class Check:
+    """`run` takes the number of a case."""
+
+    what: str
+    run: Callable[[int], object]
+
+
+CHECKS = {
+    "swarm": Check("seeded simulation of a cluster with faults", run_seed),
+}

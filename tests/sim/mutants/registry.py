@@ -1,0 +1,8 @@
+"""All mutants: importing a module of mutants registers them."""
+
+from __future__ import annotations
+
+from tests.sim.mutants import conducting, disk, tokens_and_blocks
+from tests.sim.mutants.mutant import MUTANTS
+
+__all__ = ["MUTANTS", "conducting", "disk", "tokens_and_blocks"]

@@ -1,0 +1,107 @@
+"""Checks of a run beyond right tokens and balanced sums: what must not take long, happen twice, or
+happen without need. A planted bug that no other check finds is the reason for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from moonpool.conductor.conductor import Conductor
+from moonpool.protocol.messages import BlocksChanged
+from moonpool.request_record import RequestRecord
+from moonpool.scheduler.request_state import PendingTransfer
+from moonpool.types import BlockKey, InstanceId, RequestId
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+STRANDED_S = 8.0
+"""So long after a request has ended, its blocks may be held by transfers that end by themselves."""
+FAULT_REASONS = ("instance_lost", "engine_error", "no_blocks", "blocks_lost")
+
+
+class Promises:
+    """What one run has promised so far."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._resyncs: Counter[InstanceId] = Counter()
+        self._reasons: Counter[InstanceId] = Counter()
+
+    # During a run
+
+    def on_joined(self, instance_id: InstanceId) -> None:
+        self._reasons[instance_id] += 1
+
+    def on_lost_event(self, instance_id: InstanceId, report: BlocksChanged) -> None:
+        self._reasons[instance_id] += 1
+
+    def on_resync(self, instance_id: InstanceId) -> None:
+        """A gap is closed by one snapshot: the Conductor must not ask again and again."""
+        self._resyncs[instance_id] += 1
+        asked, had = self._resyncs[instance_id], self._reasons[instance_id]
+        assert asked <= had, f"{instance_id} was asked {asked} times for a snapshot, {had} needed"
+
+    def on_leave(self, conductor: Conductor, instance_id: InstanceId) -> None:
+        """Before its time is over, an instance leaves only when no request needs it."""
+        drain = conductor.instances[instance_id].drain
+        assert drain is not None
+        if self._world.clock.now >= drain.until_s:
+            return
+        for tracked in conductor.requests.values():
+            attempt = tracked.attempt
+            if attempt is not None:
+                needs = {attempt.decoder, attempt.fetch_from}
+                if attempt.attempt_id in conductor.instances[instance_id].prefills:
+                    needs.add(attempt.prefill)
+                assert instance_id not in needs, f"{instance_id} leaves under a request"
+
+    def on_ended(self, request_id: RequestId) -> None:
+        self._world.clock.after(STRANDED_S, lambda: self._check_freed(request_id))
+
+    def _check_freed(self, request_id: RequestId) -> None:
+        for life in self._world.lives.values():
+            if not life.alive:
+                continue
+            for attempt_id, request in life.instance.requests.items():
+                ended = attempt_id.rpartition("/")[0] == request_id
+                if ended and PendingTransfer.FETCH not in request.pending:
+                    raise AssertionError(
+                        f"{life.instance_id} holds {attempt_id} long after {request_id} ended"
+                    )
+
+    # At the end
+
+    def check_end(self, kept: set[BlockKey]) -> None:
+        """`kept`: blocks of which some copy is not marked as spare."""
+        world = self._world
+        cached = {key for life in world.lives.values() for key in life.instance.pool._block_of}
+        assert cached <= kept, "every copy of a block is marked as spare"
+        lifecycle = world.conductor._lifecycle
+        assert not len(lifecycle.waiting) and not lifecycle.shares._num_owed, "a wait never ended"
+        if world.options.faultless and not world.lost_with_head:
+            for life in world.lives.values():
+                counters = life.instance.counters
+                assert not counters.get("recomputed_tokens"), "a decode computed its prompt again"
+
+    def check_refusal(self, record: RequestRecord, reason: str, deadline_s: float) -> None:
+        """A request is given up for a fault only after several attempts."""
+        assert record.finished_s is not None
+        if reason in FAULT_REASONS and record.finished_s < deadline_s:
+            assert record.attempts >= 3, f"{record.request_id} was given up at once: {reason}"
+
+
+def check_times(record: RequestRecord) -> None:
+    """An answer of one attempt says where its time went."""
+    instants = [
+        record.arrived_s,
+        record.placed_s,
+        record.prefill_started_s,
+        record.prefill_done_s,
+        record.decode_started_s if record.num_generated_tokens > 1 else record.prefill_done_s,
+        record.first_token_s,
+        record.last_token_s,
+        record.finished_s,
+    ]
+    assert None not in instants, f"{record.request_id} does not say where its time went"
+    assert instants == sorted(instants, key=lambda instant: instant or 0.0), record
