@@ -75,11 +75,13 @@ def _draft_shape(
     try:
         shape = catalogue.shape(settings.model)
     except ConfigError as error:
-        raise ConfigError(f"{KEY}: {error}; a simulated draft model is a shape") from None
+        raise ConfigError(
+            f"{KEY}: {error} (a simulated draft model is a shape of the catalogue)"
+        ) from None
     if abs(shape.vocab - verifier.vocab) > PADDING_TOKENS:
         raise ConfigError(
             f"{KEY}: {shape.name} has {shape.vocab:,} tokens and {verifier.name}"
-            f" {verifier.vocab:,}, so their tokenizers differ: name a draft model of the same family"
+            f" {verifier.vocab:,}, so their tokenizers differ: name one of the same family"
         )
     return in_formats(shape, ModelConfig(quantization=settings.quantization))
 
