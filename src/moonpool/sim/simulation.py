@@ -113,8 +113,7 @@ class Simulation:
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
         self.past_nodes: list[Node] = []  # replaced by a restart
-        self.last_arrival_s = 0.0
-        self.last_end_s = 0.0
+        self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
         self.boot_s = boot_s
