@@ -56,11 +56,13 @@ _FLAGS = ConfigFlags(
     "slo.tbt_s",
     "pool.block_tokens",
     "engine.max_sequences",
+    "engine.speculative_config",
     "model.quantization",
     "model.kv_cache_dtype",
     "hardware.shape",
     "hardware.devices_per_node",
     "hardware.nodes_per_prefill",
+    "hardware.draft_acceptance",
 )
 
 

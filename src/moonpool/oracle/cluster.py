@@ -14,7 +14,7 @@ from functools import reduce
 
 import numpy as np
 
-from moonpool.config import Config
+from moonpool.config import Config, ConfigError
 from moonpool.oracle.bound import Resource, Work
 from moonpool.oracle.floors import CostFloor, floor_of
 from moonpool.oracle.least_work import LeastWork, Rates, least_work_of
@@ -36,6 +36,11 @@ def limits_of(
 
     `noise`: as in `Simulation`. Raises ConfigError for a cluster whose limits are not known.
     """
+    if config.engine.speculative_config is not None:
+        raise ConfigError(
+            "there is no bound for instances that guess tokens: leave out"
+            " engine.speculative_config, or compare simulations"
+        )
     longest = max((a.input_tokens + a.output_tokens for a in arrivals), default=1)
     rates = _rates(config, hardware, longest, noise)
     demand = least_work_of(arrivals, rates)

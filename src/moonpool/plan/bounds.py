@@ -2,14 +2,16 @@
 
 A step of N tokens takes at least as long as their share of a large step; a prompt is computed but
 for what an endless cache holds; a decode step has at most as many sequences as fit in memory and
-keep the TBT. The instances that prefill have, for the arrivals of a window of time, at most its
-length and the TTFT SLO; those that decode also have the time of an answer. The requests with least
-work that fill this time are the most that can be effective.
+keep the TBT. Drafts bring as many tokens as their acceptance says, and as luck may add; each costs
+a row, and a draft model its rounds. The instances that prefill have, for the arrivals of a window
+of time, at most its length and the TTFT SLO; those that decode also have the time of an answer. The
+requests with least work that fill this time are the most that can be effective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 import numpy as np
 
@@ -25,6 +27,8 @@ SURE = 0.95
 """Share of the computed work that is assumed, because fitted costs are not exact."""
 MOST_OVER = 1.2
 """A step that takes this many times the TBT SLO has no effective request."""
+LUCK = 2.0
+"""So many standard deviations of the mean a request's drafts may be right more often."""
 WINDOWS = (1 / 1, 1 / 6, 1 / 24, 1 / 96)
 """Lengths of windows as shares of the trace."""
 
@@ -115,8 +119,8 @@ class Bounds:
                 node = hardware.prefill
                 self._works[key] = RequestWork(
                     SURE * self._prefill_s(node.ground_truth),
-                    SURE * self._decodes_s(hardware.decode if one.decode else node),
-                    SURE * self._decodes_s(node),
+                    SURE * self._decodes_s(hardware.decode if one.decode else hardware.mixed),
+                    SURE * self._decodes_s(hardware.mixed),
                 )
         return self._works[key]
 
@@ -130,18 +134,29 @@ class Bounds:
         )
 
     def _decodes_s(self, node: NodeHardware) -> np.ndarray:
-        """Returns each answer's share of steps with as many sequences of its context as can be."""
-        cost, config = node.ground_truth, self._base
-        room = node.engine_tokens
-        shares: dict[int, float] = {}
+        """Returns each answer's share of steps with as many sequences of its context as can be, and
+        with as many drafts as serve it best."""
+        config, room = self._base, node.engine_tokens
+        speculative = config.engine.speculative_config
+        most = 0 if speculative is None else speculative.num_speculative_tokens
+        acceptance = config.hardware.draft_acceptance
+        shares: dict[int, list[float]] = {}
         found = []
         for context, answer in _pairs(self._input, self._output):
             size = 1 << (context + 1).bit_length() - 1  # at most the context
             if size not in shares:
-                shares[size] = _least_share_s(
-                    cost, size, min(room // size, config.engine.max_sequences), config.slo.tbt_s
+                batch = min(room // size, config.engine.max_sequences)
+                shares[size] = [
+                    _least_share_s(node, size, batch, config.slo.tbt_s, drafts)
+                    for drafts in range(most + 1)
+                ]
+            left = answer - 1
+            found.append(
+                min(
+                    left / _tokens_of_step(acceptance, drafts, left) * share_s
+                    for drafts, share_s in enumerate(shares[size])
                 )
-            found.append((answer - 1) * shares[size])
+            )
         return np.array(found)
 
 
@@ -149,16 +164,38 @@ def _pairs(left: np.ndarray, right: np.ndarray) -> Sequence[tuple[int, int]]:
     return list(zip(left.tolist(), right.tolist(), strict=True))
 
 
-def _least_share_s(cost: StepCost, context: int, most: int, tbt_s: float) -> float:
-    """Returns the least time of a step per sequence, of steps within the TBT."""
-    least_s, low, high = cost.step_s((), 1, context), 1, max(most, 1)
+def _tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
+    """Returns the tokens that a step with so many drafts brings an answer with luck: their mean and
+    twice its deviation over the steps of the answer."""
+    if not drafts or answer_tokens <= 0:
+        return 1.0
+    chances = [acceptance**number for number in range(drafts + 1)]
+    mean = sum(chances)
+    square = sum((2 * number + 1) * chance for number, chance in enumerate(chances))
+    deviation = sqrt(max(square - mean * mean, 0.0) * mean / answer_tokens)
+    return min(mean + LUCK * deviation, drafts + 1.0)
+
+
+def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, drafts: int) -> float:
+    """Returns the least time of a step per sequence, of steps within the TBT. Each sequence has so
+    many drafts."""
+    cost, draft = node.ground_truth, node.draft
+
+    def times_s(batch: int) -> tuple[float, float]:
+        """Of one stage, and of the draft model, which the first stage waits for."""
+        rounds_s = 0.0
+        if draft is not None and drafts:
+            rounds_s = drafts * draft.ground_truth.step_s((), batch, batch * context)
+        return cost.step_s((), batch * (1 + drafts), batch * context), rounds_s
+
+    least_s, low, high = sum(times_s(1)), 1, max(most, 1)
     while low < high:  # a larger batch takes longer, and less per sequence
         batch = (low + high + 1) // 2
-        step_s = cost.step_s((), batch, batch * context)
-        if step_s * cost.num_stages > MOST_OVER * tbt_s:
+        stage_s, rounds_s = times_s(batch)
+        if stage_s * cost.num_stages + rounds_s > MOST_OVER * tbt_s:
             high = batch - 1
         else:
-            low, least_s = batch, min(least_s, step_s / batch)
+            low, least_s = batch, min(least_s, (stage_s + rounds_s) / batch)
     return least_s
 
 

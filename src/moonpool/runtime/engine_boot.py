@@ -36,7 +36,7 @@ from moonpool.policy_loading import load_eviction
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.runtime.profile_store import refine_profile
-from moonpool.scheduler.draft_model import DraftModelPlace
+from moonpool.scheduler.draft_model import KVCACHE_SHARE, DraftModelPlace
 from moonpool.storage.block_ledger import BlockLedger
 from moonpool.storage.folder import StoreError
 from moonpool.storage.kept_memory import OFF, KeptMemory, open_in_folder
@@ -52,9 +52,6 @@ MEMORY_SHARE = 0.25
 GPU_SHARE = 0.8
 """The share of a GPU's free memory for weights and KVCache. The rest is for the steps' tensors."""
 WARM_UP_S = 20.0
-DRAFT_SHARE = 1 / 8
-"""The KVCache of a draft model takes at most this share of the pool's bytes, unless a size is set.
-"""
 MIB = 1 << 20
 
 
@@ -186,7 +183,7 @@ def draft_blocks(
     """Blocks of the draft model's KVCache, beside a pool of `num_pool_blocks`."""
     if settings.draft_kv_tokens:
         return layout.blocks_for(settings.draft_kv_tokens)
-    fitting = int(DRAFT_SHARE * num_pool_blocks * pool.block_bytes / layout.block_bytes)
+    fitting = int(KVCACHE_SHARE * num_pool_blocks * pool.block_bytes / layout.block_bytes)
     return max(1, min(fitting, num_pool_blocks))
 
 

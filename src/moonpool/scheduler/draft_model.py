@@ -18,6 +18,9 @@ from moonpool.scheduler.actions import DraftTask
 from moonpool.scheduler.drafts import DraftState
 from moonpool.scheduler.request_state import RequestState
 
+KVCACHE_SHARE = 1 / 8
+"""The KVCache of a draft model takes at most this share of the memory for KVCache, unless a size is
+set."""
 READY_TOKENS = 8
 """A draft model that lacks so few tokens computes them together with its first guess."""
 EXPECTED_TOKENS = 64

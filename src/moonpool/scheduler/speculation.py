@@ -235,7 +235,7 @@ class Speculation:
         """The draft from cached blocks, else from the request's own text; sets its source."""
         state.source, tokens = Source.OWN_TEXT, request.tokens
         if request.attempt.keys is not None:  # no tokens in a simulation: its engine knows
-            return () if self._model is not None else (0,) * most
+            return () if self._settings.method == "draft_model" else (0,) * most
         known = self._kv_cache.continuations
         if known is not None and self._kv_cache.caches(request):
             found = self._before_end(request, known.draft(request.keys, tokens, most))

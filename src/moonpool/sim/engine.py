@@ -9,20 +9,23 @@ ends when its last stage ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
+from types import MappingProxyType
 
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, StepCost
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry, StepsEnded
 from moonpool.sim.clock import Clock, Priority, Timer
+from moonpool.sim.drafter import Acceptance, SimDrafter
 from moonpool.types import Token
 
 EOS_TOKEN_ID = 1
 ANY_TOKEN = Token(0)
 EOS = Token(EOS_TOKEN_ID)
+NEVER = Acceptance(0.0)
+NO_DRAFTS: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -31,7 +34,8 @@ class EngineFigures:
     the cost was not measured for such a prompt, or for such a batch of decodes."""
 
     num_steps: int = 0
-    busy_s: float = 0.0  # of one stage; all stages are equal
+    busy_s: float = 0.0  # of one stage; all stages are equal, but the first has the draft model
+    drafting_s: float = 0.0  # of the draft model
     prefill_tokens: int = 0
     decode_tokens: int = 0
     outside_prefill_tokens: int = 0
@@ -75,19 +79,21 @@ class SimEngine:
         factor: Callable[[bool, bool], float],
         note_prefill: Callable[[AttemptId, float], None],
         domain: CostDomain | None = None,
-        draft_acceptance: float = 0.0,
+        acceptance: Acceptance = NEVER,
+        drafter: SimDrafter | None = None,
     ) -> None:
         """`num_output_tokens` is the length of an answer, `num_prompt_tokens` that of a prompt (0:
         unknown). `factor` multiplies the time of a step (see `StepFactor`). `note_prefill` takes
         the compute time spent on a prompt. `domain` is what `cost` was measured for.
-        `draft_acceptance`: the probability that a draft is right if those before it are."""
+        `acceptance`: which drafts are right. `drafter`: the draft model."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
         self._num_output_tokens = num_output_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._domain = domain
-        self._draft_acceptance = draft_acceptance
+        self._acceptance = acceptance
+        self._drafter = drafter
         self._post = post
         self._factor = factor
         self._note_prefill = note_prefill
@@ -123,11 +129,14 @@ class SimEngine:
         self._num_under_way += 1
         if step.max_repeats > 1:
             return self._begin_repeated(step)
+        entries, drafted, drafting_s = step.entries, NO_DRAFTS, 0.0
+        if self._drafter is not None:
+            entries, drafted, drafting_s = self._drafter.run(entries)
         chunks: list[Chunk] = []
         batch = context_tokens = num_tokens = 0
         owners: list[AttemptId] = []
         begins = False
-        for entry in step.entries:
+        for entry in entries:
             length = len(entry.new_token_ids)
             num_tokens += length
             if length == 1 + entry.num_drafts and entry.draw is not None and entry.generated:
@@ -139,9 +148,11 @@ class SimEngine:
                 owners.append(entry.attempt_id)
         factor = self._factor(bool(chunks), begins)
         stage_s = self._cost.step_s(chunks, batch, context_tokens) * factor
-        start_s, end_s = self._run_stages(stage_s, num_tokens)
+        drafting_s *= factor
+        start_s, end_s = self._run_stages(stage_s, num_tokens, drafting_s)
         figures.num_steps += 1
-        figures.busy_s += stage_s
+        figures.busy_s += stage_s + drafting_s
+        figures.drafting_s += drafting_s
         figures.prefill_tokens += num_tokens - batch
         figures.decode_tokens += batch
         self._note_outside(chunks, batch, context_tokens, batch)
@@ -150,10 +161,10 @@ class SimEngine:
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
             self._note_prefill(owner, prefill_s * chunk.num_tokens / (num_tokens - batch))
-        drawn = [self._draw(entry) for entry in step.entries]
+        drawn = [self._draw(entry) for entry in entries]
         tokens = tuple([found[0] if found else None for found in drawn])
         further = {index: found[1:] for index, found in enumerate(drawn) if len(found) > 1}
-        ended = StepEnded(tokens, end_s - start_s, further=further)
+        ended = StepEnded(tokens, end_s - start_s, further=further, drafted=drafted)
         if held_layers:
             assert self._cost.num_stages == 1
             self._held = _Held(stage_s / held_layers)
@@ -258,10 +269,14 @@ class SimEngine:
         self.figures.idle_since_s = self._clock.now
         self._post(event)
 
-    def _run_stages(self, stage_s: float, num_tokens: int) -> tuple[float, float]:
-        """Occupies all stages with the step; returns its start and end."""
+    def _run_stages(
+        self, stage_s: float, num_tokens: int, drafting_s: float
+    ) -> tuple[float, float]:
+        """Occupies all stages with the step, and the first with the draft model before it; returns
+        its start and end."""
         free_s = self._free_s
-        start_s = end_s = max(self._clock.now, free_s[0])
+        start_s = max(self._clock.now, free_s[0])
+        end_s = start_s + drafting_s
         hop_s = self._cost.hop_s(num_tokens) if len(free_s) > 1 else 0.0
         for stage in range(len(free_s)):
             if stage:
@@ -297,14 +312,9 @@ class SimEngine:
             return ()
         left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
         num_tokens = 1
-        while num_tokens <= entry.num_drafts and self._accepts(entry, num_tokens):
+        right = self._acceptance.right
+        while num_tokens <= entry.num_drafts and right(entry.attempt_id, entry.start + num_tokens):
             num_tokens += 1
         if left > num_tokens:
             return (ANY_TOKEN,) * num_tokens
         return (*(ANY_TOKEN,) * (left - 1), EOS)
-
-    def _accepts(self, entry: StepEntry, number: int) -> bool:
-        """Whether a draft is right: it depends on the attempt and the place alone."""
-        place = f"{entry.attempt_id} {entry.start + number}".encode()
-        drawn = int.from_bytes(blake2b(place, digest_size=4).digest(), "little")
-        return drawn < self._draft_acceptance * 2**32

@@ -46,6 +46,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "bubbles": _bubbles(nodes, simulated_s),
         "kvcache_occupation_byte_s": _occupation(nodes, simulation.hardware.layout.block_bytes),
         "cost_domain": _cost_domain(simulation, nodes),
+        **_speculation(simulation.config, nodes),
         "preemptions": int(sum(n.instance.counters.get("preemptions", 0) for n in nodes)),
         "simulated_s": rounded(simulated_s, 9),
         "wall_s": round(wall_s, 3),
@@ -151,6 +152,25 @@ def _without_secrets(config: Config) -> dict[str, Any]:
     tables: dict[str, Any] = msgspec.to_builtins(config)
     tables["api"]["api_keys"] = len(config.api.api_keys)
     return tables
+
+
+def _speculation(config: Config, nodes: list[Node]) -> dict[str, Any]:
+    """Drafts and what came of them, if the instances speculate."""
+    if config.engine.speculative_config is None:
+        return {}
+
+    def count(name: str) -> int:
+        return int(sum(node.instance.counters.get(name, 0) for node in nodes))
+
+    drafting_s = sum(node.engine.figures.drafting_s for node in nodes)
+    return {
+        "speculation": {
+            "drafts": count("drafts"),
+            "draft_tokens": count("draft_tokens"),
+            "accepted_draft_tokens": count("accepted_draft_tokens"),
+            "drafting_s": rounded(drafting_s),
+        }
+    }
 
 
 def _transfers(nodes: list[Node]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, instance_config
 from moonpool.sim.clock import Clock, Priority
+from moonpool.sim.drafter import Acceptance, SimDrafter
 from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.metrics import Collector, Timeline
@@ -99,6 +100,7 @@ class Simulation:
         self.config = config
         self.hardware = hardware
         self.seed = seed
+        self._acceptance = Acceptance(config.hardware.draft_acceptance, seed)
         self.clock = Clock()
         self.network = Network(self.clock)
         self._slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
@@ -111,8 +113,7 @@ class Simulation:
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
         self.past_nodes: list[Node] = []  # replaced by a restart
-        self.last_arrival_s = 0.0
-        self.last_end_s = 0.0
+        self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
         self.boot_s = boot_s
@@ -209,6 +210,7 @@ class Simulation:
         self, instance_id: InstanceId, role: Role, number: int, incarnation: int = 1
     ) -> None:
         hardware = self._perturbation.hardware(self.hardware.of_role(role), role, number)
+        draft = hardware.draft if role.decodes else None
         instance = Instance(
             self._instance_config(hardware),
             self.hardware.layout,
@@ -217,6 +219,7 @@ class Simulation:
             hardware.estimate,
             (EOS_TOKEN_ID,),
             arenas=hardware.arenas,
+            draft_model=None if draft is None else draft.place,
         )
         info = InstanceInfo(
             instance_id=instance_id,
@@ -248,7 +251,8 @@ class Simulation:
             self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
             hardware.domain,
-            self.config.hardware.draft_acceptance,
+            self._acceptance,
+            self._drafter(role, hardware),
         )
         links = self._links.get(instance_id)
         if links is None:
@@ -268,6 +272,11 @@ class Simulation:
         node.attach(engine, messenger)
         self.nodes[instance_id] = node
         self._post(InstanceJoined(info))
+
+    def _drafter(self, role: Role, hardware: NodeHardware) -> SimDrafter | None:
+        if hardware.draft is None or not role.decodes:
+            return None
+        return SimDrafter(hardware.draft.ground_truth, self._acceptance, self._output_of)
 
     def _add_links(self, instance_id: InstanceId, hardware: NodeHardware) -> NodeLinks:
         def add(name: str, bytes_per_s: float) -> Link:

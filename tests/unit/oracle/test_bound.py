@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.config import ADMISSIONS, Config, parse_config
+from moonpool.config import ADMISSIONS, Config, ConfigError, parse_config
 from moonpool.oracle.bound import Bound, upper_bound
 from moonpool.oracle.cluster import limits_of
 from moonpool.oracle.search import Budget, Chosen, Runner, best_schedule
@@ -101,6 +101,13 @@ def test_the_bound_counts_what_prefill_can_do() -> None:
     one_s = prompt_s((Chunk(16_000, 0, 0, True),), 0, 0)
     _, bound, _, _ = frame(config_of(1, 1, 0, (3.4 * one_s, 0.05)), arrivals)
     assert bound.most == 3
+
+
+def test_guessed_tokens_are_refused_in_one_line() -> None:
+    drafts = {"method": "draft_model", "model": "llama3.2-1b"}
+    speculating = config_of(1, 1, 0, (4.0, 0.05), engine={"speculative_config": drafts})
+    with pytest.raises(ConfigError, match="no bound for instances that guess tokens: leave out"):
+        limits_of(speculating, build_hardware(speculating), [])
 
 
 def test_shared_blocks_are_paid_once() -> None:

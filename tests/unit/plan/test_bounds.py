@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config import parse_config
-from moonpool.plan.bounds import Bounds
+from moonpool.config import Config, parse_config
+from moonpool.plan.bounds import Bounds, _tokens_of_step
 from moonpool.plan.candidate import Candidate, NodeKind
 from moonpool.plan.demand import demand_of, truth_for
 from moonpool.plan.trial import Trial, Workload, run_trial
@@ -49,6 +49,44 @@ def test_too_little_is_excluded_and_enough_is_not() -> None:
     assert shares == sorted(shares) and shares[0] < 0.7 and shares[-1] == 1.0
     loads = [found.load(Candidate(A800, A800, n, 1, 0, 1_000_000, 2048)) for n in (1, 2, 4)]
     assert loads[0] == pytest.approx(2 * loads[1]) and loads[1] == pytest.approx(2 * loads[2])
+
+
+def drafting(method: str, acceptance: float) -> Config:
+    """Decode instances of eight sequences, so that drafts pay."""
+    model = ', model = "llama3.2-1b"' if method == "draft_model" else ""
+    text = f'''
+        [engine]
+        max_sequences = 8
+        speculative_config = {{ method = "{method}"{model} }}
+        [hardware]
+        draft_acceptance = {acceptance}
+    '''
+    return truth_for(
+        parse_config(text if method else text.split("spec")[0], {}, DEFAULTS), [A800], None
+    )
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_the_bound_counts_drafts(method: str) -> None:
+    """With right drafts, a cluster serves more than plain decoding could."""
+    rows = tuple(TraceRow(0.4 * i, 600, 200, ()) for i in range(200))
+    workload, one = Workload(rows, 0), Candidate(A800, A800, 1, 1, 0, 2_000_000, 512)
+    demand = demand_of(workload, 256)
+    plain = Bounds(workload, drafting("", 0.0), demand)
+    wrong = Bounds(workload, drafting(method, 0.0), demand)
+    half = Bounds(workload, drafting(method, 0.5), demand)
+    right = Bounds(workload, drafting(method, 1.0), demand)
+    assert wrong.load(one) >= plain.load(one) > half.load(one) > right.load(one)
+    share = run_trial(Trial(one.config(drafting(method, 1.0))), workload).share
+    assert plain.most_share(one) < share <= right.most_share(one) + 1e-9
+
+
+def test_an_answer_may_be_luckier_than_the_mean_but_not_than_all_right() -> None:
+    assert _tokens_of_step(0.5, 0, 100) == 1.0
+    assert _tokens_of_step(1.0, 4, 100) == 5.0
+    mean = 1 + 0.5 + 0.25
+    assert mean < _tokens_of_step(0.5, 2, 1000) < _tokens_of_step(0.5, 2, 50) < 3.0
+    assert _tokens_of_step(0.5, 2, 1) == 3.0
 
 
 def test_hardware_that_cannot_exist_has_no_bound_above_nothing() -> None:

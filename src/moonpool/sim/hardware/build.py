@@ -14,6 +14,7 @@ from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import FP8, LATENT, BlockLayout
 from moonpool.scheduler.ssd_offload import reserved_blocks
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
+from moonpool.sim.hardware.draft_cost import DraftHardware, with_draft
 from moonpool.sim.hardware.node_cost import NodeCost, open_node
 from moonpool.sim.hardware.offload_cost import MeasuredOffload
 from moonpool.sim.hardware.prices import Prices
@@ -45,6 +46,7 @@ class NodeHardware:
     domain: CostDomain | None = None  # of a measured ground truth
     outside_domain: str = ""  # what takes over there
     kept_tokens: int = 0  # the window, if all layers have one
+    draft: DraftHardware | None = None  # a draft model beside the model
 
     @property
     def steady(self) -> bool:
@@ -95,16 +97,11 @@ def build_hardware(
             'conductor.role_balance = "switch" cannot be simulated with instances of several'
             ' stages or ranks, because their nodes would change too; use "advise"'
         )
-    drafts = config.engine.speculative_config
-    if drafts is not None and drafts.method == "draft_model":
-        raise ConfigError(
-            'engine.speculative_config with method "draft_model" cannot be simulated: the draft'
-            ' model\'s time and memory are not modelled; use {"method": "ngram"}, whose drafts cost'
-            " nothing to find"
-        )
     node = open_node(grouped, profile, catalogue, config.model)
     decoder = open_node(decoding_nodes, profile, catalogue, config.model)
     layout = _layout(node, config, profile)
+    drafting_node, mixed_draft = with_draft(node, config, catalogue)
+    decoder, draft = with_draft(decoder, config, catalogue)
     stages = decoding_nodes.nodes_per_prefill
     decoder_ground_truth = decoder.cost if stages == 1 else decoder.prefill_cost
     single = _node_hardware(config, decoder, decoder_ground_truth, stages, layout)
@@ -115,13 +112,18 @@ def build_hardware(
         replace(part, estimate=scaled(part.estimate, prefill_error, decode_error))
         for part in (prefill, single)
     ]
-    decoding = wrong[1] if config.cluster.decode else wrong[0]
+    wrong[1] = replace(wrong[1], draft=draft)
+    mixed = wrong[0]
+    if mixed_draft is not None:
+        tokens = drafting_node.kv_capacity_tokens * group
+        mixed = replace(mixed, draft=mixed_draft, engine_tokens=tokens)
+    decoding = wrong[1] if config.cluster.decode else mixed
     largest_blocks = min(
         max(part.arenas, default=part.num_blocks) - reserved_blocks(part.num_blocks, part.num_slots)
         for part in (wrong[0], decoding)
     )
     largest_tokens = min(largest_blocks * layout.block_tokens, decoding.engine_tokens)
-    hardware = Hardware(layout, wrong[0], wrong[1], wrong[0], largest_tokens)
+    hardware = Hardware(layout, wrong[0], wrong[1], mixed, largest_tokens)
     return hardware if profile is None else _as_measured(hardware, profile)
 
 

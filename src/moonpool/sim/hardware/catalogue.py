@@ -35,7 +35,7 @@ from moonpool.types import Struct
 
 Entry = TypeVar("Entry", Device, ModelShape)
 MAY_BE_ZERO = {"nvlink_bytes_per_s", "launch_s", "alpha_s", "nic_latency_s", "usd_per_h"}
-MAY_BE_ZERO |= {"window", "full_every"}
+MAY_BE_ZERO |= {"window", "full_every", "max_positions"}
 MAY_BE_ZERO |= {"experts.shared_ffn", "experts.dense_layers", "experts.bytes_per_weight"}
 MAY_BE_ZERO |= {"latent.query_rank", "bytes_per_embedding", "peak_fp8_flops_per_s"}
 

@@ -44,6 +44,7 @@ class ModelShape(Struct, frozen=True):
     `head_dim` its rank + rope.
     `bytes_per_embedding`: of a weight of embedding and LM head; 0: as all others. `fp8_products`:
     the layers multiply in FP8 on devices that can.
+    `max_positions`: longest text of a draft model; 0: any. Other models are not held to it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelShape(Struct, frozen=True):
     fp8_products: bool = False
     bytes_per_kv: float = 2.0
     bytes_per_activation: float = 2.0
+    max_positions: int = 0
 
     @property
     def attention_products(self) -> tuple[tuple[str, int, int, bool], ...]:

@@ -175,13 +175,19 @@ def _offloaded(node: NodeCost, pool: AttentionPool, num_batches: int) -> NodeCos
 
 
 def kv_capacity_tokens(
-    device: Device, shape: ModelShape, num_devices: int, memory_share: float = MEMORY_SHARE
+    device: Device,
+    shape: ModelShape,
+    num_devices: int,
+    memory_share: float = MEMORY_SHARE,
+    taken_bytes: float = 0.0,
 ) -> int:
     """KVCache tokens that fit into device memory with the weights. Raises ConfigError if none fit.
 
     capacity = (memory_share * devices * memory_bytes - weight_bytes) / kv_bytes_per_token / copies
+
+    `taken_bytes`: what something else takes of each device.
     """
-    usable = memory_share * num_devices * device.memory_bytes
+    usable = memory_share * num_devices * device.memory_bytes - num_devices * taken_bytes
     tokens = int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)
     tokens //= shape.kv_copies(num_devices)
     if tokens < 1:

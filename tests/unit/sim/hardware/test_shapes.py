@@ -20,6 +20,8 @@ BILLIONS_OF_PARAMETERS = {
     "qwen2.5-7b": 7.62,
     "qwen2.5-32b": 32.76,
     "qwen2.5-72b": 72.71,
+    "qwen2.5-0.5b": 0.494,
+    "llama3.2-1b": 1.236,
     "falcon-180b": 179.5,
     "gpt3-175b": 174.6,
     "opt-13b": 12.85,
@@ -32,6 +34,8 @@ KV_BYTES_PER_TOKEN = {
     "llama-33b": 1_597_440,
     "llama-65b": 2_621_440,
     "yi-34b": 245_760,
+    "qwen2.5-0.5b": 12_288,
+    "llama3.2-1b": 32_768,
 }
 
 
