@@ -194,9 +194,7 @@ def bench_kills(
     rng = random.Random(seed)
     arrangements = []
     for name in names:
-        campaign = Campaign(
-            ARRANGEMENTS[name], streams, rng, stop_s, lambda text, of=name: report(f"{of}: {text}")
-        )
+        campaign = Campaign(ARRANGEMENTS[name], streams, rng, stop_s, _prefixed(name, report))
         campaign.run(kills, stops, seconds)
         arrangements.append({"arrangement": name} | figures(campaign))
     return {
@@ -205,6 +203,10 @@ def bench_kills(
         "longest_stop_s": stop_s,
         "arrangements": arrangements,
     }
+
+
+def _prefixed(name: str, report: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: report(f"{name}: {text}")
 
 
 def figures(campaign: Campaign) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import bisect
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from time import monotonic
 from typing import Any
 
@@ -50,7 +51,7 @@ class Reply:
         times = self.arrivals[first : last + 1]
         if last >= len(self.arrivals) and self.ended_s is None:
             times.append(now_s)  # it still waits
-        return max((b - a for a, b in zip(times, times[1:], strict=False)), default=None)
+        return max((b - a for a, b in pairwise(times)), default=None)
 
 
 class Load:

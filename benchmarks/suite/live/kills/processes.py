@@ -36,7 +36,7 @@ def processes() -> list[Process]:
 
 
 def kind_of(command: str) -> str:
-    """`head`, `fork server`, `stage`, ..., or the role of a worker; "" for what it does not know."""
+    """`head`, `fork server`, `stage`, ..., or a worker's role; "" for what it does not know."""
     if any(words in f"{command} " for words in FORK_SERVER):
         return "fork server"
     words = command.split()
