@@ -45,6 +45,12 @@ from moonpool.cli.output import fail, run_measurement
     type=click.Choice(["1M", "1P+1D", "2M", "2P+2D", "stages", "ranks", "attention"]),
     help="Processes of the cluster; repeat for more. All of them unless given.",
 )
+@click.option(
+    "--kind",
+    "only",
+    multiple=True,
+    help="Kind of process to hit; repeat for more. All unless given.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
 @json_option
 def kills(
@@ -54,6 +60,7 @@ def kills(
     seconds: float,
     stop_seconds: float,
     names: tuple[str, ...],
+    only: tuple[str, ...],
     seed: int,
     json_file: str | None,
 ) -> None:
@@ -65,7 +72,7 @@ def kills(
     try:
         found = run_measurement(
             lambda: bench_kills(
-                chosen, kills, stops, streams, seconds, stop_seconds, seed, click.echo
+                chosen, kills, stops, streams, seconds, stop_seconds, seed, only, click.echo
             ),
             json_file,
         )

@@ -52,6 +52,11 @@ def encoded(number: int, body: Body) -> bytes:
     return raw if number % 9 else raw[:-1] + b" " * LARGE_BYTES + b"}"
 
 
+def headers_of(number: int) -> bytes:
+    """Every fifth stream has event ids."""
+    return b"" if number % 5 else b"Last-Event-ID: 0\r\n"
+
+
 def texts_of(path: str, body: Body, raw: bytes) -> Texts:
     """Returns the texts and logprobs of a whole response by choice. Raises ResponseError."""
     if not body.get("stream"):
@@ -60,7 +65,7 @@ def texts_of(path: str, body: Body, raw: bytes) -> Texts:
     blocks = raw.decode().split("\n\n")
     if blocks.pop() != "":
         raise ResponseError("the stream ends within an event")
-    if "completions" in path and (not blocks or blocks.pop() != "data: [DONE]"):
+    if "completions" in path and (not blocks or not blocks.pop().endswith("data: [DONE]")):
         raise ResponseError("the stream ends without [DONE]")
     events = [json.loads(block.split("data: ", 1)[1]) for block in blocks]
     texts: Texts = {}

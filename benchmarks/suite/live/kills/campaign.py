@@ -44,7 +44,7 @@ LEAST_STOP_S = 0.5
 FaultPlan = tuple[str, signal.Signals]
 
 
-class Fault(NamedTuple):
+class InjectedFault(NamedTuple):
     """What was done, and how long the streams that ran then had to wait."""
 
     kind: str
@@ -70,14 +70,16 @@ class Campaign:
         stop_s: float,
         report: Callable[[str], None],
         sizes: Sequence[str] = (MODEL, *SIZES),
+        only: Sequence[str] = (),
     ) -> None:
-        """`stop_s` is the longest SIGSTOP."""
+        """`stop_s` is the longest SIGSTOP. `only`: kinds of processes; all of them without any."""
+        self._only = only
         self._arguments = [*sizes[:1], *arrangement, *sizes[1:], *PATIENT]
         self._calls = calls(streams, rng.randrange(1 << 30))
         self._rng = rng
         self._stop_s = stop_s
         self._report = report
-        self.faults: list[Fault] = []
+        self.faults: list[InjectedFault] = []
         self.load = Load("", [])
         self._calm = (0.0, 0.0)
         self.ended_s = 0.0
@@ -98,7 +100,10 @@ class Campaign:
                 wanted = victims(server.pid)
                 if not wanted:
                     raise KillsError("the cluster's processes have no titles: none can be chosen")
-                for plan in self._plans(list(wanted), kills, stops):
+                kinds = [kind for kind in wanted if not self._only or kind in self._only]
+                if not kinds:
+                    raise KillsError(f"this cluster has no {', '.join(self._only)}")
+                for plan in self._plans(kinds, kills, stops):
                     if time.monotonic() - began_s > seconds:
                         break
                     self._inject(server, plan, wanted)
@@ -137,7 +142,7 @@ class Campaign:
             timer.start()
             _wait(lambda: not is_alive(pid), stopped_s)
         recovery_s = self._recovery_s(server, at_s, wanted)
-        fault = Fault(kind, sign, len(wanted[kind]) > 1, at_s, stopped_s, recovery_s)
+        fault = InjectedFault(kind, sign, len(wanted[kind]) > 1, at_s, stopped_s, recovery_s)
         self.faults.append(fault)
         pauses = self.pauses(len(self.faults) - 1)
         longest = f"{max(pauses):.2f} s" if pauses else "-"
@@ -187,6 +192,7 @@ def bench_kills(
     seconds: float,
     stop_s: float,
     seed: int,
+    only: Sequence[str],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns outcomes and pauses per arrangement, kind of process and signal. Raises ServerError,
@@ -194,7 +200,8 @@ def bench_kills(
     rng = random.Random(seed)
     arrangements = []
     for name in names:
-        campaign = Campaign(ARRANGEMENTS[name], streams, rng, stop_s, _prefixed(name, report))
+        said = _prefixed(name, report)
+        campaign = Campaign(ARRANGEMENTS[name], streams, rng, stop_s, said, only=only)
         campaign.run(kills, stops, seconds)
         arrangements.append({"arrangement": name} | figures(campaign))
     return {
@@ -271,7 +278,7 @@ def _has_joined(server: LocalServer, wanted: dict[str, list[int]]) -> bool:
     return all(joined[kind] >= len(wanted.get(kind, ())) for kind in WORKERS)
 
 
-def _name(fault: Fault) -> str:
+def _name(fault: InjectedFault) -> str:
     return f"SIGSTOP for {fault.stopped_s:.1f} s of" if fault.stopped_s else "kill -9 of"
 
 

@@ -10,7 +10,14 @@ from itertools import pairwise
 from time import monotonic
 from typing import Any
 
-from benchmarks.suite.live.kills.calls import Body, ResponseError, Texts, encoded, texts_of
+from benchmarks.suite.live.kills.calls import (
+    Body,
+    ResponseError,
+    Texts,
+    encoded,
+    headers_of,
+    texts_of,
+)
 from moonpool.replay.http_client import ConnectionFailedError, HttpClient
 
 CALL_S = 240.0
@@ -43,14 +50,15 @@ class Reply:
         return self.sent_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
 
     def pause(self, from_s: float, until_s: float, now_s: float) -> float | None:
-        """The longest time between two pieces that touches this span; None if it had none yet."""
+        """The longest time between two pieces within this span, whose first one may have come
+        before it; None without a piece before."""
         first = bisect.bisect_right(self.arrivals, from_s) - 1
         if first < 0:
             return None
         last = bisect.bisect_left(self.arrivals, until_s)
-        times = self.arrivals[first : last + 1]
-        if last >= len(self.arrivals) and self.ended_s is None:
-            times.append(now_s)  # it still waits
+        times = self.arrivals[first:last]
+        if last < len(self.arrivals) or self.ended_s is None:
+            times.append(min(until_s, now_s))  # it still waited
         return max((b - a for a, b in pairwise(times)), default=None)
 
 
@@ -113,7 +121,7 @@ class Load:
         client = HttpClient(self._url)  # a connection that answered before may end with its head
         try:
             async with asyncio.timeout(CALL_S):
-                await client.post(path, encoded(number, body), reply)
+                await client.post(path, encoded(number, body), reply, headers_of(number))
         except TimeoutError:
             reply.outcome = "hung"
         except ConnectionFailedError as error:
