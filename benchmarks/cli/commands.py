@@ -22,6 +22,7 @@ from benchmarks.cli.engine import (
 from benchmarks.cli.faults import faults
 from benchmarks.cli.fronts import fronts
 from benchmarks.cli.idle import idle
+from benchmarks.cli.kills import kills
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.plan import plan
 from benchmarks.cli.reuse import prefetch, reuse
@@ -56,6 +57,7 @@ bench.add_command(fronts)
 bench.add_command(idle)
 bench.add_command(start)
 bench.add_command(faults)
+bench.add_command(kills)
 bench.add_command(plan)
 bench.add_command(admission)
 bench.add_command(speculation)

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -285,6 +285,42 @@ class RawCall:
         for name in ("id", "created", "usage"):
             found.pop(name, None)
         return found
+
+
+@pytest.mark.long
+def test_a_stream_that_goes_on_by_its_last_event_outlives_a_head_too() -> None:
+    """The head is killed while it computes again what the client has, and once more after that."""
+    body = {"prompt": [7] * 50, "max_tokens": 600, "temperature": 1, "ignore_eos": True}
+    with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
+        whole = list(events(server.url, body, "0"))
+        last = whole[400][0]
+        assert list(events(server.url, body, last)) == whole[401:]
+        got = []
+        killer = threading.Timer(0.1, lambda: os.kill(head_of(server), signal.SIGKILL))
+        killer.start()
+        for event in events(server.url, body, last):
+            got.append(event)
+            if len(got) == 50:
+                os.kill(head_of(server), signal.SIGKILL)
+        assert got == whole[401:]
+        killer.join()
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            assert client.get("/cluster").json()["head"]["restarts"] == 2
+
+
+def events(url: str, body: Body, last: str) -> Iterator[tuple[str, str]]:
+    """The events of a stream after that with the id `last`, each with its id."""
+    headers, found = {"Last-Event-ID": last}, ""
+    body = body | {"stream": True}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=CLIENT_S
+    ) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("id: "):
+                found = line
+            elif line.startswith("data: "):
+                yield found[4:], line
 
 
 @pytest.mark.long

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from moonpool.api import event_ids
 from moonpool.demo.local_server import free_port
 from tests.live.test_faults import children_of, command_of, wait_until_gone
 from tests.live.test_parts import Parts
@@ -27,6 +29,8 @@ BODIES: list[Body] = [
         [{"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 0}]
     )
 ]
+
+DRAWN: Body = BODIES[0] | {"temperature": 1, "max_tokens": 300}
 
 
 class Pair(Parts):
@@ -109,6 +113,58 @@ class CutStream:
             self.is_cut = True
 
 
+def documented_client() -> Callable[..., Iterator[Any]]:
+    """The client of docs/operating.md."""
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    found: dict[str, Any] = {}
+    source = page[page.index("import contextlib, itertools") :].partition("```")[0]
+    exec(source, found)
+    client: Callable[..., Iterator[Any]] = found["stream"]
+    return client
+
+
+class LastingStream:
+    """Reads a stream to its end, at the first head and then at its standby."""
+
+    def __init__(self, urls: list[str], path: str, body: Body) -> None:
+        self.chunks: list[dict[str, Any]] = []
+        self._call = (urls, path, body | {"stream": True})
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        for chunk in documented_client()(*self._call):
+            self.chunks.append(chunk)
+
+    @property
+    def text(self) -> str:
+        choices = [choice for chunk in self.chunks for choice in chunk["choices"]]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+def first_events(url: str, body: Body, last: str, most: int = 1 << 20) -> tuple[str, str]:
+    """Returns the text of so many events after the one with the id `last`, and their last id."""
+    text = ""
+    headers = {"Last-Event-ID": last}
+    with httpx.stream(
+        "POST",
+        f"{url}/v1/completions",
+        json=body | {"stream": True},
+        headers=headers,
+        timeout=WAIT_S,
+    ) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("id: "):
+                last = line[4:]
+            elif line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                most -= 1
+                if not most:
+                    break
+    return text, last
+
+
 @pytest.mark.long
 def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> None:
     expected = [whole(pair.url, body)[0] for body in BODIES]
@@ -117,18 +173,31 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     assert "standby    127.0.0.1:" in said.stdout
     with pytest.raises(httpx.ConnectError):  # it serves nobody yet
         httpx.get(pair.standby_url)
-    streams = [CutStream(pair.url, body) for body in BODIES]
-    until(lambda: all(stream.text for stream in streams))
+    drawn_text, drawn_id = first_events(pair.url, DRAWN, "0", 40)
+    streams = [CutStream(pair.url, body) for body in BODIES[:2]]
+    urls = [pair.url, pair.standby_url]
+    lasting = [LastingStream(urls, "/v1/completions", body) for body in BODIES[1:]]
+    until(lambda: all(stream.text for stream in (*streams, *lasting)))
     pair.kill_first()
     for stream in streams:
         stream.thread.join(WAIT_S)
     assert all(stream.is_cut for stream in streams)
     until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
-    for stream, body, text in zip(streams, BODIES, expected, strict=True):
+    for stream, body, text in zip(streams, BODIES, expected, strict=False):
         again, cached = whole(pair.standby_url, body)
         assert again == text
         assert again.startswith(stream.text)
         assert cached >= 280
+    for stream in lasting:
+        stream.thread.join(WAIT_S)
+        assert len({(chunk["id"], chunk["created"]) for chunk in stream.chunks}) == 1
+        assert stream.chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert [stream.text for stream in lasting] == expected[1:]
+    # What was drawn without a seed goes on as it was begun.
+    said, _ = first_events(pair.standby_url, DRAWN, drawn_id)
+    seed = event_ids.last_event_id({b"last-event-id": drawn_id.encode()})
+    assert seed is not None
+    assert drawn_text + said == whole(pair.standby_url, DRAWN | {"seed": seed.seed})[0]
     assert pair.cluster(pair.standby_url)["head"]["epoch"] == 2
     assert [worker.poll() for worker in pair.workers] == [None, None]
 

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
+from msgspec import structs
+
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
 from moonpool.api.sampling import Ending
@@ -57,6 +59,7 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
         self.delivered: list[int] | None = None  # tokens the client has from another head
+        self.one_by_one = False  # each token is an increment of its own
         self._tools = tools
         self._called = False
         self._structured: list[str] | None = [] if request.sampling.grammar else None
@@ -73,9 +76,10 @@ class Choice:
         outputs = frontend.submit(self.request, delivered)
         try:
             async for output in outputs:
-                yield await self._delta(output)
-                if self.finish_reason is not None:
-                    return
+                for piece in _pieces(output) if self.one_by_one else (output,):
+                    yield await self._delta(piece)
+                    if self.finish_reason is not None:
+                        return
         finally:
             close = getattr(outputs, "aclose", None)
             if close is None:
@@ -102,6 +106,19 @@ class Choice:
         """`finish_reason` in OpenAI's terms."""
         called = self._called and self.finish_reason is FinishReason.STOP
         return "tool_calls" if called else self.finish_reason
+
+    @property
+    def ending_key(self) -> tuple[object, ...]:
+        """What ends the output, in a form that is the same in all processes."""
+        ending = self._ending
+        return (
+            ending.stops,
+            ending.include_stop,
+            sorted(ending.stop_token_ids),
+            sorted(ending.silent_token_ids),
+            ending.min_tokens,
+            ending.skip_special_tokens,
+        )
 
     async def _check_structure(self, delta: Delta) -> None:
         """Raises `RequestRefused` if the output stopped without satisfying its grammar.
@@ -170,6 +187,17 @@ class Choice:
             return text
         self.finish_reason = reason
         return text + (self._stops.flush() if self._stops else "")
+
+
+def _pieces(output: Output) -> list[Output]:
+    """The output token by token."""
+    if len(output.tokens) < 2:
+        return [output]
+    pieces = [Output((token,), None, output.cached_tokens) for token in output.tokens]
+    pieces[-1] = structs.replace(
+        pieces[-1], finish_reason=output.finish_reason, timings_s=output.timings_s
+    )
+    return pieces
 
 
 async def run_choices(

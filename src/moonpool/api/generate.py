@@ -22,6 +22,13 @@ from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.connection.kept_stream import StreamFacts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
+from moonpool.api.event_ids import (
+    EventPosition,
+    NumberedEvents,
+    another_call,
+    digest_of_call,
+    last_event_id,
+)
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.preparation import PreparedCall
@@ -59,6 +66,7 @@ class _Call:
     slo: Slo
     timeout_s: float
     facts: StreamFacts
+    position: EventPosition | None  # what its client has of the response; None: it wants no ids
 
 
 class Generator:
@@ -87,7 +95,7 @@ class Generator:
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._names[0]
             writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0], call.facts)
-            await self._write(context, bool(body.stream), choices, writer)
+            await self._write(call, request_id, bool(body.stream), choices, writer)
 
     async def message(self, context: HttpContext) -> None:
         call = await self._call("messages", context)
@@ -95,25 +103,35 @@ class Generator:
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._names[0]
             writer = messages.MessageWriter(f"msg_{request_id}", model, choices[0])
-            await self._write(context, bool(body.stream), choices, writer)
+            await self._write(call, request_id, bool(body.stream), choices, writer)
 
     async def _call(self, kind: Kind, context: HttpContext) -> _Call:
         """Reads and checks the body of a call."""
         arrived_s = self._frontend.now()
         slo, timeout_s = limits_of(context, self._frontend)
+        position = last_event_id(context.headers)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         max_tokens = self._frontend.card.max_model_tokens
-        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens)
+        continued = (
+            position.facts(max_tokens) if position is not None and position.progress else None
+        )
+        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens, continued)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
-        return _Call(context, prepared, arrived_s, slo, timeout_s, facts)
+        return _Call(context, prepared, arrived_s, slo, timeout_s, facts, position)
 
     async def _write(
-        self, context: HttpContext, stream: bool, choices: Sequence[Choice], writer: ItemWriter
+        self,
+        call: _Call,
+        request_id: str,
+        stream: bool,
+        choices: Sequence[Choice],
+        writer: ItemWriter,
     ) -> None:
         """Runs the choice, and sends its events or its whole response."""
+        context = call.context
         if stream:
-            await self._stream(context, choices, writer)
+            await self._stream(call, request_id, choices, writer)
             return
         async with (
             context.watch(),
@@ -146,7 +164,8 @@ class Generator:
                 usage_in_chunks=bool(with_usage and options and options.continuous_usage_stats),
             )
             if body.stream:
-                await self._stream(call.context, choices, ChunkWriter(answer, shape, choices))
+                writer = ChunkWriter(answer, shape, choices)
+                await self._stream(call, request_id, choices, writer)
             else:
                 await self._answer_at_once(call.context, choices, answer, shape)
 
@@ -216,14 +235,18 @@ class Generator:
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
 
     async def _stream(
-        self, context: HttpContext, choices: Sequence[Choice], writer: EventWriter
+        self, call: _Call, request_id: str, choices: Sequence[Choice], writer: EventWriter
     ) -> None:
+        context = call.context
+        if call.position is not None:
+            writer = self._numbered(call, call.position, request_id, choices, writer)
         try:
             async with (
                 context.watch(),
                 aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
             ):
                 await _send_deltas(context, writer, deltas)
+            last = writer.end()
         except RequestRefused as refused:
             await _end_with_error(context, writer, from_refused(refused))
         except (ApiError, ClientGoneError):
@@ -232,16 +255,38 @@ class Generator:
             logger.exception("request %s failed", context.request_id)
             await _end_with_error(context, writer, internal_error(context.request_id))
         else:
-            await context.end_events(writer.end())
+            if not context.started:
+                await context.start_events()
+            await context.end_events(last)
+
+    def _numbered(
+        self,
+        call: _Call,
+        position: EventPosition,
+        request_id: str,
+        choices: Sequence[Choice],
+        writer: EventWriter,
+    ) -> NumberedEvents:
+        """Gives the events ids, from where the client's last one says. Raises ApiError if that is
+        of another request."""
+        for choice in choices:
+            choice.one_by_one = True
+        digest = digest_of_call(call.context.scope["path"], self._frontend.card.model_id, choices)
+        if position.progress and position.call != digest:
+            raise another_call()
+        start = EventPosition.of(call.facts, request_id, digest)
+        return NumberedEvents(writer, start, len(choices), position.progress)
 
 
 async def _send_deltas(
     context: HttpContext, writer: EventWriter, deltas: AsyncGenerator[Delta, None]
 ) -> None:
+    has_begun = False
     async for delta in deltas:
-        begins = not context.started
-        events = (writer.begin() if begins else b"") + writer.events(delta)
-        if begins:
+        events = (b"" if has_begun else writer.begin()) + writer.events(delta)
+        has_begun = True
+        catches_up = isinstance(writer, NumberedEvents) and writer.catches_up
+        if not context.started and not catches_up:  # until then an error has its own status
             await context.start_events()
         if events:
             await context.send_events(events)

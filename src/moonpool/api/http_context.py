@@ -62,7 +62,8 @@ class ActiveCalls:
             # Two calls of a tenant may share an X-Request-Id; requests may not.
             suffix = secrets.token_hex(8)
             scoped = f"{scoped}-{suffix}"
-            request_id = named or f"{request_id}-{suffix}"
+            if not context.continues:
+                request_id = named or f"{request_id}-{suffix}"
         if kept is not None and not named:
             kept.note_name(request_id)
         self._ids.add(scoped)
@@ -128,18 +129,28 @@ class HttpContext:
         self.tenant = ""
         self.is_admin = True  # also without API keys
         self.started = False
+        self.continues = False  # a response that another connection began
         self._receive = receive
         self._send = send
         self._connection: KeepingConnection | None = scope.get("moonpool.connection")
 
     def keep_call(
-        self, body: bytes, arrived_s: float, max_model_tokens: int
+        self,
+        body: bytes,
+        arrived_s: float,
+        max_model_tokens: int,
+        facts: StreamFacts | None = None,
     ) -> tuple[float, StreamFacts]:
         """Lets the answer to a call outlive this process, where that is possible. Returns when the
-        call arrived, and its facts: those of the head that received it, if that was another."""
+        call arrived, and its facts: those of the head that received it, if that was another.
+
+        `facts`: of the response that the call continues."""
+        if facts is not None:
+            self.continues = True
+            self.request_id = facts.request_id
         if self.kept is not None:
             return self.kept.opening.arrived_s, self.kept.opening.facts
-        facts = draw_facts(self.request_id, max_model_tokens)
+        facts = facts or draw_facts(self.request_id, max_model_tokens)
         if self._connection is not None:
             who = self.tenant, self.is_admin
             self.kept = self._connection.keep(self.scope, body, facts, arrived_s, *who)

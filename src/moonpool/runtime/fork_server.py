@@ -235,6 +235,7 @@ def open_fork_server(
     ours.close()
     os.setsid()  # Ctrl-C must reach only the supervisor
     end_with(parent_pid)
+    setproctitle.getproctitle()  # finds the command line, which it cannot once variables moved
     os.environ.update(environment)
     prepare()
     line = _serve_forks(theirs, parent_pid, load)

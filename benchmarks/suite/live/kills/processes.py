@@ -1,0 +1,61 @@
+"""Finds the processes of a cluster, by kind."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+KINDS = {  # a word of the command line -> kind; workers say their role
+    "head-process": "head",
+    "stage": "stage",
+    "rank": "rank",
+    "moonpool.api.grammars.check_process": "grammar check",
+    "moonpool.api.body_process": "body reader",
+    "moonpool.transfer.nixl_agent_process": "NIXL agent",
+}
+FORK_SERVER = ("moonpool fork server", " fork-server ")
+
+
+class Process(NamedTuple):
+    pid: int
+    parent: int
+    command: str
+
+
+def processes() -> list[Process]:
+    """All processes of this machine that live."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if state != "Z":
+                found.append(Process(int(folder.name), int(parent), words.strip()))
+    return found
+
+
+def kind_of(command: str) -> str:
+    """`head`, `fork server`, `stage`, ..., or a worker's role; "" for what it does not know."""
+    if any(words in f"{command} " for words in FORK_SERVER):
+        return "fork server"
+    words = command.split()
+    if "--role" in words[:-1]:
+        role = words[words.index("--role") + 1]
+        return "attention worker" if role == "attention" else role
+    return next((kind for word, kind in KINDS.items() if word in words), "")
+
+
+def victims(supervisor: int) -> dict[str, list[int]]:
+    """The processes that the supervisor and its children have started, by kind."""
+    by_parent: dict[int, list[Process]] = {}
+    for process in processes():
+        by_parent.setdefault(process.parent, []).append(process)
+    found: dict[str, list[int]] = {}
+    parents = [supervisor]
+    while parents:
+        for child in by_parent.get(parents.pop(), ()):
+            parents.append(child.pid)
+            if kind := kind_of(child.command):
+                found.setdefault(kind, []).append(child.pid)
+    return {kind: sorted(pids) for kind, pids in sorted(found.items())}
