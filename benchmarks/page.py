@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.checkout import ROOT
+from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.page_live import (
     CONVERSATION_HEADER,
     admission_rows,
@@ -494,6 +495,25 @@ SECTIONS = (
             "prefill of 512",
         ),
         format_rows,
+    ),
+    Section(
+        "GGUF beside llama.cpp",
+        "Tokens a second of one GGUF file by both engines, which ran in turns. In brackets: the"
+        " share of the machine's read bandwidth that decode reaches over the bytes that it must"
+        " read. Ratios are medians over rounds, of moonpool's rate to llama.cpp's. The last rows"
+        " are the perplexity of one text.",
+        ("gguf-smollm2",),
+        GGUF_HEADER,
+        gguf_rows,
+    ),
+    Section(
+        "GGUF of 1.7 B parameters beside llama.cpp",
+        "The same for random weights in the shape of Qwen3-1.7B, in Q4_K_M"
+        " (`python -m benchmarks.random_gguf`). Their perplexity says only that both compute"
+        " alike.",
+        ("gguf-qwen3-1.7b",),
+        GGUF_HEADER,
+        gguf_rows,
     ),
     Section(
         "Ranks and stages",

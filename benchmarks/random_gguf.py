@@ -2,7 +2,8 @@
 
 The shape is that of a published model, with as many tokens and merges in the tokenizer as that has,
 since reading them takes time. Linears are in FORMAT; the embedding is Q6_K, as in files of the kind
-Q4_K_M.
+Q4_K_M. FORMAT Q4_K_M also has Q6_K in `attn_v` and `ffn_down` of half of the layers, those that
+llama.cpp chooses. Mixtures of experts are not written, since moonpool does not read them from GGUF.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ PIECE_GROUPS = 1 << 16
 SCALES = {"Q4_0": 0.004, "Q8_0": 0.0003, "Q4_K": 0.00015, "Q6_K": 0.000015}
 """Of a group, so that weights have a standard deviation of about 0.02."""
 SCALE_AT = {"Q6_K": 208}
+MIXES = {"Q4_K_M": ("Q4_K", "Q6_K")}
+"""Files of two formats: of most linears, and of those that lose most by rounding."""
+SENSITIVE = ("attn_v", "ffn_down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,9 @@ class ShapeError(Exception):
 
 def write_random_gguf(shape_name: str, kind: str, path: Path) -> None:
     """Raises ShapeError, OSError."""
-    if shape_name not in SHAPES or kind not in SCALES:
-        raise ShapeError(f"shapes are {', '.join(SHAPES)}; formats are {', '.join(SCALES)}")
+    if shape_name not in SHAPES or kind not in {*SCALES, *MIXES}:
+        kinds = ", ".join([*SCALES, *MIXES])
+        raise ShapeError(f"shapes are {', '.join(SHAPES)}; formats are {kinds}")
     shape = SHAPES[shape_name]
     tensors = _tensors(shape, kind)
     with path.open("wb") as file:
@@ -85,9 +90,19 @@ def _tensors(shape: GgufShape, kind: str) -> dict[str, tuple[str, tuple[int, ...
         }
         norms = {"attn_norm": hidden, "ffn_norm": hidden}
         norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
-        found |= {f"blk.{layer}.{name}.weight": (kind, dims) for name, dims in linears.items()}
+        for name, dims in linears.items():
+            stored = _format(kind, name, layer, shape.layers)
+            found[f"blk.{layer}.{name}.weight"] = stored, dims
         found |= {f"blk.{layer}.{name}.weight": ("F32", (size,)) for name, size in norms.items()}
     return found
+
+
+def _format(kind: str, name: str, layer: int, layers: int) -> str:
+    """Of one linear. llama.cpp keeps the first and last eighth precise, and a third of the rest."""
+    usual, precise = MIXES.get(kind, (kind, kind))
+    edge = layer < layers // 8 or layer >= 7 * layers // 8
+    chosen = edge or (layer - layers // 8) % 3 == 2
+    return precise if name in SENSITIVE and chosen else usual
 
 
 def _header(shape: GgufShape, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from moonpool.cli.options import COUNT, json_option
-from moonpool.cli.output import fail, origin, show_figures, write_json
+from moonpool.cli.output import check_folders, fail, origin, show_figures, write_json
 
 
 @click.command()
@@ -132,11 +132,24 @@ def quantization(
 
 
 @click.command()
+@click.option("--model", default="smollm2", show_default=True, help="GGUF file.")
 @click.option(
-    "--model",
-    default="smollm2",
+    "--llama-python", help="Compare with llama-cpp-python of this Python, which also has numpy."
+)
+@click.option(
+    "--rounds",
+    type=COUNT,
+    default=7,
     show_default=True,
-    help="Model: a GGUF file, a Hugging Face folder or id.",
+    help="Rounds in which the engines run in turns, after one that does not count.",
+)
+@click.option(
+    "--threads",
+    multiple=True,
+    type=COUNT,
+    default=(1, 2),
+    show_default=True,
+    help="Threads of each engine; repeat for more.",
 )
 @click.option("--tokens", type=COUNT, default=1024, show_default=True, help="Tokens of the text.")
 @click.option(
@@ -144,17 +157,45 @@ def quantization(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Text of the perplexity; default: docs/architecture.md.",
 )
+@click.option(
+    "--converted",
+    is_flag=True,
+    help="Compare the model in other formats instead; MODEL may also be a Hugging Face folder.",
+)
 @json_option
-def formats(model: str, tokens: int, text: Path | None, json_file: str | None) -> None:
-    """Compare quantized weights with the same weights in float32, and with bfloat16 in time."""
-    from benchmarks.suite.engine.formats import bench_formats
+def formats(
+    model: str,
+    llama_python: str | None,
+    rounds: int,
+    threads: tuple[int, ...],
+    tokens: int,
+    text: Path | None,
+    converted: bool,
+    json_file: str | None,
+) -> None:
+    """Measure a GGUF file by moonpool and llama.cpp: time, read bandwidth and perplexity.
+
+    With --converted: quantized weights beside float32 in quality and bfloat16 in time.
+    """
+    from benchmarks.suite.engine.formats import TEXT, bench_formats
+    from benchmarks.suite.engine.gguf_engines import (
+        GgufBenchPlan,
+        GgufPeerError,
+        bench_gguf_engines,
+    )
     from moonpool.engine.spec import ModelError
 
+    check_folders(json_file)
+    source = text or TEXT
     try:
-        found = bench_formats(model, tokens, text, click.echo)
-    except ModelError as error:
+        if converted:
+            found = bench_formats(model, tokens, source, click.echo)
+        else:
+            plan = GgufBenchPlan(rounds, threads)
+            found = bench_gguf_engines(model, tokens, source, llama_python, plan, click.echo)
+    except (ModelError, GgufPeerError) as error:
         fail(str(error))
-    show_figures(found, json_file)
+    show_figures({"model": Path(model).name, **found}, json_file)
 
 
 @click.command("kv-formats")

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,22 @@ class Talk:
         raise AssertionError("the killed worker did not come back")
 
 
-def serve(folder: Path, config: Path) -> LocalServer:
+PLAIN = [
+    *(
+        StepSample(kind="prefill", new_tokens=new, context_tokens=0, batch=1, seconds=1e-3 * new)
+        for new in (16, 64, 128, 256, 512)
+    ),
+    *(
+        StepSample(kind="decode", new_tokens=1, context_tokens=64 * n, batch=n, seconds=1e-3 * n)
+        for n in (1, 2, 4, 8)
+    ),
+]
+"""Step times that seem fresh, and say that a token takes 1 ms."""
+
+
+def serve(folder: Path, config: Path, profile: Sequence[StepSample] = PLAIN) -> LocalServer:
     config.write_text('[pool]\nssd_admission = "always"\n')
-    plant_profile()
+    plant_profile(profile)
     ssd = [
         "--threads",
         "1",
@@ -111,29 +124,15 @@ def serve(folder: Path, config: Path) -> LocalServer:
     return LocalServer([MODEL, "--mixed", "1", *DRAM, *ssd])
 
 
-def plant_profile() -> None:
+def plant_profile(samples: Sequence[StepSample] = PLAIN) -> None:
     """A tiny model on a busy machine computes about as fast as a disk reads, and then nothing is
-    read. So the workers find a profile that seems fresh, and says that a token takes 1 ms."""
+    read. So the workers find the step times of a slower model."""
     model = open_model(MODEL, resolve_dtype("auto"))
     ops = choose_ops(model.dtype)
     engine = Engine(model, ops, empty_cache(make_layout(model, BLOCK_TOKENS, ops), 1))
-    samples = [
-        *(
-            StepSample(
-                kind="prefill", new_tokens=new, context_tokens=0, batch=1, seconds=1e-3 * new
-            )
-            for new in (16, 64, 128, 256, 512)
-        ),
-        *(
-            StepSample(
-                kind="decode", new_tokens=1, context_tokens=64 * n, batch=n, seconds=1e-3 * n
-            )
-            for n in (1, 2, 4, 8)
-        ),
-    ]
     path = profile_path(engine, threads=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(samples))
+    path.write_bytes(msgspec.json.encode(list(samples)))
     later_s = time.time() + 3600
     os.utime(path, (later_s, later_s))
 

@@ -35,8 +35,13 @@ from moonpool.types import BlockId
 BLOCK_TOKENS = 64
 CONTEXT, BATCHES, PREFILL = 256, (1, 8), 512
 ROUNDS, STEPS = 7, 4
+TEXT = ROOT / "docs" / "architecture.md"
 Say = Callable[[str], None]
 Convert = Callable[[Matrix], Matrix]
+
+
+def _as_stored(weight: Matrix) -> Matrix:
+    return weight
 
 
 class _Converted:
@@ -57,7 +62,7 @@ class _Converted:
 
 
 @dataclass
-class _Variant:
+class ModelVariant:
     name: str
     model: DecoderModel
     num_bytes: int
@@ -87,19 +92,18 @@ class _Variant:
         return logits
 
 
-def bench_formats(name: str, tokens: int, text: Path | None, say: Say) -> dict[str, Any]:
+def bench_formats(name: str, tokens: int, text: Path, say: Say) -> dict[str, Any]:
     """Perplexity, decode and prefill of one model in all forms. Raises ModelError."""
     torch.set_num_threads(1)
     stored = open_model(name, "float32")
     spec = stored.spec
-    source = text or ROOT / "docs" / "architecture.md"
-    ids = open_tokenizer(stored.tokenizer, spec.vocab_size).encode(source.read_text())[:tokens]
+    ids = open_tokenizer(stored.tokenizer, spec.vocab_size).encode(text.read_text())[:tokens]
     if len(ids) < tokens:
-        raise ModelError(f"{source} has {len(ids)} tokens, fewer than {tokens}")
+        raise ModelError(f"{text} has {len(ids)} tokens, fewer than {tokens}")
     quality = {}
     for kind, convert in _conversions().items():
-        quantized = _perplexity(_variant(kind, stored, convert), ids)
-        exact = _perplexity(_variant(kind, stored, _dequantizing(convert)), ids)
+        quantized = perplexity(make_variant(kind, stored, convert), ids)
+        exact = perplexity(make_variant(kind, stored, _dequantizing(convert)), ids)
         quality[kind] = {
             "perplexity": quantized,
             "dequantized_float32": exact,
@@ -107,16 +111,16 @@ def bench_formats(name: str, tokens: int, text: Path | None, say: Say) -> dict[s
         }
         say(f"{kind}: perplexity {quantized:.4f}, dequantized {exact:.4f}")
     narrow = open_model(name, "bfloat16")
-    variants = [_variant("bfloat16", narrow, plain)]
-    variants += [_variant(kind, narrow, convert) for kind, convert in _conversions().items()]
-    return {"model": name, "text": source.name, "tokens": tokens, "quality": quality} | {
+    variants = [make_variant("bfloat16", narrow, plain)]
+    variants += [make_variant(kind, narrow, convert) for kind, convert in _conversions().items()]
+    return {"model": name, "text": text.name, "tokens": tokens, "quality": quality} | {
         "speed": _speed(variants, ids, say)
     }
 
 
 def _conversions() -> dict[str, Convert]:
     return {
-        "as stored": lambda weight: weight,
+        "as stored": _as_stored,
         "Q4_1": lambda weight: rounded_to_int4(plain(weight)),
         "Q4_0": lambda weight: _symmetric(plain(weight), "Q4_0"),
         "Q8_0": lambda weight: _symmetric(plain(weight), "Q8_0"),
@@ -147,16 +151,16 @@ def _dequantizing(convert: Convert) -> Convert:
     return converted
 
 
-def _variant(name: str, model: LoadedModel, convert: Convert) -> _Variant:
+def make_variant(name: str, model: LoadedModel, convert: Convert = _as_stored) -> ModelVariant:
     ops = choose_ops(model.dtype)
     layout = make_layout(model, BLOCK_TOKENS, ops)
     weights = _Converted(model, convert)
     with torch.inference_mode():
         decoder = DecoderModel(model.spec, weights, ops)
-    return _Variant(name, decoder, weights.num_bytes, empty_cache(layout, 128), layout)
+    return ModelVariant(name, decoder, weights.num_bytes, empty_cache(layout, 128), layout)
 
 
-def _perplexity(variant: _Variant, ids: list[int]) -> float:
+def perplexity(variant: ModelVariant, ids: list[int]) -> float:
     blocks = [BlockId(b) for b in range(-(-len(ids) // BLOCK_TOKENS))]
     entry = StepEntry(AttemptId("text"), ids, 0, blocks, None)
     logs = variant.run([entry], all_rows=True).double().log_softmax(-1)
@@ -164,7 +168,7 @@ def _perplexity(variant: _Variant, ids: list[int]) -> float:
     return math.exp(-float(chosen.mean()))
 
 
-def _speed(variants: list[_Variant], ids: list[int], say: Say) -> dict[str, Any]:
+def _speed(variants: list[ModelVariant], ids: list[int], say: Say) -> dict[str, Any]:
     """CPU seconds of one step, the median of rounds in which all variants run in turns."""
     jobs = {f"decode_batch_{batch}": batch for batch in BATCHES}
     seen: dict[str, dict[str, list[float]]] = {v.name: {} for v in variants}
@@ -193,7 +197,7 @@ def _speed(variants: list[_Variant], ids: list[int], say: Say) -> dict[str, Any]
     return found
 
 
-def _cpu_s(variant: _Variant, entries: list[StepEntry], steps: int) -> float:
+def _cpu_s(variant: ModelVariant, entries: list[StepEntry], steps: int) -> float:
     began_s = time.process_time()
     for _ in range(steps):
         variant.run(entries)

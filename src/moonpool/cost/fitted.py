@@ -246,10 +246,27 @@ def fit_cost(
         prefill_rows.append((1.0, float(new), *map(float, squares)))
     decode_rows = [(1.0, float(s.batch), float(s.context_tokens)) for s in decodes]
     a, b, *quadratic = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
+    if single_steps and not b and not any(quadratic):
+        a, b = _token_s(a, prefills, decodes)
     c, d = (0.5 * quadratic[0], quadratic[0]) if single_steps else quadratic
     e, f, g = _fit_non_negative(decode_rows, [s.seconds for s in decodes])
     apart = FittedCost(prefill=(a, b, c, d), decode=(e, f, g), domain=_domain_of(prefills, decodes))
     return msgspec.structs.replace(apart, mixed=_fit_mixed(apart, mixed))
+
+
+def _token_s(
+    fixed_s: float, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]
+) -> tuple[float, float]:
+    """The fixed part and the time of a token, where the fit took all of a prefill's time as fixed.
+
+    Such times are spoilt by other work on the machine: a short step took as long as a longer one.
+    Believed, they make every prefix free to compute, so none would be loaded. The decode of one
+    request is a step of one token: the fixed part does not exceed the fastest of these."""
+    alone_s = min((s.seconds for s in decodes if s.batch == 1), default=fixed_s)
+    most = max(s.num_tokens - s.cached_tokens for s in prefills)
+    longest = [s.seconds for s in prefills if s.num_tokens - s.cached_tokens == most]
+    rest_s = min(longest) - alone_s
+    return (alone_s, rest_s / most) if alone_s < fixed_s and rest_s > 0 else (fixed_s, 0.0)
 
 
 def _domain_of(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> CostDomain:

@@ -205,3 +205,18 @@ def test_a_fit_states_what_it_was_fitted_to() -> None:
     assert not domain.has_prompt(63, 0) and not domain.has_prompt(1025, 0)
     assert domain.has_decodes(2, 90) and not domain.has_decodes(9, 700)
     assert pipelined(fit_cost(prefills, decodes), 2).domain == domain.of_stages(2)
+
+
+def test_a_short_step_that_took_longer_than_a_long_one_does_not_make_tokens_free() -> None:
+    prefills = [
+        PrefillSample(num_tokens=4, cached_tokens=0, seconds=0.90),
+        PrefillSample(num_tokens=32, cached_tokens=0, seconds=0.83),
+        PrefillSample(num_tokens=288, cached_tokens=256, seconds=0.84),
+    ]
+    decodes = [
+        DecodeSample(batch=b, context_tokens=64 * b, seconds=0.05 + 0.01 * b) for b in (1, 4)
+    ]
+    cost = fit_cost(prefills, decodes, single_steps=True)
+    fixed, per_token, *_ = cost.prefill
+    assert fixed == pytest.approx(0.06)
+    assert fixed + 32 * per_token == pytest.approx(0.83)

@@ -1,0 +1,283 @@
+"""One GGUF file by moonpool and by llama.cpp: prefill, decode and perplexity.
+
+All engines run in turns in each round, so a machine whose speed changes treats them alike. The
+ratios are medians of the rounds' ratios. moonpool runs in this process, llama.cpp in a process of
+its own (`gguf_peer.py`) that waits while moonpool computes.
+
+Decode's share of the read bandwidth counts what a step must read: all weights once, and the KVCache
+of each context. An embedding that is not the output layer too is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.suite.engine.formats import (
+    BATCHES,
+    CONTEXT,
+    PREFILL,
+    ModelVariant,
+    Say,
+    make_variant,
+    perplexity,
+)
+from benchmarks.suite.engine.machine_limits import read_bytes_per_s
+from moonpool.engine.builtin import open_model, open_tokenizer
+from moonpool.engine.gguf.files import gguf_file
+from moonpool.engine.gguf.reader import GgufFile, read_gguf
+from moonpool.engine.spec import ModelError, ModelSpec
+
+STEPS = 8
+JOBS = (f"prefill_{PREFILL}", *(f"decode_{batch}" for batch in BATCHES))
+KV_BYTES = {"moonpool float32": 4, "moonpool bfloat16": 2, "llama.cpp": 2}
+"""Of one number in KVCache; llama.cpp's own default is float16."""
+ANSWER_S = 900.0
+PEER = "llama.cpp"
+
+
+class GgufPeerError(RuntimeError):
+    """llama.cpp did not give figures; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBenchPlan:
+    """How often, and with how many threads, each engine runs."""
+
+    rounds: int = 7
+    threads: tuple[int, ...] = (1, 2)
+
+
+class LlamaProcess:
+    """The process of `gguf_peer.py`, asked one thing at a time."""
+
+    def __init__(self, python: str, path: Path) -> None:
+        plan = {"context": CONTEXT, "batches": BATCHES, "prefill": PREFILL, "steps": STEPS}
+        script = Path(__file__).with_name("gguf_peer.py")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        try:
+            self._process = subprocess.Popen(
+                [python, str(script), str(path), json.dumps(plan)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={name: v for name, v in os.environ.items() if name != "PYTHONPATH"},
+            )
+        except OSError as error:
+            raise GgufPeerError(f"{python} does not start: {error.strerror}") from None
+        try:
+            self.version = str(self._answer()["version"])
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """Raises GgufPeerError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise GgufPeerError(f"llama.cpp ended: {self._last_words()}") from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], ANSWER_S)[0]:
+            raise GgufPeerError(f"llama.cpp gave no answer in {ANSWER_S:.0f} s")
+        line = stdout.readline()
+        if not line:
+            raise GgufPeerError(f"llama.cpp ended: {self._last_words()}")
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise GgufPeerError(f"llama.cpp ended with {line!r} instead of figures") from None
+        return found
+
+    def _last_words(self) -> str:
+        self._process.wait(10)
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+def bench_gguf_engines(
+    name: str,
+    tokens: int,
+    text: Path,
+    llama_python: str | None,
+    plan: GgufBenchPlan,
+    say: Say,
+) -> dict[str, Any]:
+    """Seconds, shares of the read bandwidth and perplexity. Raises ModelError, GgufPeerError."""
+    torch.set_num_threads(1)
+    path = gguf_file(name)
+    if path is None:
+        raise ModelError(f"{name} is no GGUF file: give one, or compare formats with --converted")
+    variants = {
+        kind: make_variant(f"moonpool {kind}", open_model(name, kind))
+        for kind in ("float32", "bfloat16")
+    }
+    stored = open_model(name, "float32")
+    spec = stored.spec
+    words = text.read_text()
+    ids = open_tokenizer(stored.tokenizer, spec.vocab_size).encode(words)
+    if len(ids) < tokens:
+        raise ModelError(f"{text} has {len(ids)} tokens, fewer than {tokens}")
+    with _peer(llama_python, path, say) as peer:
+        quality = _quality(variants, peer, ids[:tokens], say)
+        if peer is not None:
+            theirs = peer.ask(do="tokenize", text=words)["ids"]
+            quality["same_tokens"] = theirs == ids
+        seconds = _seconds(list(variants.values()), peer, ids, plan, say)
+        version = None if peer is None else peer.version
+    read = {threads: _read_rate(threads) for threads in plan.threads}
+    weights = weight_bytes(read_gguf(path))
+    return {
+        "file_bytes": path.stat().st_size,
+        "weight_bytes": weights,
+        "context": CONTEXT,
+        "rounds": plan.rounds,
+        "llama_cpp_python": version,
+        "read_bytes_per_s": {str(threads): rate for threads, rate in read.items()},
+        "perplexity": quality | {"text": text.name, "tokens": tokens},
+        "threads": {
+            str(threads): _figures(seconds[threads], spec, weights, read[threads], say, threads)
+            for threads in plan.threads
+        },
+    }
+
+
+@contextmanager
+def _peer(python: str | None, path: Path, say: Say) -> Iterator[LlamaProcess | None]:
+    if python is None:
+        say("llama.cpp: not compared (give --llama-python)")
+        yield None
+        return
+    process = LlamaProcess(python, path)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def weight_bytes(file: GgufFile) -> int:
+    """Bytes of the tensors that a decode step of one row reads."""
+    untied = "output.weight" in file.tensors
+    return sum(
+        entry.end - entry.begin
+        for name, entry in file.tensors.items()
+        if not (untied and name == "token_embd.weight")
+    )
+
+
+def _quality(
+    variants: dict[str, ModelVariant], peer: LlamaProcess | None, ids: list[int], say: Say
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kv, variant in variants.items():
+        own = {"moonpool": perplexity(variant, ids)}
+        if peer is not None:
+            own[PEER] = float(peer.ask(do="perplexity", ids=ids, kv=kv)["perplexity"])
+            own["ratio"] = own["moonpool"] / own[PEER]
+        found[kv] = own
+        say(f"perplexity, {kv} KVCache: " + ", ".join(f"{n} {v:.4f}" for n, v in own.items()))
+    return found
+
+
+def _seconds(
+    variants: list[ModelVariant],
+    peer: LlamaProcess | None,
+    ids: list[int],
+    plan: GgufBenchPlan,
+    say: Say,
+) -> dict[int, dict[str, dict[str, list[float]]]]:
+    """Seconds of one step by threads, engine and job, a number per round."""
+    names = [variant.name for variant in variants] + ([PEER] if peer is not None else [])
+    found: dict[int, dict[str, dict[str, list[float]]]] = {
+        threads: {name: {job: [] for job in JOBS} for name in names} for threads in plan.threads
+    }
+    for variant in variants:
+        variant.run(variant.entries(max(BATCHES), 0, ids[:CONTEXT]))
+    for number in range(plan.rounds + 1):  # the first touches pages, and does not count
+        for threads in plan.threads:
+            torch.set_num_threads(threads)
+            for job in JOBS:
+                for variant in variants:
+                    seconds = _step_s(variant, job, ids)
+                    if number:
+                        found[threads][variant.name][job].append(seconds)
+                if peer is not None:
+                    seconds = float(peer.ask(do="time", job=job, threads=threads)["seconds"])
+                    if number:
+                        found[threads][PEER][job].append(seconds)
+        say(f"round {number} of {plan.rounds}" if number else "warm")
+    return found
+
+
+def _step_s(variant: ModelVariant, job: str, ids: list[int]) -> float:
+    kind, _, number = job.rpartition("_")
+    if kind == "prefill":
+        entries, steps = variant.entries(1, 0, ids[: int(number)]), 1
+    else:
+        entries, steps = variant.entries(int(number), CONTEXT, ids[:1]), STEPS
+    began_s = time.perf_counter()
+    for _ in range(steps):
+        variant.run(entries).argmax(-1)
+    return (time.perf_counter() - began_s) / steps
+
+
+def _read_rate(threads: int) -> float:
+    torch.set_num_threads(threads)
+    return read_bytes_per_s()
+
+
+def decode_bytes(spec: ModelSpec, weights: int, batch: int, kv_bytes: int) -> int:
+    """Bytes that one decode step must read."""
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_bytes
+    return weights + batch * CONTEXT * token_bytes
+
+
+def _figures(
+    seconds: dict[str, dict[str, list[float]]],
+    spec: ModelSpec,
+    weights: int,
+    read: float,
+    say: Say,
+    threads: int,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, jobs in seconds.items():
+        own: dict[str, Any] = {}
+        for job, times in jobs.items():
+            kind, _, number = job.rpartition("_")
+            figures = {"seconds": times, "tokens_per_s": int(number) / median(times)}
+            if kind == "decode":
+                must = decode_bytes(spec, weights, int(number), KV_BYTES[name])
+                figures["read_share"] = must / median(times) / read
+            if PEER in seconds and name != PEER:
+                pairs = zip(seconds[PEER][job], times, strict=True)
+                figures["times_llama_cpp"] = median(peer / ours for peer, ours in pairs)
+            own[job] = figures
+        found[name] = own
+        rates = ", ".join(f"{job} {own[job]['tokens_per_s']:,.1f}" for job in own)
+        say(f"{threads} threads, {name}: tokens/s {rates}")
+    return found

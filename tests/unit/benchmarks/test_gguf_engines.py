@@ -1,0 +1,69 @@
+"""`moonpool bench formats`: one GGUF file by our engine, and what it says without llama.cpp."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
+from benchmarks.random_gguf import SHAPES, write_random_gguf
+from benchmarks.suite.engine.formats import BATCHES, TEXT
+from benchmarks.suite.engine.gguf_engines import (
+    JOBS,
+    GgufBenchPlan,
+    GgufPeerError,
+    bench_gguf_engines,
+    decode_bytes,
+    weight_bytes,
+)
+from moonpool.engine.builtin import open_model
+from moonpool.engine.gguf.reader import read_gguf
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_random_gguf("tiny", "Q4_K_M", path)
+    return path
+
+
+def test_a_file_of_two_formats_has_the_precise_one_in_some_linears(tiny: Path) -> None:
+    kinds = {name: entry.kind for name, entry in read_gguf(tiny).tensors.items()}
+    assert kinds["blk.0.attn_q.weight"] == "Q4_K"
+    assert {kinds[f"blk.{layer}.ffn_down.weight"] for layer in range(2)} == {"Q4_K", "Q6_K"}
+
+
+def test_decode_reads_all_weights_and_each_context(tiny: Path) -> None:
+    file, spec = read_gguf(tiny), open_model(str(tiny), "float32").spec
+    weights = weight_bytes(file)
+    assert weights == sum(entry.end - entry.begin for entry in file.tensors.values())
+    shape = SHAPES["tiny"]
+    added = decode_bytes(spec, weights, 8, 4) - decode_bytes(spec, weights, 7, 4)
+    assert added == 256 * 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim
+
+
+def test_every_engine_and_job_has_a_rate_of_each_round(tiny: Path) -> None:
+    said: list[str] = []
+    plan = GgufBenchPlan(rounds=2, threads=(1,))
+    found = bench_gguf_engines(str(tiny), 64, TEXT, None, plan, said.append)
+    engines = found["threads"]["1"]
+    assert set(engines) == {"moonpool float32", "moonpool bfloat16"}
+    for jobs in engines.values():
+        assert set(jobs) == set(JOBS)
+        assert all(len(figures["seconds"]) == 2 for figures in jobs.values())
+        assert all(jobs[f"decode_{batch}"]["read_share"] > 0 for batch in BATCHES)
+    exact, rounded = (found["perplexity"][kind]["moonpool"] for kind in ("float32", "bfloat16"))
+    assert math.isclose(exact, rounded, rel_tol=0.02)
+    assert any("llama.cpp: not compared" in line for line in said)
+    rows = list(gguf_rows(found))
+    assert len(rows) == len(JOBS) + 2
+    assert all(len(row) == len(GGUF_HEADER) for row in rows)
+
+
+def test_a_peer_that_does_not_run_is_told_in_one_line(tiny: Path) -> None:
+    plan = GgufBenchPlan(rounds=1, threads=(1,))
+    with pytest.raises(GgufPeerError, match=r"llama\.cpp ended: .*llama_cpp"):
+        bench_gguf_engines(str(tiny), 64, TEXT, sys.executable, plan, lambda _: None)
