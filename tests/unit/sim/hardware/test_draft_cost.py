@@ -92,5 +92,5 @@ def test_what_cannot_be_is_refused(given: Config, message: str) -> None:
 
 def test_a_measured_machine_has_no_draft_model() -> None:
     profile = FittedCost(prefill=(0.5, 0.001, 1e-7, 2e-7), decode=(0.02, 0.001, 1e-6))
-    with pytest.raises(ConfigError, match="mine.json has no step times of a draft model"):
+    with pytest.raises(ConfigError, match=r"mine\.json has no step times of a draft model"):
         build_hardware(config(hardware={"cost": "mine.json"}), profile)
