@@ -88,6 +88,12 @@ def test_shards_too(folders: dict[str, Path], name: str) -> None:
     assert (one - two).abs().max() <= 1e-4 * one.abs().max()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kvcache_in_fp8_too(folders: dict[str, Path], name: str) -> None:
+    check_plans(open_model(str(folders[name]), "float32", kv_dtype="fp8"), "native", num_shards=1)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_give_the_bits_of_the_whole_model(folders: dict[str, Path], name: str) -> None:
     model = opened(folders, name)

@@ -128,6 +128,64 @@ def test_other_arrangements(arrangement: list[str], http: httpx.Client) -> None:
         check(server.url, http)
 
 
+SPLIT = ["--prefill", "1", "--decode", "1"]
+ONLY_BY_MODEL = [
+    "--speculative-config",
+    json.dumps(
+        {
+            "method": "draft_model",
+            "model": DRAFT_MODEL,
+            "prompt_lookup_min": 32,
+            "prompt_lookup_max": 32,
+        }
+    ),
+]
+"""Without text that repeats 32 tokens, and without cached blocks, only the draft model guesses."""
+FRESH = {"prompt": QUOTED, "temperature": 1.0, "seed": 6, "max_tokens": 90, "ignore_eos": True}
+PLAIN_RANKS = ["--mixed", "1", "--tensor-parallel-size", "2"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arrangement", "plain"),
+    [
+        ([*SPLIT, "--decode-pipeline-parallel-size", "2"], []),
+        ([*SPLIT, "--pipeline-parallel-size", "2"], []),
+        ([*SPLIT, "--decode-tensor-parallel-size", "2"], PLAIN_RANKS),
+        ([*SPLIT, "--attention", "2"], []),
+        ([*SPLIT, "--attention", "2", "--attention-partition", "head"], []),
+    ],
+    ids=["stages", "stages of prefill", "ranks", "attention workers", "by heads"],
+)
+def test_a_draft_model_in_other_arrangements(
+    arrangement: list[str], plain: list[str], http: httpx.Client
+) -> None:
+    """Also after the decode instance was killed in the middle. Ranks are compared with ranks."""
+    with LocalServer([MODEL, *arrangement, *SMALL, *ONLY_BY_MODEL]) as server:
+        if plain:
+            with (
+                LocalServer([MODEL, *plain, *SMALL]) as other,
+                httpx.Client(base_url=other.url, timeout=120) as truth,
+            ):
+                check_with_a_kill(server, truth)
+        else:
+            check_with_a_kill(server, http)
+
+
+def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
+    expected = answers(truth, LONG)[0][0]["text"]
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        assert answers(client, FRESH) == answers(truth, FRESH)
+        deadline = time.monotonic() + 30
+        while not total(client, "vllm:spec_decode_num_draft_tokens"):
+            assert time.monotonic() < deadline, "the draft model has not guessed"
+            time.sleep(0.3)
+        check(server.url, truth)
+        got = answer_while_killing(client, "decode", body=LONG)
+        assert got["choices"][0]["text"] == expected
+    check(server.url, truth)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "model",

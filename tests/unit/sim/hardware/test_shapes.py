@@ -22,6 +22,8 @@ BILLIONS_OF_PARAMETERS = {
     "qwen2.5-72b": 72.71,
     "qwen2.5-0.5b": 0.494,
     "llama3.2-1b": 1.236,
+    "gemma3-12b": 11.77,
+    "gemma3-27b": 27.01,
     "falcon-180b": 179.5,
     "gpt3-175b": 174.6,
     "opt-13b": 12.85,
@@ -126,3 +128,27 @@ def test_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", KV_BYTES_PER_TOKEN)
 def test_kv_bytes(name: str) -> None:
     assert BUILT_IN.shape(name).kv_bytes_per_token == KV_BYTES_PER_TOKEN[name]
+
+
+def unseen_share(name: str, context_tokens: int) -> float:
+    """The share of a request's KVCache that no later token sees: what lies before the window, of
+    the layers that have one. Whole blocks hold it all, as long as any layer sees everything."""
+    shape = BUILT_IN.shape(name)
+    return shape.windowed_share * max(1.0 - shape.window / context_tokens, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("gemma3-12b", (0.62, 0.78, 0.83)),
+        ("gemma3-27b", (0.63, 0.79, 0.83)),
+        ("gpt-oss-20b", (0.48, 0.50, 0.50)),
+        ("gpt-oss-120b", (0.48, 0.50, 0.50)),
+        ("llama4-scout", (0.0, 0.37, 0.70)),
+        ("llama3-70b", (0.0, 0.0, 0.0)),
+    ],
+)
+def test_what_whole_blocks_hold_in_vain(name: str, shares: tuple[float, ...]) -> None:
+    """The figures of the decision record 127."""
+    found = [unseen_share(name, context) for context in (4096, 16_384, 131_072)]
+    assert found == pytest.approx(shares, abs=0.01)

@@ -1,0 +1,77 @@
+"""The table of `docs/serving.md` says which families are served on which ways, and it is right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.engine.builtin import LoadedModel, open_model
+from moonpool.engine.families.table import FAMILIES
+from tests.differential.checkpoints import CASES, Case
+from tests.live.family_checkpoints import CASE_OF, WAYS, refusal, write
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+ALWAYS = "stages and SSD"
+LATE: dict[str, Any] = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
+MORE = (Case("Qwen3", LATE), Case("Qwen3Moe", {**CASES["qwen3-moe"].changes, **LATE}))
+"""Windows that families may have, and that have no case of their own."""
+
+
+def table() -> dict[str, dict[str, str]]:
+    """Family -> way -> the cell."""
+    lines = PAGE.read_text().split("<!-- families x ways -->")[1].strip().splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def cell(refusals: set[str]) -> str:
+    """What the table says of a family whose models have these refusals; "": served."""
+    if refusals == {""}:
+        return "yes"
+    if "" not in refusals:
+        return "no"
+    assert all("sliding windows" in text for text in refusals if text), refusals
+    return "without windows"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[LoadedModel]]:
+    """All cases of each family."""
+    found: dict[str, list[LoadedModel]] = {}
+    for family, chosen in CASE_OF.items():
+        cases = [case for case in (*CASES.values(), *MORE) if case.family == chosen.family]
+        for case in cases:
+            folder = tmp_path_factory.mktemp(family)
+            write(family, folder, case)
+            found.setdefault(family, []).append(open_model(str(folder), "float32"))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_is_what_the_code_refuses(
+    models: dict[str, list[LoadedModel]], family: str
+) -> None:
+    stated = table()[family]
+    assert list(stated) == ["cache, P/D, SSD, stages", "ranks", "attention workers", "fp8 KVCache"]
+    for way in ("ranks", "attention workers"):
+        assert stated[way] == cell({refusal(model, way) for model in models[family]}), way
+    assert stated["cache, P/D, SSD, stages"] == stated["fp8 KVCache"] == "yes"
+
+
+def test_the_page_has_the_refusals(models: dict[str, list[LoadedModel]]) -> None:
+    page = re.sub(r"\s+", " ", PAGE.read_text())
+    for way in WAYS:
+        texts = {refusal(model, way) for family in models.values() for model in family} - {""}
+        assert bool(texts) == (way != ALWAYS)
+        for text in texts:
+            what, _, advice = text.partition(": ") if ": " in text else text.partition("; ")
+            parts = re.search(r"has (.*?),", what)
+            names = parts[1].split(" and ") if parts else [what]
+            assert advice in page and all(name in page for name in names), text
+
+
+def test_the_table_has_every_family() -> None:
+    assert list(table()) == list(FAMILIES)

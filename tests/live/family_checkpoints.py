@@ -1,0 +1,91 @@
+"""Tiny checkpoints of every served family, with a tokenizer, and the ways of serving them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from moonpool.attention_offload.partition import WorkerBlockRanges
+from moonpool.attention_offload.remote_ops import RemoteOps
+from moonpool.engine.builtin import LoadedModel
+from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.model import DecoderModel
+from moonpool.engine.parallel.tensor_model import check_shards
+from moonpool.engine.reference import ReferenceOps
+from moonpool.engine.spec import ModelError
+from tests.differential.checkpoints import CASES, Case, save
+
+POSITIONS = 1024
+CASE_OF: dict[str, Case] = {
+    "llama": CASES["llama-rope3"],
+    "mistral": CASES["mistral-window"],
+    "mixtral": CASES["mixtral"],
+    "qwen2": CASES["qwen2"],
+    "qwen3": CASES["qwen3"],
+    "qwen3_moe": CASES["qwen3-moe-sparse"],
+    "smollm3": CASES["smollm3"],
+    "phi3": CASES["phi3-window"],
+    "olmo2": CASES["olmo2"],
+    "granite": CASES["granite"],
+    "gemma": CASES["gemma"],
+    "gemma2": CASES["gemma2"],
+    "gemma3_text": CASES["gemma3"],
+    "deepseek_v2": CASES["deepseek-v2"],
+    "deepseek_v3": CASES["deepseek-v3"],
+    "gpt_oss": CASES["gpt-oss"],
+}
+"""Family -> a model of it, with the parts that it has besides Llama's."""
+assert CASE_OF.keys() == FAMILIES.keys()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """All bytes and a few merges, in fewer tokens than the smallest vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def write(family: str, folder: Path, case: Case | None = None) -> None:
+    """Writes a checkpoint of the family, for texts of 1,024 tokens, with KV heads for two ranks."""
+    case = CASE_OF[family] if case is None else case
+    changes = {**case.changes, "max_position_embeddings": POSITIONS}
+    if changes.get("num_key_value_heads") == 1:
+        changes["num_key_value_heads"] = 2
+    save(replace(case, changes=changes), folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+WAYS: dict[str, list[str]] = {
+    "stages and SSD": [
+        *("--prefill", "1", "--decode", "1", "--decode-pipeline-parallel-size", "2"),
+        *("--ssd-tokens", "4096"),
+        *("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}'),
+    ],
+    "ranks": ["--prefill", "1", "--decode", "1", "--tensor-parallel-size", "2"],
+    "attention workers": ["--prefill", "1", "--decode", "1", "--attention", "2"],
+}
+"""Way -> the arrangement that is served. All have prefill and decode apart, and a prefix cache."""
+
+
+def refusal(model: LoadedModel, way: str) -> str:
+    """Why a model is not served on a way, as the instance says when it starts; "": it is."""
+    try:
+        if way == "ranks":
+            check_shards(model.spec, 2)
+        elif way == "attention workers":
+            remote = RemoteOps(ReferenceOps(), [None, None], WorkerBlockRanges((8, 8)))
+            DecoderModel(model.spec, model.weights, remote)
+    except ModelError as error:
+        return str(error)
+    return ""

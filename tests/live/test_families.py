@@ -1,0 +1,133 @@
+"""Every family on every way of serving: the tokens are those of one process without cache.
+
+Each cluster is asked twice, so that the second answers begin in the cache; it gives answers with a
+grammar, and its decode instance is killed in the middle of one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moonpool.demo.local_server import LocalServer
+from moonpool.engine.builtin import open_model
+from moonpool.engine.families.table import FAMILIES
+from tests.live.conftest import SMALL
+from tests.live.family_checkpoints import WAYS, refusal, write
+from tests.live.test_faults import answer_while_killing, run_command
+
+PROMPTS = [random.Random(i).choices(range(3, 290), k=n) for i, n in enumerate((5, 90, 200, 200))]
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "ignore_eos": True, "max_tokens": 60}
+GRAMMAR = {"structured_outputs": {"regex": "(wave|sand){4,9}!"}, "ignore_eos": False}
+LONG = SAMPLED | {"prompt": PROMPTS[1], "max_tokens": 700, "return_token_ids": True}
+FP8_FAMILIES = ("llama", "gemma3_text", "deepseek_v2", "gpt_oss")
+"""One of each kind of attention."""
+
+Tokens = list[tuple[int, ...]]
+
+
+def tokens_of(up: LocalServer, prompt: list[int], **more: Any) -> tuple[int, ...]:
+    body = SAMPLED | {"prompt": prompt, "return_token_ids": True} | more
+    answer = httpx.post(f"{up.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return tuple(answer.json()["choices"][0]["token_ids"])
+
+
+def answers(up: LocalServer) -> tuple[Tokens, Tokens]:
+    """Plain answers, and those with a grammar."""
+    with ThreadPoolExecutor(4) as pool:
+        plain = list(pool.map(lambda prompt: tokens_of(up, prompt), PROMPTS))
+        bound = list(pool.map(lambda prompt: tokens_of(up, prompt, **GRAMMAR), PROMPTS))
+    return plain, bound
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def made(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        write(family, folder)
+        return folder
+
+    return made
+
+
+def serving(folder: Path, *more: str) -> list[str]:
+    return [str(folder), "--dtype", "float32", *SMALL, *more]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Tokens, Any]]:
+    """What one process without cache answers, and a long answer."""
+
+    @cache
+    def found(family: str, *more: str) -> tuple[Tokens, Tokens, Any]:
+        flags = serving(checkpoint(family), "--mixed", "1", "--no-enable-prefix-caching", *more)
+        with LocalServer(flags) as up:
+            long = httpx.post(f"{up.url}/v1/completions", json=LONG, timeout=120).json()
+            return *answers(up), long["choices"][0]["token_ids"]
+
+    return found
+
+
+def check(flags: list[str], expected: tuple[Tokens, Tokens, Any]) -> None:
+    plain, bound, long = expected
+    with LocalServer(flags) as up, httpx.Client(base_url=up.url, timeout=120) as client:
+        for _ in range(2):
+            assert answers(up) == (plain, bound)
+        killed = answer_while_killing(client, "decode", body=LONG)
+        assert killed["choices"][0]["token_ids"] == long
+        assert answers(up) == (plain, bound)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_of_one_process(
+    family: str,
+    way: str,
+    checkpoint: Callable[[str], Path],
+    alone: Callable[..., tuple[Tokens, Tokens, Any]],
+    tmp_path: Path,
+) -> None:
+    refused = refusal(open_model(str(checkpoint(family)), "float32"), way)
+    flags = serving(checkpoint(family), *WAYS[way])
+    if "--ssd-tokens" in flags:
+        flags += ["--ssd-folder", str(tmp_path)]
+    if refused:
+        pytest.skip(f"refused: {refused}")
+    check(flags, alone(family))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FP8_FAMILIES)
+def test_the_tokens_of_kvcache_in_fp8(
+    family: str,
+    checkpoint: Callable[[str], Path],
+    alone: Callable[..., tuple[Tokens, Tokens, Any]],
+) -> None:
+    fp8 = ("--kv-cache-dtype", "fp8")
+    flags = serving(checkpoint(family), "--prefill", "1", "--decode", "1", *fp8)
+    expected = alone(family, *fp8)
+    assert expected[0] != alone(family)[0]
+    check(flags, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("gpt_oss", "attention workers"), ("olmo2", "ranks")],
+)
+def test_a_refusal_is_one_line(family: str, way: str, checkpoint: Callable[[str], Path]) -> None:
+    done = run_command("serve", *serving(checkpoint(family), *WAYS[way]))
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert (
+        refusal(open_model(str(checkpoint(family)), "float32"), way)
+        in done.stderr.strip().splitlines()[-1]
+    )
