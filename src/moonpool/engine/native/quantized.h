@@ -145,6 +145,7 @@ struct Tile {
 // The scales, or the minimums, of VECS vectors of outputs.
 template <Scales SCALES, int VECS>
 MP_INLINE void read_scales(vf (&to)[VECS], const char* at, const vf (&group)[VECS]) {
+#pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) {
         const int64_t lane = v * W;
         if (SCALES == HALF) to[v] = load_f16(at + 2 * lane);

@@ -17,32 +17,39 @@ namespace {
 constexpr int ROW_VECS = PANEL / W;
 
 // Weights of 4 bits times the high and the low bytes of x. Sums of either stay in 16 bits: the first
-// within 8 * 2 * 15 * 128, the second within 8 * 2 * 15 * 255 if it begins at -2^15.
+// within 8 * 2 * 15 * 128, the second within 8 * 2 * 15 * 255 if it begins at -2^15. Two vectors at a
+// time: their sums and what they meet fit the registers.
 MP_INLINE void nibble_sums(vi (&out)[ROW_VECS], int32_t from, const int32_t* a, const char* words) {
     const vi mask = set1i(0x0f0f0f0f);
-    vi high[ROW_VECS], low[ROW_VECS];
-    for (int v = 0; v < ROW_VECS; ++v) high[v] = zeroi(), low[v] = set1i((int)0x80008000);
+#pragma GCC unroll 1
+    for (int pair = 0; pair < ROW_VECS; pair += 2) {
+        __asm__("" : "+r"(a));  // else the compiler would keep the lanes of both pairs
+        vi high[2] = {zeroi(), zeroi()};
+        vi low[2] = {set1i((int)0x80008000), set1i((int)0x80008000)};
 #pragma GCC unroll 4
-    for (int w = 0; w < 4; ++w) {
-        const vi high_of_low = splat(a + 2 * w), low_of_low = splat(a + 2 * w + 1);
-        const vi high_of_high = splat(a + 8 + 2 * w), low_of_high = splat(a + 9 + 2 * w);
-#pragma GCC unroll 4
-        for (int v = 0; v < ROW_VECS; ++v) {
-            const vi stored = loadi(words + w * WORD + v * W * 4);
-            const vi first = both(stored, mask), second = both(shift_right(stored, 4), mask);
-            high[v] = add_i16(high[v], pairs_u8_i8(first, high_of_low));
-            low[v] = add_i16(low[v], pairs_u8_i8(low_of_low, first));
-            high[v] = add_i16(high[v], pairs_u8_i8(second, high_of_high));
-            low[v] = add_i16(low[v], pairs_u8_i8(low_of_high, second));
+        for (int w = 0; w < 4; ++w) {
+            const vi high_of_low = splat(a + 2 * w), low_of_low = splat(a + 2 * w + 1);
+            const vi high_of_high = splat(a + 8 + 2 * w), low_of_high = splat(a + 9 + 2 * w);
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v) {
+                const vi stored = loadi(words + w * WORD + (pair + v) * W * 4);
+                const vi first = both(stored, mask), second = both(shift_right(stored, 4), mask);
+                high[v] = add_i16(high[v], pairs_u8_i8(first, high_of_low));
+                low[v] = add_i16(low[v], pairs_u8_i8(low_of_low, first));
+                high[v] = add_i16(high[v], pairs_u8_i8(second, high_of_high));
+                low[v] = add_i16(low[v], pairs_u8_i8(low_of_high, second));
+            }
         }
+        const vi start = set1i(from + 2 * 32768), one = set1i(0x00010001), much = set1i(0x01000100);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v)
+            out[pair + v] = dot_i16(dot_i16(start, high[v], much), low[v], one);
     }
-    const vi start = set1i(from + 2 * 32768), one = set1i(0x00010001), much = set1i(0x01000100);
-    for (int v = 0; v < ROW_VECS; ++v)
-        out[v] = dot_i16(dot_i16(start, high[v], much), low[v], one);
 }
 
 MP_INLINE void byte_sums(vi (&out)[ROW_VECS], int32_t from, const int32_t* a, const char* words) {
     const vi mask = set1i(0x00ff00ff);
+#pragma GCC unroll 4
     for (int v = 0; v < ROW_VECS; ++v) out[v] = set1i(from);
 #pragma GCC unroll 8
     for (int w = 0; w < 8; ++w) {
@@ -69,6 +76,7 @@ template <int BITS, int FIRST, int LAST>
 MP_INLINE void row_sums(vi (&out)[ROW_VECS], int32_t from, const int32_t* a, const char* words) {
     if constexpr (BITS == 4) return nibble_sums(out, from, a, words);
     if constexpr (BITS == 8) return byte_sums(out, from, a, words);
+#pragma GCC unroll 4
     for (int v = 0; v < ROW_VECS; ++v) out[v] = set1i(from);
     lane_sums<BITS, FIRST, LAST>(out, a, words);
 }
@@ -98,9 +106,11 @@ MP_INLINE void add_row_record(vf (&group)[ROW_VECS], const Tile& t, int64_t bloc
 template <class F>
 void row_tile(const Tile& t, const char* panel, float* to, const char* ahead, bool fetches) {
     vf sums[ROW_VECS], scale_of[ROW_VECS] = {}, minimum_of[ROW_VECS] = {};
+#pragma GCC unroll 4
     for (int v = 0; v < ROW_VECS; ++v) sums[v] = zero();
     for (int64_t first = 0; first < t.blocks; first += BLOCKS) {
         vf group[ROW_VECS];
+#pragma GCC unroll 4
         for (int v = 0; v < ROW_VECS; ++v) {
             group[v] = zero();
             if (F::SCALES != WHOLE) continue;
@@ -120,8 +130,10 @@ void row_tile(const Tile& t, const char* panel, float* to, const char* ahead, bo
             panel += F::RECORD;
         }
         const vf scale = set1(t.scales[first / BLOCKS]);
+#pragma GCC unroll 4
         for (int v = 0; v < ROW_VECS; ++v) sums[v] = add(sums[v], mul(group[v], scale));
     }
+#pragma GCC unroll 4
     for (int v = 0; v < ROW_VECS; ++v) store(to + v * W, sums[v]);
 }
 

@@ -28,13 +28,14 @@ MP_INLINE float narrow(const typename L::T* x, int64_t n, int16_t* to) {
 
 // Four numbers as two lanes: their high bytes, which have the sign, and their low bytes.
 MP_INLINE void split_bytes(const int16_t* x, int32_t* high, int32_t* low) {
-    uint32_t bytes[2] = {};
-    for (int i = 0; i < 4; ++i) {
-        bytes[0] |= (uint32_t)(uint8_t)(x[i] >> 8) << 8 * i;
-        bytes[1] |= (uint32_t)(uint8_t)x[i] << 8 * i;
+    uint64_t numbers;
+    memcpy(&numbers, x, 8);
+    for (int64_t side = 0; side < 2; ++side) {
+        uint64_t bytes = (side ? numbers : numbers >> 8) & 0x00ff00ff00ff00ff;
+        bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+        bytes |= bytes >> 16;
+        memcpy(side ? low : high, &bytes, 4);
     }
-    memcpy(high, bytes, 4);
-    memcpy(low, bytes + 1, 4);
 }
 #if defined(MP_BYTE_DOTS)
 // From sums of products with high and with low bytes.

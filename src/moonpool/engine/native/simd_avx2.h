@@ -78,8 +78,15 @@ MP_INLINE void narrow_i16(int16_t* p, vf x) {
     const vi packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole, whole), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+// The compiler may not sum whole numbers in another order, which would need more registers than are.
+MP_INLINE vi chained(vi x) {
+    __asm__("" : "+x"(x));
+    return x;
+}
 // Sums of two neighbouring 16-bit products, exact: no pair of ours reaches 2^31.
-MP_INLINE vi dot_i16(vi s, vi a, vi b) { return _mm256_add_epi32(s, _mm256_madd_epi16(a, b)); }
+MP_INLINE vi dot_i16(vi s, vi a, vi b) {
+    return chained(_mm256_add_epi32(s, _mm256_madd_epi16(a, b)));
+}
 MP_INLINE vf floor(vf x) { return _mm256_floor_ps(x); }
 MP_INLINE vf fraction(vf x) { return sub(x, floor(x)); }
 // x * 2^floor(n); 0 where n < -126.
@@ -105,7 +112,7 @@ MP_INLINE vf dot_bf16(vf s, vi a, vi b) {
 
 // What only linears of one row use.
 #define MP_ROW_TILES
-MP_INLINE vi add_i16(vi a, vi b) { return _mm256_add_epi16(a, b); }
+MP_INLINE vi add_i16(vi a, vi b) { return chained(_mm256_add_epi16(a, b)); }
 // Sums of two neighbouring products of bytes, in 16 bits: none of ours reaches 2^15.
 MP_INLINE vi pairs_u8_i8(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }
 // Every second byte of x, the second one first.

@@ -143,8 +143,11 @@ MP_INLINE int32x4_t pairs_i16(int32x4_t a, int32x4_t b) {
     const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
     return vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 }
+// The compiler may not sum whole numbers in another order, which would need more registers than are.
 MP_INLINE vi dot_i16(vi s, vi a, vi b) {
-    return addi(s, {pairs_i16(a.low, b.low), pairs_i16(a.high, b.high)});
+    s = addi(s, {pairs_i16(a.low, b.low), pairs_i16(a.high, b.high)});
+    __asm__("" : "+w"(s.low), "+w"(s.high));
+    return s;
 }
 MP_INLINE vf floor(vf x) { return {vrndmq_f32(x.low), vrndmq_f32(x.high)}; }
 MP_INLINE vf fraction(vf x) { return sub(x, floor(x)); }
