@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from moonpool.config import ClusterConfig, VllmConfig
+from moonpool.config import ClusterConfig, EngineConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
 from moonpool.storage.memory_files import KeptMemoryFiles
@@ -44,6 +44,11 @@ def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
     return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))
 
 
+def _num_parts(engine: EngineConfig) -> dict[str, int]:
+    """The stages or ranks of an instance after the first, by role."""
+    return {role.value: engine.degree(role).num_processes - 1 for role in Role}
+
+
 class LocalLauncher:
     """The worker processes of one local cluster. It restarts a worker that dies."""
 
@@ -57,11 +62,13 @@ class LocalLauncher:
         fork_server: ForkServer | None = None,
         vllm: VllmConfig | None = None,
         flags: Sequence[str] = (),
+        engine: EngineConfig | None = None,
     ) -> None:
         """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
 
         Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
-        the servers of workers with vLLM, and `flags` further options of every worker.
+        the servers of workers with vLLM, and `flags` further options of every worker. `engine` says
+        how many processes an instance has.
         """
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
@@ -84,6 +91,7 @@ class LocalLauncher:
                 own, other = format_cores(share.engine), format_cores(share.others)
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
+        self._num_parts = {} if engine is None else _num_parts(engine)
         self._memory: dict[str, KeptMemoryFiles] = {}
         self._processes: dict[str, WorkerProcess] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
@@ -228,8 +236,10 @@ class LocalLauncher:
         line += [*self._flags, *self._places.get(instance_id, ())]
         line += self._kept_memory(role, instance_id)
         if self._fork_server is not None:
+            num_parts = 0 if instance_id in self._places else self._num_parts.get(role, 0)
+            parts = ("--parts", str(num_parts)) if num_parts else ()
             try:
-                return await self._fork_server.fork(line)
+                return await self._fork_server.fork([*line, *parts])
             except ForkServerError as error:
                 log.debug("%s starts as a new interpreter: %s", instance_id, error)
         return await asyncio.create_subprocess_exec(

@@ -67,12 +67,13 @@ class Campaign:
         arrangement: Sequence[str],
         streams: int,
         rng: random.Random,
-        stop_s: float,
+        stop_s: tuple[float, float],
         report: Callable[[str], None],
         sizes: Sequence[str] = (MODEL, *SIZES),
         only: Sequence[str] = (),
     ) -> None:
-        """`stop_s` is the longest SIGSTOP. `only`: kinds of processes; all of them without any."""
+        """`stop_s`: the shortest and the longest SIGSTOP. `only`: kinds of processes to hit; all of
+        them without any."""
         self._only = only
         self._arguments = [*sizes[:1], *arrangement, *sizes[1:], *PATIENT]
         self._calls = calls(streams, rng.randrange(1 << 30))
@@ -130,7 +131,7 @@ class Campaign:
             self._report(f"there is no {kind} to hit")
             return
         pid = self._rng.choice(found)
-        stopped_s = self._rng.uniform(LEAST_STOP_S, self._stop_s) if sign == signal.SIGSTOP else 0.0
+        stopped_s = self._rng.uniform(*self._stop_s) if sign == signal.SIGSTOP else 0.0
         at_s = time.monotonic()
         try:
             os.kill(pid, sign)
@@ -201,7 +202,9 @@ def bench_kills(
     arrangements = []
     for name in names:
         said = _prefixed(name, report)
-        campaign = Campaign(ARRANGEMENTS[name], streams, rng, stop_s, said, only=only)
+        campaign = Campaign(
+            ARRANGEMENTS[name], streams, rng, (LEAST_STOP_S, stop_s), said, only=only
+        )
         campaign.run(kills, stops, seconds)
         arrangements.append({"arrangement": name} | figures(campaign))
     return {
