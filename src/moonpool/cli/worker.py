@@ -210,7 +210,7 @@ def _fork_parts(count: int, name: str) -> None:
 
     title = getproctitle()
     setproctitle(f"moonpool part of {name}")
-    fork_spares(count, run_line)
+    fork_spares(count, end_with, run_line)
     setproctitle(title)
 
 

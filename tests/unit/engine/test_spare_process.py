@@ -13,6 +13,7 @@ PREPARE = """
 import os, socket, subprocess, sys, threading, types
 sys.modules["torch"] = types.ModuleType("torch")  # as if it were imported
 from moonpool.engine.parallel.spare_process import begin_spare, fork_spares
+from moonpool.transfer.parent import end_with
 
 def run_line(line):
     sock = socket.socket(fileno=int(line[-1]))
@@ -36,7 +37,7 @@ def run(script: str) -> str:
 
 def test_each_spare_runs_one_line_with_its_descriptor_and_returns_its_status() -> None:
     said = run("""
-        fork_spares(2, run_line)
+        fork_spares(2, end_with, run_line)
         for number in (3, 4):
             ours, theirs = socket.socketpair()
             spare = begin_spare(["echo", str(number)], theirs.fileno())
@@ -54,7 +55,7 @@ def test_each_spare_runs_one_line_with_its_descriptor_and_returns_its_status() -
 
 def test_a_spare_that_has_ended_is_passed_over_and_one_that_runs_can_be_killed() -> None:
     said = run("""
-        fork_spares(2, run_line)
+        fork_spares(2, end_with, run_line)
         from moonpool.engine.parallel import spare_process
         last = spare_process._spares[-1]
         last.kill()
@@ -75,7 +76,7 @@ def test_a_spare_that_has_ended_is_passed_over_and_one_that_runs_can_be_killed()
 def test_none_is_forked_beside_a_thread() -> None:
     said = run("""
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        fork_spares(2, run_line)
+        fork_spares(2, end_with, run_line)
         print(begin_spare(["wait"], 0))
     """)
     assert said == "None\n"
@@ -83,7 +84,7 @@ def test_none_is_forked_beside_a_thread() -> None:
 
 def test_spares_end_with_the_process_that_forked_them() -> None:
     said = run("""
-        fork_spares(2, run_line)
+        fork_spares(2, end_with, run_line)
         from moonpool.engine.parallel import spare_process
         print(*(spare.pid for spare in spare_process._spares), flush=True)
         os._exit(0)

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonpool.transfer.parent import end_with
-
 MAX_LINE_BYTES = 1 << 16
 _spares: list[SpareProcess] = []
 
@@ -64,9 +62,12 @@ class SpareProcess:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
-def fork_spares(count: int, run_line: Callable[[list[str]], object]) -> None:
-    """Forks so many processes; each calls `run_line` with the command line that it is given. Forks
-    none if torch is not imported yet, or if there are threads: a fork would copy only one."""
+def fork_spares(
+    count: int, end_with: Callable[[int], object], run_line: Callable[[list[str]], object]
+) -> None:
+    """Forks so many processes. Each calls `end_with` with this process's id at once, and later
+    `run_line` with the command line that it is given. Forks none if torch is not imported yet, or
+    if there are threads: a fork would copy only one."""
     if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:
         return
     sys.stdout.flush()
@@ -80,7 +81,9 @@ def fork_spares(count: int, run_line: Callable[[list[str]], object]) -> None:
             for spare in _spares:
                 spare._control.close()
             _spares.clear()
-            _wait_and_run(theirs, parent_pid, run_line)
+            os.setsid()  # Ctrl-C must reach the head only
+            end_with(parent_pid)
+            _wait_and_run(theirs, run_line)
         theirs.close()
         _spares.append(SpareProcess(pid, ours))
 
@@ -95,14 +98,10 @@ def begin_spare(line: Sequence[str], fd: int) -> SpareProcess | None:
     return None
 
 
-def _wait_and_run(
-    control: socket.socket, parent_pid: int, run_line: Callable[[list[str]], object]
-) -> None:
+def _wait_and_run(control: socket.socket, run_line: Callable[[list[str]], object]) -> None:
     """Never returns."""
     status = 1
     try:
-        os.setsid()  # Ctrl-C must reach the head only
-        end_with(parent_pid)
         with control:
             line, fds, _, _ = socket.recv_fds(control, MAX_LINE_BYTES, 1)
         if line:
