@@ -227,6 +227,7 @@ def figures(campaign: Campaign) -> dict[str, Any]:
     for kind, sign, had_twin in kinds:
         these = [n for n, f in enumerate(campaign.faults) if f[:3] == (kind, sign, had_twin)]
         met = [r for r in replies if (kind, sign, had_twin) in campaign.met(r)]
+        pauses = sorted(p for n in these for p in campaign.pauses(n))
         back = [campaign.faults[n].recovery_s for n in these]
         rows.append(
             {
@@ -235,7 +236,8 @@ def figures(campaign: Campaign) -> dict[str, Any]:
                 "had_twin": had_twin,
                 "times": len(these),
                 "answers": _outcomes(met),
-                "pause_s": _spread([p for n in these for p in campaign.pauses(n)]),
+                "pause_s": _spread(pauses),
+                "pauses_s": [round(pause, 3) for pause in pauses],
                 "stopped_s": [round(campaign.faults[n].stopped_s, 2) for n in these],
                 "recovery_s": back,
                 "not_recovered": back.count(None),
