@@ -24,10 +24,10 @@ times depend on the machine and on what else it does.
 CAMPAIGN = """
 ## Any process, at any moment
 
-`moonpool bench kills` kills (`kill -9`) and stops (SIGSTOP) every kind of process but the supervisor at
-random moments, under streams that run all the time. Each answer is compared with that of the undisturbed
-server, bit for bit. A pause is the longest time between two tokens of a stream that ran when the fault
-came, up to the next fault. A stopped head is left alone, so its streams wait as long as the stop.
+`moonpool bench kills` kills (`kill -9`) and stops (SIGSTOP) every kind of process but the
+supervisor at random moments, under streams that run all the time. Each answer is compared with that
+of the undisturbed server, bit for bit. A pause is the longest time between two tokens of a stream
+that ran when the fault came, up to the next fault.
 
 """
 TAIL = """

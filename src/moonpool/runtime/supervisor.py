@@ -70,7 +70,8 @@ RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
 STEADY_S = 10.0
 """A head that served this long had started well."""
 HUNG_S = 30.0
-"""A head whose loop does not turn for this long is killed. One that is stopped is not hung."""
+"""A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
+is replaced at once, or left alone for its TLS connections."""
 WATCH_S = 1.0
 FINISH_S = 30.0
 """How long a head may take to end, in addition to its drain."""
@@ -420,14 +421,21 @@ class Supervisor:
                 _kill(self._head)
 
     async def _look(self) -> None:
-        """Replaces workers that a signal has stopped."""
+        """Replaces workers that a signal has stopped, and a head without TLS connections, which
+        would end with it."""
         while True:
             await asyncio.sleep(LOOK_S)
             workers = {} if self._launcher is None else self._launcher.workers()
-            for pid in self._stopped.look(filter(None, workers.values())):
-                (name,) = (name for name, worker in workers.items() if worker == pid)
-                assert self._launcher is not None
-                self._launcher.kill(name, "is stopped by a signal (SIGSTOP)")
+            watched = {pid: name for name, pid in workers.items() if pid}
+            head = self._head
+            if head is not None and self._heard_s is not None and not self._config.api.ssl_certfile:
+                watched[head.pid] = ""
+            for pid in self._stopped.look(watched):
+                if head is not None and pid == head.pid:
+                    log.warning("the head is stopped by a signal (SIGSTOP); killing it")
+                    _kill(head)
+                elif self._launcher is not None:
+                    self._launcher.kill(watched[pid], "is stopped by a signal (SIGSTOP)")
 
     async def _end(self) -> None:
         if self._upgrade is not None:

@@ -155,7 +155,7 @@ class Campaign:
         """Seconds until all streams go on and all processes are back; None if they are not."""
 
         def is_back() -> bool:
-            now = victims(server.pid)
+            now = victims(server.pid, ready=True)
             if any(len(now.get(kind, ())) < len(pids) for kind, pids in wanted.items()):
                 return False
             if not _has_joined(server, wanted):
