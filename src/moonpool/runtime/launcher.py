@@ -34,6 +34,8 @@ RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Delay after the first, second, ... death in short succession."""
 STEADY_S = 60.0
 """A worker that lived this long had started well, so its restart count is reset."""
+SERVING_STEADY_S = 10.0
+"""The same once the cluster is up. Most deaths are then no fault of the start."""
 STOP_S = 3.0
 
 WorkerProcess = ForkedProcess | asyncio.subprocess.Process
@@ -193,7 +195,8 @@ class LocalLauncher:
                 log.info("%s has left the cluster", instance_id)
                 self._forget_memory(instance_id)
                 return
-            if time.monotonic() - began_s > STEADY_S:
+            steady_s = SERVING_STEADY_S if self._started else STEADY_S
+            if time.monotonic() - began_s > steady_s:
                 restarts = 0
             if restarts >= MAX_RESTARTS and not self._started:
                 log.error("%s ended with code %s too often; giving up on it", instance_id, code)
