@@ -12,6 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
+from moonpool.api.connection.kept_stream import draw_facts
+from moonpool.api.errors import ApiError
+from moonpool.api.event_ids import EventPosition, last_event_id
 from moonpool.api.keys import KeyFileError, collect_keys
 from moonpool.attention_offload import wire as attention_wire
 from moonpool.config import ConfigError, parse_config
@@ -134,6 +137,11 @@ def _message(name: str, kind: Any) -> Reader:
 
 
 # Frames and handshakes
+
+
+def _event_ids() -> list[bytes]:
+    position = EventPosition.of(draw_facts("request-1", 100), "request-1", bytes(8))
+    return [f"{position.prefix()}{rest}".encode() for rest in ("12+AAAAAAAA", "0+.7+abcdefgh")]
 
 
 def _identity(name: str) -> Identity:
@@ -340,6 +348,12 @@ READERS = (
         (struct.error,),
     ),
     Reader("handshake", _handshake_samples, _handshakes, ()),
+    Reader(
+        "event-id",
+        _event_ids,
+        lambda data, folder: last_event_id({b"last-event-id": data}),
+        (ApiError,),
+    ),
     Reader("ssd-slot", _slot_samples, _read_slot, ()),
     Reader("ssd-index", _index_samples, _read_index, (FormatError,)),
     Reader("ssd-folder", _folder_samples, _read_folder, (StoreError,)),

@@ -33,7 +33,7 @@ def children_of(pid: int, kind: str) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            command = (folder / "cmdline").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").split()
         except OSError:
             continue
         if int(parent) == pid and kind.encode() in command:

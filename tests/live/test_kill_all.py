@@ -12,7 +12,7 @@ from tests.live.test_faults import shared_memory_names
 
 SIZES = ("--kv-tokens", "16384", "--block-size", "16", "--max-num-batched-tokens", "128")
 CAMPAIGN_S = 150.0
-LONGEST_STOP_S = 6.0
+STOPS_S = (0.5, 6.0)
 EVERYWHERE = {"head", "fork server", "body reader"}
 
 
@@ -35,7 +35,7 @@ def test_no_death_but_the_supervisors_costs_an_answer(arrangement: str, kinds: s
         ARRANGEMENTS[arrangement],
         16,
         random.Random(17),
-        LONGEST_STOP_S,
+        STOPS_S,
         said.append,
         (model, *SIZES),
     )

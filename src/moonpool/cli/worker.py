@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import click
 import uvloop
+from setproctitle import getproctitle, setproctitle
 
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.output import fail
@@ -124,6 +125,7 @@ def cluster_secret() -> bytes:
     help="Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
 )
 @click.option("--kept-memory", "kept", nargs=2, hidden=True)
+@click.option("--parts", "num_parts", type=int, default=0, hidden=True)
 @log_options
 @click.option(
     "--exit-with-parent", is_flag=True, help="End when the process that started this one ends."
@@ -145,6 +147,7 @@ def worker(
     keyfile: str,
     ca_certs: str,
     kept: tuple[str, str] | None,
+    num_parts: int,
     log_level: LogLevel,
     log_format: LogFormat,
     exit_with_parent: bool,
@@ -152,6 +155,8 @@ def worker(
     """Start one instance, which takes model and settings from the head it joins."""
     head_host, port = head_place(head_address, "--head")
     name = name or f"{role}-{secrets.token_hex(3)}"
+    if num_parts:
+        _fork_parts(num_parts, name)
     choose_logging(TelemetryConfig(log_level=log_level, log_format=log_format))
     set_up_logging(name)
     settle_threads()
@@ -196,6 +201,17 @@ def worker(
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+def _fork_parts(count: int, name: str) -> None:
+    """Prepares processes for the stages or ranks of this instance, before it has threads."""
+    from moonpool.cli.head_process import run_line
+    from moonpool.engine.parallel.spare_process import fork_spares
+
+    title = getproctitle()
+    setproctitle(f"moonpool part of {name}")
+    fork_spares(count, end_with, run_line)
+    setproctitle(title)
 
 
 def head_place(text: str, option: str) -> tuple[str, int]:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from moonpool.config import ClusterConfig, VllmConfig
+from moonpool.config import ClusterConfig, EngineConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
 from moonpool.storage.memory_files import KeptMemoryFiles
@@ -34,6 +34,8 @@ RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Delay after the first, second, ... death in short succession."""
 STEADY_S = 60.0
 """A worker that lived this long had started well, so its restart count is reset."""
+SERVING_STEADY_S = 10.0
+"""The same once the cluster is up. Most deaths are then no fault of the start."""
 STOP_S = 3.0
 
 WorkerProcess = ForkedProcess | asyncio.subprocess.Process
@@ -42,6 +44,11 @@ WorkerProcess = ForkedProcess | asyncio.subprocess.Process
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
     """Returns the variables that a worker's environment has in addition to its parent's."""
     return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+def _num_parts(engine: EngineConfig) -> dict[str, int]:
+    """The stages or ranks of an instance after the first, by role."""
+    return {role.value: engine.degree(role).num_processes - 1 for role in Role}
 
 
 class LocalLauncher:
@@ -57,11 +64,13 @@ class LocalLauncher:
         fork_server: ForkServer | None = None,
         vllm: VllmConfig | None = None,
         flags: Sequence[str] = (),
+        engine: EngineConfig | None = None,
     ) -> None:
         """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
 
         Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
-        the servers of workers with vLLM, and `flags` further options of every worker.
+        the servers of workers with vLLM, and `flags` further options of every worker. `engine` says
+        how many processes an instance has.
         """
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
@@ -84,6 +93,7 @@ class LocalLauncher:
                 own, other = format_cores(share.engine), format_cores(share.others)
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
+        self._num_parts = {} if engine is None else _num_parts(engine)
         self._memory: dict[str, KeptMemoryFiles] = {}
         self._processes: dict[str, WorkerProcess] = {}
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
@@ -185,7 +195,8 @@ class LocalLauncher:
                 log.info("%s has left the cluster", instance_id)
                 self._forget_memory(instance_id)
                 return
-            if time.monotonic() - began_s > STEADY_S:
+            steady_s = SERVING_STEADY_S if self._started else STEADY_S
+            if time.monotonic() - began_s > steady_s:
                 restarts = 0
             if restarts >= MAX_RESTARTS and not self._started:
                 log.error("%s ended with code %s too often; giving up on it", instance_id, code)
@@ -228,8 +239,10 @@ class LocalLauncher:
         line += [*self._flags, *self._places.get(instance_id, ())]
         line += self._kept_memory(role, instance_id)
         if self._fork_server is not None:
+            num_parts = 0 if instance_id in self._places else self._num_parts.get(role, 0)
+            parts = ("--parts", str(num_parts)) if num_parts else ()
             try:
-                return await self._fork_server.fork(line)
+                return await self._fork_server.fork([*line, *parts])
             except ForkServerError as error:
                 log.debug("%s starts as a new interpreter: %s", instance_id, error)
         return await asyncio.create_subprocess_exec(

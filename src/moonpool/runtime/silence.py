@@ -14,6 +14,8 @@ from pathlib import Path
 
 MAX_TURN_S = 1.0
 """The most that one turn of the head's loop counts as listening."""
+LOOK_S = 0.4
+"""From one look at processes that may be stopped to the next."""
 MOST_LOOKS = 3
 """A process that is stopped at so many looks in a row is not awaited any longer."""
 
@@ -51,7 +53,7 @@ class StoppedProcesses:
         self._num_looks: dict[int, int] = {}  # by process, only those that are stopped
 
     def look(self, pids: Iterable[int]) -> list[int]:
-        """Returns the processes not to wait for any longer. Call it once a second."""
+        """Returns the processes not to wait for any longer. Call it every LOOK_S."""
         stopped = [pid for pid in pids if self._state_of(pid) == "T"]
         self._num_looks = {pid: self._num_looks.get(pid, 0) + 1 for pid in stopped}
         return [pid for pid, num_looks in self._num_looks.items() if num_looks >= MOST_LOOKS]

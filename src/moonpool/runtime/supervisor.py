@@ -52,7 +52,7 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.silence import ListeningClock, StoppedProcesses
+from moonpool.runtime.silence import LOOK_S, ListeningClock, StoppedProcesses
 from moonpool.runtime.succession import (
     NextHead,
     SuccessionError,
@@ -70,7 +70,8 @@ RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
 STEADY_S = 10.0
 """A head that served this long had started well."""
 HUNG_S = 30.0
-"""A head whose loop does not turn for this long is killed. One that is stopped is not hung."""
+"""A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
+is replaced at once, or left alone for its TLS connections."""
 WATCH_S = 1.0
 FINISH_S = 30.0
 """How long a head may take to end, in addition to its drain."""
@@ -124,13 +125,14 @@ class Supervisor:
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ClusterError if the cluster cannot start."""
         _raise_file_limit()
-        watch = asyncio.create_task(self._watch())
+        watches = [asyncio.create_task(self._watch()), asyncio.create_task(self._look())]
         try:
             if self._state is not None:
                 self._adopt(self._state)
             await self._keep_head(stop)
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await self._end()
 
     async def _keep_head(self, stop: asyncio.Event) -> None:
@@ -313,6 +315,7 @@ class Supervisor:
             self._fork_server,
             self._config.vllm,
             self._config.tls.flags(),
+            self._config.engine,
         )
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
@@ -408,7 +411,6 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_S)
             self._clock.tick(time.monotonic())
-            self._replace_stopped_workers()
             if self._head is None or self._heard_s is None:
                 continue
             if is_stopped(self._head.pid):
@@ -418,12 +420,22 @@ class Supervisor:
                 self._heard_s = None
                 _kill(self._head)
 
-    def _replace_stopped_workers(self) -> None:
-        workers = {} if self._launcher is None else self._launcher.workers()
-        for pid in self._stopped.look(filter(None, workers.values())):
-            (name,) = (name for name, worker in workers.items() if worker == pid)
-            assert self._launcher is not None
-            self._launcher.kill(name, "is stopped by a signal (SIGSTOP)")
+    async def _look(self) -> None:
+        """Replaces workers that a signal has stopped, and a head without TLS connections, which
+        would end with it."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            workers = {} if self._launcher is None else self._launcher.workers()
+            watched = {pid: name for name, pid in workers.items() if pid}
+            head = self._head
+            if head is not None and self._heard_s is not None and not self._config.api.ssl_certfile:
+                watched[head.pid] = ""
+            for pid in self._stopped.look(watched):
+                if head is not None and pid == head.pid:
+                    log.warning("the head is stopped by a signal (SIGSTOP); killing it")
+                    _kill(head)
+                elif self._launcher is not None:
+                    self._launcher.kill(watched[pid], "is stopped by a signal (SIGSTOP)")
 
     async def _end(self) -> None:
         if self._upgrade is not None:

@@ -49,7 +49,7 @@ from moonpool.runtime.instance_boot import (
     BootedInstance,
     boot_instance,
 )
-from moonpool.runtime.silence import StoppedProcesses
+from moonpool.runtime.silence import LOOK_S, StoppedProcesses
 from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     ExitProcess,
@@ -118,6 +118,7 @@ class Worker(InstanceProcess):
         """Serves until the head stops this worker. Raises WorkerError: a HungError if the engine's
         thread hangs."""
         heartbeat = asyncio.create_task(self._beat())
+        looks = asyncio.create_task(self._end_stopped_parts())
         try:
             await self._link.run(head_host, head_port)
         except WorkerError as error:
@@ -126,6 +127,7 @@ class Worker(InstanceProcess):
             raise
         finally:
             heartbeat.cancel()
+            looks.cancel()
             self._close()
 
     # The link's follower
@@ -242,19 +244,21 @@ class Worker(InstanceProcess):
             await asyncio.sleep(HEARTBEAT_S)
             if self._booted is not None and self._link.channel is not None:
                 self._link.send(self._booted.load())
-                self._end_stopped_parts(self._booted)
             # Counted in beats, not by the clock: a suspended process has no hanging engine.
             hangs = self._watch.wait(HEARTBEAT_S) if self._watch is not None else None
             if hangs is not None:
                 self._on_hang(hangs)
                 return
 
-    def _end_stopped_parts(self, booted: BootedInstance) -> None:
+    async def _end_stopped_parts(self) -> None:
         """Kills stages and ranks that a signal has stopped. The instance ends with them."""
-        for pid in self._stopped.look(booted.part_pids):
-            log.error("process %d of this instance is stopped by a signal; killing it", pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            parts = [] if self._booted is None else self._booted.part_pids
+            for pid in self._stopped.look(parts):
+                log.error("process %d of this instance is stopped by a signal; killing it", pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _on_hang(self, message: str) -> None:
         """Ends the process by a deadline. The head moves its requests elsewhere at once."""

@@ -96,6 +96,25 @@ def test_a_stream_that_nobody_reads_is_cancelled(monkeypatch: pytest.MonkeyPatch
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+def test_a_stream_that_nobody_reads_takes_no_more_output_than_fits_its_buffers() -> None:
+    num_outputs = 0
+
+    def counted(request: Request) -> Iterator[Step]:
+        nonlocal num_outputs
+        for step in endless(request):
+            num_outputs += isinstance(step, Output)
+            yield step
+
+    head = ScriptedHead(counted)  # type: ignore[arg-type]
+    with served(head) as url, streaming(url):
+        before = -1
+        while num_outputs != before:
+            before = num_outputs
+            time.sleep(1.0)
+        assert 10 < num_outputs < 10_000  # of about 1 KiB each: what the kernel takes, and 64 KiB
+        assert head.aborted == []
+
+
 @pytest.mark.long
 def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "UNREAD_S", 3.0)

@@ -130,3 +130,28 @@ def test_a_worker_that_stands_still_is_killed_and_started_anew(
     monkeypatch.setattr(launcher_module, "STOP_S", 0.1)
     uvloop.run(run())
     assert len(processes) == 2 and processes[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("serving_steady_s", "fewest", "most"), [(0.1, 6, 40), (60.0, 2, 4)])
+def test_a_worker_that_served_well_is_started_again_without_a_delay(
+    serving_steady_s: float, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned = 0
+
+    async def spawn(*_: Any) -> asyncio.subprocess.Process:
+        nonlocal spawned
+        spawned += 1
+        return await asyncio.create_subprocess_exec("sh", "-c", "sleep 0.15; exit 1")
+
+    monkeypatch.setattr(launcher_module, "SERVING_STEADY_S", serving_steady_s)
+    monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+
+    async def run() -> None:
+        launcher = make_launcher()
+        launcher.note_started()
+        launcher.start()
+        await asyncio.sleep(2.5)
+        await launcher.stop()
+
+    uvloop.run(run())
+    assert fewest <= spawned <= most

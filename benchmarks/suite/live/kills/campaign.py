@@ -67,12 +67,13 @@ class Campaign:
         arrangement: Sequence[str],
         streams: int,
         rng: random.Random,
-        stop_s: float,
+        stop_s: tuple[float, float],
         report: Callable[[str], None],
         sizes: Sequence[str] = (MODEL, *SIZES),
         only: Sequence[str] = (),
     ) -> None:
-        """`stop_s` is the longest SIGSTOP. `only`: kinds of processes; all of them without any."""
+        """`stop_s`: the shortest and the longest SIGSTOP. `only`: kinds of processes to hit; all of
+        them without any."""
         self._only = only
         self._arguments = [*sizes[:1], *arrangement, *sizes[1:], *PATIENT]
         self._calls = calls(streams, rng.randrange(1 << 30))
@@ -130,7 +131,7 @@ class Campaign:
             self._report(f"there is no {kind} to hit")
             return
         pid = self._rng.choice(found)
-        stopped_s = self._rng.uniform(LEAST_STOP_S, self._stop_s) if sign == signal.SIGSTOP else 0.0
+        stopped_s = self._rng.uniform(*self._stop_s) if sign == signal.SIGSTOP else 0.0
         at_s = time.monotonic()
         try:
             os.kill(pid, sign)
@@ -154,7 +155,7 @@ class Campaign:
         """Seconds until all streams go on and all processes are back; None if they are not."""
 
         def is_back() -> bool:
-            now = victims(server.pid)
+            now = victims(server.pid, ready=True)
             if any(len(now.get(kind, ())) < len(pids) for kind, pids in wanted.items()):
                 return False
             if not _has_joined(server, wanted):
@@ -201,7 +202,9 @@ def bench_kills(
     arrangements = []
     for name in names:
         said = _prefixed(name, report)
-        campaign = Campaign(ARRANGEMENTS[name], streams, rng, stop_s, said, only=only)
+        campaign = Campaign(
+            ARRANGEMENTS[name], streams, rng, (LEAST_STOP_S, stop_s), said, only=only
+        )
         campaign.run(kills, stops, seconds)
         arrangements.append({"arrangement": name} | figures(campaign))
     return {
@@ -224,6 +227,7 @@ def figures(campaign: Campaign) -> dict[str, Any]:
     for kind, sign, had_twin in kinds:
         these = [n for n, f in enumerate(campaign.faults) if f[:3] == (kind, sign, had_twin)]
         met = [r for r in replies if (kind, sign, had_twin) in campaign.met(r)]
+        pauses = sorted(p for n in these for p in campaign.pauses(n))
         back = [campaign.faults[n].recovery_s for n in these]
         rows.append(
             {
@@ -232,7 +236,8 @@ def figures(campaign: Campaign) -> dict[str, Any]:
                 "had_twin": had_twin,
                 "times": len(these),
                 "answers": _outcomes(met),
-                "pause_s": _spread([p for n in these for p in campaign.pauses(n)]),
+                "pause_s": _spread(pauses),
+                "pauses_s": [round(pause, 3) for pause in pauses],
                 "stopped_s": [round(campaign.faults[n].stopped_s, 2) for n in these],
                 "recovery_s": back,
                 "not_recovered": back.count(None),

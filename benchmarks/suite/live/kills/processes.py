@@ -14,7 +14,8 @@ KINDS = {  # a word of the command line -> kind; workers say their role
     "moonpool.api.body_process": "body reader",
     "moonpool.transfer.nixl_agent_process": "NIXL agent",
 }
-FORK_SERVER = ("moonpool fork server", " fork-server ")
+IMPORTING = " fork-server "
+FORK_SERVER = ("moonpool fork server", IMPORTING)
 
 
 class Process(NamedTuple):
@@ -46,8 +47,9 @@ def kind_of(command: str) -> str:
     return next((kind for word, kind in KINDS.items() if word in words), "")
 
 
-def victims(supervisor: int) -> dict[str, list[int]]:
-    """The processes that the supervisor and its children have started, by kind."""
+def victims(supervisor: int, ready: bool = False) -> dict[str, list[int]]:
+    """The processes that the supervisor and its children have started, by kind. `ready`: without a
+    fork server that still imports."""
     by_parent: dict[int, list[Process]] = {}
     for process in processes():
         by_parent.setdefault(process.parent, []).append(process)
@@ -56,6 +58,8 @@ def victims(supervisor: int) -> dict[str, list[int]]:
     while parents:
         for child in by_parent.get(parents.pop(), ()):
             parents.append(child.pid)
+            if ready and IMPORTING in f"{child.command} ":
+                continue
             if kind := kind_of(child.command):
                 found.setdefault(kind, []).append(child.pid)
     return {kind: sorted(pids) for kind, pids in sorted(found.items())}

@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from moonpool.engine.ops import KvCache, block_dtype
+from moonpool.engine.parallel.spare_process import SpareProcess, begin_spare
 from moonpool.engine.parallel.stage_ring import RingSize, create_ring
 from moonpool.engine.parallel.stage_wire import (
     FromFirst,
@@ -67,7 +68,9 @@ class StagePlace:
 class PeerProcess:
     """The first process's handle on another stage or rank."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes] | SpareProcess, control: socket.socket
+    ) -> None:
         self.name = name
         self.process = process
         self.control = control
@@ -118,11 +121,14 @@ def start_peer(
     fds: Sequence[int],
     threads: int,
 ) -> PeerProcess:
-    """Starts `moonpool` with `command` and sends it the setup and the descriptors `fds`."""
+    """Runs `moonpool` with `command`, in a spare process if there is one. Sends it the setup and
+    the descriptors `fds`."""
     control, inherited = socket.socketpair()
     number, fd = str(threads), str(inherited.fileno())
     with inherited:
-        process = subprocess.Popen(  # noqa: S603 - our own interpreter
+        process: subprocess.Popen[bytes] | SpareProcess | None
+        process = begin_spare([*command, "--control-fd"], inherited.fileno())
+        process = process or subprocess.Popen(  # noqa: S603 - our own interpreter
             [sys.executable, "-m", "moonpool", *command, "--control-fd", fd],
             env=os.environ | {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number},
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,115 @@
+"""Processes that a worker forks before it has threads, for its stages and ranks.
+
+A new interpreter needs 1.5 to 2 s of CPU to import torch; an instance that has lost a stage would
+wait for that. A worker that was itself forked has imported torch already. It forks its spares first
+of all. Each waits for the command line of a stage or rank, and ends with the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+MAX_LINE_BYTES = 1 << 16
+_spares: list[SpareProcess] = []
+
+
+class SpareProcess:
+    """A child of this process, with the part of `subprocess.Popen`'s interface that peers need."""
+
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._control = control
+        self._pidfd = os.pidfd_open(pid)
+
+    def begin(self, line: Sequence[str], fd: int) -> bool:
+        """Lets it run the command line, whose last word becomes its number of `fd`. Returns False
+        if it has ended."""
+        try:
+            with self._control:
+                socket.send_fds(self._control, [msgspec.json.encode(list(line))], [fd])
+        except OSError:
+            self.kill()
+            self.wait()
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns its exit status. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            limit_ms = None if timeout is None else 1e3 * timeout
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if not poll.poll(limit_ms):
+                raise subprocess.TimeoutExpired("spare process", timeout or 0.0)
+            ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+            os.close(self._pidfd)
+            assert ended is not None
+            by_itself = ended.si_code == os.CLD_EXITED
+            self.returncode = ended.si_status if by_itself else -ended.si_status
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+def fork_spares(
+    count: int, end_with: Callable[[int], object], run_line: Callable[[list[str]], object]
+) -> None:
+    """Forks so many processes. Each calls `end_with` with this process's id at once, and later
+    `run_line` with the command line that it is given. Forks none if torch is not imported yet, or
+    if there are threads: a fork would copy only one."""
+    if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent_pid = os.getpid()
+    for _ in range(count):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for spare in _spares:
+                spare._control.close()
+            _spares.clear()
+            os.setsid()  # Ctrl-C must reach the head only
+            end_with(parent_pid)
+            _wait_and_run(theirs, run_line)
+        theirs.close()
+        _spares.append(SpareProcess(pid, ours))
+
+
+def begin_spare(line: Sequence[str], fd: int) -> SpareProcess | None:
+    """Runs a command line in a spare process; None if there is none. Its last word will be its
+    number of `fd`."""
+    while _spares:
+        spare = _spares.pop()
+        if spare.begin(line, fd):
+            return spare
+    return None
+
+
+def _wait_and_run(control: socket.socket, run_line: Callable[[list[str]], object]) -> None:
+    """Never returns."""
+    status = 1
+    try:
+        with control:
+            line, fds, _, _ = socket.recv_fds(control, MAX_LINE_BYTES, 1)
+        if line:
+            run_line([*msgspec.json.decode(line, type=list[str]), *map(str, fds)])
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
