@@ -386,6 +386,8 @@ class World:
         if finished:
             if record.attempts == 1:
                 check_times(record)
+            if self._is_undisturbed(truth):
+                assert record.attempts == 1, f"{request_id} needed {record.attempts} attempts"
             assert record.ttft_s is not None and record.ttft_s >= 0
             assert request_id not in self.refusals
             return
@@ -406,6 +408,11 @@ class World:
     ) -> None:
         """Asserts that without faults a request that fits is refused before its first attempt or
         not at all, except by the decode instance's own check of the SLO."""
+        if self._is_undisturbed(truth) and refusal.reason != "tbt_slo_late":
+            assert record.attempts == 0, f"{record.request_id} refused late: {refusal}"
+
+    def _is_undisturbed(self, truth: Truth) -> bool:
+        """Whether the request fits, in a run without faults and with true predictions."""
         opts, request = self.options, truth.request
         most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         promised = min(life.instance.num_blocks for life in self.lives.values())
@@ -413,8 +420,7 @@ class World:
         disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
         # The Conductor counts an instance's free blocks regardless of their arenas.
         disturbed = disturbed or len(opts.arenas) > 1
-        if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo_late":
-            assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
+        return opts.faultless and fits and not disturbed
 
     def _check_cache(self, life: Life, kept: set[BlockKey]) -> None:
         """Asserts that cached blocks match their keys; adds those that must stay to `kept`."""
