@@ -8,8 +8,7 @@ from typing import Any
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.storage import store as store_module
 from moonpool.storage.tier_store import ArenaBlocks
-from moonpool.transfer import slice_receiver
-from moonpool.transfer.reshard import ReshardPlan
+from moonpool.transfer.reshard import ShardView
 from moonpool.transfer.slice_receiver import VERIFIED, SliceReceiver
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method, nothing
@@ -58,17 +57,14 @@ def _one_layout(original: Any) -> Any:
 
 @plant(
     "a shard takes the wrong part of a slice",
-    slice_receiver,
-    "reshard_plan",
+    ShardView,
+    "of",
     like="sglang#15674 llm-d#2433",
     check="wire",
 )
 def _wrong_part(original: Method) -> Method:
-    def defective(theirs: Any, ours: Any) -> ReshardPlan | None:
-        plan = original(theirs, ours)
-        if plan is None:
-            return None
-        return ReshardPlan(plan.source_bytes, tuple((0, to, n) for _, to, n in plan.pieces))
+    def defective(self: ShardView, whole: memoryview) -> list[memoryview]:
+        return [whole[: end - start] for start, end in self.ranges]
 
     return defective
 
