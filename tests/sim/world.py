@@ -446,6 +446,8 @@ class World:
         self._check_refusal_was_early(truth, refusal, record)
         if request_id in self.kept:
             assert refusal.status != 429, "an answer under way is refused for its load"
+            gone = refusal.reason in ("no_instance", "no_prefill_instance", "no_decode_instance")
+            assert not gone or self.options.num_drains, "a new head waits for no instance"
         short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
         assert refusal.status != 504 or short, "it hung until its deadline"
 

@@ -205,19 +205,6 @@ def _wait_forever(original: Method) -> Method:
     return nothing(original)
 
 
-@plant(
-    "the room that an answer will need is not looked at",
-    AttemptPlanner,
-    "_footprint",
-    like="vllm#2901 vllm#18826",
-)
-def _no_foresight(original: Method) -> Method:
-    def defective(self: AttemptPlanner, *args: Any) -> Any:
-        return msgspec.structs.replace(original(self, *args), expected_tokens=0)
-
-    return defective
-
-
 @plant("a lost instance ends its requests", RequestLifecycle, "_retry", like="dynamo#732")
 def _give_up(original: Method) -> Method:
     def defective(self: RequestLifecycle, *args: Any, **more: Any) -> None:

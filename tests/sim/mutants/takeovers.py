@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.conductor.attempt_planner import AttemptPlanner
-from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.state import Attempt
 from moonpool.conductor.waiting import WaitingRequests
@@ -27,21 +26,6 @@ def _from_the_start(original: Method) -> Method:
 
 
 @plant(
-    "a new head refuses an answer under way for its load",
-    Conductor,
-    "handle",
-    like="dynamo#3493",
-)
-def _as_if_new(original: Method) -> Method:
-    def defective(self: Conductor, event: Any, now: float) -> Any:
-        if getattr(event, "delivered", None) == ():
-            event = type(event)(event.request)
-        return original(self, event, now)
-
-    return defective
-
-
-@plant(
     "attempts of two heads have the same names",
     AttemptPlanner,
     "attempt",
@@ -56,6 +40,11 @@ def _same_names(original: Method) -> Method:
     return defective
 
 
-@plant("a new head does not wait for the last one's instances", WaitingRequests, "expect")
+@plant(
+    "a new head does not wait for the last one's instances",
+    WaitingRequests,
+    "expect",
+    like="dynamo#3493",
+)
 def _no_patience(original: Method) -> Method:
     return nothing(original)
