@@ -1,4 +1,8 @@
-"""Makes docs/reliability.md from benchmarks/results/faults.json and kills.json."""
+"""Makes docs/reliability.md from results: faults, kills, planted bugs, fuzzing, trials.
+
+`moonpool bench faults` writes it; `python -m benchmarks.reliability_page` makes it again from the
+results that are there.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from benchmarks.checkout import ROOT
 
 KILLS = ROOT / "benchmarks" / "results" / "kills.json"
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
+MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
+FUZZ = ROOT / "benchmarks" / "results" / "fuzz.json"
+TRIALS = ROOT / "benchmarks" / "results" / "trials.json"
 PAGE = ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability
 
@@ -52,7 +59,7 @@ def page(found: dict[str, Any], kills: dict[str, Any]) -> str:
             f"| {row['fault']} | {row['times']} | {row['promised']} | {seen} | {p50} | {p99} |"
         )
     single = HEAD + "\n".join(lines) + "\n" + _measured(found)
-    return single + CAMPAIGN + _campaign(kills) + _measured(kills) + TAIL
+    return single + CAMPAIGN + _campaign(kills) + _measured(kills) + TAIL + _others()
 
 
 def _measured(found: dict[str, Any]) -> str:
@@ -89,6 +96,98 @@ def _quantiles(pauses: list[float]) -> tuple[str, str, str]:
     return f"{cuts[49]:.2f} s", f"{cuts[98]:.2f} s", f"{max(pauses):.2f} s"
 
 
+def _others() -> str:
+    sections = ((MUTANTS, mutant_section), (FUZZ, fuzz_section), (TRIALS, trial_section))
+    return "".join(make(json.loads(path.read_text())) for path, make in sections if path.exists())
+
+
+def mutant_section(found: dict[str, Any]) -> str:
+    """Planted bugs, and what finds each."""
+    rows = found["mutants"]
+    like = {issue for row in rows for issue in row["like"]}
+    lines = [
+        "",
+        "## Planted bugs",
+        "",
+        f"Each of these {len(rows)} bugs is a small patch of our code, and a check must find it.",
+        f"{sum(bool(row['like']) for row in rows)} of them are of the kind of {len(like)} public",
+        "issues of other systems. `python -m tests.sim.mutants` plants them one by one;",
+        "`make long` tests all. The checks are seeded: the swarm simulates clusters with faults,",
+        "`wire` moves blocks between two messengers, and `disk` keeps them in files.",
+        "",
+        "| planted bug | a bug of this kind | check | first case that finds it | found as |",
+        "|" + " --- |" * 5,
+    ]
+    for row in rows:
+        issues = ", ".join(row["like"]) or "-"
+        what = row["what"].removeprefix("AssertionError: ").replace("|", "/")[:60]
+        case = "-" if row["case"] is None else row["case"]
+        lines.append(f"| {row['name']} | {issues} | {row['check']} | {case} | `{_code(what)}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return text.replace("`", "'")
+
+
+def fuzz_section(found: dict[str, Any]) -> str:
+    """Inputs and findings by reader."""
+    kinds = ("crashes", "hangs", "tracebacks", "errors_5xx", "growth", "other")
+    words = ("crashes", "hangs", "tracebacks", "5xx", "memory", "other")
+    lines = [
+        "",
+        "## Fuzzing",
+        "",
+        f"{found['inputs']:,} mutated inputs by `{found['origin']['command']}`; runs add up.",
+        "",
+        f"| reader | inputs | {' | '.join(words)} |",
+        "|" + " --- |" * (2 + len(words)),
+    ]
+    for name, counts in found["readers"].items():
+        cells = " | ".join(str(counts[kind]) for kind in kinds)
+        lines.append(f"| {name} | {counts['inputs']:,} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def trial_section(found: dict[str, Any]) -> str:
+    """The trial of several systems."""
+    lines = [
+        "",
+        "## Trials",
+        "",
+        "`moonpool bench trials` looks for wrong answers of each system on one machine, in quiet",
+        "and under load,",
+        "with forked prefixes, evictions, cache resets, and clients that leave.",
+        "",
+        "| system | answers compared | wrong | near-ties | foreign text | cut or hung | proven |",
+        "|" + " --- |" * 7,
+    ]
+    for name, figures in found["servers"].items():
+        phases = [figures["quiet"], figures["load"]]
+
+        def total(group: str, *keys: str, phases: list[Any] = phases) -> int:
+            return sum(phase[group].get(key, 0) for phase in phases for key in keys)
+
+        cells = (
+            sum(phase["answered"] for phase in phases),
+            total("kinds", "wrong", "missing", "doubled"),
+            total("kinds", "near_tie"),
+            sum(phase["foreign"] for phase in phases),
+            total("failed", "cut", "hung"),
+            "; ".join(figures["proven"]) or "nothing",
+        )
+        lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+    for name, why in found["absent"].items():
+        lines.append(f"| {name} | left out: {why.replace('|', '/')} | - | - | - | - | - |")
+    origin = found["origin"]
+    where = f"\nMeasured by `{origin['command']}` at {origin['commit']} on {origin['machine']}.\n"
+    return "\n".join(lines) + "\n" + where
+
+
 def current() -> str:
     """The page that the committed results give."""
     return page(json.loads(RESULTS.read_text()), json.loads(KILLS.read_text()))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(current())

@@ -28,6 +28,7 @@ from benchmarks.cli.plan import plan
 from benchmarks.cli.reuse import prefetch, reuse
 from benchmarks.cli.speculation import speculation
 from benchmarks.cli.start import start
+from benchmarks.cli.trials import trials
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 from moonpool.config import Admission, ConductorConfig, Placement, choices
@@ -61,6 +62,7 @@ bench.add_command(kills)
 bench.add_command(plan)
 bench.add_command(admission)
 bench.add_command(speculation)
+bench.add_command(trials)
 
 
 @bench.command()

@@ -51,6 +51,7 @@ from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, ServerH
 from moonpool.transfer.wire import Codec, Message, unpack_offers
 from moonpool.types import MALFORMED, InstanceId
 from moonpool.vllm.events import read_batch
+from tests.fuzz.http_surface import ask, http_samples
 from tests.fuzz.message_samples import samples_of
 from tests.unit.engine.gguf_files import tiny_llama
 from tests.unit.storage.store_harness import key_of, make_layout
@@ -375,5 +376,6 @@ READERS = (
     Reader("model-config", _model_configs, _read_model_config, (ModelError,)),
     Reader("checkpoint", _checkpoint_samples, _read_checkpoint, (ModelError,)),
     Reader("gguf", _gguf_samples, _read_gguf, (ModelError, TokenizerError)),
+    Reader("http", http_samples, ask, ()),
     Reader("vllm-events", _event_samples, lambda data, folder: read_batch(data), (ValueError,)),
 )

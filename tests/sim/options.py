@@ -62,6 +62,7 @@ class Options:
     segment_blocks: int = 0  # consecutive blocks of a sequence in one arena; 0: all
     store_shared: bool = False  # one shared store instead of the disks
     disk_hang_rate: float = 0.0  # of stores and loads
+    keeps_streams: bool = False  # another head goes on with the answers of one that crashed
 
     @property
     def arenas(self) -> tuple[int, ...]:
@@ -163,7 +164,18 @@ def draw_options(rng: random.Random) -> Options:
         num_stages=policies.choice((1, 1, 1, 2, 3)),
         num_drains=policies.choice((0, 0, 1, 3)),
     )
-    return _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
+    options = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
+    return _draw_takeovers(options)
+
+
+def _draw_takeovers(options: Options) -> Options:
+    """Heads that crash may be replaced without a loss. Other runs stay as they were."""
+    rng = random.Random(repr(options) + "heads")
+    if options.num_head_crashes:
+        return replace(options, keeps_streams=rng.random() < 0.7)
+    if rng.random() < 0.1:
+        return replace(options, keeps_streams=True, num_head_crashes=rng.randint(1, 3))
+    return options
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:

@@ -15,6 +15,7 @@ from moonpool.conductor.actions import (
     DrainRequested,
     InstanceJoined,
     InstanceLost,
+    InstancesExpected,
     Refuse,
     Reported,
     RequestArrived,
@@ -42,7 +43,7 @@ from moonpool.protocol.messages import (
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
-from moonpool.types import BlockKey, InstanceId, RequestId, Role
+from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
 from tests.sim.messenger import FetchOperation, StreamOperation
@@ -92,7 +93,9 @@ class World:
             ssd_admission=opts.ssd_admission,  # type: ignore[arg-type]
             store_shared=opts.store_shared,
         )
+        self._num_heads = 0
         self.conductor = self._new_conductor()
+        self.head_is_up = True
         self.truths: dict[RequestId, Truth] = {}
         self.lives: dict[InstanceId, Life] = {}
         self.disks: dict[InstanceId, Disk] = {}
@@ -103,6 +106,8 @@ class World:
         self.ended: dict[RequestId, RequestEnded] = {}
         self.cancelled: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
+        self.kept: dict[RequestId, int] = {}  # outlived a head, with so many tokens by then
+        self._missed: list[ConductorEvent] = []  # while no head was up
         self.seen: Counter[str] = Counter()
         self._told: set[tuple[Life, type, AttemptId]] = set()
         self._num_lives = 0
@@ -112,8 +117,10 @@ class World:
         self._start()
 
     def _new_conductor(self) -> Conductor:
+        self._num_heads += 1
         conductor = Conductor(
-            ConductorConfig(
+            life=str(self._num_heads) if self.options.keeps_streams else "",
+            config=ConductorConfig(
                 admission=self.options.admission,  # type: ignore[arg-type]
                 placement=self.options.placement,  # type: ignore[arg-type]
                 decode_prediction=self.options.decode_prediction,  # type: ignore[arg-type]
@@ -121,7 +128,7 @@ class World:
                 kvcache_balancing_threshold=self.options.threshold,
                 role_balance=self.options.role_balance,  # type: ignore[arg-type]
                 role_balance_window_s=1.0,
-            )
+            ),
         )
         if self.options.books_little:
             conductor.output_predictor.lengths.mean.value = 1.0
@@ -159,6 +166,9 @@ class World:
 
     def on_joined(self, life: Life, info: InstanceInfo, down: Link) -> None:
         life.joined = True
+        if not self.head_is_up:
+            life.lose_head()
+            return
         self._channels[life.instance_id] = (life, down)
         self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
@@ -188,6 +198,10 @@ class World:
         self.clock.after(self.clock.rng.random() * 2, lambda: self._begin_life(life))
 
     def post(self, event: ConductorEvent) -> None:
+        if not self.head_is_up:
+            if isinstance(event, RequestArrived | RequestCancelled):
+                self._missed.append(event)  # the client tries again
+            return
         self.note("head", event)
         actions = self.conductor.handle(event, self.clock.now)
         self.conductor.validate()
@@ -280,7 +294,8 @@ class World:
     def _cancel(self, request_id: RequestId) -> None:
         self.cancelled.add(request_id)
         self.post(RequestCancelled(request_id))
-        assert request_id in self.ended or request_id in self.lost_with_head, "it goes on"
+        if self.head_is_up:
+            assert request_id in self.ended or request_id in self.lost_with_head, "it goes on"
 
     def _kill_one(self) -> None:
         life = self.clock.rng.choice(list(self.lives.values()))
@@ -316,18 +331,46 @@ class World:
             self.post(DrainRequested(life.instance_id, within_s, "a test"))
 
     def _crash_head(self) -> None:
-        """Restarts the head without any state; its clients lose their connections."""
-        self.lost_with_head |= set(self.conductor.requests)
+        """Restarts the head without any state. Its clients lose their connections, or another head
+        goes on with their answers."""
+        if not self.head_is_up:
+            return
+        under_way = {name: t.request for name, t in self.conductor.requests.items()}
+        roles = self.conductor.expected
         self.conductor = self._new_conductor()
         self._channels.clear()
+        self.head_is_up = False
         for life in self.lives.values():
             life.lose_head()
+        if not self.options.keeps_streams:
+            self.lost_with_head |= set(under_way)
+            self.head_is_up = True
+            return
+        # A supervisor starts the next one at once; a standby on another machine later.
+        gap_s = self.clock.rng.choice((0.0, 1.0)) * self.clock.rng.random()
+        self.clock.after(gap_s, lambda: self._take_over(under_way, roles))
+
+    def _take_over(
+        self, under_way: dict[RequestId, Request], roles: dict[InstanceId, Role]
+    ) -> None:
+        """Another head goes on with the answers that the last one began."""
+        self.head_is_up = True
+        self.seen["takeovers"] += 1
+        self.post(InstancesExpected(roles))
+        for name, request in under_way.items():
+            delivered = tuple(t.token_id for d in self.answers.get(name, ()) for t in d.tokens)
+            self.kept[name] = len(delivered)
+            self.post(RequestArrived(request, delivered))
+        missed, self._missed = self._missed, []
+        for event in missed:
+            self.post(event)
 
     def _tick(self) -> None:
         self.post(Tick())
         drains = [state.drain for state in self.conductor.instances.values() if state.drain]
         leaving = any(drain.becomes is None for drain in drains)
-        if self.conductor.requests or leaving or self.clock.now < self._last_arrival_s:
+        waits = bool(self.conductor.requests) or not self.head_is_up
+        if waits or leaving or self.clock.now < self._last_arrival_s:
             self.clock.after(TICK_S, self._tick)
 
     def run(self) -> None:
@@ -379,13 +422,16 @@ class World:
         finished = bool(delivers) and delivers[-1].finish is not None
         assert (record.outcome == truth.finish.value) == finished
         assert record.finished_s is not None
-        assert record.num_generated_tokens == sum(len(d.tokens) for d in delivers)
+        before = self.kept.get(request_id, 0)
+        assert record.num_generated_tokens + before == sum(len(d.tokens) for d in delivers)
         self.seen[f"outcome {record.outcome}"] += 1
         if record.prefill_instance is not None:
             self.seen["inline prefill"] += record.prefill_instance.startswith("decode")
         if finished:
             if record.attempts == 1:
                 check_times(record)
+            if self._is_undisturbed(truth):
+                assert record.attempts == 1, f"{request_id} needed {record.attempts} attempts"
             assert record.ttft_s is not None and record.ttft_s >= 0
             assert request_id not in self.refusals
             return
@@ -398,6 +444,10 @@ class World:
         if refusal.status in (429, 503):
             assert refusal.retry_after_s is not None and 1 <= refusal.retry_after_s <= 120
         self._check_refusal_was_early(truth, refusal, record)
+        if request_id in self.kept:
+            assert refusal.status != 429, "an answer under way is refused for its load"
+            gone = refusal.reason in ("no_instance", "no_prefill_instance", "no_decode_instance")
+            assert not gone or self.options.num_drains, "a new head waits for no instance"
         short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
         assert refusal.status != 504 or short, "it hung until its deadline"
 
@@ -406,6 +456,11 @@ class World:
     ) -> None:
         """Asserts that without faults a request that fits is refused before its first attempt or
         not at all, except by the decode instance's own check of the SLO."""
+        if self._is_undisturbed(truth) and refusal.reason != "tbt_slo_late":
+            assert record.attempts == 0, f"{record.request_id} refused late: {refusal}"
+
+    def _is_undisturbed(self, truth: Truth) -> bool:
+        """Whether the request fits, in a run without faults and with true predictions."""
         opts, request = self.options, truth.request
         most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         promised = min(life.instance.num_blocks for life in self.lives.values())
@@ -413,8 +468,7 @@ class World:
         disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
         # The Conductor counts an instance's free blocks regardless of their arenas.
         disturbed = disturbed or len(opts.arenas) > 1
-        if opts.faultless and fits and not disturbed and refusal.reason != "tbt_slo_late":
-            assert record.attempts == 0, f"{request.request_id} refused late: {refusal}"
+        return opts.faultless and fits and not disturbed
 
     def _check_cache(self, life: Life, kept: set[BlockKey]) -> None:
         """Asserts that cached blocks match their keys; adds those that must stay to `kept`."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz.campaign import run_apart
-from tests.fuzz.harness import MAX_INPUT_MEMORY, fuzz
+from tests.fuzz.figures import Counts, Figures
+from tests.fuzz.harness import MAX_INPUT_MEMORY, Finding, fuzz
 from tests.fuzz.readers import READERS, Reader
 
-SLOW = {"gguf": 60, "checkpoint": 60, "ssd-folder": 150, "trace": 150}
+SLOW = {"gguf": 60, "checkpoint": 60, "ssd-folder": 150, "trace": 150, "http": 200}
+ROOT = Path(__file__).parents[2]
 SHORT_INPUTS = 400
 LONG_INPUTS = 5_000
 BY_NAME = {reader.name: reader for reader in READERS}
@@ -57,3 +61,29 @@ def test_the_harness_finds(
     assert findings
     assert words in findings[0].what
     assert (tmp_path / "last-input").exists()
+
+
+def test_counts_are_kept_between_runs(tmp_path: Path) -> None:
+    """The HTTP surface answers mutated requests without a 5xx, and runs add to one file."""
+    path = tmp_path / "fuzz.json"
+    for _ in range(2):
+        line = [sys.executable, "-m", "tests.fuzz", "--inputs", "60", "--reader", "http"]
+        subprocess.run([*line, "--json", str(path)], cwd=ROOT, check=True, capture_output=True)
+    counts = Figures.read(path).of("http")
+    assert (counts.inputs, counts.num_findings) == (120, 0)
+
+
+def test_each_kind_of_finding_is_counted_apart() -> None:
+    texts = {
+        "the process ended with status -11: ": "crashes",
+        "no end within 20 s of CPU": "hangs",
+        "1.2 s of CPU": "hangs",
+        "Traceback (most recent call last):\n  KeyError": "tracebacks",
+        "Traceback\n  ServerFailedError: status 500: x": "errors_5xx",
+        "300 MiB for one input": "growth",
+        "an error of several lines": "other",
+    }
+    for what, kind in texts.items():
+        counts = Counts()
+        counts.add(1, [Finding("x", what, b"")])
+        assert getattr(counts, kind) == counts.num_findings == 1

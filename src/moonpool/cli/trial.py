@@ -170,6 +170,11 @@ def _try_one(plan: TrialPlan) -> dict[str, Any]:
         raise SystemExit(130) from None
 
 
+def trial_lines(found: list[dict[str, Any]]) -> list[str]:
+    """The table of several servers' figures, and a verdict on each."""
+    return [*_table(found), *(line for figures in found for line in _verdict(figures))]
+
+
 def _table(found: list[dict[str, Any]]) -> list[str]:
     rows: list[tuple[str, list[str]]] = [("", [figures["url"] for figures in found])]
     rows.append(("model", [figures["model"] for figures in found]))

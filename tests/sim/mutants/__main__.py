@@ -23,27 +23,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="beginnings of names; all unless given")
     parser.add_argument("--cases", type=int, default=MAX_CASES, help="most cases per mutant")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--first", type=int, default=0, help="case to begin with")
+    parser.add_argument("--json", type=Path, help="table to which rows are added")
     given = parser.parse_args()
     wanted = tuple(given.names)
     mutants = [m for name, m in MUTANTS.items() if not wanted or name.startswith(wanted)]
-    rows = [_row(mutant, given.cases) for mutant in mutants]
+    rows = []
+    for mutant in mutants:
+        rows.append(_row(mutant, range(given.first, given.first + given.cases)))
+        if given.json is not None:
+            _add_row(given.json, rows[-1])
     missed = [row["name"] for row in rows if row["case"] is None]
     print(f"{len(rows)} mutants, {len(missed)} not found: {', '.join(missed) or 'none'}")
-    if given.json is not None:
-        given.json.write_text(json.dumps({"mutants": rows}, indent=1) + "\n")
     return bool(missed)
 
 
-def _row(mutant: Mutant, num_cases: int) -> dict[str, Any]:
+def _add_row(path: Path, row: dict[str, Any]) -> None:
+    """Puts the row into the table in place of its mutant's last one."""
+    found = json.loads(path.read_text())["mutants"] if path.exists() else []
+    rows = {one["name"]: one for one in found} | {row["name"]: row}
+    ordered = [rows[name] for name in MUTANTS if name in rows]
+    path.write_text(json.dumps({"mutants": ordered}, indent=1) + "\n")
+
+
+def _row(mutant: Mutant, cases: range) -> dict[str, Any]:
     row: dict[str, Any] = {"name": mutant.name, "like": mutant.like, "check": mutant.check}
     try:
-        found = find(mutant, range(num_cases))
+        found = find(mutant, cases)
     except PatchBrokenError as error:
         print(f"{mutant.name}: THE PATCH FAILED: {error}", flush=True)
         return row | {"case": None, "what": f"the patch failed: {error}"}
     if found is None:
-        print(f"{mutant.name}: NOT FOUND in {num_cases} cases", flush=True)
+        print(f"{mutant.name}: NOT FOUND in {len(cases)} cases", flush=True)
         return row | {"case": None, "what": "not found"}
     without = failure_of(CHECKS[mutant.check].run, found.case)
     assert not without, f"{mutant.check} {found.case} fails without a mutant: {without}"

@@ -14,7 +14,7 @@ from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
-from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
+from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting import WaitingRequests
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.kvcache.replicas import ReplicaOwners
@@ -203,17 +203,6 @@ def _cold(original: Method) -> Method:
 )
 def _wait_forever(original: Method) -> Method:
     return nothing(original)
-
-
-@plant("decode room is not booked", Reservations, "book", like="vllm#2901 vllm#18826")
-def _no_room_booked(original: Method) -> Method:
-    def defective(
-        self: Reservations, tracked: TrackedRequest, attempt: Attempt, now: float
-    ) -> None:
-        attempt.booked_tokens = 0
-        original(self, tracked, attempt, now)
-
-    return defective
 
 
 @plant("a lost instance ends its requests", RequestLifecycle, "_retry", like="dynamo#732")

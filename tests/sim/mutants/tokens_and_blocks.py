@@ -233,16 +233,6 @@ def _free_twice(original: Method) -> Method:
 
 
 @plant(
-    "waiting requests keep their fetched blocks while the first lacks room",
-    Scheduler,
-    "_release_fetched",
-    like="lmcache#2942 lmcache#2951",
-)
-def _staging_full(original: Method) -> Method:
-    return lambda self: False
-
-
-@plant(
     "an evicted block keeps its key",
     BlockPool,
     "_take_keys",
