@@ -11,6 +11,7 @@ import ctypes
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,9 +49,11 @@ def built_driver() -> tuple[Path, Path]:
     driver = BUILT / "driver"
     BUILT.mkdir(parents=True, exist_ok=True)
     if not library.exists():
-        work = BUILT / "objects"
-        work.mkdir(exist_ok=True)
-        build.compile_library(COMPILER, build.ARCHITECTURES["aarch64"], work).replace(library)
+        for older in BUILT.glob("aarch64-*"):
+            older.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILT) as work:
+            built = build.compile_library(COMPILER, build.ARCHITECTURES["aarch64"], Path(work))
+            built.replace(library)
     source = HERE / "driver.cpp"
     if not driver.exists() or driver.stat().st_mtime < source.stat().st_mtime:
         command = [

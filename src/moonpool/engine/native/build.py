@@ -50,7 +50,7 @@ HEADERS = (
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": AVX2,
         "avx512": AVX512,
@@ -70,7 +70,7 @@ def architecture() -> str | None:
     return _MACHINES.get(platform.machine().lower())
 
 
-ISA_FLAGS = ARCHITECTURES.get(architecture() or "", {})
+ISA_FLAGS: dict[str, tuple[str, ...]] = ARCHITECTURES.get(architecture() or "", {})
 """Of this machine."""
 # No contraction: the source decides whether a * b + c is fused, not the compiler.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
