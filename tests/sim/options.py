@@ -163,9 +163,8 @@ def draw_options(rng: random.Random) -> Options:
         num_stages=policies.choice((1, 1, 1, 2, 3)),
         num_drains=policies.choice((0, 0, 1, 3)),
     )
-    return _draw_takeovers(
-        _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    )
+    drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
+    return _draw_takeovers(drawn)
 
 
 def _draw_takeovers(options: Options) -> Options:
