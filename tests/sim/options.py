@@ -107,8 +107,7 @@ def draw_options(rng: random.Random) -> Options:
 
     disaggregated = rng.random() < 0.8
     num_mixed = rng.choice((0, 0, 0, 1, 2)) if disaggregated else rng.randint(1, 3)
-    block_tokens = rng.choice((1, 2, 4, 4, 8))
-    max_prompt_tokens = rng.choice((12, 30, 60))
+    block_tokens, max_prompt_tokens = rng.choice((1, 2, 4, 4, 8)), rng.choice((12, 30, 60))
     max_answer_tokens = rng.choice((1, 4, 12, 30, 60))
     policies, disks = (random.Random(rng.getrandbits(64)) for _ in range(2))
     num_slots = disks.choice((0, 3, 12, 60, 300))
@@ -164,8 +163,8 @@ def draw_options(rng: random.Random) -> Options:
         num_stages=policies.choice((1, 1, 1, 2, 3)),
         num_drains=policies.choice((0, 0, 1, 3)),
     )
-    options = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    return _draw_takeovers(options)
+    drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
+    return _draw_takeovers(drawn)
 
 
 def _draw_takeovers(options: Options) -> Options:
