@@ -113,7 +113,7 @@ class LlamaModel:
             self.decode(context, rows, range(streams))
             for row in range(streams):
                 self.logits(context, row).argmax()
-        seconds = (time.perf_counter() - began_s) / steps
+        seconds: float = (time.perf_counter() - began_s) / steps
         for sequence in range(streams):
             self.api.llama_memory_seq_rm(memory, sequence, start, -1)
         return seconds
@@ -130,7 +130,7 @@ class LlamaModel:
             row -= row.max()
             total += math.log(np.exp(row).sum()) - row[token]
         self.api.llama_free(context)
-        return math.exp(total / (len(ids) - 1))
+        return math.exp(float(total) / (len(ids) - 1))
 
     def tokenize(self, text: str) -> list[int]:
         data = text.encode()
