@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moonpool.cli.output import origin
 from tests.sim.mutants.checks import CHECKS
 from tests.sim.mutants.mutant import Mutant, PatchBrokenError, failure_of, find
 from tests.sim.mutants.registry import MUTANTS
@@ -43,7 +44,8 @@ def _add_row(path: Path, row: dict[str, Any]) -> None:
     found = json.loads(path.read_text())["mutants"] if path.exists() else []
     rows = {one["name"]: one for one in found} | {row["name"]: row}
     ordered = [rows[name] for name in MUTANTS if name in rows]
-    path.write_text(json.dumps({"mutants": ordered}, indent=1) + "\n")
+    made = origin() | {"command": "python -m tests.sim.mutants"}
+    path.write_text(json.dumps({"mutants": ordered, "origin": made}, indent=1) + "\n")
 
 
 def _row(mutant: Mutant, cases: range) -> dict[str, Any]:
