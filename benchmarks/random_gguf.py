@@ -3,7 +3,7 @@
 The shape is that of a published model, with as many tokens and merges in the tokenizer as that has,
 since reading them takes time. Linears are in FORMAT; the embedding is Q6_K, as in files of the kind
 Q4_K_M. FORMAT Q4_K_M also has Q6_K in `attn_v` and `ffn_down` of half of the layers, those that
-llama.cpp chooses. Mixtures of experts are not written, since moonpool does not read them from GGUF.
+llama.cpp chooses. `qwen3-30b-a3b-8-layers` is a mixture of experts, cut to a sixth of its depth.
 """
 
 from __future__ import annotations
@@ -29,26 +29,34 @@ SCALES = {"Q4_0": 0.004, "Q8_0": 0.0003, "Q4_K": 0.00015, "Q6_K": 0.000015}
 SCALE_AT = {"Q6_K": 208}
 MIXES = {"Q4_K_M": ("Q4_K", "Q6_K")}
 """Files of two formats: of most linears, and of those that lose most by rounding."""
-SENSITIVE = ("attn_v", "ffn_down")
+SENSITIVE = ("attn_v", "ffn_down", "ffn_down_exps")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufShape:
-    """A decoder of Qwen3's family with tied embeddings."""
+    """A decoder of Qwen3's family with tied embeddings; with experts, of Qwen3-MoE's."""
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    inter: int
+    inter: int  # of an expert, where there are any
     vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def architecture(self) -> str:
+        return "qwen3moe" if self.experts else "qwen3"
 
 
 SHAPES = {
     "qwen3-1.7b": GgufShape(2048, 28, 16, 8, 128, 6144, 151936),
     "qwen3-0.6b": GgufShape(1024, 28, 16, 8, 128, 3072, 151936),
+    "qwen3-30b-a3b-8-layers": GgufShape(2048, 8, 32, 4, 128, 768, 151936, 128, 8),
     "tiny": GgufShape(256, 2, 4, 2, 64, 512, 512),
+    "tiny-mixture": GgufShape(256, 2, 4, 2, 64, 256, 512, 4, 2),
 }
 
 
@@ -84,9 +92,7 @@ def _tensors(shape: GgufShape, kind: str) -> dict[str, tuple[str, tuple[int, ...
             "attn_k": (kv, hidden),
             "attn_v": (kv, hidden),
             "attn_output": (hidden, q),
-            "ffn_gate": (shape.inter, hidden),
-            "ffn_up": (shape.inter, hidden),
-            "ffn_down": (hidden, shape.inter),
+            **_mlp(shape),
         }
         norms = {"attn_norm": hidden, "ffn_norm": hidden}
         norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
@@ -94,7 +100,18 @@ def _tensors(shape: GgufShape, kind: str) -> dict[str, tuple[str, tuple[int, ...
             stored = _format(kind, name, layer, shape.layers)
             found[f"blk.{layer}.{name}.weight"] = stored, dims
         found |= {f"blk.{layer}.{name}.weight": ("F32", (size,)) for name, size in norms.items()}
+        if shape.experts:
+            router = shape.experts, hidden
+            found[f"blk.{layer}.ffn_gate_inp.weight"] = "F32", router
     return found
+
+
+def _mlp(shape: GgufShape) -> dict[str, tuple[int, ...]]:
+    hidden, inter = shape.hidden, shape.inter
+    linears = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    if not shape.experts:
+        return {f"ffn_{name}": dims for name, dims in linears.items()}
+    return {f"ffn_{name}_exps": (shape.experts, *dims) for name, dims in linears.items()}
 
 
 def _format(kind: str, name: str, layer: int, layers: int) -> str:
@@ -118,10 +135,17 @@ def _header(shape: GgufShape, tensors: dict[str, tuple[str, tuple[int, ...]]]) -
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
     }
-    values = [_text("general.architecture") + struct.pack("<I", 8) + _text("qwen3")]
-    values += [_text(f"qwen3.{k}") + struct.pack("<II", 4, v) for k, v in sizes.items()]
+    if shape.experts:
+        sizes |= {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.experts_per_token,
+            "expert_feed_forward_length": shape.inter,
+        }
+    own = shape.architecture
+    values = [_text("general.architecture") + struct.pack("<I", 8) + _text(own)]
+    values += [_text(f"{own}.{k}") + struct.pack("<II", 4, v) for k, v in sizes.items()]
     reals = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6}
-    values += [_text(f"qwen3.{k}") + struct.pack("<If", 6, v) for k, v in reals.items()]
+    values += [_text(f"{own}.{k}") + struct.pack("<If", 6, v) for k, v in reals.items()]
     words = {"model": "gpt2", "pre": "qwen2"}
     values += [
         _text(f"tokenizer.ggml.{k}") + struct.pack("<I", 8) + _text(v) for k, v in words.items()
@@ -153,7 +177,11 @@ def _num_bytes(kind: str, dims: tuple[int, ...]) -> int:
 
 def _data(kind: str, dims: tuple[int, ...], seed: int) -> Iterator[bytes]:
     if kind == "F32":
-        yield np.ones(dims, np.float32).tobytes()
+        if len(dims) == 1:
+            yield np.ones(dims, np.float32).tobytes()
+        else:  # a router
+            drawn = np.random.default_rng(seed).standard_normal(dims, np.float32)
+            yield (drawn * dims[-1] ** -0.5).tobytes()
         return
     format, rng = FORMATS[kind], np.random.Generator(np.random.SFC64(seed))
     left, at = prod(dims) // format.group, SCALE_AT.get(kind, 0)

@@ -20,9 +20,10 @@ SILENCE_S = 2.0
 IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main
-from moonpool.runtime import head
+from moonpool.runtime import head, silence
 
 head.SILENCE_S = {SILENCE_S}
+silence.MOST_LOOKS = 1 << 30  # a paused machine does not show its processes as stopped
 sys.argv[0] = "moonpool"
 main()
 """

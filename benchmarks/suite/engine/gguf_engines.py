@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -153,7 +153,7 @@ def bench_gguf_engines(
     weights = weight_bytes(read_gguf(path))
     return {
         "file_bytes": path.stat().st_size,
-        "weight_bytes": weights,
+        "weight_bytes": sum(weights),
         "context": CONTEXT,
         "rounds": plan.rounds,
         "llama_cpp_python": version,
@@ -179,14 +179,29 @@ def _peer(python: str | None, path: Path, say: Say) -> Iterator[LlamaProcess | N
         process.close()
 
 
-def weight_bytes(file: GgufFile) -> int:
-    """Bytes of the tensors that a decode step of one row reads."""
+class WeightBytes(NamedTuple):
+    """Bytes of the tensors that a decode step reads: of all rows, and of all experts together."""
+
+    common: int
+    experts: int
+
+    def read_by(self, spec: ModelSpec, batch: int) -> float:
+        """With experts chosen evenly, the expected bytes of those that any of the rows chose."""
+        if spec.experts is None:
+            return self.common
+        missed = (1 - spec.experts.per_token / spec.experts.count) ** batch
+        return self.common + self.experts * (1 - missed)
+
+
+def weight_bytes(file: GgufFile) -> WeightBytes:
     untied = "output.weight" in file.tensors
-    return sum(
-        entry.end - entry.begin
+    sizes = {
+        name: entry.end - entry.begin
         for name, entry in file.tensors.items()
         if not (untied and name == "token_embd.weight")
-    )
+    }
+    experts = sum(size for name, size in sizes.items() if "_exps." in name)
+    return WeightBytes(sum(sizes.values()) - experts, experts)
 
 
 def _quality(
@@ -238,11 +253,18 @@ def _step_s(variant: ModelVariant, job: str, ids: list[int]) -> float:
     if kind == "prefill":
         entries, steps = variant.entries(1, 0, ids[: int(number)]), 1
     else:
-        entries, steps = variant.entries(int(number), CONTEXT, ids[:1]), STEPS
+        # Rows of other tokens choose other experts. The peer decodes the same tokens.
+        rows = [variant.entries(i + 1, CONTEXT, [decode_token(i)])[i] for i in range(int(number))]
+        entries, steps = rows, STEPS
     began_s = time.perf_counter()
     for _ in range(steps):
         variant.run(entries).argmax(-1)
     return (time.perf_counter() - began_s) / steps
+
+
+def decode_token(row: int) -> int:
+    """The token that a row of a batch decodes."""
+    return (1 + 17 * row) % 256
 
 
 def _read_rate(threads: int) -> float:
@@ -250,16 +272,16 @@ def _read_rate(threads: int) -> float:
     return read_bytes_per_s()
 
 
-def decode_bytes(spec: ModelSpec, weights: int, batch: int, kv_bytes: int) -> int:
+def decode_bytes(spec: ModelSpec, weights: WeightBytes, batch: int, kv_bytes: int) -> float:
     """Bytes that one decode step must read."""
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_bytes
-    return weights + batch * CONTEXT * token_bytes
+    return weights.read_by(spec, batch) + batch * CONTEXT * token_bytes
 
 
 def _figures(
     seconds: dict[str, dict[str, list[float]]],
     spec: ModelSpec,
-    weights: int,
+    weights: WeightBytes,
     read: float,
     say: Say,
     threads: int,

@@ -39,10 +39,22 @@ def test_a_file_of_two_formats_has_the_precise_one_in_some_linears(tiny: Path) -
 def test_decode_reads_all_weights_and_each_context(tiny: Path) -> None:
     file, spec = read_gguf(tiny), open_model(str(tiny), "float32").spec
     weights = weight_bytes(file)
-    assert weights == sum(entry.end - entry.begin for entry in file.tensors.values())
+    assert sum(weights) == sum(entry.end - entry.begin for entry in file.tensors.values())
+    assert weights.experts == 0
     shape = SHAPES["tiny"]
     added = decode_bytes(spec, weights, 8, 4) - decode_bytes(spec, weights, 7, 4)
     assert added == 256 * 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim
+
+
+def test_decode_of_a_mixture_reads_the_chosen_experts(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf("tiny-mixture", "Q4_K_M", path)
+    model, weights = open_model(str(path), "float32"), weight_bytes(read_gguf(path))
+    assert weights.read_by(model.spec, 1) == weights.common + weights.experts / 2  # 2 of 4
+    assert weights.read_by(model.spec, 2) == weights.common + weights.experts * 3 / 4
+    plan = GgufBenchPlan(rounds=1, threads=(1,))
+    found = bench_gguf_engines(str(path), 64, TEXT, None, plan, print)
+    assert found["weight_bytes"] == sum(weights)
 
 
 def test_every_engine_and_job_has_a_rate_of_each_round(tiny: Path) -> None:

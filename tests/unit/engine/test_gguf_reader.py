@@ -98,7 +98,7 @@ def test_bad_headers_are_refused(tmp_path: Path, content: bytes, pattern: str) -
         ("llama.attention.layer_norm_rms_epsilon", float("nan"), "epsilon is nan"),
         ("llama.rope.dimension_count", 8, "not the head dimension"),
         ("llama.rope.scaling.type", "other", "rope scaling 'other'"),
-        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.expert_count", 8, "lacks llama.expert_used_count"),
         ("split.count", 3, "one part of several"),
     ],
 )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.gguf.architectures import SWAPPED, Place, architecture_of, place_of
 from moonpool.engine.gguf.config import (
+    LONG_FACTORS,
     ROPE_FACTORS,
-    SWAPPED,
-    architecture_of,
-    gguf_name,
+    SHORT_FACTORS,
     hf_config,
     pooling_of,
 )
@@ -33,7 +33,7 @@ from moonpool.types import Pooling
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 NAMED_AT_MOST = 5
-UNUSED = "rope_factors_short.weight", "rope_factors_long.weight"
+UNUSED = SHORT_FACTORS, LONG_FACTORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,29 @@ def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     """Opens and checks a GGUF file. Raises `ModelError`."""
     file = read_gguf(path)
     spec = parse_config(hf_config(file))
+    if architecture_of(file).baked_norms:
+        spec = replace(spec, norm_offset=0.0)
     if ROPE_FACTORS in file.tensors:
         spec = replace(spec, rope=_rope_with_factors(file, spec))
-    _check_tensors(file, spec)
-    weights = GgufWeights(file, spec, dtype)
+    places = _places(file, spec)
+    _check_tensors(file, places)
+    weights = GgufWeights(file, spec, places, dtype)
     return GgufModel(spec, weights, _fingerprint(file, spec), pooling_of(file))
+
+
+def _places(file: GgufFile, spec: ModelSpec) -> dict[str, Place]:
+    own = architecture_of(file)
+    return {name: place_of(own, spec, name, shape) for name, shape in tensor_shapes(spec).items()}
 
 
 class GgufWeights:
     """Reads tensors of a mapped GGUF file by their Hugging Face names."""
 
-    def __init__(self, file: GgufFile, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, file: GgufFile, spec: ModelSpec, places: Mapping[str, Place], dtype: torch.dtype
+    ) -> None:
         self._file = file
+        self._places = places
         self._dtype = dtype
         self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         self._swapped = architecture_of(file).swapped
@@ -75,23 +86,26 @@ class GgufWeights:
         return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
 
     def matrix(self, name: str) -> Matrix:
-        stored = gguf_name(name)
-        order = self._order(stored)
-        if self._file.tensors[stored].kind in FORMATS:
+        place = self._places[name]
+        order = self._order(place)
+        # A choice between experts must not turn on a rounded weight.
+        dtype = torch.float32 if ".router." in name else self._dtype
+        if self._file.tensors[place.name].kind in FORMATS:
             # An embedding stays in the file: few of its rows are read.
             is_embedding = name == "model.embed_tokens.weight"
-            rows = self._file.rows(stored) if is_embedding else self._file.read_rows(stored)
-            matrix = QuantizedMatrix((rows,), self._dtype)
+            read = self._file.rows if is_embedding else self._file.read_rows
+            matrix = QuantizedMatrix((read(place.name, place.first_row, place.num_rows),), dtype)
             return matrix if order is None else matrix.reordered(order)
-        tensor = self._file.tensor(stored)
-        return tensor.to(self._dtype, copy=True) if order is None else tensor[order].to(self._dtype)
+        stored = self._file.tensor(place.name).view(-1, place.shape[-1])
+        tensor = stored[place.first_row : place.first_row + place.num_rows].view(place.shape)
+        return tensor.to(dtype, copy=True) if order is None else tensor[order].to(dtype)
 
-    def _order(self, stored: str) -> Tensor | None:
+    def _order(self, place: Place) -> Tensor | None:
         """For q and k: the stored row of each of the model's rows."""
-        part = stored.split(".")[-2]
+        part = place.name.split(".")[-2]
         if not self._swapped or part not in SWAPPED:
             return None
-        count = self._file.tensors[stored].shape[0]
+        count = place.shape[0]
         # Stored are the pairs that rotate together; the model has all first elements, then all
         # second ones, of each head.
         rows = torch.arange(count).view(self._heads[part], -1, 2)
@@ -112,8 +126,8 @@ def _rope_with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
     return replace(spec.rope, kind="longrope", factors=tuple(factors), attention_factor=1.0)
 
 
-def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
-    shapes = {gguf_name(name): shape for name, shape in tensor_shapes(spec).items()}
+def _check_tensors(file: GgufFile, places: Mapping[str, Place]) -> None:
+    shapes = {place.name: place.stored_shape for place in places.values()}
     missing = [name for name in shapes if name not in file.tensors]
     if missing:
         raise ModelError(f"{file.path} lacks tensors: {_listed(missing)}")
@@ -127,8 +141,10 @@ def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
                 f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
                 f"by the metadata it must be {list(shape)}"
             )
-        if len(shape) == 1 and entry.kind in FORMATS:
-            raise ModelError(f"{file.path}: tensor {name} is quantized ({entry.kind})")
+    for place in places.values():
+        kind = file.tensors[place.name].kind
+        if len(place.shape) == 1 and kind in FORMATS:
+            raise ModelError(f"{file.path}: tensor {place.name} is quantized ({kind})")
 
 
 def _listed(names: list[str]) -> str:

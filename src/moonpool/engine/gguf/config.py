@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the `config.json` of the same model, and its names of tensors.
+"""A GGUF file's metadata as the `config.json` of the same model.
 
 The engine's own reader of configs then makes the `ModelSpec`, with the same refusals as for a
 Hugging Face folder.
@@ -7,76 +7,18 @@ Hugging Face folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from moonpool.engine.gguf.architectures import Architecture, architecture_of
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.spec import ModelError
 from moonpool.types import Pooling
 
 MAX_CONTEXT = 1 << 21
 """Longer contexts are refused: the rotary table has a row per position."""
-SWAPPED = ("attn_q", "attn_k")
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One value of `general.architecture`.
-
-    model: the class in Hugging Face's config. swapped: the rows of q and k are stored in the order
-    of a rotation of neighbours, and this engine rotates halves.
-    """
-
-    model: str
-    swapped: bool = False
-
-
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", swapped=True),
-    "mistral": Architecture("MistralForCausalLM", swapped=True),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-}
-_LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _POOLINGS: dict[int, Pooling] = {1: "mean", 3: "last"}
 ROPE_FACTORS = "rope_freqs.weight"
-
-
-def gguf_name(name: str) -> str:
-    """The name in a GGUF file of the tensor with this Hugging Face name."""
-    module, _, kind = name.rpartition(".")
-    if module in _NAMES:
-        return f"{_NAMES[module]}.{kind}"
-    layer, _, part = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
-
-
-def architecture_of(file: GgufFile) -> Architecture:
-    """Raises `ModelError` for an architecture that is not read."""
-    name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ModelError(
-            f"{file.path} holds a model of the architecture {name!r}; "
-            f"supported in GGUF: {', '.join(ARCHITECTURES)}"
-        )
-    if file.metadata.get("split.count", 0) not in (0, 1):
-        raise ModelError(
-            f"{file.path} is one part of several: join them with llama-gguf-split --merge"
-        )
-    return ARCHITECTURES[name]
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
@@ -91,11 +33,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} claims a context of {context}, more than {MAX_CONTEXT}")
     heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
     head_dim = values.count("attention.key_length", max(hidden // heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if values.count(name, head_dim) != head_dim:
-            raise ModelError(f"{file.path}: {name} is not the head dimension, {head_dim}")
-    if values.optional("expert_count") not in (None, 0):
-        raise ModelError(f"{file.path} holds a mixture of experts, which is not read from GGUF")
+    _check_head_dims(own, values, file, head_dim)
     config: dict[str, Any] = {
         "architectures": [own.model],
         "vocab_size": _vocab_size(file),
@@ -115,8 +53,64 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_token_ids(file),
     }
-    scaling = _rope_scaling(values)
+    config |= _own_numbers(own, values, layers, hidden // heads, head_dim)
+    config |= _mixture(own, values, file)
+    scaling = _rope_scaling(own, values, file)
     return config if scaling is None else config | {"rope_scaling": scaling}
+
+
+def _check_head_dims(own: Architecture, values: _Values, file: GgufFile, head_dim: int) -> None:
+    names = ["attention.value_length"] + ["rope.dimension_count"] * (not own.partial_rope)
+    for name in names:
+        if values.count(name, head_dim) != head_dim:
+            raise ModelError(f"{file.path}: {name} is not the head dimension, {head_dim}")
+
+
+def _own_numbers(
+    own: Architecture, values: _Values, layers: int, wide_head: int, head_dim: int
+) -> dict[str, Any]:
+    """What only some architectures have."""
+    found: dict[str, Any] = {
+        key: _rounded(values.number(name))
+        for key, name in own.numbers.items()
+        if values.optional(name) is not None
+    }
+    if own.baked_norms:  # Gemma
+        is_big = own.big_layers == layers
+        found["query_pre_attn_scalar"] = wide_head if is_big else head_dim
+    rotated = values.count("rope.dimension_count", head_dim)
+    if own.partial_rope and rotated != head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    return found
+
+
+def _mixture(own: Architecture, values: _Values, file: GgufFile) -> dict[str, Any]:
+    """The keys of a mixture of experts, in the spellings of all its families."""
+    count = values.optional("expert_count")
+    if count in (None, 0):
+        if not own.model:
+            raise ModelError(f"{file.path} has no expert_count; its architecture needs one")
+        return {}
+    if not own.mixture:
+        raise ModelError(
+            f"{file.path} holds a mixture of experts, which is not read from GGUF for "
+            f"the architecture {file.metadata['general.architecture']!r}"
+        )
+    if "blk.0.ffn_gate.0.weight" in file.tensors:
+        raise ModelError(
+            f"{file.path} has a tensor for each expert, as files before April 2024: "
+            "use a newer file of this model"
+        )
+    width = values.count("expert_feed_forward_length", values.count("feed_forward_length"))
+    return {
+        "architectures": [own.mixture],
+        "num_experts": values.count("expert_count"),
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": width,
+        "intermediate_size": width,
+        "norm_topk_prob": True,
+    }
 
 
 def pooling_of(file: GgufFile) -> Pooling:
@@ -146,15 +140,37 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _rope_scaling(values: _Values) -> dict[str, Any] | None:
+def _rope_scaling(own: Architecture, values: _Values, file: GgufFile) -> dict[str, Any] | None:
+    original = values.optional("rope.scaling.original_context_length")
+    if own.partial_rope and SHORT_FACTORS in file.tensors:
+        if original is None:
+            raise ModelError(f"{file.path} lacks rope.scaling.original_context_length")
+        return {
+            "rope_type": "longrope",
+            "short_factor": plain_vector(file, SHORT_FACTORS),
+            "original_max_position_embeddings": original,
+        }
     kind = values.optional("rope.scaling.type")
     if kind in (None, "none"):
         return None
     scaling = {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
-    original = values.optional("rope.scaling.original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        scaling["truncate"] = own.truncates_yarn
+        for name in ("beta_fast", "beta_slow"):
+            if values.optional(f"rope.scaling.yarn_{name}") is not None:
+                scaling[name] = values.number(f"rope.scaling.yarn_{name}")
     return scaling
+
+
+def plain_vector(file: GgufFile, name: str) -> list[float]:
+    """A short tensor of float32. Raises `ModelError`."""
+    entry = file.tensors[name]
+    if entry.kind != "F32" or len(entry.shape) != 1:
+        raise ModelError(f"{file.path}: {name} is {entry.kind} {list(entry.shape)}, not F32 [n]")
+    found: list[float] = file.tensor(name).tolist()
+    return found
 
 
 class _Values:
@@ -173,6 +189,8 @@ class _Values:
         value = self.optional(name)
         if value is None:
             value = default
+        if value is None:
+            raise ModelError(f"{self._path} lacks {self._prefix}.{name}")
         if hasattr(value, "tolist"):
             (value, *others) = sorted(set(value.tolist())) or [None]
             if others:

@@ -67,6 +67,16 @@ class TensorEntry:
     begin: int
     end: int
 
+    @property
+    def num_rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    def part(self, first: int, count: int | None) -> tuple[int, int, int]:
+        """Offset and bytes of `count` rows from the row `first`, and their count; None: all."""
+        count = self.num_rows - first if count is None else count
+        row = (self.end - self.begin) // self.num_rows
+        return self.begin + first * row, count * row, count
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
@@ -85,31 +95,33 @@ class GgufFile:
         dtype = next(dtype for dtype in _PLAIN.values() if _name_of(dtype) == entry.kind)
         return self.data[entry.begin : entry.end].view(dtype).view(entry.shape)
 
-    def rows(self, name: str) -> StoredRows:
-        """A quantized tensor's rows; their bytes stay in the mapped file."""
+    def rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
+        """Rows of a quantized tensor; their bytes stay in the mapped file."""
         entry = self.tensors[name]
-        data = self.data[entry.begin : entry.end]
-        return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+        begin, size, count = entry.part(first, count)
+        data = self.data[begin : begin + size]
+        return StoredRows(FORMATS[entry.kind], data.view(count, -1))
 
-    def read_rows(self, name: str) -> StoredRows:
-        """A quantized tensor's rows in memory: to read them all takes a tenth of the time that the
+    def read_rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
+        """Rows of a quantized tensor in memory: to read them all takes a tenth of the time that the
         page faults of a mapping take on virtual machines. Raises `ModelError`."""
         entry = self.tensors[name]
-        data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        begin, size, count = entry.part(first, count)
+        data = torch.empty(size, dtype=torch.uint8)
         rest = data.numpy().data
         try:
             with self.path.open("rb", buffering=0) as file:
                 if _version(file.fileno()) != self.version:
                     raise ModelError(f"{self.path} changed while it was loaded: start again")
-                file.seek(entry.begin)
+                file.seek(begin)
                 while rest:
-                    count = file.readinto(rest)
-                    if not count:
+                    num_read = file.readinto(rest)
+                    if not num_read:
                         raise ModelError(f"{self.path} is cut off at tensor {name!r}")
-                    rest = rest[count:]
+                    rest = rest[num_read:]
         except OSError as error:
             raise ModelError(f"{self.path} is not readable: {error.strerror}") from None
-        return StoredRows(FORMATS[entry.kind], data.view(entry.shape[0], -1))
+        return StoredRows(FORMATS[entry.kind], data.view(count, -1))
 
 
 def _version(fd: int) -> tuple[int, ...]:

@@ -30,13 +30,19 @@ _TEKKEN = (
     rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
 )
+_GPT4O = (
+    rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+)
 _SPLITS = {
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe"), _LLAMA3
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx"), _LLAMA3
     ),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
 }
+_MERGES_ALWAYS = ("dbrx", "smaug-bpe")
 _GPT2 = ("gpt-2", "default", "phi-2", "olmo", "jina-es", "jina-de")
 _DIGITS = ("smollm", "starcoder", "refact", "codeshell", "command-r")
 """Single digits, then GPT-2's split."""
@@ -174,7 +180,7 @@ def _byte_level(words: _Words) -> dict[str, Any]:
             f"the tokenizer splits text as {pre!r} does, which is not known; known: {known}"
         )
     model = _bpe(words.vocabulary(), words.merges(), byte_fallback=False)
-    model["ignore_merges"] = _SPLITS.get(pre) in (_LLAMA3, _TEKKEN)
+    model["ignore_merges"] = _SPLITS.get(pre) in (_LLAMA3, _TEKKEN) and pre not in _MERGES_ALWAYS
     return _tokenizer(
         words,
         model,

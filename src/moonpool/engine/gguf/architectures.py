@@ -1,0 +1,156 @@
+"""The architectures of GGUF files that are read, and where a file has each of a model's tensors.
+
+`general.architecture` names one. A description says which class of Hugging Face's it is, and how
+llama.cpp's converter stores it: renamed, with the experts of a layer in one tensor, or with the
+rows of q and k in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from moonpool.engine.gguf.reader import GgufFile
+from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.tensors import Shape
+
+_BOTH_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_SCALES = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_SOFT_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One value of `general.architecture`. The defaults are Qwen's."""
+
+    model: str = ""  # the class in Hugging Face's config; "": only mixtures are read
+    mixture: str = ""  # the class of files that have experts; "": they are not read
+    swapped: bool = False  # rows of q and k are in the order of a rotation of neighbours
+    names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors
+    numbers: Mapping[str, str] = field(default_factory=dict)  # keys of the config: of the metadata
+    baked_norms: bool = False  # what the family adds to the weights of norms is in the file
+    fused: bool = False  # q, k and v are one tensor, and gate and up another
+    partial_rope: bool = False
+    big_layers: int = 0  # a model of so many layers scales scores by hidden size over heads
+    rope_skips: bool = False
+    truncates_yarn: bool = True
+
+
+ARCHITECTURES = {
+    "llama": Architecture(model="LlamaForCausalLM", mixture="MixtralForCausalLM", swapped=True),
+    "mistral": Architecture(model="MistralForCausalLM", swapped=True),
+    "qwen2": Architecture(model="Qwen2ForCausalLM"),
+    "qwen3": Architecture(model="Qwen3ForCausalLM"),
+    "qwen3moe": Architecture(mixture="Qwen3MoeForCausalLM"),
+    "gemma": Architecture(model="GemmaForCausalLM", baked_norms=True),
+    "gemma2": Architecture(
+        model="Gemma2ForCausalLM", names=_BOTH_NORMS, numbers=_SOFT_CAPS, baked_norms=True,
+        big_layers=46,
+    ),
+    "gemma3": Architecture(
+        model="Gemma3ForCausalLM", names=_BOTH_NORMS, baked_norms=True, big_layers=62,
+        numbers=_SOFT_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
+    ),
+    "phi3": Architecture(model="Phi3ForCausalLM", fused=True, partial_rope=True),
+    "olmo2": Architecture(model="Olmo2ForCausalLM", names=_BOTH_NORMS),
+    "granite": Architecture(model="GraniteForCausalLM", swapped=True, numbers=_SCALES),
+    "smollm3": Architecture(model="SmolLM3ForCausalLM", swapped=True, rope_skips=True),
+    "gpt-oss": Architecture(
+        mixture="GptOssForCausalLM", truncates_yarn=False,
+        names={"post_attention_layernorm": "post_attention_norm"},
+    ),
+}  # fmt: skip
+SWAPPED = ("attn_q", "attn_k")
+_LAYER_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class Place(NamedTuple):
+    """Where a file has a tensor: `shape`, from row `first_row` of the tensor `name`.
+
+    A vector is one row."""
+
+    name: str
+    stored_shape: Shape
+    shape: Shape
+    first_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return prod(self.shape[:-1])
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Raises `ModelError` for an architecture that is not read."""
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path} holds a model of the architecture {name!r}; "
+            f"supported in GGUF: {', '.join(ARCHITECTURES)}"
+        )
+    if file.metadata.get("split.count", 0) not in (0, 1):
+        raise ModelError(
+            f"{file.path} is one part of several: join them with llama-gguf-split --merge"
+        )
+    return ARCHITECTURES[name]
+
+
+def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Place:
+    """Where a file of the architecture has the model's tensor `name` of this shape."""
+    module, _, kind = name.rpartition(".")
+    if module in _NAMES:
+        return Place(f"{_NAMES[module]}.{kind}", shape, shape)
+    layer, _, part = module.removeprefix("model.layers.").partition(".")
+    prefix = f"blk.{layer}."
+    if kind == "sinks":
+        return Place(f"{prefix}attn_sinks.weight", shape, shape)
+    if part.startswith("mlp.experts."):
+        assert spec.experts is not None
+        expert, _, linear = part.removeprefix("mlp.experts.").partition(".")
+        stored = f"{prefix}{_LAYER_NAMES[f'mlp.{linear}']}_exps.{kind}"
+        rows = prod(shape[:-1])
+        return Place(stored, (spec.experts.count, *shape), shape, int(expert) * rows)
+    if own.fused and kind == "weight":
+        found = _fused(spec, part)
+        if found is not None:
+            stored, first, rows = found
+            return Place(f"{prefix}{stored}.weight", (rows, shape[1]), shape, first)
+    stored = own.names.get(part) or _LAYER_NAMES.get(part, part)
+    return Place(f"{prefix}{stored}.{kind}", shape, shape)
+
+
+def _fused(spec: ModelSpec, part: str) -> tuple[str, int, int] | None:
+    """The tensor that has this linear among others, its first row, and all rows of it."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    inter = spec.intermediate_size
+    return {
+        "self_attn.q_proj": ("attn_qkv", 0, q + 2 * kv),
+        "self_attn.k_proj": ("attn_qkv", q, q + 2 * kv),
+        "self_attn.v_proj": ("attn_qkv", q + kv, q + 2 * kv),
+        "mlp.gate_proj": ("ffn_up", 0, 2 * inter),
+        "mlp.up_proj": ("ffn_up", inter, 2 * inter),
+    }.get(part)

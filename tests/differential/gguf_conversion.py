@@ -1,0 +1,172 @@
+"""Writes a Hugging Face checkpoint as a GGUF file, with the names and orders of llama.cpp's
+converter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.builtin import open_model
+from moonpool.engine.tensors import tensor_shapes
+from tests.unit.engine.gguf_files import GgufDraft, Stored, byte_vocabulary
+
+ROTATES_NEIGHBOURS = ("llama", "granite", "smollm3")
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+}
+AROUND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+RENAMED = {
+    "gemma2": AROUND,
+    "gemma3": AROUND,
+    "olmo2": AROUND,
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+METADATA = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def convert(folder: Path, architecture: str, expert_kind: str = "F32") -> GgufDraft:
+    """The checkpoint in `folder` as a file; experts may be stored in Q8_0."""
+    config = json.loads((folder / "config.json").read_text())
+    draft = GgufDraft(_metadata(config, architecture))
+    model = open_model(str(folder), "float32")
+    found = {name: model.weights.load(name) for name in tensor_shapes(model.spec)}
+    for name, tensor in _renamed(found, config, architecture).items():
+        is_expert = "_exps.weight" in name and expert_kind == "Q8_0"
+        draft.tensors[name] = in_q8_0(tensor) if is_expert else Stored.of(tensor.contiguous())
+    rope = config.get("rope_parameters") or {}
+    for which in ("short", "long"):
+        if f"{which}_factor" in rope:
+            factors = torch.tensor(rope[f"{which}_factor"])
+            draft.tensors[f"rope_factors_{which}.weight"] = Stored.of(factors)
+    return draft
+
+
+def in_q8_0(tensor: Tensor) -> Stored:
+    groups = tensor.reshape(-1, 32)
+    scale = (groups.abs().amax(1, keepdim=True) / 127).half()
+    numbers = (groups / scale.float().clamp(min=1e-9)).round().clamp(-127, 127).to(torch.int8)
+    data = torch.cat([scale.view(torch.uint8), numbers.view(torch.uint8)], dim=1)
+    return Stored("Q8_0", tuple(tensor.shape), data.numpy().tobytes())
+
+
+def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    values = dict(config)
+    values.setdefault("num_experts", config.get("num_local_experts"))
+    if architecture == "gpt-oss":
+        values["moe_intermediate_size"] = config["intermediate_size"]
+    values["head_dim"] = (
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    )
+    words = byte_vocabulary()
+    words += [f"<{i}>" for i in range(config["vocab_size"] - len(words))]
+    found: dict[str, Any] = {"general.architecture": architecture}
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    rotated = int(values["head_dim"] * rope.get("partial_rotary_factor", 1))
+    found |= {
+        f"{architecture}.rope.freq_base": float(rope.get("rope_theta", 10000.0)),
+        f"{architecture}.rope.dimension_count": rotated,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-4o" if architecture == "gpt-oss" else "dbrx",
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [1] * len(words),
+        "tokenizer.ggml.merges": ["a b", "ab c"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    if rope.get("rope_type") in ("yarn", "linear"):
+        found[f"{architecture}.rope.scaling.type"] = rope["rope_type"]
+        found[f"{architecture}.rope.scaling.factor"] = float(rope["factor"])
+    original = rope.get("original_max_position_embeddings")
+    if original:
+        found[f"{architecture}.rope.scaling.original_context_length"] = original
+    found |= {
+        f"{architecture}.{key}": values[name]
+        for key, name in METADATA.items()
+        if values.get(name) is not None
+    }
+    return found
+
+
+def _renamed(
+    found: Mapping[str, Tensor], config: Mapping[str, Any], architecture: str
+) -> dict[str, Tensor]:
+    names = LAYER | RENAMED.get(architecture, {})
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    out: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for name, tensor in found.items():
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        module, _, kind = name.rpartition(".")
+        if not module.startswith("model.layers."):
+            short = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+            out[f"{short.get(module, 'output')}.weight"] = tensor
+            continue
+        _, _, layer, part = module.split(".", 3)
+        if kind == "sinks":
+            out[f"blk.{layer}.attn_sinks.weight"] = tensor
+        elif part.startswith("mlp.experts."):
+            linear = part.rpartition(".")[2].removesuffix("_proj")
+            experts.setdefault(f"blk.{layer}.ffn_{linear}_exps.{kind}", []).append(tensor)
+        else:
+            short_name = names[part]
+            if architecture in ROTATES_NEIGHBOURS and short_name in heads:
+                count = heads[short_name]
+                tensor = tensor.reshape(count, 2, -1, *tensor.shape[1:]).swapaxes(1, 2)
+                tensor = tensor.reshape(-1, *tensor.shape[3:])
+            out[f"blk.{layer}.{short_name}.{kind}"] = tensor
+    out |= {name: torch.stack(parts) for name, parts in experts.items()}
+    return _fused(out) if architecture == "phi3" else out
+
+
+def _fused(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Phi: q, k and v in one tensor, gate and up in another."""
+    out = dict(found)
+    for layer in range(sum(name.endswith("attn_q.weight") for name in found)):
+        prefix = f"blk.{layer}."
+        parts = [out.pop(f"{prefix}attn_{part}.weight") for part in "qkv"]
+        out[f"{prefix}attn_qkv.weight"] = torch.cat(parts)
+        gate = out.pop(f"{prefix}ffn_gate.weight")
+        out[f"{prefix}ffn_up.weight"] = torch.cat([gate, out[f"{prefix}ffn_up.weight"]])
+    return out
