@@ -11,13 +11,14 @@ GGUF_HEADER = ("", *ENGINES, "float32 over llama.cpp", "bfloat16 over llama.cpp"
 
 def gguf_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rates by threads and job, then perplexity by the KVCache's number format."""
+    model = found["model"].removesuffix(".gguf")
     for threads, engines in found["threads"].items():
         for job in engines[ENGINES[0]]:
             rates = [_rate(engines.get(name, {}).get(job)) for name in ENGINES]
             ratios = [_times(engines[name][job].get("times_llama_cpp")) for name in ENGINES[:2]]
             kind, _, number = job.rpartition("_")
             what = f"prefill of {number}" if kind == "prefill" else f"decode, batch {number}"
-            yield (f"{what}, {threads} thread{'s' * (threads != '1')}", *rates, *ratios)
+            yield (f"{model}: {what}, {threads} thread{'s' * (threads != '1')}", *rates, *ratios)
     for index, kv in enumerate(("float32", "bfloat16")):
         figures = found["perplexity"][kv]
         own = ["-", "-"]
@@ -27,7 +28,7 @@ def gguf_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         if peer is not None:
             ratios[index] = f"{figures['ratio']:.4f} x"
         theirs = "-" if peer is None else f"{peer:.3f}"
-        yield (f"perplexity, KVCache in {kv}", *own, theirs, *ratios)
+        yield (f"{model}: perplexity, KVCache in {kv}", *own, theirs, *ratios)
 
 
 def _rate(figures: dict[str, Any] | None) -> str:
