@@ -508,7 +508,7 @@ SECTIONS = (
     ),
     Section(
         "GGUF of larger models beside llama.cpp",
-        "The same for random weights in Q4_K_M (`python -m benchmarks.random_gguf`): Qwen3-1.7B, and"
+        "The same for random weights in Q4_K_M (`python -m benchmarks.random_gguf`): Qwen3-1.7B and"
         " a mixture, Qwen3-30B-A3B cut to 8 layers. Perplexities say only that both compute alike.",
         ("gguf-qwen3-1.7b", "gguf-qwen3-30b-a3b"),
         GGUF_HEADER,
