@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moonpool.engine.ops import Gate, Ops
@@ -63,14 +64,20 @@ class ExpertsMlp:
     def _computed(self, normed: Tensor, chosen: Tensor) -> Tensor:
         """Every row's experts: [T * k, hidden], zero for experts of other shards."""
         flat = chosen.flatten()
+        if len(normed) == 1:  # nothing to gather: a decode alone calls as little as it can
+            found = [self._own.get(expert) for expert in flat.tolist()]
+            parts = [torch.zeros_like(normed) if mlp is None else mlp(normed) for mlp in found]
+            return torch.cat(parts)
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self._experts.count).tolist()
-        parts = normed.new_zeros(len(flat), normed.shape[1])
+        outputs = normed.new_zeros(len(flat), normed.shape[1])
         first = 0
         for expert, count in enumerate(counts):
+            if not count:
+                continue
             places = order[first : first + count]
             first += count
-            if count and expert in self._own:
+            if expert in self._own:
                 rows = normed[places // self._experts.per_token]
-                parts[places] = self._own[expert](rows)
-        return parts
+                outputs[places] = self._own[expert](rows)
+        return outputs
