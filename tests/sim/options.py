@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,15 @@ class Options:
     store_shared: bool = False  # one shared store instead of the disks
     disk_hang_rate: float = 0.0  # of stores and loads
     keeps_streams: bool = False  # another head goes on with the answers of one that crashed
+    # The ones below are not part of the repr, from which other draws follow.
+    engine: str = field(default="moonpool", repr=False)
+    publishes_events: bool = field(default=True, repr=False)  # of its cache; vLLM
+    lost_batch_rate: float = field(default=0.0, repr=False)  # of these events
+    near_tie_rate: float = field(default=0.0, repr=False)  # prefill draws another first token
+    handover_loss_rate: float = field(default=0.0, repr=False)  # KVCache that is gone
+
+    def shown(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
 
     @property
     def arenas(self) -> tuple[int, ...]:
@@ -89,6 +98,8 @@ class Options:
             self.arena_loss_rate,
             self.disk_failure_rate,
             self.disk_hang_rate,
+            self.near_tie_rate,
+            self.handover_loss_rate,
         )
         if self.num_disk_losses or self.num_drains:
             return False
@@ -164,7 +175,7 @@ def draw_options(rng: random.Random) -> Options:
         num_drains=policies.choice((0, 0, 1, 3)),
     )
     drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    return _draw_takeovers(drawn)
+    return _draw_vllm(_draw_takeovers(drawn))
 
 
 def _draw_takeovers(options: Options) -> Options:
@@ -175,6 +186,41 @@ def _draw_takeovers(options: Options) -> Options:
     if rng.random() < 0.1:
         return replace(options, keeps_streams=True, num_head_crashes=rng.randint(1, 3))
     return options
+
+
+def _draw_vllm(options: Options) -> Options:
+    """Some clusters are made of vLLM servers. Faults of our own engine's parts do not exist there.
+    Other runs stay as they were."""
+    rng = random.Random(repr(options) + "vllm")
+    if rng.random() >= 0.08:
+        return options
+
+    def maybe(value: float) -> float:
+        return value * rng.random() if rng.random() < 0.4 else 0.0
+
+    return replace(
+        options,
+        engine="vllm",
+        publishes_events=rng.random() < 0.75,
+        lost_batch_rate=maybe(0.1),
+        near_tie_rate=maybe(0.3),
+        handover_loss_rate=maybe(0.3),
+        num_slots=0,
+        num_stages=1,
+        num_arenas=0,
+        role_balance="off",
+        num_role_switches=0,
+        num_disk_losses=0,
+        corrupt_rate=0.0,
+        missing_rate=0.0,
+        stall_rate=0.0,
+        flip_rate=0.0,
+        disk_failure_rate=0.0,
+        disk_hang_rate=0.0,
+        arena_loss_rate=0.0,
+        store_shared=False,
+        transfer_is_cheap=True,
+    )
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:

@@ -69,6 +69,12 @@ CORNERS = {
     "outcome decode_load_predicted",
     "outcome ttft_slo",
     "outcome no_decode_capacity",
+    "outcome refused_by_engine",
+    "vLLM handovers",
+    "vLLM handovers lost",
+    "vLLM preemptions",
+    "lost KV events",
+    "counter failed_works",
 }
 
 

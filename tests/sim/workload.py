@@ -51,6 +51,7 @@ def _request(
         request_id=RequestId(f"r{number}"),
         token_ids=prompt,
         sampling=SamplingParams(
+            temperature=0.0 if options.engine == "vllm" else 1.0,
             seed=rng.randrange(1000),
             max_tokens=rng.randint(1, options.max_answer_tokens),
             min_tokens=rng.choice((0, 0, 2)),

@@ -44,14 +44,18 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
 from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role
+from moonpool.vllm.worker import _layout
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
+from tests.sim.member import Member
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
 from tests.sim.promises import Promises, check_times
 from tests.sim.shared_store import SharedBlocks
 from tests.sim.truth import EOS, Truth
+from tests.sim.vllm_node import VllmLife
+from tests.sim.vllm_server import VllmServer
 from tests.sim.workload import SHORT_DEADLINE_S, make_workload
 
 MAX_EVENTS = 200_000
@@ -93,11 +97,14 @@ class World:
             ssd_admission=opts.ssd_admission,  # type: ignore[arg-type]
             store_shared=opts.store_shared,
         )
+        self.vllm_servers: dict[str, VllmServer] = {}
+        if opts.engine == "vllm":
+            self.layout = _layout("fake", VllmServer(self, "").facts())
         self._num_heads = 0
         self.conductor = self._new_conductor()
         self.head_is_up = True
         self.truths: dict[RequestId, Truth] = {}
-        self.lives: dict[InstanceId, Life] = {}
+        self.lives: dict[InstanceId, Life | VllmLife] = {}
         self.disks: dict[InstanceId, Disk] = {}
         self.shared_blocks: SharedBlocks = {}
         self.operations: list[FetchOperation | StreamOperation] = []
@@ -109,10 +116,10 @@ class World:
         self.kept: dict[RequestId, int] = {}  # outlived a head, with so many tokens by then
         self._missed: list[ConductorEvent] = []  # while no head was up
         self.seen: Counter[str] = Counter()
-        self._told: set[tuple[Life, type, AttemptId]] = set()
+        self._told: set[tuple[Member, type, AttemptId]] = set()
         self._num_lives = 0
         self._digest = hashlib.sha256()
-        self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # the head's view
+        self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
         self.promises = Promises(self)
         self._start()
 
@@ -149,8 +156,14 @@ class World:
     def disk_of(self, instance_id: InstanceId) -> Disk:
         return self.disks.setdefault(instance_id, Disk())
 
+    def vllm_server_of(self, instance_id: InstanceId) -> VllmServer:
+        if instance_id not in self.vllm_servers:
+            self.vllm_servers[instance_id] = VllmServer(self, instance_id)
+        return self.vllm_servers[instance_id]
+
     def find_life(self, address: PeerAddress) -> Life | None:
         life = self.lives[address.instance_id]
+        assert isinstance(life, Life), "a vLLM server moves its blocks by itself"
         return life if life.alive and life.number == address.tcp_port else None
 
     def note(self, who: str, what: object) -> None:
@@ -164,7 +177,7 @@ class World:
 
     # Events of the head
 
-    def on_joined(self, life: Life, info: InstanceInfo, down: Link) -> None:
+    def on_joined(self, life: Member, info: InstanceInfo, down: Link) -> None:
         life.joined = True
         if not self.head_is_up:
             life.lose_head()
@@ -173,14 +186,14 @@ class World:
         self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
 
-    def on_report(self, life: Life, report: Report) -> None:
+    def on_report(self, life: Member, report: Report) -> None:
         if isinstance(report, ONCE_PER_WORK):
             told = (life, type(report), report.attempt_id)
             assert told not in self._told, f"told twice: {told}"
             self._told.add(told)
         self.post(Reported(life.instance_id, report))
 
-    def on_link_cut(self, life: Life, down: Link) -> None:
+    def on_link_cut(self, life: Member, down: Link) -> None:
         """The head notices some time later, unless the instance has rejoined by then."""
 
         def notice() -> None:
@@ -190,7 +203,7 @@ class World:
 
         self.clock.after(self.clock.rng.random() * 0.5, notice)
 
-    def on_died(self, life: Life) -> None:
+    def on_died(self, life: Member) -> None:
         for operation in self.operations:
             ends = (operation.life, getattr(operation, "source", None))
             if life in ends or getattr(operation, "receiver", None) is life:
@@ -278,13 +291,17 @@ class World:
         self.clock.after(TICK_S, self._tick)
 
     def _begin_life(
-        self, previous: Life | None, instance_id: InstanceId | None = None, role: Role | None = None
+        self,
+        previous: Member | None,
+        instance_id: InstanceId | None = None,
+        role: Role | None = None,
     ) -> None:
         if previous is not None:
             instance_id, role = previous.instance_id, previous.role
         assert instance_id is not None and role is not None
         self._num_lives += 1
-        life = Life(self, instance_id, role, self._num_lives)
+        kind = VllmLife if self.options.engine == "vllm" else Life
+        life = kind(self, instance_id, role, self._num_lives)
         self.lives[instance_id] = life
         if previous is None:
             life.join_at_once()
@@ -299,11 +316,13 @@ class World:
 
     def _kill_one(self) -> None:
         life = self.clock.rng.choice(list(self.lives.values()))
-        if life.alive:
+        if isinstance(life, VllmLife) and life.alive and self.clock.rng.random() < 0.5:
+            life.lose_server()
+        elif life.alive:
             life.die()
 
     def _lose_a_disk(self) -> None:
-        self.clock.rng.choice(list(self.lives.values())).disk.lose()
+        self.clock.rng.choice(list(self.lives.values())).lose_disk()
 
     def _unlink_one(self) -> None:
         self.clock.rng.choice(list(self.lives.values())).lose_head()
@@ -397,15 +416,18 @@ class World:
             self._check_ending(request_id, truth)
         kept: set[BlockKey] = set()
         for life in self.lives.values():
+            self._check_index(life)
             instance = life.instance
             self.seen.update({f"counter {k}": int(v) for k, v in instance.counters.items()})
+            if isinstance(life, VllmLife):
+                life.check_end()
+                continue
             leaked = (list(instance.requests), instance.pool.owners())
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0
             if instance.tier is not None:
                 assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
             self._check_cache(life, kept)
-            self._check_index(life)
         self.promises.check_end(kept)
         conductor = self.conductor
         assert not conductor.requests and not conductor._lifecycle._attempts
@@ -447,7 +469,8 @@ class World:
         if request_id in self.kept:
             assert refusal.status != 429, "an answer under way is refused for its load"
             gone = refusal.reason in ("no_instance", "no_prefill_instance", "no_decode_instance")
-            assert not gone or self.options.num_drains, "a new head waits for no instance"
+            leaves = self.options.num_drains or self.options.num_role_switches
+            assert not gone or leaves, "a new head waits for no instance"
         short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
         assert refusal.status != 504 or short, "it hung until its deadline"
 
@@ -482,7 +505,8 @@ class World:
             for layer in range(self.options.num_layers):
                 assert life.arena[(block_id, layer)] == (layer, named[key])
         assert self.options.prefix_caching or not pool.keys()
-        others = [o.instance.pool for o in self.lives.values() if o is not life]
+        lives = [other for other in self.lives.values() if isinstance(other, Life)]
+        others = [other.instance.pool for other in lives if other is not life]
         for key, block_id in zip(pool.keys(), pool.cached_blocks(), strict=True):
             shared = any(other.find(key) is not None for other in others)
             if life.instance.is_spare(block_id):
@@ -504,11 +528,10 @@ class World:
             layers = range(self.options.num_layers)
             assert stored.layers == [(layer, named[stored.key]) for layer in layers]
 
-    def _check_index(self, life: Life) -> None:
+    def _check_index(self, life: Member) -> None:
         """Asserts that the Conductor's index matches the instance's cached blocks."""
-        name, instance, index = life.instance_id, life.instance, self.conductor.index
-        in_dram = set(instance.pool.keys())
-        below = set() if instance.tier is None else set(instance.tier.slots.keys()) - in_dram
+        name, index = life.instance_id, self.conductor.index
+        in_dram, below = life.keys_in_dram(), life.keys_below()
         assert all(index.holds(name, key) for key in in_dram | below)
         assert index.num_blocks(name) == len(in_dram | below)
         assert all((name, key in below) in index.holders_of(key) for key in in_dram | below)

@@ -1,0 +1,150 @@
+"""What both kinds of instances share: the connection to the head, and the order of events."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moonpool.protocol.messages import BlocksChanged, InstanceInfo, LeaveRequested, Report
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import BlockKey, InstanceId, Role
+from tests.sim.clock import Link
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Member(ABC):
+    """One incarnation of an instance. Subclasses have the state machine and what it drives."""
+
+    instance: Any
+
+    def __init__(self, world: World, instance_id: InstanceId, role: Role, number: int) -> None:
+        self.world = world
+        self.clock = world.clock
+        self.instance_id = instance_id
+        self.role = role
+        self.number = number
+        self.alive = True
+        self.joined = False
+        self.leaves_within_s: float | None = None
+        self._num_losses = 0
+        self._events: deque[Any] = deque()
+        self._performing = False
+        self._to_head = Link(self.clock, world.options.slow_delay_s)
+        self._from_head = Link(self.clock, world.options.slow_delay_s)
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(
+            instance_id=self.instance_id,
+            host_id="here",
+            unix_name="",
+            tcp_host="127.0.0.1",
+            tcp_port=self.number,
+        )
+
+    # What each kind of instance does
+
+    @abstractmethod
+    def info(self) -> InstanceInfo: ...
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Asserts that the state machine's own sums balance."""
+        ...
+
+    @abstractmethod
+    def lose_disk(self) -> None:
+        """Loses what is stored below the DRAM."""
+        ...
+
+    @abstractmethod
+    def attempts(self) -> list[str]:
+        """The attempts that hold something here, beyond transfers that end by themselves."""
+        ...
+
+    @abstractmethod
+    def keys_in_dram(self) -> set[BlockKey]: ...
+
+    @abstractmethod
+    def keys_below(self) -> set[BlockKey]: ...
+
+    @abstractmethod
+    def _perform(self, actions: list[Any]) -> None: ...
+
+    # The head
+
+    def join(self) -> None:
+        """Connects to the head and sends its description."""
+        if not self.alive:
+            return
+        self._to_head.cut = self._from_head.cut = True
+        self._to_head = Link(self.clock, self.world.options.slow_delay_s)
+        self._from_head = Link(self.clock, self.world.options.slow_delay_s)
+        down, info = self._from_head, self.info()
+        self._to_head.carry(lambda: self.world.on_joined(self, info, down))
+        if self.leaves_within_s is not None:
+            self.want_to_leave(self.leaves_within_s)
+
+    def join_at_once(self) -> None:
+        self.world.on_joined(self, self.info(), self._from_head)
+
+    def lose_head(self) -> None:
+        """Breaks the connection to the head; the process survives and connects again."""
+        if not self.alive:
+            return
+        self._cut()
+        self._perform(self.instance.abort_all())
+        self.validate()
+        self._num_losses += 1
+        latest = self._num_losses
+        self.clock.after(
+            self.clock.rng.random(), lambda: latest == self._num_losses and self.join()
+        )
+
+    def die(self) -> None:
+        self.alive = False
+        self._cut()
+        self.world.on_died(self)
+
+    def want_to_leave(self, within_s: float) -> None:
+        """The process received a signal to end. It repeats its report to a new head."""
+        self.leaves_within_s = within_s
+        self._report(LeaveRequested(within_s=within_s))
+
+    def _cut(self) -> None:
+        self._to_head.cut = self._from_head.cut = True
+        self.world.on_link_cut(self, self._from_head)
+        self.joined = False
+
+    def _report(self, report: Report) -> None:
+        if isinstance(report, BlocksChanged) and self.world.chance("lost_event_rate"):
+            self.world.promises.on_lost_event(self.instance_id, report)
+            return
+        self._to_head.carry(lambda: self.world.on_report(self, report))
+
+    # Events
+
+    def post(self, event: Any) -> None:
+        """Handles an event and performs what follows. What comes of an action at once is handled
+        after all actions before it, as a driver does: else reports would overtake each other."""
+        self._events.append(event)
+        if self._performing:
+            return
+        self._performing = True
+        while self._events:
+            event = self._events.popleft()
+            if not self.alive:
+                continue
+            self.world.note(self.instance_id, event)
+            actions = self.instance.handle(event, self.clock.now)
+            self.validate()
+            self._perform(actions)
+        self._performing = False
+
+    def later(self, callback: Callable[[], None]) -> None:
+        """Runs the callback some time later, if the instance is still alive."""
+        self.clock.soon(self.world.options.slow_delay_s, lambda: self.alive and callback())
