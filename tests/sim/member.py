@@ -29,6 +29,8 @@ class Member(ABC):
         self.number = number
         self.alive = True
         self.joined = False
+        self.is_paused = False
+        self.awake_s = 0.0  # when it was awake last, if it is paused
         self.leaves_within_s: float | None = None
         self._num_losses = 0
         self._events: deque[Any] = deque()
@@ -79,7 +81,7 @@ class Member(ABC):
 
     def join(self) -> None:
         """Connects to the head and sends its description."""
-        if not self.alive:
+        if not self.alive or self._waits_for_wake(self.join):
             return
         self._to_head.cut = self._from_head.cut = True
         self._to_head = Link(self.clock, self.world.options.slow_delay_s)
@@ -97,6 +99,10 @@ class Member(ABC):
         if not self.alive:
             return
         self._cut()
+        if not self._waits_for_wake(self._notice_loss):
+            self._notice_loss()
+
+    def _notice_loss(self) -> None:
         self._perform(self.instance.abort_all())
         self.validate()
         self._num_losses += 1
@@ -112,8 +118,13 @@ class Member(ABC):
 
     def want_to_leave(self, within_s: float) -> None:
         """The process received a signal to end. It repeats its report to a new head."""
+        if self._waits_for_wake(lambda: self.want_to_leave(within_s)):
+            return
         self.leaves_within_s = within_s
         self._report(LeaveRequested(within_s=within_s))
+
+    def beat(self) -> None:
+        self._to_head.carry(lambda: self.world.on_beat(self))
 
     def _cut(self) -> None:
         self._to_head.cut = self._from_head.cut = True
@@ -132,18 +143,37 @@ class Member(ABC):
         """Handles an event and performs what follows. What comes of an action at once is handled
         after all actions before it, as a driver does: else reports would overtake each other."""
         self._events.append(event)
-        if self._performing:
-            return
+        if not self._performing:
+            self._handle_events()
+
+    def _handle_events(self) -> None:
         self._performing = True
-        while self._events:
+        while self._events and not self.is_paused:
             event = self._events.popleft()
             if not self.alive:
+                continue
+            if callable(event):
+                event()
                 continue
             self.world.note(self.instance_id, event)
             actions = self.instance.handle(event, self.clock.now)
             self.validate()
             self._perform(actions)
         self._performing = False
+
+    def pause(self) -> None:
+        """The process stands still: it handles nothing until it wakes."""
+        self.is_paused, self.awake_s = True, self.clock.now
+
+    def wake(self) -> None:
+        self.is_paused = False
+        if not self._performing:
+            self._handle_events()
+
+    def _waits_for_wake(self, callback: Callable[[], None]) -> bool:
+        if self.is_paused:
+            self._events.append(callback)
+        return self.is_paused
 
     def later(self, callback: Callable[[], None]) -> None:
         """Runs the callback some time later, if the instance is still alive."""

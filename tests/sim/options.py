@@ -69,6 +69,8 @@ class Options:
     lost_batch_rate: float = field(default=0.0, repr=False)  # of these events
     near_tie_rate: float = field(default=0.0, repr=False)  # prefill draws another first token
     handover_loss_rate: float = field(default=0.0, repr=False)  # KVCache that is gone
+    num_head_pauses: int = field(default=0, repr=False)
+    num_pauses: int = field(default=0, repr=False)  # of instances
 
     def shown(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -101,7 +103,7 @@ class Options:
             self.near_tie_rate,
             self.handover_loss_rate,
         )
-        if self.num_disk_losses or self.num_drains:
+        if self.num_disk_losses or self.num_drains or self.num_head_pauses or self.num_pauses:
             return False
         return not (self.num_deaths or self.num_unlinks or self.num_head_crashes or any(rates))
 
@@ -175,7 +177,7 @@ def draw_options(rng: random.Random) -> Options:
         num_drains=policies.choice((0, 0, 1, 3)),
     )
     drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    return _draw_vllm(_draw_takeovers(drawn))
+    return _draw_pauses(_draw_vllm(_draw_takeovers(drawn)))
 
 
 def _draw_takeovers(options: Options) -> Options:
@@ -221,6 +223,16 @@ def _draw_vllm(options: Options) -> Options:
         store_shared=False,
         transfer_is_cheap=True,
     )
+
+
+def _draw_pauses(options: Options) -> Options:
+    """In some runs, head or instances stand still for a while."""
+    rng = random.Random(repr(options) + "pauses")
+    if rng.random() >= 0.08:
+        return options
+    num_head_pauses = rng.choice((0, 1, 1, 2))
+    num_pauses = rng.choice((0, 1, 3)) if num_head_pauses else rng.choice((1, 3))
+    return replace(options, num_head_pauses=num_head_pauses, num_pauses=num_pauses)
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:

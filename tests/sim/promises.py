@@ -59,8 +59,9 @@ class Promises:
                 assert instance_id not in needs, f"{instance_id} leaves under a request"
 
     def on_ended(self, request_id: RequestId) -> None:
-        self._world.clock.after(STRANDED_S, lambda: self._check_freed(request_id))
-        self._world.clock.after(CANCELLED_S, lambda: self._check_cancelled(request_id))
+        slack_s = self._world.pauses.total_s
+        self._world.clock.after(STRANDED_S + slack_s, lambda: self._check_freed(request_id))
+        self._world.clock.after(CANCELLED_S + slack_s, lambda: self._check_cancelled(request_id))
 
     def _check_cancelled(self, request_id: RequestId) -> None:
         """A vLLM server computes nothing for an ended request."""

@@ -51,6 +51,7 @@ from tests.sim.member import Member
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
+from tests.sim.pauses import Pauses
 from tests.sim.promises import Promises, check_times
 from tests.sim.shared_store import SharedBlocks
 from tests.sim.truth import EOS, Truth
@@ -121,6 +122,7 @@ class World:
         self._digest = hashlib.sha256()
         self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
         self.promises = Promises(self)
+        self.pauses = Pauses(self)
         self._start()
 
     def _new_conductor(self) -> Conductor:
@@ -178,25 +180,44 @@ class World:
     # Events of the head
 
     def on_joined(self, life: Member, info: InstanceInfo, down: Link) -> None:
+        if self.pauses.defer(lambda: self.on_joined(life, info, down)):
+            return
         life.joined = True
         if not self.head_is_up:
             life.lose_head()
             return
         self._channels[life.instance_id] = (life, down)
+        self.pauses.on_heard(life.instance_id)
         self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
 
     def on_report(self, life: Member, report: Report) -> None:
+        if self.pauses.defer(lambda: self.on_report(life, report)):
+            return
+        self.pauses.on_heard(life.instance_id)
         if isinstance(report, ONCE_PER_WORK):
             told = (life, type(report), report.attempt_id)
             assert told not in self._told, f"told twice: {told}"
             self._told.add(told)
         self.post(Reported(life.instance_id, report))
 
+    def on_beat(self, life: Member) -> None:
+        if not self.pauses.defer(lambda: self.on_beat(life)):
+            self.pauses.on_heard(life.instance_id)
+
+    def members(self) -> dict[InstanceId, Member]:
+        """The instances to which the head has a connection, as far as it knows."""
+        return {name: life for name, (life, _) in self._channels.items()}
+
+    def forget_channel(self, life: Member) -> None:
+        del self._channels[life.instance_id]
+
     def on_link_cut(self, life: Member, down: Link) -> None:
         """The head notices some time later, unless the instance has rejoined by then."""
 
         def notice() -> None:
+            if self.pauses.defer(notice):
+                return
             if self._channels.get(life.instance_id) == (life, down):
                 del self._channels[life.instance_id]
                 self.post(InstanceLost(life.instance_id, "the connection broke"))
@@ -214,6 +235,8 @@ class World:
         if not self.head_is_up:
             if isinstance(event, RequestArrived | RequestCancelled):
                 self._missed.append(event)  # the client tries again
+            return
+        if self.pauses.defer(lambda: self.post(event)):
             return
         self.note("head", event)
         actions = self.conductor.handle(event, self.clock.now)
@@ -289,6 +312,7 @@ class World:
             self.clock.after(rng.random() * 3, self._drain_one)
         self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
         self.clock.after(TICK_S, self._tick)
+        self.pauses.start()
 
     def _begin_life(
         self,
@@ -311,7 +335,7 @@ class World:
     def _cancel(self, request_id: RequestId) -> None:
         self.cancelled.add(request_id)
         self.post(RequestCancelled(request_id))
-        if self.head_is_up:
+        if self.head_is_up and not self.pauses.head_is_paused:
             assert request_id in self.ended or request_id in self.lost_with_head, "it goes on"
 
     def _kill_one(self) -> None:
@@ -331,7 +355,7 @@ class World:
         """Forces a role switch; sometimes of the last instance of its role."""
         roles, states = self.conductor.roles, list(self.conductor.instances.values())
         pure = [state for state in states if state.info.role is not Role.MIXED]
-        if not pure or any(state.drain for state in states):
+        if not pure or self.pauses.head_is_paused or any(state.drain for state in states):
             return
         state = self.clock.rng.choice(pure)
         other = Role.DECODE if state.info.role is Role.PREFILL else Role.PREFILL
@@ -352,7 +376,7 @@ class World:
     def _crash_head(self) -> None:
         """Restarts the head without any state. Its clients lose their connections, or another head
         goes on with their answers."""
-        if not self.head_is_up:
+        if not self.head_is_up or self.pauses.head_is_paused:
             return
         under_way = {name: t.request for name, t in self.conductor.requests.items()}
         roles = self.conductor.expected
@@ -385,12 +409,17 @@ class World:
             self.post(event)
 
     def _tick(self) -> None:
-        self.post(Tick())
+        if not self.pauses.head_is_paused:
+            self.pauses.tick()
+        if self.goes_on():
+            self.clock.after(TICK_S, self._tick)
+
+    def goes_on(self) -> bool:
         drains = [state.drain for state in self.conductor.instances.values() if state.drain]
         leaving = any(drain.becomes is None for drain in drains)
         waits = bool(self.conductor.requests) or not self.head_is_up
-        if waits or leaving or self.clock.now < self._last_arrival_s:
-            self.clock.after(TICK_S, self._tick)
+        paused = self.pauses.head_is_paused or any(m.is_paused for m in self.lives.values())
+        return waits or leaving or paused or self.clock.now < self._last_arrival_s
 
     def run(self) -> None:
         self.clock.run(MAX_EVENTS)
@@ -400,6 +429,7 @@ class World:
                 self._check_index(life)
         for life in self.lives.values():
             self.promises.on_joined(life.instance_id)  # a resync for this check
+            self.conductor.instances[life.instance_id].resyncing = True
             self._send(Send(life.instance_id, Resync()))
         self.post(Tick())  # so that drains without attempts end
         self.clock.run(MAX_EVENTS)

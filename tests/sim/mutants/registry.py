@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.sim.mutants import (
+    clocks,
     conducting,
     disk,
     real_bytes,
@@ -14,6 +15,7 @@ from tests.sim.mutants.mutant import MUTANTS
 
 __all__ = [
     "MUTANTS",
+    "clocks",
     "conducting",
     "disk",
     "real_bytes",
