@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moonpool.protocol.messages import BlocksChanged, InstanceInfo, LeaveRequested, Report
+from moonpool.protocol.messages import BlocksChanged, Command, InstanceInfo, LeaveRequested, Report
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import BlockKey, InstanceId, Role
 from tests.sim.clock import Link
+from tests.sim.control_wire import ControlWire
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -30,6 +31,8 @@ class Member(ABC):
         self.alive = True
         self.joined = False
         self.is_paused = False
+        self.wire: ControlWire | None = None
+        self.is_old = instance_id in world.old_members  # of the release before
         self.awake_s = 0.0  # when it was awake last, if it is paused
         self.leaves_within_s: float | None = None
         self._num_losses = 0
@@ -87,12 +90,31 @@ class Member(ABC):
         self._to_head = Link(self.clock, self.world.options.slow_delay_s)
         self._from_head = Link(self.clock, self.world.options.slow_delay_s)
         down, info = self._from_head, self.info()
-        self._to_head.carry(lambda: self.world.on_joined(self, info, down))
+        if self.world.options.num_upgrades:
+            self._connect().join(info)
+        else:
+            self._to_head.carry(lambda: self.world.on_joined(self, info, down))
         if self.leaves_within_s is not None:
             self.want_to_leave(self.leaves_within_s)
 
     def join_at_once(self) -> None:
-        self.world.on_joined(self, self.info(), self._from_head)
+        if self.world.options.num_upgrades:
+            self._connect().join(self.info())
+        else:
+            self.world.on_joined(self, self.info(), self._from_head)
+
+    def _connect(self) -> ControlWire:
+        self.wire = ControlWire(
+            self, self._to_head, self._from_head, self.world.head_is_old, self.is_old
+        )
+        return self.wire
+
+    def receive(self, down: Link, command: Command) -> None:
+        """The head sends a command over this connection."""
+        if self.wire is not None:
+            self.wire.command(command)
+        else:
+            down.carry(lambda: self.post(command))
 
     def lose_head(self) -> None:
         """Breaks the connection to the head; the process survives and connects again."""
@@ -135,7 +157,10 @@ class Member(ABC):
         if isinstance(report, BlocksChanged) and self.world.chance("lost_event_rate"):
             self.world.promises.on_lost_event(self.instance_id, report)
             return
-        self._to_head.carry(lambda: self.world.on_report(self, report))
+        if self.wire is None:
+            self._to_head.carry(lambda: self.world.on_report(self, report))
+        else:
+            self.wire.report(report)
 
     # Events
 

@@ -71,6 +71,8 @@ class Options:
     handover_loss_rate: float = field(default=0.0, repr=False)  # KVCache that is gone
     num_head_pauses: int = field(default=0, repr=False)
     num_pauses: int = field(default=0, repr=False)  # of instances
+    num_upgrades: int = field(default=0, repr=False)  # of instances; 0: all are of one release
+    head_is_old: bool = field(default=False, repr=False)  # the first head
 
     def shown(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -103,7 +105,9 @@ class Options:
             self.near_tie_rate,
             self.handover_loss_rate,
         )
-        if self.num_disk_losses or self.num_drains or self.num_head_pauses or self.num_pauses:
+        if self.num_disk_losses or self.num_drains or self.num_upgrades:
+            return False
+        if self.num_head_pauses or self.num_pauses:
             return False
         return not (self.num_deaths or self.num_unlinks or self.num_head_crashes or any(rates))
 
@@ -177,7 +181,7 @@ def draw_options(rng: random.Random) -> Options:
         num_drains=policies.choice((0, 0, 1, 3)),
     )
     drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    return _draw_pauses(_draw_vllm(_draw_takeovers(drawn)))
+    return _draw_upgrades(_draw_pauses(_draw_vllm(_draw_takeovers(drawn))))
 
 
 def _draw_takeovers(options: Options) -> Options:
@@ -233,6 +237,14 @@ def _draw_pauses(options: Options) -> Options:
     num_head_pauses = rng.choice((0, 1, 1, 2))
     num_pauses = rng.choice((0, 1, 3)) if num_head_pauses else rng.choice((1, 3))
     return replace(options, num_head_pauses=num_head_pauses, num_pauses=num_pauses)
+
+
+def _draw_upgrades(options: Options) -> Options:
+    """Some clusters are of two releases, and are upgraded meanwhile."""
+    rng = random.Random(repr(options) + "upgrades")
+    if rng.random() >= 0.06:
+        return options
+    return replace(options, num_upgrades=rng.randint(1, 5), head_is_old=rng.random() < 0.4)
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:

@@ -105,6 +105,8 @@ class World:
         self.conductor = self._new_conductor()
         self.head_is_up = True
         self.truths: dict[RequestId, Truth] = {}
+        self.old_members: set[InstanceId] = set()
+        self.head_is_old = False
         self.lives: dict[InstanceId, Life | VllmLife] = {}
         self.disks: dict[InstanceId, Disk] = {}
         self.shared_blocks: SharedBlocks = {}
@@ -266,7 +268,7 @@ class World:
             self.promises.on_resync(send.instance_id)
         elif isinstance(send.command, LeaveCluster):
             self.promises.on_leave(self.conductor, send.instance_id)
-        down.carry(lambda: life.post(send.command))
+        life.receive(down, send.command)
 
     def _on_deliver(self, deliver: Deliver) -> None:
         assert deliver.request_id not in self.ended, "an answer continues after its end"
@@ -283,6 +285,7 @@ class World:
 
     def _start(self) -> None:
         opts, rng = self.options, self.clock.rng
+        self.head_is_old = opts.head_is_old
         roles = (
             (Role.PREFILL, opts.num_prefill),
             (Role.DECODE, opts.num_decode),
@@ -290,7 +293,10 @@ class World:
         )
         for role, count in roles:
             for number in range(count):
-                self._begin_life(None, InstanceId(f"{role.value}{number}"), role)
+                name = InstanceId(f"{role.value}{number}")
+                if opts.num_upgrades and rng.random() < 0.7:
+                    self.old_members.add(name)
+                self._begin_life(None, name, role)
         for truth, at_s in make_workload(opts, rng):
             request_id = truth.request.request_id
             self.truths[request_id] = truth
@@ -310,6 +316,8 @@ class World:
             self.clock.after(rng.random() * 3, self._switch_one)
         for _ in range(opts.num_drains):
             self.clock.after(rng.random() * 3, self._drain_one)
+        for _ in range(opts.num_upgrades):
+            self.clock.after(rng.random() * 3, self._upgrade_one)
         self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
         self.clock.after(TICK_S, self._tick)
         self.pauses.start()
@@ -373,6 +381,15 @@ class World:
         else:
             self.post(DrainRequested(life.instance_id, within_s, "a test"))
 
+    def _upgrade_one(self) -> None:
+        """An instance leaves, and its next process is of the newest release."""
+        old = sorted(self.old_members)
+        if old:
+            name = self.clock.rng.choice(old)
+            self.old_members.discard(name)
+            self.seen["upgrades"] += 1
+            self.post(DrainRequested(name, self.clock.rng.choice((0.5, 5.0)), "upgrade", True))
+
     def _crash_head(self) -> None:
         """Restarts the head without any state. Its clients lose their connections, or another head
         goes on with their answers."""
@@ -382,6 +399,7 @@ class World:
         roles = self.conductor.expected
         self.conductor = self._new_conductor()
         self._channels.clear()
+        self.head_is_old = False
         self.head_is_up = False
         for life in self.lives.values():
             life.lose_head()
