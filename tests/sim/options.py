@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, field, replace
 
@@ -73,6 +74,7 @@ class Options:
     num_pauses: int = field(default=0, repr=False)  # of instances
     num_upgrades: int = field(default=0, repr=False)  # of instances; 0: all are of one release
     head_is_old: bool = field(default=False, repr=False)  # the first head
+    tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # with their shares
 
     def shown(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -181,7 +183,8 @@ def draw_options(rng: random.Random) -> Options:
         num_drains=policies.choice((0, 0, 1, 3)),
     )
     drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    return _draw_upgrades(_draw_pauses(_draw_vllm(_draw_takeovers(drawn))))
+    kinds = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants)
+    return functools.reduce(lambda options, kind: kind(options), kinds, drawn)
 
 
 def _draw_takeovers(options: Options) -> Options:
@@ -245,6 +248,21 @@ def _draw_upgrades(options: Options) -> Options:
     if rng.random() >= 0.06:
         return options
     return replace(options, num_upgrades=rng.randint(1, 5), head_is_old=rng.random() < 0.4)
+
+
+def _draw_tenants(options: Options) -> Options:
+    """In some runs, tenants with shares and priorities compete for a cluster with little room."""
+    rng = random.Random(repr(options) + "tenants")
+    if rng.random() >= 0.06:
+        return options
+    names = ("a", "b", "c", "d")[: rng.randint(2, 4)]
+    return replace(
+        options,
+        tenants=tuple((name, rng.choice((0.5, 1.0, 1.0, 4.0))) for name in names),
+        num_requests=rng.randint(15, 40),
+        arrivals_s=rng.choice((0.3, 2.0)),
+        max_sequences=min(options.max_sequences, 4),
+    )
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:

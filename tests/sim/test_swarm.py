@@ -71,6 +71,8 @@ CORNERS = {
     "outcome ttft_slo",
     "outcome no_decode_capacity",
     "outcome refused_by_engine",
+    "requests that yield",
+    "waiting requests of several tenants",
     "upgrades",
     "protocol before",
     "protocol newest",

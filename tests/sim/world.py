@@ -47,6 +47,7 @@ from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role
 from moonpool.vllm.worker import _layout
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
+from tests.sim.fairness import Fairness
 from tests.sim.member import Member
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
@@ -131,6 +132,7 @@ class World:
         self._num_heads += 1
         conductor = Conductor(
             life=str(self._num_heads) if self.options.keeps_streams else "",
+            tenant_weights=dict(self.options.tenants),
             config=ConductorConfig(
                 admission=self.options.admission,  # type: ignore[arg-type]
                 placement=self.options.placement,  # type: ignore[arg-type]
@@ -143,6 +145,7 @@ class World:
         )
         if self.options.books_little:
             conductor.output_predictor.lengths.mean.value = 1.0
+        self.fairness = Fairness(self, conductor)
         return conductor
 
     # Services for the nodes
@@ -241,8 +244,12 @@ class World:
         if self.pauses.defer(lambda: self.post(event)):
             return
         self.note("head", event)
+        arrived = event.request if isinstance(event, RequestArrived) else None
+        yields = arrived is not None and self.fairness.must_wait(arrived)
         actions = self.conductor.handle(event, self.clock.now)
         self.conductor.validate()
+        if arrived is not None and yields and event.delivered is None:
+            self.fairness.check_arrival(arrived, actions)
         for action in actions:
             self.note("head", action)
             match action:

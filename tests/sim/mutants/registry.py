@@ -9,6 +9,7 @@ from tests.sim.mutants import (
     real_bytes,
     releases,
     takeovers,
+    tenants,
     tokens_and_blocks,
     vllm_servers,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "real_bytes",
     "releases",
     "takeovers",
+    "tenants",
     "tokens_and_blocks",
     "vllm_servers",
 ]
