@@ -183,8 +183,7 @@ def draw_options(rng: random.Random) -> Options:
         num_drains=policies.choice((0, 0, 1, 3)),
     )
     drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    kinds = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants)
-    return functools.reduce(lambda options, kind: kind(options), kinds, drawn)
+    return functools.reduce(lambda options, kind: kind(options), KINDS, drawn)
 
 
 def _draw_takeovers(options: Options) -> Options:
@@ -304,3 +303,7 @@ def _busy_disks(options: Options, rng: random.Random) -> Options:
         ssd_admission=rng.choice(("second-use", "always", "always")),
         cancel_rate=options.cancel_rate / 3,
     )
+
+
+KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants)
+"""Each draws for itself, so that a further one leaves other runs as they were."""

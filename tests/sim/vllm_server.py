@@ -256,6 +256,7 @@ class VllmServer:
 
     def _draw(self, served: Served) -> None:
         body, tokens = served.body, served.tokens
+        assert len(tokens) < len(served.truth.tokens), "computes past the end of the answer"
         prefix = 0
         for token in tokens:
             prefix = hash((prefix, token))
