@@ -454,8 +454,8 @@ class World:
                 self._check_index(life)
         for life in self.lives.values():
             self.promises.on_joined(life.instance_id)  # a resync for this check
-            self.conductor.instances[life.instance_id].resyncing = True
             self._send(Send(life.instance_id, Resync()))
+        self.clock.run(MAX_EVENTS)  # marks of replicas must not cross snapshots
         self.post(Tick())  # so that drains without attempts end
         self.clock.run(MAX_EVENTS)
         self.post(Tick())  # so that instances receive the marks of replicas

@@ -305,7 +305,5 @@ class Conductor:
                 self._actions.append(Send(instance_id, copy))
         if self._marks_replicas:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
-                if self.instances[instance_id].resyncing:
-                    continue  # its snapshot voids these marks, and they follow again
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))
                 self._actions.append(Send(instance_id, command))

@@ -22,7 +22,6 @@ from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
     DecodeAccepted,
-    MarkReplicas,
     PrefillDone,
     PrefillStarted,
     ReserveDecode,
@@ -322,19 +321,6 @@ def test_a_gap_in_the_events_requests_a_snapshot() -> None:
     assert desk.report("p0", BlocksChanged(sequence=6)) == [], "it was asked already"
     assert desk.report("p0", BlocksSnapshot(next_sequence=7, keys=())) == []
     assert sent(desk.report("p0", BlocksChanged(sequence=8)), Resync) == [("p0", Resync())]
-
-
-def test_marks_of_replicas_do_not_cross_a_snapshot_that_voids_them() -> None:
-    desk = Desk("p0", "d0")
-    keys = tuple(block_keys(PROMPT, LAYOUT.block_tokens, root_key(LAYOUT.fingerprint, "")))
-    for name in ("p0", "d0"):
-        desk.report(name, BlocksSnapshot(next_sequence=0, keys=keys))
-        desk.report(name, BlocksChanged(sequence=1))  # a gap: its next snapshot is on its way
-    assert not sent(desk.handle(Tick()), MarkReplicas)
-    for name in ("p0", "d0"):
-        desk.report(name, BlocksSnapshot(next_sequence=2, keys=keys))
-    marked = sent(desk.handle(Tick()), MarkReplicas)
-    assert sum(len(mark.spare) for _, mark in marked) == len(keys) > 0
 
 
 def test_joining_again_ends_the_old_incarnation() -> None:
