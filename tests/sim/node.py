@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moonpool.attention_offload.pools.partitions import PartitionedPool
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.protocol.messages import BlocksChanged, InstanceInfo, LeaveRequested, Report
-from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.protocol.messages import InstanceInfo
 from moonpool.scheduler.actions import (
     AbortStream,
     CancelStream,
@@ -29,14 +26,14 @@ from moonpool.scheduler.actions import (
     StopRepeating,
     StoreBlocks,
     WorkerAction,
-    WorkerEvent,
 )
 from moonpool.scheduler.instance import Instance
-from moonpool.types import BlockId, InstanceId, Role
-from tests.sim.clock import Link
+from moonpool.scheduler.request_state import PendingTransfer
+from moonpool.types import BlockId, BlockKey, InstanceId, Role
 from tests.sim.disk import DiskDriver
 from tests.sim.engine import FakeEngine
 from tests.sim.loads import LoadOperation
+from tests.sim.member import Member
 from tests.sim.messenger import Arrivals, FetchOperation, StreamOperation, receive_ended
 from tests.sim.shared_store import SharedStoreDriver
 from tests.sim.truth import Content
@@ -45,17 +42,11 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
-class Life:
-    """One incarnation of an instance; its memory is lost when it dies."""
+class Life(Member):
+    """One incarnation of an instance of our own engine; its memory is lost when it dies."""
 
     def __init__(self, world: World, instance_id: InstanceId, role: Role, number: int) -> None:
-        self.world = world
-        self.clock = world.clock
-        self.instance_id = instance_id
-        self.role = role
-        self.number = number
-        self.alive = True
-        self.joined = False
+        super().__init__(world, instance_id, role, number)
         self.disk: DiskDriver | SharedStoreDriver
         if world.options.store_shared:
             self.disk = SharedStoreDriver(self, world.shared_blocks)
@@ -79,13 +70,7 @@ class Life:
         self.sends: dict[str, StreamOperation] = {}
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}
-        self.leaves_within_s: float | None = None
         self.engine = FakeEngine(self)
-        self._num_losses = 0
-        self._events: deque[WorkerEvent] = deque()
-        self._performing = False
-        self._to_head = Link(self.clock, world.options.slow_delay_s)
-        self._from_head = Link(self.clock, world.options.slow_delay_s)
 
     @property
     def num_layers(self) -> int:
@@ -95,32 +80,7 @@ class Life:
     def layout(self) -> BlockLayout:
         return self.world.layout
 
-    @property
-    def address(self) -> PeerAddress:
-        return PeerAddress(
-            instance_id=self.instance_id,
-            host_id="here",
-            unix_name="",
-            tcp_host="127.0.0.1",
-            tcp_port=self.number,
-        )
-
     # The head
-
-    def join(self) -> None:
-        """Connects to the head and sends its description."""
-        if not self.alive:
-            return
-        self._to_head.cut = self._from_head.cut = True
-        self._to_head = Link(self.clock, self.world.options.slow_delay_s)
-        self._from_head = Link(self.clock, self.world.options.slow_delay_s)
-        down, info = self._from_head, self.info()
-        self._to_head.carry(lambda: self.world.on_joined(self, info, down))
-        if self.leaves_within_s is not None:
-            self.want_to_leave(self.leaves_within_s)
-
-    def join_at_once(self) -> None:
-        self.world.on_joined(self, self.info(), self._from_head)
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
@@ -137,62 +97,24 @@ class Life:
             num_stages=self.world.options.num_stages,
         )
 
-    def lose_head(self) -> None:
-        """Breaks the connection to the head; the process survives and connects again."""
-        if not self.alive:
-            return
-        self._cut()
-        self._perform(self.instance.abort_all())
+    def validate(self) -> None:
         self.instance.validate()
-        self._num_losses += 1
-        latest = self._num_losses
-        self.clock.after(
-            self.clock.rng.random(), lambda: latest == self._num_losses and self.join()
-        )
 
-    def die(self) -> None:
-        self.alive = False
-        self._cut()
-        self.world.on_died(self)
+    def lose_disk(self) -> None:
+        self.disk.lose()
 
-    def want_to_leave(self, within_s: float) -> None:
-        """The process received a signal to end. It repeats its report to a new head."""
-        self.leaves_within_s = within_s
-        self._report(LeaveRequested(within_s=within_s))
+    def attempts(self) -> list[str]:
+        requests = self.instance.requests.items()
+        return [name for name, r in requests if PendingTransfer.FETCH not in r.pending]
 
-    def _cut(self) -> None:
-        self._to_head.cut = self._from_head.cut = True
-        self.world.on_link_cut(self, self._from_head)
-        self.joined = False
+    def keys_in_dram(self) -> set[BlockKey]:
+        return set(self.instance.pool.keys())
 
-    def _report(self, report: Report) -> None:
-        if isinstance(report, BlocksChanged) and self.world.chance("lost_event_rate"):
-            self.world.promises.on_lost_event(self.instance_id, report)
-            return
-        self._to_head.carry(lambda: self.world.on_report(self, report))
+    def keys_below(self) -> set[BlockKey]:
+        tier = self.instance.tier
+        return set() if tier is None else set(tier.slots.keys()) - self.keys_in_dram()
 
-    # Events and actions
-
-    def post(self, event: WorkerEvent) -> None:
-        """Handles an event and performs what follows. What comes of an action at once is handled
-        after all actions before it, as a driver does: else reports would overtake each other."""
-        self._events.append(event)
-        if self._performing:
-            return
-        self._performing = True
-        while self._events:
-            event = self._events.popleft()
-            if not self.alive:
-                continue
-            self.world.note(self.instance_id, event)
-            actions = self.instance.handle(event, self.clock.now)
-            self.instance.validate()
-            self._perform(actions)
-        self._performing = False
-
-    def later(self, callback: Callable[[], None]) -> None:
-        """Runs the callback some time later, if the instance is still alive."""
-        self.clock.soon(self.world.options.slow_delay_s, lambda: self.alive and callback())
+    # Actions
 
     def _perform(self, actions: list[WorkerAction]) -> None:
         for action in actions:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,20 @@ class Options:
     store_shared: bool = False  # one shared store instead of the disks
     disk_hang_rate: float = 0.0  # of stores and loads
     keeps_streams: bool = False  # another head goes on with the answers of one that crashed
+    # The ones below are not part of the repr, from which other draws follow.
+    engine: str = field(default="moonpool", repr=False)
+    publishes_events: bool = field(default=True, repr=False)  # of its cache; vLLM
+    lost_batch_rate: float = field(default=0.0, repr=False)  # of these events
+    near_tie_rate: float = field(default=0.0, repr=False)  # prefill draws another first token
+    handover_loss_rate: float = field(default=0.0, repr=False)  # KVCache that is gone
+    num_head_pauses: int = field(default=0, repr=False)
+    num_pauses: int = field(default=0, repr=False)  # of instances
+    num_upgrades: int = field(default=0, repr=False)  # of instances; 0: all are of one release
+    head_is_old: bool = field(default=False, repr=False)  # the first head
+    tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # with their shares
+
+    def shown(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
 
     @property
     def arenas(self) -> tuple[int, ...]:
@@ -89,8 +104,12 @@ class Options:
             self.arena_loss_rate,
             self.disk_failure_rate,
             self.disk_hang_rate,
+            self.near_tie_rate,
+            self.handover_loss_rate,
         )
-        if self.num_disk_losses or self.num_drains:
+        if self.num_disk_losses or self.num_drains or self.num_upgrades:
+            return False
+        if self.num_head_pauses or self.num_pauses:
             return False
         return not (self.num_deaths or self.num_unlinks or self.num_head_crashes or any(rates))
 
@@ -164,7 +183,7 @@ def draw_options(rng: random.Random) -> Options:
         num_drains=policies.choice((0, 0, 1, 3)),
     )
     drawn = _draw_disks(options, disks) if num_slots else _draw_arenas(options, policies)
-    return _draw_takeovers(drawn)
+    return functools.reduce(lambda options, kind: kind(options), KINDS, drawn)
 
 
 def _draw_takeovers(options: Options) -> Options:
@@ -175,6 +194,74 @@ def _draw_takeovers(options: Options) -> Options:
     if rng.random() < 0.1:
         return replace(options, keeps_streams=True, num_head_crashes=rng.randint(1, 3))
     return options
+
+
+def _draw_vllm(options: Options) -> Options:
+    """Some clusters are made of vLLM servers. Faults of our own engine's parts do not exist there.
+    Other runs stay as they were."""
+    rng = random.Random(repr(options) + "vllm")
+    if rng.random() >= 0.08:
+        return options
+
+    def maybe(value: float) -> float:
+        return value * rng.random() if rng.random() < 0.4 else 0.0
+
+    return replace(
+        options,
+        engine="vllm",
+        publishes_events=rng.random() < 0.75,
+        lost_batch_rate=maybe(0.1),
+        near_tie_rate=maybe(0.3),
+        handover_loss_rate=maybe(0.3),
+        num_slots=0,
+        num_stages=1,
+        num_arenas=0,
+        role_balance="off",
+        num_role_switches=0,
+        num_disk_losses=0,
+        corrupt_rate=0.0,
+        missing_rate=0.0,
+        stall_rate=0.0,
+        flip_rate=0.0,
+        disk_failure_rate=0.0,
+        disk_hang_rate=0.0,
+        arena_loss_rate=0.0,
+        store_shared=False,
+        transfer_is_cheap=True,
+    )
+
+
+def _draw_pauses(options: Options) -> Options:
+    """In some runs, head or instances stand still for a while."""
+    rng = random.Random(repr(options) + "pauses")
+    if rng.random() >= 0.08:
+        return options
+    num_head_pauses = rng.choice((0, 1, 1, 2))
+    num_pauses = rng.choice((0, 1, 3)) if num_head_pauses else rng.choice((1, 3))
+    return replace(options, num_head_pauses=num_head_pauses, num_pauses=num_pauses)
+
+
+def _draw_upgrades(options: Options) -> Options:
+    """Some clusters are of two releases, and are upgraded meanwhile."""
+    rng = random.Random(repr(options) + "upgrades")
+    if rng.random() >= 0.06:
+        return options
+    return replace(options, num_upgrades=rng.randint(1, 5), head_is_old=rng.random() < 0.4)
+
+
+def _draw_tenants(options: Options) -> Options:
+    """In some runs, tenants with shares and priorities compete for a cluster with little room."""
+    rng = random.Random(repr(options) + "tenants")
+    if rng.random() >= 0.06:
+        return options
+    names = ("a", "b", "c", "d")[: rng.randint(2, 4)]
+    return replace(
+        options,
+        tenants=tuple((name, rng.choice((0.5, 1.0, 1.0, 4.0))) for name in names),
+        num_requests=rng.randint(15, 40),
+        arrivals_s=rng.choice((0.3, 2.0)),
+        max_sequences=min(options.max_sequences, 4),
+    )
 
 
 def _draw_arenas(options: Options, rng: random.Random) -> Options:
@@ -216,3 +303,7 @@ def _busy_disks(options: Options, rng: random.Random) -> Options:
         ssd_admission=rng.choice(("second-use", "always", "always")),
         cancel_rate=options.cancel_rate / 3,
     )
+
+
+KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants)
+"""Each draws for itself, so that a further one leaves other runs as they were."""

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from moonpool.conductor.conductor import Conductor
 from moonpool.protocol.messages import BlocksChanged
 from moonpool.request_record import RequestRecord
-from moonpool.scheduler.request_state import PendingTransfer
 from moonpool.types import BlockKey, InstanceId, RequestId
+from tests.sim.node import Life
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 STRANDED_S = 8.0
 """So long after a request has ended, its blocks may be held by transfers that end by themselves."""
+CANCELLED_S = 0.6
+"""So long after a request has ended, its abort may be on the way to a vLLM server."""
 FAULT_REASONS = ("instance_lost", "engine_error", "no_blocks", "blocks_lost")
 
 
@@ -57,15 +59,22 @@ class Promises:
                 assert instance_id not in needs, f"{instance_id} leaves under a request"
 
     def on_ended(self, request_id: RequestId) -> None:
-        self._world.clock.after(STRANDED_S, lambda: self._check_freed(request_id))
+        slack_s = self._world.pauses.total_s
+        self._world.clock.after(STRANDED_S + slack_s, lambda: self._check_freed(request_id))
+        self._world.clock.after(CANCELLED_S + slack_s, lambda: self._check_cancelled(request_id))
+
+    def _check_cancelled(self, request_id: RequestId) -> None:
+        """A vLLM server computes nothing for an ended request."""
+        for server in self._world.vllm_servers.values():
+            under_way = {name.rpartition("/")[0] for name in server.attempts()}
+            assert request_id not in under_way, f"{server.name} goes on with {request_id}"
 
     def _check_freed(self, request_id: RequestId) -> None:
         for life in self._world.lives.values():
             if not life.alive:
                 continue
-            for attempt_id, request in life.instance.requests.items():
-                ended = attempt_id.rpartition("/")[0] == request_id
-                if ended and PendingTransfer.FETCH not in request.pending:
+            for attempt_id in life.attempts():
+                if attempt_id.rpartition("/")[0] == request_id:
                     raise AssertionError(
                         f"{life.instance_id} holds {attempt_id} long after {request_id} ended"
                     )
@@ -75,12 +84,13 @@ class Promises:
     def check_end(self, kept: set[BlockKey]) -> None:
         """`kept`: blocks of which some copy is not marked as spare."""
         world = self._world
-        cached = {key for life in world.lives.values() for key in life.instance.pool._block_of}
+        own = [life for life in world.lives.values() if isinstance(life, Life)]
+        cached = {key for life in own for key in life.instance.pool._block_of}
         assert cached <= kept, "every copy of a block is marked as spare"
         lifecycle = world.conductor._lifecycle
         assert not len(lifecycle.waiting) and not lifecycle.shares._num_owed, "a wait never ended"
         if world.options.faultless and not world.lost_with_head:
-            for life in world.lives.values():
+            for life in own:
                 counters = life.instance.counters
                 assert not counters.get("recomputed_tokens"), "a decode computed its prompt again"
 

@@ -22,7 +22,7 @@ def run_seed(seed: int) -> World:
     except Exception as error:
         raise SeedFailed(
             f"seed {seed} at {world.clock.now:.4f} s: {type(error).__name__}: {error}\n"
-            f"{world.options}\nrepeat: python -m tests.sim.swarm --first {seed} --seeds 1"
+            f"{world.options.shown()}\nrepeat: python -m tests.sim.swarm --first {seed} --seeds 1"
         ) from error
     return world
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.types import BlockKey, FinishReason, Request
+from moonpool.types import BlockKey, FinishReason, Request, SamplingParams
 
 VOCABULARY = 97
 EOS = 0
+OTHER = 8
+"""A token that ends no answer."""
 
 Content = tuple[int, int]
 """(layer, number of the prefix) of one layer slice of a block."""
@@ -22,6 +24,19 @@ Content = tuple[int, int]
 
 def draw(prefix: int, seed: int, position: int) -> int:
     return hash((prefix, seed, position)) % VOCABULARY
+
+
+def next_token(prefix: int, sampling: SamplingParams, position: int, num_done: int) -> int:
+    """The token after a prefix. Greedy answers do not depend on the seed. Until an answer has its
+    least length, they leave the tokens out that would end it, as vLLM does."""
+    if sampling.temperature:
+        return draw(prefix, sampling.seed, position)
+    return greedy(prefix, position, sampling, num_done < sampling.min_tokens)
+
+
+def greedy(prefix: int, position: int, sampling: SamplingParams, goes_on: bool) -> int:
+    token = draw(prefix, 0, position)
+    return OTHER if goes_on and token in (EOS, *sampling.stop_token_ids) else token
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,8 @@ def find_truth(request: Request) -> Truth:
         prefix = hash((prefix, token))
     finish: FinishReason | None = None
     while finish is None:
-        token = draw(prefix, sampling.seed, len(tokens))
+        num_done = len(tokens) - request.num_prompt_tokens
+        token = next_token(prefix, sampling, len(tokens), num_done)
         tokens.append(token)
         prefix = hash((prefix, token))
         num_generated = len(tokens) - request.num_prompt_tokens

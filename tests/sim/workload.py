@@ -45,12 +45,19 @@ def _request(
         prompt = prompt[: rng.randint(0, len(prompt))]
     num_new = rng.randint(1, 4) if prompt else rng.randint(1, options.max_prompt_tokens // 2)
     prompt += _tokens(rng, min(num_new, options.max_prompt_tokens - len(prompt)))
+    priority = 0
+    if options.tenants:  # the first one sends most
+        names = [name for name, _ in options.tenants]
+        tenant = names[0] if rng.random() < 0.5 else rng.choice(names)
+        tenant += rng.choice(("", "", "/salt"))
+        priority = rng.choice((0, 0, -1, 3))
     tight = rng.random() < options.tight_slo_rate
     short = rng.random() < options.short_deadline_rate
     return Request(
         request_id=RequestId(f"r{number}"),
         token_ids=prompt,
         sampling=SamplingParams(
+            temperature=0.0 if options.engine == "vllm" else 1.0,
             seed=rng.randrange(1000),
             max_tokens=rng.randint(1, options.max_answer_tokens),
             min_tokens=rng.choice((0, 0, 2)),
@@ -64,5 +71,6 @@ def _request(
         arrived_s=at_s,
         deadline_s=at_s + (rng.random() * SHORT_DEADLINE_S if short else LONG_DEADLINE_S),
         tenant=tenant,
+        priority=priority,
         use_cache=rng.random() < 0.9,
     )

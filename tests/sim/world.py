@@ -44,14 +44,20 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
 from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role
+from moonpool.vllm.worker import _layout
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
+from tests.sim.fairness import Fairness
+from tests.sim.member import Member
 from tests.sim.messenger import FetchOperation, StreamOperation
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
+from tests.sim.pauses import Pauses
 from tests.sim.promises import Promises, check_times
 from tests.sim.shared_store import SharedBlocks
 from tests.sim.truth import EOS, Truth
+from tests.sim.vllm_node import VllmLife
+from tests.sim.vllm_server import VllmServer
 from tests.sim.workload import SHORT_DEADLINE_S, make_workload
 
 MAX_EVENTS = 200_000
@@ -93,11 +99,16 @@ class World:
             ssd_admission=opts.ssd_admission,  # type: ignore[arg-type]
             store_shared=opts.store_shared,
         )
+        self.vllm_servers: dict[str, VllmServer] = {}
+        if opts.engine == "vllm":
+            self.layout = _layout("fake", VllmServer(self, "").facts())
         self._num_heads = 0
         self.conductor = self._new_conductor()
         self.head_is_up = True
         self.truths: dict[RequestId, Truth] = {}
-        self.lives: dict[InstanceId, Life] = {}
+        self.old_members: set[InstanceId] = set()
+        self.head_is_old = False
+        self.lives: dict[InstanceId, Life | VllmLife] = {}
         self.disks: dict[InstanceId, Disk] = {}
         self.shared_blocks: SharedBlocks = {}
         self.operations: list[FetchOperation | StreamOperation] = []
@@ -109,17 +120,19 @@ class World:
         self.kept: dict[RequestId, int] = {}  # outlived a head, with so many tokens by then
         self._missed: list[ConductorEvent] = []  # while no head was up
         self.seen: Counter[str] = Counter()
-        self._told: set[tuple[Life, type, AttemptId]] = set()
+        self._told: set[tuple[Member, type, AttemptId]] = set()
         self._num_lives = 0
         self._digest = hashlib.sha256()
-        self._channels: dict[InstanceId, tuple[Life, Link]] = {}  # the head's view
+        self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
         self.promises = Promises(self)
+        self.pauses = Pauses(self)
         self._start()
 
     def _new_conductor(self) -> Conductor:
         self._num_heads += 1
         conductor = Conductor(
             life=str(self._num_heads) if self.options.keeps_streams else "",
+            tenant_weights=dict(self.options.tenants),
             config=ConductorConfig(
                 admission=self.options.admission,  # type: ignore[arg-type]
                 placement=self.options.placement,  # type: ignore[arg-type]
@@ -132,6 +145,7 @@ class World:
         )
         if self.options.books_little:
             conductor.output_predictor.lengths.mean.value = 1.0
+        self.fairness = Fairness(self, conductor)
         return conductor
 
     # Services for the nodes
@@ -149,8 +163,14 @@ class World:
     def disk_of(self, instance_id: InstanceId) -> Disk:
         return self.disks.setdefault(instance_id, Disk())
 
+    def vllm_server_of(self, instance_id: InstanceId) -> VllmServer:
+        if instance_id not in self.vllm_servers:
+            self.vllm_servers[instance_id] = VllmServer(self, instance_id)
+        return self.vllm_servers[instance_id]
+
     def find_life(self, address: PeerAddress) -> Life | None:
         life = self.lives[address.instance_id]
+        assert isinstance(life, Life), "a vLLM server moves its blocks by itself"
         return life if life.alive and life.number == address.tcp_port else None
 
     def note(self, who: str, what: object) -> None:
@@ -164,33 +184,52 @@ class World:
 
     # Events of the head
 
-    def on_joined(self, life: Life, info: InstanceInfo, down: Link) -> None:
+    def on_joined(self, life: Member, info: InstanceInfo, down: Link) -> None:
+        if self.pauses.defer(lambda: self.on_joined(life, info, down)):
+            return
         life.joined = True
         if not self.head_is_up:
             life.lose_head()
             return
         self._channels[life.instance_id] = (life, down)
+        self.pauses.on_heard(life.instance_id)
         self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
 
-    def on_report(self, life: Life, report: Report) -> None:
+    def on_report(self, life: Member, report: Report) -> None:
+        if self.pauses.defer(lambda: self.on_report(life, report)):
+            return
+        self.pauses.on_heard(life.instance_id)
         if isinstance(report, ONCE_PER_WORK):
             told = (life, type(report), report.attempt_id)
             assert told not in self._told, f"told twice: {told}"
             self._told.add(told)
         self.post(Reported(life.instance_id, report))
 
-    def on_link_cut(self, life: Life, down: Link) -> None:
+    def on_beat(self, life: Member) -> None:
+        if not self.pauses.defer(lambda: self.on_beat(life)):
+            self.pauses.on_heard(life.instance_id)
+
+    def members(self) -> dict[InstanceId, Member]:
+        """The instances to which the head has a connection, as far as it knows."""
+        return {name: life for name, (life, _) in self._channels.items()}
+
+    def forget_channel(self, life: Member) -> None:
+        del self._channels[life.instance_id]
+
+    def on_link_cut(self, life: Member, down: Link) -> None:
         """The head notices some time later, unless the instance has rejoined by then."""
 
         def notice() -> None:
+            if self.pauses.defer(notice):
+                return
             if self._channels.get(life.instance_id) == (life, down):
                 del self._channels[life.instance_id]
                 self.post(InstanceLost(life.instance_id, "the connection broke"))
 
         self.clock.after(self.clock.rng.random() * 0.5, notice)
 
-    def on_died(self, life: Life) -> None:
+    def on_died(self, life: Member) -> None:
         for operation in self.operations:
             ends = (operation.life, getattr(operation, "source", None))
             if life in ends or getattr(operation, "receiver", None) is life:
@@ -202,9 +241,15 @@ class World:
             if isinstance(event, RequestArrived | RequestCancelled):
                 self._missed.append(event)  # the client tries again
             return
+        if self.pauses.defer(lambda: self.post(event)):
+            return
         self.note("head", event)
+        arrived = event.request if isinstance(event, RequestArrived) else None
+        yields = arrived is not None and self.fairness.must_wait(arrived)
         actions = self.conductor.handle(event, self.clock.now)
         self.conductor.validate()
+        if arrived is not None and yields and event.delivered is None:
+            self.fairness.check_arrival(arrived, actions)
         for action in actions:
             self.note("head", action)
             match action:
@@ -230,7 +275,7 @@ class World:
             self.promises.on_resync(send.instance_id)
         elif isinstance(send.command, LeaveCluster):
             self.promises.on_leave(self.conductor, send.instance_id)
-        down.carry(lambda: life.post(send.command))
+        life.receive(down, send.command)
 
     def _on_deliver(self, deliver: Deliver) -> None:
         assert deliver.request_id not in self.ended, "an answer continues after its end"
@@ -247,6 +292,7 @@ class World:
 
     def _start(self) -> None:
         opts, rng = self.options, self.clock.rng
+        self.head_is_old = opts.head_is_old
         roles = (
             (Role.PREFILL, opts.num_prefill),
             (Role.DECODE, opts.num_decode),
@@ -254,7 +300,10 @@ class World:
         )
         for role, count in roles:
             for number in range(count):
-                self._begin_life(None, InstanceId(f"{role.value}{number}"), role)
+                name = InstanceId(f"{role.value}{number}")
+                if opts.num_upgrades and rng.random() < 0.7:
+                    self.old_members.add(name)
+                self._begin_life(None, name, role)
         for truth, at_s in make_workload(opts, rng):
             request_id = truth.request.request_id
             self.truths[request_id] = truth
@@ -274,17 +323,24 @@ class World:
             self.clock.after(rng.random() * 3, self._switch_one)
         for _ in range(opts.num_drains):
             self.clock.after(rng.random() * 3, self._drain_one)
+        for _ in range(opts.num_upgrades):
+            self.clock.after(rng.random() * 3, self._upgrade_one)
         self._last_arrival_s = max((opts.arrivals_s, FAULTS_END_S))
         self.clock.after(TICK_S, self._tick)
+        self.pauses.start()
 
     def _begin_life(
-        self, previous: Life | None, instance_id: InstanceId | None = None, role: Role | None = None
+        self,
+        previous: Member | None,
+        instance_id: InstanceId | None = None,
+        role: Role | None = None,
     ) -> None:
         if previous is not None:
             instance_id, role = previous.instance_id, previous.role
         assert instance_id is not None and role is not None
         self._num_lives += 1
-        life = Life(self, instance_id, role, self._num_lives)
+        kind = VllmLife if self.options.engine == "vllm" else Life
+        life = kind(self, instance_id, role, self._num_lives)
         self.lives[instance_id] = life
         if previous is None:
             life.join_at_once()
@@ -294,16 +350,18 @@ class World:
     def _cancel(self, request_id: RequestId) -> None:
         self.cancelled.add(request_id)
         self.post(RequestCancelled(request_id))
-        if self.head_is_up:
+        if self.head_is_up and not self.pauses.head_is_paused:
             assert request_id in self.ended or request_id in self.lost_with_head, "it goes on"
 
     def _kill_one(self) -> None:
         life = self.clock.rng.choice(list(self.lives.values()))
-        if life.alive:
+        if isinstance(life, VllmLife) and life.alive and self.clock.rng.random() < 0.5:
+            life.lose_server()
+        elif life.alive:
             life.die()
 
     def _lose_a_disk(self) -> None:
-        self.clock.rng.choice(list(self.lives.values())).disk.lose()
+        self.clock.rng.choice(list(self.lives.values())).lose_disk()
 
     def _unlink_one(self) -> None:
         self.clock.rng.choice(list(self.lives.values())).lose_head()
@@ -312,7 +370,7 @@ class World:
         """Forces a role switch; sometimes of the last instance of its role."""
         roles, states = self.conductor.roles, list(self.conductor.instances.values())
         pure = [state for state in states if state.info.role is not Role.MIXED]
-        if not pure or any(state.drain for state in states):
+        if not pure or self.pauses.head_is_paused or any(state.drain for state in states):
             return
         state = self.clock.rng.choice(pure)
         other = Role.DECODE if state.info.role is Role.PREFILL else Role.PREFILL
@@ -330,15 +388,25 @@ class World:
         else:
             self.post(DrainRequested(life.instance_id, within_s, "a test"))
 
+    def _upgrade_one(self) -> None:
+        """An instance leaves, and its next process is of the newest release."""
+        old = sorted(self.old_members)
+        if old:
+            name = self.clock.rng.choice(old)
+            self.old_members.discard(name)
+            self.seen["upgrades"] += 1
+            self.post(DrainRequested(name, self.clock.rng.choice((0.5, 5.0)), "upgrade", True))
+
     def _crash_head(self) -> None:
         """Restarts the head without any state. Its clients lose their connections, or another head
         goes on with their answers."""
-        if not self.head_is_up:
+        if not self.head_is_up or self.pauses.head_is_paused:
             return
         under_way = {name: t.request for name, t in self.conductor.requests.items()}
         roles = self.conductor.expected
         self.conductor = self._new_conductor()
         self._channels.clear()
+        self.head_is_old = False
         self.head_is_up = False
         for life in self.lives.values():
             life.lose_head()
@@ -366,12 +434,17 @@ class World:
             self.post(event)
 
     def _tick(self) -> None:
-        self.post(Tick())
+        if not self.pauses.head_is_paused:
+            self.pauses.tick()
+        if self.goes_on():
+            self.clock.after(TICK_S, self._tick)
+
+    def goes_on(self) -> bool:
         drains = [state.drain for state in self.conductor.instances.values() if state.drain]
         leaving = any(drain.becomes is None for drain in drains)
         waits = bool(self.conductor.requests) or not self.head_is_up
-        if waits or leaving or self.clock.now < self._last_arrival_s:
-            self.clock.after(TICK_S, self._tick)
+        paused = self.pauses.head_is_paused or any(m.is_paused for m in self.lives.values())
+        return waits or leaving or paused or self.clock.now < self._last_arrival_s
 
     def run(self) -> None:
         self.clock.run(MAX_EVENTS)
@@ -382,6 +455,7 @@ class World:
         for life in self.lives.values():
             self.promises.on_joined(life.instance_id)  # a resync for this check
             self._send(Send(life.instance_id, Resync()))
+        self.clock.run(MAX_EVENTS)  # marks of replicas must not cross snapshots
         self.post(Tick())  # so that drains without attempts end
         self.clock.run(MAX_EVENTS)
         self.post(Tick())  # so that instances receive the marks of replicas
@@ -397,15 +471,18 @@ class World:
             self._check_ending(request_id, truth)
         kept: set[BlockKey] = set()
         for life in self.lives.values():
+            self._check_index(life)
             instance = life.instance
             self.seen.update({f"counter {k}": int(v) for k, v in instance.counters.items()})
+            if isinstance(life, VllmLife):
+                life.check_end()
+                continue
             leaked = (list(instance.requests), instance.pool.owners())
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0
             if instance.tier is not None:
                 assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
             self._check_cache(life, kept)
-            self._check_index(life)
         self.promises.check_end(kept)
         conductor = self.conductor
         assert not conductor.requests and not conductor._lifecycle._attempts
@@ -447,7 +524,8 @@ class World:
         if request_id in self.kept:
             assert refusal.status != 429, "an answer under way is refused for its load"
             gone = refusal.reason in ("no_instance", "no_prefill_instance", "no_decode_instance")
-            assert not gone or self.options.num_drains, "a new head waits for no instance"
+            leaves = self.options.num_drains or self.options.num_role_switches
+            assert not gone or leaves, "a new head waits for no instance"
         short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
         assert refusal.status != 504 or short, "it hung until its deadline"
 
@@ -482,7 +560,8 @@ class World:
             for layer in range(self.options.num_layers):
                 assert life.arena[(block_id, layer)] == (layer, named[key])
         assert self.options.prefix_caching or not pool.keys()
-        others = [o.instance.pool for o in self.lives.values() if o is not life]
+        lives = [other for other in self.lives.values() if isinstance(other, Life)]
+        others = [other.instance.pool for other in lives if other is not life]
         for key, block_id in zip(pool.keys(), pool.cached_blocks(), strict=True):
             shared = any(other.find(key) is not None for other in others)
             if life.instance.is_spare(block_id):
@@ -504,11 +583,10 @@ class World:
             layers = range(self.options.num_layers)
             assert stored.layers == [(layer, named[stored.key]) for layer in layers]
 
-    def _check_index(self, life: Life) -> None:
+    def _check_index(self, life: Member) -> None:
         """Asserts that the Conductor's index matches the instance's cached blocks."""
-        name, instance, index = life.instance_id, life.instance, self.conductor.index
-        in_dram = set(instance.pool.keys())
-        below = set() if instance.tier is None else set(instance.tier.slots.keys()) - in_dram
+        name, index = life.instance_id, self.conductor.index
+        in_dram, below = life.keys_in_dram(), life.keys_below()
         assert all(index.holds(name, key) for key in in_dram | below)
         assert index.num_blocks(name) == len(in_dram | below)
         assert all((name, key in below) in index.holders_of(key) for key in in_dram | below)

@@ -128,6 +128,8 @@ class Draining:
         known = self._departures.get(state.info.instance_id)
         if known is not None:
             known.until_s = min(known.until_s, until_s)
+            if state.drain is not None:
+                state.drain.until_s = known.until_s
             known.move_s = min(known.move_s, now + within_s / 2)
             return []
         assert state.drain is None

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from tests.sim.mutants import conducting, disk, real_bytes, takeovers, tokens_and_blocks
+from tests.sim.mutants import (
+    clocks,
+    conducting,
+    disk,
+    real_bytes,
+    releases,
+    takeovers,
+    tenants,
+    tokens_and_blocks,
+    vllm_servers,
+)
 from tests.sim.mutants.mutant import MUTANTS
 
-__all__ = ["MUTANTS", "conducting", "disk", "real_bytes", "takeovers", "tokens_and_blocks"]
+__all__ = [
+    "MUTANTS",
+    "clocks",
+    "conducting",
+    "disk",
+    "real_bytes",
+    "releases",
+    "takeovers",
+    "tenants",
+    "tokens_and_blocks",
+    "vllm_servers",
+]

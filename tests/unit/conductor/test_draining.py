@@ -204,4 +204,6 @@ def test_a_signal_shortens_a_drain() -> None:
     desk = Desk("p0", "p1", "d0")
     drain(desk, "p0", within_s=600.0)
     desk.report("p0", LeaveRequested(within_s=2.0))
+    shown = desk.conductor.instances[InstanceId("p0")].drain
+    assert shown is not None and shown.until_s <= 2.0
     assert sent(ticked(desk, 2.5), LeaveCluster)
