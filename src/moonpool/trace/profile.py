@@ -149,7 +149,8 @@ def read_profile(path: Path) -> GeneratorProfile:
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except MALFORMED as error:
-        raise TraceError(f"{path} is not a generator profile: {error}") from None
+        words = " ".join(str(error).split())  # a key of the file may hold line breaks
+        raise TraceError(f"{path} is not a generator profile: {words}") from None
     try:
         check_profile(profile)
     except TraceError as error:

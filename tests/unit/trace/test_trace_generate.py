@@ -237,6 +237,7 @@ def test_profiles_are_files(tmp_path: Path) -> None:
         ({"repeat_share": 1.5}, "shares must be between 0 and 1"),
         ({"first_continue_share": [0.1]}, "first_continue_share must have"),
         ({"rate": 3}, "unknown field"),
+        ({"a\nb": 3}, "unknown field `a b`"),
         ({"name": 3}, "Expected `str`"),
     ],
 )
@@ -248,7 +249,7 @@ def test_wrong_profiles_get_one_line(
     path.write_bytes(msgspec.json.encode(fields))
     with pytest.raises(TraceError, match=words) as caught:
         read_profile(path)
-    assert "p.json" in str(caught.value)
+    assert "p.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_sessions_that_never_end_and_no_limits_are_refused() -> None:

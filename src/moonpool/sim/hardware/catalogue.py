@@ -18,7 +18,6 @@ layers = 40
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Iterable
 from importlib import resources
@@ -34,6 +33,7 @@ from moonpool.sim.hardware.roofline import soft_maximum
 from moonpool.types import Struct
 
 Entry = TypeVar("Entry", Device, ModelShape)
+MAX_NUMBER = 1e300
 MAY_BE_ZERO = {"nvlink_bytes_per_s", "launch_s", "alpha_s", "nic_latency_s", "usd_per_h"}
 MAY_BE_ZERO |= {"window", "full_every", "max_positions"}
 MAY_BE_ZERO |= {"experts.shared_ffn", "experts.dense_layers", "experts.bytes_per_weight"}
@@ -172,8 +172,9 @@ def _check_numbers(value: Any, place: str) -> None:
         for inner in value:
             _check_numbers(inner, place)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or value < 0 or (value == 0 and not keys & MAY_BE_ZERO):
-            raise ConfigError(f"{place} must be a positive number, not {value}")
+        if not 0 <= value < MAX_NUMBER or (value == 0 and not keys & MAY_BE_ZERO):
+            shown = "one so large" if abs(value) > MAX_NUMBER else value
+            raise ConfigError(f"{place} must be a positive number, not {shown}")
         if key.endswith("_share") and value > 1:
             raise ConfigError(f"{place} is a share: at most 1, not {value}")
 

@@ -92,6 +92,7 @@ def test_a_whole_shape_can_be_given() -> None:
         ("[devices.A40]\npeak_flops_per_s = nan", "must be a positive number"),
         ("[devices.A40]\nmemory_bytes_per_s = -1.0", "must be a positive number"),
         ("[devices.A40]\nmemory_bytes = 0", "must be a positive number"),
+        (f"[devices.A40]\nmemory_bytes = 1{'0' * 400}", "must be a positive number"),
         ("[devices.A40]\ngemm.flops_share = 1.5", "at most 1, not 1.5"),
         ("[devices.A40]\ngemm.sharpness = 3", "1, 2, 4 or 8, not 3"),
         ("[devices.A40]\ngemm.tile = 3", "`gemm`|unknown field"),
